@@ -1,0 +1,70 @@
+"""The errors of grpo_dist.
+
+    GrpoDistError            exit code 1: the run stopped; the message names role, rank, node and stage
+    ├── ConfigError          exit code 2, no traceback: something the user wrote and can mend (also a ValueError)
+    │   └── DataError        a data file, row or model folder cannot be used
+    ├── BatchError           a contract of protocol/fields.py was broken (also a ValueError)
+    ├── RewardError          a reward function raised, returned nonsense, or did not return in time
+    ├── TrainingDiverged     a non-finite loss or gradient, found before the optimizer step
+    ├── CheckpointError      a checkpoint cannot be written or read
+    └── WorkerError          a worker process failed or died; carries role, rank, node, stage and its traceback
+
+Every message says what failed, the value, the config key or the rank, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class GrpoDistError(Exception):
+    """Base of every error this package raises on purpose."""
+
+    exit_code = 1
+
+
+class ConfigError(GrpoDistError, ValueError):
+    """A setting is unknown, has the wrong type or range, or contradicts another one."""
+
+    exit_code = 2
+
+
+class DataError(ConfigError):
+    """A data file, a row of it, or a model folder cannot be used."""
+
+
+class BatchError(GrpoDistError, ValueError):
+    """A batch misses a column, or its columns disagree."""
+
+
+class RewardError(GrpoDistError):
+    """A reward function raised, returned nonsense, or did not return in time."""
+
+
+class TrainingDiverged(GrpoDistError):
+    """The loss or the gradient is not finite; the optimizer step was not taken."""
+
+
+class CheckpointError(GrpoDistError):
+    """A checkpoint cannot be written or read."""
+
+
+class WorkerError(GrpoDistError):
+    """A worker process failed or died.
+
+    Args:
+        message: what happened, in one line.
+        role: "actor", "rollout", "ref" or "reward".
+        rank: position of the worker in its group.
+        node: host the worker ran on ("?" when it never started).
+        stage: what it was asked to do.
+        remote_traceback: the traceback inside the worker, if it raised.
+    """
+
+    def __init__(
+        self, message: str, role: str = "?", rank: int = -1, node: str = "?", stage: str = "?", remote_traceback: str = ""
+    ) -> None:
+        super().__init__(message, role, rank, node, stage, remote_traceback)
+        self.message, self.role, self.rank, self.node, self.stage = message, role, rank, node, stage
+        self.remote_traceback = remote_traceback
+
+    def __str__(self) -> str:
+        return f"{self.role} worker {self.rank} on {self.node}, stage {self.stage!r}: {self.message}"
