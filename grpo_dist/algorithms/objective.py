@@ -1,0 +1,84 @@
+"""The objective of GRPO, whole.
+
+For a group of responses to one prompt, sampled from the old policy and scored, GRPO minimises
+
+    loss = aggregate( clipped_surrogate(log_probs, old_log_probs, advantages) )
+         + kl_loss_coef  * aggregate( KL(policy || reference) )
+         - entropy_coeff * aggregate( entropy )
+
+There is no critic: the advantage is the reward relative to the group (see `advantage`). The departures from
+DeepSeekMath's formula: the aggregate is a choice (`loss_agg_mode`; the paper's is seq-mean-token-mean), the clip
+range may be asymmetric, and negative advantages are dual-clipped. All three terms use the SAME aggregate with the
+counts of the whole mini-batch, so micro-batches and ranks only add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from grpo_dist.algorithms.aggregate import agg_loss
+from grpo_dist.algorithms.kl import kl_penalty
+from grpo_dist.algorithms.masking import masked_mean
+from grpo_dist.algorithms.policy_loss import compute_policy_loss
+
+
+def policy_objective(
+    *,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    ref_log_probs: Tensor | None,
+    entropy: Tensor | None,
+    loss_mode: str,
+    loss_agg_mode: str,
+    clip: Mapping[str, Any],
+    kl_loss_type: str,
+    kl_loss_coef: float,
+    entropy_coeff: float,
+    global_tokens: float | Tensor,
+    global_sequences: float | Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of one micro-batch, ready for backward, and its token-mean metrics.
+
+    Args:
+        log_probs: (N, T) float32, nats; current policy, carries the gradient.
+        old_log_probs: (N, T) float32, nats.
+        advantages: (N, T) float32.
+        response_mask: (N, T), 1 on the tokens that train.
+        ref_log_probs: (N, T) float32, nats, or None: no KL term.
+        entropy: (N, T) float32, nats, or None: no entropy term.
+        loss_mode: policy loss.
+        loss_agg_mode: aggregation mode of all terms.
+        clip: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c.
+        kl_loss_type: KL estimator.
+        kl_loss_coef: weight of the KL term.
+        entropy_coeff: weight of the entropy bonus.
+        global_tokens: response tokens of the mini-batch, all ranks.
+        global_sequences: sequences of the mini-batch, all ranks.
+
+    Returns:
+        (loss, metrics). Summed over the micro-batches of all ranks, loss is the mini-batch's loss.
+    """
+    counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
+    loss, metrics = compute_policy_loss(
+        loss_mode,
+        old_log_probs=old_log_probs,
+        log_probs=log_probs,
+        advantages=advantages,
+        response_mask=response_mask,
+        loss_agg_mode=loss_agg_mode,
+        config=clip,
+        **counts,
+    )
+    if ref_log_probs is not None:
+        kl = kl_penalty(kl_loss_type, log_probs, ref_log_probs)
+        loss = loss + kl_loss_coef * agg_loss(kl, response_mask, loss_agg_mode, **counts)
+        metrics["actor/kl_loss"] = masked_mean(kl, response_mask)
+    if entropy is not None:
+        loss = loss - entropy_coeff * agg_loss(entropy, response_mask, loss_agg_mode, **counts)
+        metrics["actor/entropy"] = masked_mean(entropy, response_mask)
+    return loss, metrics

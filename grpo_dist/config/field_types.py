@@ -1,0 +1,78 @@
+"""Types of config values that pydantic has no name for: numbers, counts or -1, names, lists of files."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
+def _number(value: Any) -> Any:
+    # Plain YAML 1.1 reads 1e-6 as text; Hydra reads it as a number. Both mean the number.
+    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+
+
+def _at_least_or_minus_one(least: int) -> Callable[[int], int]:
+    def check(value: int) -> int:
+        if value != -1 and value < least:
+            raise ValueError(f"must be -1 or at least {least}")
+        return value
+
+    return check
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _one_or_more(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else _as_tuple(value)
+
+
+def _none_or_more(value: Any) -> Any:
+    return () if value is None else _one_or_more(value)
+
+
+def not_one_of(value: Any, names: Sequence[str]) -> str:
+    """Message for a value that is none of `names`, with the nearest one."""
+    nearest = difflib.get_close_matches(str(value), names, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    return f"not one of {', '.join(names)}{hint}"
+
+
+def builtin_or_custom(names: Sequence[str]) -> AfterValidator:
+    """Accepts a built-in name, or `pkg.module:attr` / `path/to/file.py:attr`."""
+
+    def check(value: str) -> str:
+        source, colon, attribute = value.rpartition(":")
+        if value in names or (colon and source and attribute.isidentifier()):
+            return value
+        if colon:
+            raise ValueError("not of the form pkg.module:function or path/to/file.py:function")
+        raise ValueError(not_one_of(value, names))
+
+    return AfterValidator(check)
+
+
+Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+NonNegativeFloat = Annotated[Float, Field(ge=0)]
+Share = Annotated[Float, Field(ge=0, le=1)]
+DecayRate = Annotated[Float, Field(ge=0, lt=1)]
+PositiveShare = Annotated[Float, Field(gt=0, le=1)]
+
+Count = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+CountOrMinusOne = Annotated[int, AfterValidator(_at_least_or_minus_one(1))]
+NonNegativeOrMinusOne = Annotated[int, AfterValidator(_at_least_or_minus_one(0))]
+
+Text = Annotated[str, Field(min_length=1)]
+Files = Annotated[tuple[Text, ...], BeforeValidator(_one_or_more), Field(min_length=1)]
+OptionalFiles = Annotated[tuple[Text, ...], BeforeValidator(_none_or_more)]
+Names = BeforeValidator(_one_or_more)
+Pair = BeforeValidator(_as_tuple)

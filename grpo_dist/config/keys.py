@@ -1,0 +1,85 @@
+"""The dotted keys that the schema knows, and the nearest ones to a key it does not know."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from functools import cache
+
+from grpo_dist.config.schema import RunConfig, Section
+
+# Likeness of the last parts of two keys, in [0, 1], below which a hint misleads (learning_rate: clip_ratio).
+_LEAST_LIKENESS = 0.65
+# Keys this close to the best one are named beside it.
+_TIE = 0.05
+_MOST_HINTS = 3
+
+
+@cache
+def leaf_keys() -> tuple[str, ...]:
+    """All keys that hold a value, such as "data.train_batch_size"."""
+    return tuple(key for key, is_leaf in _walk(RunConfig, "") if is_leaf)
+
+
+@cache
+def section_keys() -> tuple[str, ...]:
+    """All keys that hold other keys, such as "data"."""
+    return tuple(key for key, is_leaf in _walk(RunConfig, "") if not is_leaf)
+
+
+@cache
+def free_form_keys() -> tuple[str, ...]:
+    """Keys whose value is a mapping with names of the user's choice."""
+    return tuple(key for key in leaf_keys() if _annotation(key).startswith("dict"))
+
+
+def is_free_form(key: str) -> bool:
+    """Whether `key` lies inside a mapping with names of the user's choice."""
+    return any(key.startswith(f"{parent}.") for parent in free_form_keys())
+
+
+def nearest_keys(key: str) -> list[str]:
+    """The known keys that `key` most likely means, best first; empty if none comes near."""
+    matcher = difflib.SequenceMatcher(autojunk=False)
+    last = key.rpartition(".")[2]
+
+    def likeness(known: str) -> float:
+        if f".{known}".endswith(f".{key}"):  # rollout.n, for actor_rollout_ref.rollout.n, is a sure hit
+            return 2.0
+        matcher.set_seqs(last, known.rpartition(".")[2])
+        part = matcher.ratio()
+        matcher.set_seqs(key, known)
+        return part + matcher.ratio() if part >= _LEAST_LIKENESS else 0.0
+
+    ranked = sorted(((likeness(known), known) for known in leaf_keys()), key=lambda pair: -pair[0])
+    best = ranked[0][0]
+    return [known for score, known in ranked[:_MOST_HINTS] if score and score >= best - _TIE]
+
+
+def unknown_key(key: str) -> str:
+    """Message for a key that the schema does not know."""
+    hints = nearest_keys(key)
+    return f"{key}: no such key" + (
+        f"; did you mean {' or '.join(hints)}?" if hints else "; --help says where all keys are listed"
+    )
+
+
+def _walk(section: type[Section], prefix: str) -> Iterator[tuple[str, bool]]:
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            yield f"{prefix}{name}", False
+            yield from _walk(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", True
+
+
+def _annotation(key: str) -> str:
+    section: type[Section] = RunConfig
+    *sections, name = key.split(".")
+    for part in sections:
+        inner = section.model_fields[part].annotation
+        assert isinstance(inner, type)
+        assert issubclass(inner, Section)
+        section = inner
+    return str(section.model_fields[name].annotation)

@@ -1,0 +1,149 @@
+"""From the command line to a checked RunConfig, and from there to a file and back.
+
+Hydra composes the YAML, the schema checks every key, rules.py checks keys against each other. All that is
+wrong is reported at once, as one ConfigError. Loads neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from grpo_dist.config.overrides import CONFIG_DIR, CommandLine, read_command_line
+from grpo_dist.config.problems import Problem, config_error, schema_problems
+from grpo_dist.config.rules import config_notes, rule_problems
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.errors import ConfigError
+
+_EXAMPLES = {
+    "actor_rollout_ref.model.path": "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B, or a folder",
+    "data.train_files": "data.train_files=data/gsm8k/train.parquet",
+}
+
+
+def load_config(overrides: list[str]) -> tuple[RunConfig, list[str]]:
+    """Compose grpo.yaml with groups and overrides, and check everything.
+
+    Args:
+        overrides: the command line, such as ["model=hf", "data.train_batch_size=64"].
+
+    Returns:
+        The config, and notes for the user: settings without effect, choices made for them, and, in a dry run,
+        files that are not there.
+
+    Raises:
+        ConfigError: lists every problem, one a line.
+    """
+    line = read_command_line(overrides)
+    problems = list(line.problems)
+    raw = _compose(line, problems)
+    if raw is None:
+        raise config_error(problems)
+    config = _validate(raw, problems)
+    suspects = {key for problem in problems for key in problem.keys}
+    found = [] if config is None else rule_problems(config)
+    # A rule about a key that is itself wrong would report the default in its place.
+    found = [problem for problem in found if not suspects.intersection(problem.keys)]
+    notes = list(line.notes)
+    if config is not None and config.trainer.dry_run:
+        notes += [problem.text for problem in found if problem.missing_file]
+        found = [problem for problem in found if not problem.missing_file]
+    problems += found
+    if problems or config is None:
+        raise config_error(problems)
+    return config, notes + config_notes(config)
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved config as YAML, for the run directory; `load_resolved` reads it back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def load_resolved(text: str) -> RunConfig:
+    """Read what `dump_config` wrote. Types and ranges are checked, files and machines are not.
+
+    Raises:
+        ConfigError: not YAML, or keys are missing, unknown or of the wrong type.
+    """
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the resolved config is not YAML: {str(error).splitlines()[0]}") from None
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise config_error(schema_problems(error)) from None
+
+
+def _compose(line: CommandLine, problems: list[Problem]) -> dict[str, Any] | None:
+    """Plain nested dict with interpolations resolved; None (and a problem) if Hydra cannot make one."""
+    try:
+        composed = _hydra(line.hydra_overrides())
+    except (HydraException, OmegaConfBaseException) as error:
+        problems.append(_hydra_problem(error))
+        return None
+    try:
+        raw = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        problems.append(_hydra_problem(error))
+        raw = OmegaConf.to_container(composed, resolve=False)
+    assert isinstance(raw, dict)
+    for key in _missing_keys(raw):
+        example = _EXAMPLES.get(key, f"{key}=VALUE")
+        problems.append(Problem(f"{key}: must be set, for example {example}", (key,)))
+    return {str(key): value for key, value in raw.items()}
+
+
+def _missing_keys(raw: Any, prefix: str = "") -> Iterator[str]:
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            yield from _missing_keys(value, f"{prefix}{name}.")
+        elif value == MISSING:
+            yield f"{prefix}{name}"
+
+
+def _hydra_problem(error: HydraException | OmegaConfBaseException) -> Problem:
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    key = getattr(cause, "full_key", None) or ""
+    reason = str(cause).splitlines()[0]
+    return Problem(f"{key}: {reason}" if key else reason, (key,))
+
+
+def _hydra(overrides: list[str]) -> DictConfig:
+    with initialize_config_dir(str(CONFIG_DIR.resolve()), version_base="1.3"):
+        return compose("grpo", overrides=overrides)
+
+
+def _validate(raw: dict[str, Any], problems: list[Problem]) -> RunConfig | None:
+    """The config. Where a key is wrong its default takes its place, so that rules between other keys run too."""
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        found = schema_problems(error)
+        locations = [finding["loc"] for finding in error.errors(include_url=False)]
+    # An interpolation that cannot be resolved has been reported, and its text is in the place of its value.
+    problems += [problem for problem in found if "${" not in problem.text]
+    defaults = OmegaConf.to_container(_hydra([]), resolve=True)
+    for location in locations:
+        _mend(raw, defaults, [part for part in location if isinstance(part, str)])
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError:
+        return None
+
+
+def _mend(raw: Any, defaults: Any, path: list[str]) -> None:
+    *sections, name = path
+    for section in sections:
+        raw, defaults = raw[section], defaults[section]
+    if name in defaults:
+        raw[name] = defaults[name]
+    else:
+        raw.pop(name, None)

@@ -1,0 +1,133 @@
+"""The command line: which groups it chooses, which keys it sets, and what is wrong with it.
+
+Hydra stops at its first finding and shows a traceback; here every override is looked at, and only those that
+Hydra will accept are handed on.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from grpo_dist.config.keys import is_free_form, leaf_keys, nearest_keys, section_keys, unknown_key
+from grpo_dist.config.problems import Problem
+
+CONFIG_DIR = Path(__file__).parent
+BUILTIN = "builtin:"
+
+# Naming your own model or data leaves the settings of the built-in one behind.
+_GROUP_FOR_KEY = {"actor_rollout_ref.model.path": ("model", "hf"), "data.train_files": ("data", "files")}
+
+
+@dataclass
+class CommandLine:
+    """Overrides that Hydra can apply, and everything said about the others."""
+
+    groups: dict[str, str] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)  # key -> "key=value" as the user wrote it
+    notes: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def hydra_overrides(self) -> list[str]:
+        """What to hand to Hydra. `++` adds inside a free-form mapping and sets everywhere else."""
+        return [f"{group}={option}" for group, option in self.groups.items()] + [
+            f"++{text}" for text in self.values.values()
+        ]
+
+
+def group_options() -> dict[str, list[str]]:
+    """The config groups and their options, sorted."""
+    folders = sorted(path for path in CONFIG_DIR.iterdir() if path.is_dir() and any(path.glob("*.yaml")))
+    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+
+
+def read_command_line(overrides: list[str]) -> CommandLine:
+    """Sort overrides into groups, values and problems; of two that set the same thing the last one counts."""
+    line = CommandLine()
+    parser = OverridesParser.create()
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            line.problems.append(_unreadable(text, error))
+            continue
+        _add(line, override, text.lstrip("+"))
+    _choose_groups(line)
+    return line
+
+
+def _add(line: CommandLine, override: Override, text: str) -> None:
+    key = override.key_or_group
+    options = group_options().get(key)
+    problem: Problem | None = None
+    if override.is_delete():
+        problem = Problem(
+            f"~{key}: keys cannot be removed; set a value, or null where grpo.yaml allows it", (key,)
+        )
+    elif override.package is not None:
+        problem = Problem(f"{text}: packages (@) are not supported", (key,))
+    elif override.is_sweep_override():
+        problem = Problem(
+            f"{text}: a sweep; this command runs once. A list is written {_as_list(text)}", (key,)
+        )
+    elif options is not None and not isinstance(override.value(), dict):
+        option = str(override.value())
+        if option in options:
+            line.groups[key] = option
+        else:
+            problem = Problem(_no_such_option(key, option, options), leaf_keys())
+    elif key in section_keys() and not isinstance(override.value(), dict):
+        problem = Problem(
+            f"{text}: {key} is a section; its keys are {_names_below(key)}", (key, *_keys_below(key))
+        )
+    elif key not in leaf_keys() and key not in section_keys() and not is_free_form(key):
+        problem = Problem(unknown_key(key), (key, *nearest_keys(key)))
+    else:
+        line.values.pop(key, None)  # keep the order of the last mention: a section may follow one of its keys
+        line.values[key] = text
+    if problem is not None:
+        line.problems.append(problem)
+
+
+def _choose_groups(line: CommandLine) -> None:
+    for key, (group, option) in _GROUP_FOR_KEY.items():
+        text = line.values.get(key)
+        if text is None or group in line.groups or BUILTIN in text:
+            continue
+        line.groups[group] = option
+        line.notes.append(f"{group}={option} is used, because {key} is set and no {group}= is chosen")
+
+
+def _unreadable(text: str, error: HydraException) -> Problem:
+    key, equals, _ = text.lstrip("+").partition("=")
+    if not equals:
+        known = " (flags start this command with --help only)" if text.startswith("-") else ""
+        return Problem(f"{text}: not an override; write key=value{known}", (key,))
+    reason = str(error).splitlines()[0]
+    advice = f"""quote values with = , : [ ] {{ }} like this: "{key}='...'\""""
+    return Problem(f"{text}: cannot be read ({reason}); {advice}", (key,))
+
+
+def _as_list(text: str) -> str:
+    key, _, value = text.partition("=")
+    return f"{key}=[{value}]"
+
+
+def _no_such_option(group: str, option: str, options: list[str]) -> str:
+    nearest = difflib.get_close_matches(option, options, n=1)
+    hint = f"; did you mean {group}={nearest[0]}?" if nearest else ""
+    return f"{group}={option}: no such option; there are {', '.join(options)}{hint}"
+
+
+def _keys_below(section: str) -> list[str]:
+    return [key for key in leaf_keys() if key.startswith(f"{section}.")]
+
+
+def _names_below(section: str) -> str:
+    below = [key for key in (*section_keys(), *leaf_keys()) if key.startswith(f"{section}.")]
+    return ", ".join(dict.fromkeys(key.removeprefix(f"{section}.").partition(".")[0] for key in below))

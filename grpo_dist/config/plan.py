@@ -1,0 +1,184 @@
+"""What a run will do, in numbers, before anything is started: placement, batch arithmetic, memory."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from grpo_dist.config.load import dump_config
+from grpo_dist.config.memory import RoleMemory, kv_cache_tokens, memory_estimate, model_config_at_hand
+from grpo_dist.config.placement import Placement, placement
+from grpo_dist.config.problems import shown
+from grpo_dist.config.schema import RunConfig
+
+__all__ = ["Placement", "batch_arithmetic", "format_plan", "format_summary", "memory_estimate", "placement"]
+
+Rows = list[tuple[str, str]]
+
+
+def batch_arithmetic(config: RunConfig) -> Rows:
+    """From the prompts of a step to the micro-batches of a rank, as (label, value) rows."""
+    actor, rollout, place = (
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+        placement(config),
+    )
+    prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
+    sequences = prompts * rollout.n
+    minis = prompts // mini
+    per_rank = mini * rollout.n // place.actor_world_size
+    micro = min(actor.ppo_micro_batch_size_per_gpu, per_rank)
+    per_engine = ceil(sequences / place.num_engines)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    rows = [
+        ("prompts per training step", f"{prompts:,}"),
+        ("sequences per training step", f"{prompts:,} prompts * n={rollout.n} = {sequences:,}"),
+        ("tokens per training step", f"at most {sequences:,} * {longest:,} = {sequences * longest:,}"),
+        ("sequences per engine", f"{per_engine:,} ({min(per_engine, rollout.max_num_seqs):,} at once)"),
+        ("mini-batches per pass", f"{minis:,} of {mini:,} prompts = {mini * rollout.n:,} sequences"),
+        (
+            "optimizer steps per training step",
+            f"{minis:,} * ppo_epochs={actor.ppo_epochs} = {minis * actor.ppo_epochs:,}",
+        ),
+        ("sequences per actor rank and mini-batch", f"{per_rank:,}"),
+        ("micro-batches per actor rank and mini-batch", f"{ceil(per_rank / micro):,} of {micro:,} sequences"),
+        (
+            "old log-prob passes per actor rank",
+            _passes(sequences, place.actor_world_size, rollout.log_prob_micro_batch_size_per_gpu),
+        ),
+    ]
+    if place.ref_world_size:
+        size = config.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu
+        rows.append(("reference passes per ref rank", _passes(sequences, place.ref_world_size, size)))
+    return rows
+
+
+def format_plan(config: RunConfig, notes: list[str]) -> str:
+    """The text of trainer.dry_run=true: the whole config, then the plan."""
+    model = model_config_at_hand(config.actor_rollout_ref.model.path)
+    tokens = kv_cache_tokens(config, model)
+    blocks = [
+        "resolved config\n" + _indent(dump_config(config).rstrip().splitlines()),
+        "run\n" + _table(_run_rows(config)),
+        "batch\n" + _table(batch_arithmetic(config)),
+        "placement\n" + _table(_placement_rows(config)),
+        "memory per process (estimate)\n" + _table(_memory_rows(memory_estimate(config, model), tokens)),
+    ]
+    if notes:
+        blocks.append("notes\n" + _indent(notes))
+    return "\n\n".join(blocks)
+
+
+def format_summary(config: RunConfig, notes: list[str]) -> str:
+    """The plan in a few lines, for the start of a run."""
+    actor, rollout, place = (
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+        placement(config),
+    )
+    per_rank = actor.ppo_mini_batch_size * rollout.n // place.actor_world_size
+    sequences = config.data.train_batch_size * rollout.n
+    steps = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+    step = (
+        f"{config.data.train_batch_size:,} prompts * n={rollout.n} = {sequences:,} sequences; "
+        f"{_many(steps, 'optimizer step')}; a mini-batch is {_many(per_rank, 'sequence')} per actor rank, "
+        f"in {_many(ceil(per_rank / actor.ppo_micro_batch_size_per_gpu), 'micro-batch', 'micro-batches')}"
+    )
+    rows = [*_run_rows(config), ("step", step), ("workers", _workers(place))]
+    return "\n".join([_table(rows), *(f"  note: {note}" for note in notes)])
+
+
+def _run_rows(config: RunConfig) -> Rows:
+    actor, trainer = config.actor_rollout_ref.actor, config.trainer
+    kl = f", KL {actor.kl_loss_coef:g} * {actor.kl_loss_type}" if actor.use_kl_loss else ", no KL"
+    limit = _many(trainer.total_epochs, "epoch")
+    if trainer.total_training_steps is not None:
+        limit = _many(trainer.total_training_steps, "training step")
+    return [
+        ("algorithm", f"{config.algorithm.adv_estimator}, {actor.loss_agg_mode}{kl}, lr {actor.optim.lr:g}"),
+        ("model", config.actor_rollout_ref.model.path),
+        ("train data", ", ".join(config.data.train_files)),
+        ("validation data", ", ".join(config.data.val_files) or "none"),
+        ("length", limit),
+        ("run directory", f"{trainer.default_local_dir} (resume: {trainer.resume_mode})"),
+        ("logs", ", ".join(dict.fromkeys(("jsonl", *trainer.logger)))),
+    ]
+
+
+def _workers(place: Placement) -> str:
+    engines = _many(place.num_engines, "rollout engine")
+    if place.tensor_parallel > 1:
+        engines += f" (TP={place.tensor_parallel})"
+    ref = f"{place.ref_world_size} ref" if place.ref_world_size else "no ref"
+    where = (
+        "CPU"
+        if place.device == "cpu"
+        else "one shared GPU"
+        if place.shares_gpu
+        else _many(place.world_size, "GPU")
+    )
+    return f"{place.actor_world_size} actor, {engines}, {ref}, on {where}"
+
+
+def _placement_rows(config: RunConfig) -> Rows:
+    place, trainer, rollout = placement(config), config.trainer, config.actor_rollout_ref.rollout
+    fsdp, ref = config.actor_rollout_ref.actor.fsdp_config, config.actor_rollout_ref.ref.fsdp_config
+    compute = fsdp.resolved_dtype(place.device)
+    rows = [
+        ("machines", f"{trainer.nnodes} with {_many(trainer.n_gpus_per_node, 'GPU')} each"),
+        ("actor", f"{_many(place.actor_world_size, 'rank')}, weights {fsdp.model_dtype}, compute {compute}"),
+        (
+            "rollout",
+            f"{_many(place.num_engines, 'engine')}, TP={place.tensor_parallel}, "
+            f"{rollout.resolved_dtype(place.device)}, "
+            f"deterministic={shown(rollout.resolved_deterministic(place.device))}",
+        ),
+    ]
+    if place.ref_world_size:
+        rows.append(("ref", f"{_many(place.ref_world_size, 'rank')}, {ref.resolved_dtype(place.device)}"))
+    else:
+        rows.append(("ref", "not started: no KL term"))
+    rows.append(("reward", _many(config.reward.num_workers, "process", "processes")))
+    if place.device == "cuda":
+        unused = config.num_gpus - place.world_size
+        used = "one, shared" if place.shares_gpu else f"{place.world_size} of {config.num_gpus} used"
+        rows.append(("GPUs", used + (f"; {unused} idle" if unused > 0 and not place.shares_gpu else "")))
+    rows.append(("per worker", f"{place.gpus_per_worker:g} GPU, {place.num_cpus_per_worker:g} logical CPU"))
+    if place.device == "cpu":
+        rows.append(("threads per worker", str(place.num_threads_per_worker)))
+    return rows
+
+
+def _memory_rows(memory: list[RoleMemory] | None, kv_tokens: int | None) -> Rows:
+    if memory is None:
+        return [("all roles", "unknown: model config not at hand")]
+    rows = []
+    for role in memory:
+        parts = " + ".join(f"{name} {_gib(gib)}" for name, gib in role.parts)
+        total = f" = {_gib(role.total)}" if len(role.parts) > 1 else ""
+        remark = f"; {role.remark}" if role.remark else ""
+        rows.append((role.role, f"{parts}{total} GiB{remark}"))
+    if kv_tokens is not None:
+        rows.append(("KV cache", f"{kv_tokens:,} tokens per engine"))
+    return rows
+
+
+def _many(count: int, one: str, more: str = "") -> str:
+    return f"{count:,} {one if count == 1 else more or one + 's'}"
+
+
+def _gib(size: float) -> str:
+    return f"{size:.1f}" if size >= 10 else f"{size:.3g}" if size >= 0.01 else f"{size:.4f}"
+
+
+def _passes(sequences: int, ranks: int, size: int) -> str:
+    per_rank = ceil(sequences / ranks)
+    return f"{ceil(per_rank / size):,} of {min(size, per_rank):,} sequences"
+
+
+def _table(rows: Rows) -> str:
+    width = max(len(label) for label, _ in rows)
+    return _indent([f"{label.ljust(width)}  {value}" for label, value in rows])
+
+
+def _indent(lines: list[str]) -> str:
+    return "\n".join(f"  {line}" for line in lines)

@@ -1,0 +1,245 @@
+"""Rules between config keys: one small function each, which yields a problem that names keys and values.
+
+`rule_problems` runs them all, so one attempt shows everything. Machines are not asked here: whether a GPU is
+really there is found out when Ray starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from grpo_dist import assets
+from grpo_dist.config.overrides import BUILTIN
+from grpo_dist.config.placement import placement
+from grpo_dist.config.problems import Problem, shown
+from grpo_dist.config.schema import GROUP_ADV_ESTIMATORS, RunConfig
+from grpo_dist.errors import ConfigError
+
+Rule = Callable[[RunConfig], Iterator[Problem]]
+
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
+_CLUSTER = ("cluster.actor_world_size", "cluster.rollout_world_size", "cluster.ref_world_size")
+
+
+def rule_problems(config: RunConfig) -> list[Problem]:
+    """Everything that is wrong between keys, or with files they name."""
+    return [problem for rule in RULES for problem in rule(config)]
+
+
+def groups_need_two_responses(config: RunConfig) -> Iterator[Problem]:
+    """Group-relative estimators compare responses of one prompt."""
+    n = config.actor_rollout_ref.rollout.n
+    if config.algorithm.adv_estimator in GROUP_ADV_ESTIMATORS and n < 2:
+        why = "the estimator compares the responses of one prompt; set rollout.n to 2 or more"
+        yield _problem(config, why, f"{_ROLLOUT}.n", "algorithm.adv_estimator")
+
+
+def mini_batches_divide_the_batch(config: RunConfig) -> Iterator[Problem]:
+    """A training batch is a whole number of mini-batches."""
+    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if batch % mini:
+        fitting = max(size for size in range(1, mini + 1) if batch % size == 0)
+        why = f"the batch must be a multiple of the mini-batch; for example ppo_mini_batch_size={fitting}"
+        yield _problem(config, why, "data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size")
+
+
+def actor_ranks_divide_the_mini_batch(config: RunConfig) -> Iterator[Problem]:
+    """Every actor rank gets the same number of sequences of a mini-batch."""
+    mini, n = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.actor_rollout_ref.rollout.n
+    ranks = placement(config).actor_world_size
+    if (mini * n) % ranks:
+        why = f"{mini} * {n} = {mini * n} sequences of a mini-batch do not split evenly over {ranks} actor ranks"
+        yield _problem(
+            config, why, f"{_ACTOR}.ppo_mini_batch_size", f"{_ROLLOUT}.n", "cluster.actor_world_size"
+        )
+
+
+def engines_use_whole_groups_of_gpus(config: RunConfig) -> Iterator[Problem]:
+    """Rollout GPUs are a multiple of the GPUs of one engine, which lie in one machine."""
+    place, per_node = placement(config), config.trainer.n_gpus_per_node
+    key = f"{_ROLLOUT}.tensor_model_parallel_size"
+    if place.device == "cpu":
+        if place.tensor_parallel > 1:
+            yield _problem(config, "an engine on CPU is one process; set it to 1", key)
+        return
+    if place.tensor_parallel > per_node:
+        yield _problem(config, "an engine lies in one machine", key, "trainer.n_gpus_per_node")
+    if place.rollout_world_size % place.tensor_parallel:
+        why = "rollout GPUs must be a multiple of the GPUs of one engine"
+        yield _problem(config, why, "cluster.rollout_world_size", key)
+
+
+def roles_fit_on_the_gpus(config: RunConfig) -> Iterator[Problem]:
+    """Each process has a GPU of its own, or one process of each role shares the only GPU."""
+    place, gpus = placement(config), config.num_gpus
+    roles = {
+        "actor": place.actor_world_size,
+        "rollout": place.rollout_world_size,
+        "ref": place.ref_world_size,
+    }
+    split = " + ".join(f"{role} {size}" for role, size in roles.items() if size)
+    asked = [key for key in _CLUSTER if _value(config, key) is not None]
+    keys = (*asked, f"{_ROLLOUT}.tensor_model_parallel_size", "trainer.nnodes", "trainer.n_gpus_per_node")
+    if place.shares_gpu:
+        if max(roles.values()) > 1:
+            why = f"one process of each role shares the only GPU, and this is {split}; leave cluster.* null"
+            yield _problem(config, why, *keys)
+    elif place.device == "cuda" and place.world_size > gpus:
+        drop = f", or {_ACTOR}.use_kl_loss=false (no reference)" if config.needs_reference else ""
+        why = (
+            f"{split} = {place.world_size} GPUs are needed and there are {gpus}; set smaller cluster.actor_world_size, "
+            f"cluster.rollout_world_size or cluster.ref_world_size, or more machines{drop}"
+        )
+        yield _problem(config, why, *keys)
+
+
+def engine_holds_the_longest_sequence(config: RunConfig) -> Iterator[Problem]:
+    """The engine's longest sequence covers the longest prompt and response."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if config.actor_rollout_ref.rollout.resolved_max_model_len(config.data) < longest:
+        why = f"must be at least prompt + response = {longest}, or null"
+        yield _problem(
+            config, why, f"{_ROLLOUT}.max_model_len", "data.max_prompt_length", "data.max_response_length"
+        )
+
+
+def validation_samples_differ(config: RunConfig) -> Iterator[Problem]:
+    """Several greedy responses would be the same response; sampling needs a temperature."""
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    keys = f"{_ROLLOUT}.val_kwargs.do_sample", f"{_ROLLOUT}.val_kwargs.temperature"
+    if val.n > 1 and not val.do_sample:
+        why = "greedy responses are all the same; set do_sample=true or n=1"
+        yield _problem(config, why, f"{_ROLLOUT}.val_kwargs.n", keys[0])
+    if val.do_sample and val.temperature == 0:
+        yield _problem(config, "sampling needs a positive temperature; for greedy set do_sample=false", *keys)
+
+
+def resume_path_is_set(config: RunConfig) -> Iterator[Problem]:
+    """resume_mode=resume_path says where."""
+    trainer = config.trainer
+    keys = "trainer.resume_mode", "trainer.resume_from_path"
+    if trainer.resume_mode != "resume_path":
+        return
+    if trainer.resume_from_path is None:
+        yield _problem(config, "set resume_from_path to a global_step_N folder, or resume_mode=auto", *keys)
+    elif not Path(trainer.resume_from_path).is_dir():
+        yield _missing(keys[1], trainer.resume_from_path, "folder")
+
+
+def data_files_exist(config: RunConfig) -> Iterator[Problem]:
+    """Data files are there and of a kind that can be read."""
+    for key, files in (
+        ("data.train_files", config.data.train_files),
+        ("data.val_files", config.data.val_files),
+    ):
+        for name in files:
+            if name.startswith(BUILTIN):
+                continue
+            if not name.endswith(_DATA_SUFFIXES):
+                yield Problem(
+                    f"{key}={name}: must end in {', '.join(_DATA_SUFFIXES)}, or be {BUILTIN}NAME", (key,)
+                )
+            elif not Path(name).expanduser().is_file():
+                yield _missing(key, name, "file")
+
+
+def model_folder_exists(config: RunConfig) -> Iterator[Problem]:
+    """A model path that is no hub name is a folder with a config.json."""
+    key, path = "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
+    if path.startswith(BUILTIN):
+        try:
+            assets.resolve_model_path(path)
+        except ConfigError as error:
+            text = str(error)
+            yield Problem(text if text.startswith(key) else f"{key}={path}: {text}", (key,))
+    elif looks_like_folder(path):
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            yield _missing(key, path, "folder")
+        elif not (folder / "config.json").is_file():
+            yield _missing(key, path, "config.json in the folder")
+
+
+def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
+    """Python files named by the config are there."""
+    named = {
+        "custom_reward_function.path": config.custom_reward_function.path,
+        "algorithm.adv_estimator": config.algorithm.adv_estimator.rpartition(":")[0],
+        f"{_ACTOR}.kl_loss_type": config.actor_rollout_ref.actor.kl_loss_type.rpartition(":")[0],
+    }
+    for key, source in named.items():
+        if source and (source.endswith(".py") or "/" in source) and not Path(source).expanduser().is_file():
+            yield _missing(key, source, "file")
+
+
+RULES: tuple[Rule, ...] = (
+    groups_need_two_responses,
+    mini_batches_divide_the_batch,
+    actor_ranks_divide_the_mini_batch,
+    engines_use_whole_groups_of_gpus,
+    roles_fit_on_the_gpus,
+    engine_holds_the_longest_sequence,
+    validation_samples_differ,
+    resume_path_is_set,
+    data_files_exist,
+    model_folder_exists,
+    custom_code_exists,
+)
+
+
+def config_notes(config: RunConfig) -> list[str]:
+    """Settings that are legal and yet do not do what one may expect."""
+    actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
+    place = placement(config)
+    notes = []
+    if actor.use_kl_loss and actor.kl_loss_type in ("k1", "kl"):
+        notes.append(
+            f"{_ACTOR}.kl_loss_type={actor.kl_loss_type}: as a loss its gradient has mean zero, so it "
+            "regularises nothing; k2 and k3 (low_var_kl) do"
+        )
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        notes.append(
+            f"{_ACTOR}.kl_loss_coef=0: the reference runs only to report KL; use_kl_loss=false saves it"
+        )
+    if actor.optim.lr_warmup_steps >= 0 and actor.optim.lr_warmup_steps_ratio > 0:
+        notes.append(f"{_ACTOR}.optim.lr_warmup_steps_ratio has no effect while lr_warmup_steps is not -1")
+    if actor.optim.lr_scheduler_type == "constant" and actor.optim.min_lr_ratio > 0:
+        notes.append(f"{_ACTOR}.optim.min_lr_ratio has no effect with lr_scheduler_type=constant")
+    if not config.data.val_files:
+        notes.append("data.val_files=null: no validation")
+    if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
+        notes.append(f"trainer.resume_from_path has no effect with resume_mode={trainer.resume_mode}")
+    if config.custom_reward_function.path is None and config.custom_reward_function.reward_kwargs:
+        notes.append(
+            "custom_reward_function.reward_kwargs has no effect while custom_reward_function.path is null"
+        )
+    if place.shares_gpu and rollout.gpu_memory_utilization > 0.5:
+        notes.append(
+            f"{_ROLLOUT}.gpu_memory_utilization={rollout.gpu_memory_utilization}: the actor shares this GPU; "
+            "cluster=single_gpu sets a smaller share"
+        )
+    return notes
+
+
+def looks_like_folder(path: str) -> bool:
+    """Whether a model path means a local folder rather than a hub name (NAME or OWNER/NAME)."""
+    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or Path(path).is_dir()
+
+
+def _problem(config: RunConfig, why: str, *keys: str) -> Problem:
+    return Problem(f"{', '.join(f'{key}={shown(_value(config, key))}' for key in keys)}: {why}", keys)
+
+
+def _missing(key: str, path: str, kind: str) -> Problem:
+    where = "" if Path(path).expanduser().is_absolute() else f" (looked in {Path.cwd()})"
+    return Problem(f"{key}={path}: no such {kind}{where}", (key,), missing_file=True)
+
+
+def _value(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config

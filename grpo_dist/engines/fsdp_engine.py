@@ -1,0 +1,227 @@
+"""The training engine: log-probs and optimizer steps of a sharded model. Knows no Ray.
+
+Every method is collective: all ranks of the process group call it together, each with its own rows (a rank may have
+none). Losses are divided by counts of the whole mini-batch, summed over ranks before the first backward pass, so the
+result does not depend on micro-batch size or rank count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_dist.algorithms import policy_objective
+from grpo_dist.algorithms.masking import token_entropy, token_log_probs
+from grpo_dist.engines.fsdp_model import DTYPES, ModelSettings, full_parameters, gradient_sync, load_sharded_model
+from grpo_dist.engines.micro_batch import MicroBatch, make_micro_batch, plan_micro_batches
+from grpo_dist.engines.optimizer import OptimizerSettings, build_optimizer
+from grpo_dist.errors import TrainingDiverged
+from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, Sum, merge_metrics
+
+SEQUENCE_COLUMNS = ("prompts", "responses", "response_mask")
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """The options of `algorithms.objective.policy_objective`, under verl's names."""
+
+    loss_mode: str
+    loss_agg_mode: str
+    clip_ratio: float
+    clip_ratio_low: float | None
+    clip_ratio_high: float | None
+    clip_ratio_c: float
+    use_kl_loss: bool
+    kl_loss_type: str
+    kl_loss_coef: float
+    entropy_coeff: float
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Per-token columns the objective reads."""
+        return ("old_log_probs", "advantages") + (("ref_log_probs",) if self.use_kl_loss else ())
+
+
+class FSDPEngine:
+    """A causal LM sharded over the default process group; trainable if it is given an optimizer.
+
+    Args:
+        model: what to load and how to shard it.
+        device: "cpu" or "cuda".
+        temperature: the sampling temperature; logits are divided by it before every softmax.
+        optimizer: None for a frozen model (the reference).
+        grad_clip: largest gradient norm.
+    """
+
+    def __init__(
+        self,
+        model: ModelSettings,
+        *,
+        device: str,
+        temperature: float,
+        optimizer: OptimizerSettings | None = None,
+        grad_clip: float = float("inf"),
+    ) -> None:
+        self.settings, self.device, self.temperature, self.grad_clip = model, torch.device(device), temperature, grad_clip
+        self.model: Any = load_sharded_model(model, device)
+        self.padding_id = self.model.config.pad_token_id or 0
+        if optimizer is None:
+            self.model.requires_grad_(False)
+        else:
+            self.optimizer, self.schedule = build_optimizer(self.model.parameters(), optimizer)
+
+    # --- log-probs ---------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def compute_log_probs(self, data: DataProto, *, micro_batch_size: int) -> Ragged:
+        """Log-probs of the response tokens, in nats, at the sampling temperature.
+
+        Args:
+            data: `prompts`, `responses`, `response_mask`.
+            micro_batch_size: sequences per forward pass.
+
+        Returns:
+            Ragged float32, one row per row of `data`.
+        """
+        self.model.eval()
+        parts: list[Tensor] = [torch.empty(0)] * len(data)
+        for rows in self._plan(data, micro_batch_size):
+            part = data.index(rows)
+            log_probs, _ = self._forward(make_micro_batch(part, (), self.padding_id).to(self.device), entropy=False)
+            lengths = part["responses"].lengths.tolist() if len(rows) else []
+            for row, values, length in zip(rows.tolist(), log_probs.cpu(), lengths, strict=False):
+                parts[row] = values[:length]
+        return Ragged.from_rows(parts, torch.float32)
+
+    # --- training ----------------------------------------------------------------------------------------------
+    def train_mini_batch(
+        self, data: DataProto, *, micro_batch_size: int, objective: ObjectiveSettings
+    ) -> dict[str, Metric]:
+        """One optimizer step on this rank's rows of a mini-batch.
+
+        Args:
+            data: `prompts`, `responses`, `response_mask` and `objective.columns`.
+            micro_batch_size: sequences per forward/backward pass.
+            objective: the loss.
+
+        Returns:
+            Metrics of this rank's rows; merge them over ranks.
+
+        Raises:
+            TrainingDiverged: on all ranks, before the optimizer step, if any rank's loss or the gradient is not finite.
+        """
+        self.model.train()
+        tokens, sequences = self._global_counts(data)
+        metrics: list[dict[str, Metric]] = []
+        fault = ""
+        plan = self._plan(data, micro_batch_size)
+        for i, rows in enumerate(plan):
+            part = data.index(rows)
+            micro_batch = make_micro_batch(part, objective.columns, self.padding_id).to(self.device)
+            with gradient_sync(self.model, enabled=i == len(plan) - 1):
+                loss, values = self._objective(micro_batch, objective, tokens, sequences)
+                (loss * dist.get_world_size()).backward()  # FSDP2 averages gradients over ranks: undone here, only here
+            metrics.append(self._micro_batch_metrics(micro_batch, loss, values))
+            if not torch.isfinite(loss):
+                fault = fault or f"loss {loss.item()} in micro-batch {i + 1} of {len(plan)}, {_name_rows(part)}"
+        grad_norm = _full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip))
+        if not torch.isfinite(grad_norm):
+            fault = fault or f"gradient norm {grad_norm.item()}"
+        self._stop_if_any(fault)
+        lr = self.schedule.get_last_lr()[0]
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        step: dict[str, Metric] = {"actor/grad_norm": Mean(grad_norm.item(), 1), "actor/lr": Mean(lr, 1)}
+        return merge_metrics([*metrics, step])
+
+    # --- weights -----------------------------------------------------------------------------------------------
+    def full_parameters(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
+        """The whole weights, tensor by tensor, on CPU; dtype is a torch name such as "bfloat16"."""
+        return full_parameters(self.model, getattr(torch, dtype))
+
+    def export_state(self) -> dict[str, Tensor]:
+        """The whole weights in the model's own type on rank 0; {} elsewhere."""
+        state = dict(full_parameters(self.model, DTYPES[self.settings.model_dtype]))
+        return state if dist.get_rank() == 0 else {}
+
+    # --- parts -------------------------------------------------------------------------------------------------
+    def _forward(self, micro_batch: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """(B, T) log-probs, and entropy if asked for, of the response tokens."""
+        logits = self.model(
+            input_ids=micro_batch.input_ids, logits_to_keep=micro_batch.logit_positions, use_cache=False
+        ).logits
+        log_probs = token_log_probs(logits, micro_batch.targets, self.temperature)
+        entropies = token_entropy(logits, self.temperature).gather(1, micro_batch.response_index) if entropy else None
+        return log_probs.gather(1, micro_batch.response_index), entropies
+
+    def _objective(
+        self, micro_batch: MicroBatch, settings: ObjectiveSettings, tokens: Tensor, sequences: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs, entropy = self._forward(micro_batch, entropy=settings.entropy_coeff != 0)
+        return policy_objective(
+            log_probs=log_probs,
+            old_log_probs=micro_batch.columns["old_log_probs"],
+            advantages=micro_batch.columns["advantages"],
+            response_mask=micro_batch.response_mask,
+            ref_log_probs=micro_batch.columns.get("ref_log_probs"),
+            entropy=entropy,
+            loss_mode=settings.loss_mode,
+            loss_agg_mode=settings.loss_agg_mode,
+            clip={k: v for k, v in asdict(settings).items() if k.startswith("clip_ratio")},
+            kl_loss_type=settings.kl_loss_type,
+            kl_loss_coef=settings.kl_loss_coef,
+            entropy_coeff=settings.entropy_coeff,
+            global_tokens=tokens,
+            global_sequences=sequences,
+        )
+
+    def _plan(self, data: DataProto, micro_batch_size: int) -> list[Any]:
+        """Rows of each micro-batch; the number of micro-batches is the same on all ranks."""
+        lengths = (data["prompts"].lengths + data["responses"].lengths).numpy() if len(data) else []
+        count = self._all_reduce([-(-len(data) // micro_batch_size)], dist.ReduceOp.MAX)
+        return plan_micro_batches(lengths, int(count))
+
+    def _global_counts(self, data: DataProto) -> tuple[Tensor, Tensor]:
+        """Response tokens and sequences with at least one token, over all ranks."""
+        if len(data) == 0:
+            return self._all_reduce([0.0, 0.0], dist.ReduceOp.SUM).unbind()  # type: ignore[return-value]
+        mask = data["response_mask"].to_padded(0)
+        local = [float(mask.sum()), float((mask.sum(-1) > 0).sum())]
+        return self._all_reduce(local, dist.ReduceOp.SUM).unbind()  # type: ignore[return-value]
+
+    def _all_reduce(self, values: list[float], operation: Any) -> Tensor:
+        tensor = torch.tensor(values, dtype=torch.float64 if self.device.type == "cpu" else torch.float32)
+        tensor = tensor.to(self.device)
+        dist.all_reduce(tensor, operation)
+        return tensor
+
+    def _micro_batch_metrics(
+        self, micro_batch: MicroBatch, loss: Tensor, values: dict[str, Tensor]
+    ) -> dict[str, Metric]:
+        tokens = float(micro_batch.response_mask.sum())
+        means: dict[str, Metric] = {k: Mean(float(v) * tokens, tokens) for k, v in values.items()}
+        return means | {"actor/loss": Sum(float(loss.detach()))}
+
+    def _stop_if_any(self, fault: str) -> None:
+        """Raise on every rank if any rank found a fault, naming the first one."""
+        if not self._all_reduce([float(bool(fault))], dist.ReduceOp.MAX).item():
+            return
+        faults: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(faults, fault)
+        rank, first = next((rank, text) for rank, text in enumerate(faults) if text)
+        self.optimizer.zero_grad(set_to_none=True)
+        raise TrainingDiverged(f"actor rank {rank}: {first}; the optimizer step was not taken")
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _name_rows(part: DataProto) -> str:
+    uids = sorted({str(uid) for uid in part.non_tensor_batch.get("uid", [])})
+    return f"prompts {', '.join(uids[:4])}{', ...' if len(uids) > 4 else ''}" if uids else f"{len(part)} sequences"

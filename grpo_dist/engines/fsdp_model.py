@@ -1,0 +1,113 @@
+"""A Hugging Face causal LM sharded with FSDP2 (`fully_shard`), and the process group it runs in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from grpo_dist.errors import DataError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """How a model is loaded and sharded; dtypes are "fp32" or "bf16"."""
+
+    path: str
+    trust_remote_code: bool
+    model_dtype: str
+    compute_dtype: str
+    gradient_checkpointing: bool
+    reshard_after_forward: bool
+
+
+def init_process_group(*, device: str, rank: int, world_size: int, master_address: str, master_port: int) -> None:
+    """Join the role's process group: gloo on CPU, nccl (gloo for CPU tensors) on GPU."""
+    os.environ.update(MASTER_ADDR=master_address, MASTER_PORT=str(master_port))
+    if device == "cuda":
+        torch.cuda.set_device(0)  # Ray shows each process its own GPUs only
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=world_size)
+
+
+def load_sharded_model(settings: ModelSettings, device: str) -> nn.Module:
+    """Load a causal LM and shard it over the default process group.
+
+    Every layer of the model's own no-split classes becomes one FSDP unit, the rest another.
+
+    Raises:
+        DataError: the model cannot be loaded.
+    """
+    model = load_model(settings)
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    compute, master = DTYPES[settings.compute_dtype], DTYPES[settings.model_dtype]
+    policy = MixedPrecisionPolicy(param_dtype=None if compute == master else compute, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device, (dist.get_world_size(),)),
+        "mp_policy": policy,
+        "reshard_after_forward": settings.reshard_after_forward,
+    }
+    for layer in transformer_layers(model):
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def load_model(settings: ModelSettings) -> Any:
+    """The unsharded model on CPU, in eval mode, without cache.
+
+    Raises:
+        DataError: there is no usable model at the path.
+    """
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            settings.path,
+            dtype=DTYPES[settings.model_dtype],
+            trust_remote_code=settings.trust_remote_code,
+            attn_implementation="sdpa",
+        )
+    except (OSError, ValueError) as error:
+        raise DataError(f"actor_rollout_ref.model.path={settings.path}: cannot load a causal LM: {error}") from error
+    model.config.use_cache = False
+    return model.eval()
+
+
+def transformer_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks, by the class names that the model itself says must not be split."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def full_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (Hugging Face name, whole tensor on CPU in `dtype`) one at a time; a tied tensor comes once.
+
+    Collective: all ranks iterate together.
+    """
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach().to(dtype)
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        yield name, full.cpu()
+
+
+@contextlib.contextmanager
+def gradient_sync(model: nn.Module, enabled: bool) -> Iterator[None]:
+    """Within the block, backward passes reduce gradients over ranks only if `enabled` (the last micro-batch)."""
+    model.set_requires_gradient_sync(enabled)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)  # type: ignore[operator]

@@ -1,0 +1,47 @@
+"""AdamW and its learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW with linear warm-up, then constant or cosine; counted in optimizer steps."""
+
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    lr_scheduler_type: str
+    num_warmup_steps: int
+    num_training_steps: int
+    min_lr_ratio: float
+
+
+def lr_ratio(step: int, settings: OptimizerSettings) -> float:
+    """Share of the peak learning rate that optimizer step `step` (from 0) uses."""
+    if step < settings.num_warmup_steps:
+        return (step + 1) / settings.num_warmup_steps
+    if settings.lr_scheduler_type == "constant":
+        return 1.0
+    decay_steps = max(settings.num_training_steps - settings.num_warmup_steps, 1)
+    progress = min((step - settings.num_warmup_steps) / decay_steps, 1.0)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * cosine
+
+
+def build_optimizer(
+    parameters: Iterable[Tensor], settings: OptimizerSettings
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """AdamW over the parameters that train, and its schedule."""
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trainable, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_ratio(step, settings))
+    return optimizer, schedule

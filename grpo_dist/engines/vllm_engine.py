@@ -1,0 +1,269 @@
+"""The rollout engine: vLLM's AsyncLLM, the same on CPU and GPU. Speaks token ids only; knows no Ray and no tokenizer.
+
+Weights are replaced between generations: pause (requests wait, caches are cleared), load bucket by bucket, set the
+version, resume. Every call into vLLM has a time limit, because a call that is pending when an engine dies never
+returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import tempfile
+import uuid
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.engines.weight_buckets import Bucket
+from grpo_dist.errors import BatchError, ConfigError, GrpoDistError
+
+# An engine call that takes longer than this has died or hangs.
+CALL_TIMEOUT_S = 600.0
+# vLLM's default block of 128 tokens means that short prompts never share a cached prefix; 32 is the smallest on CPU.
+CPU_BLOCK_SIZE = 32
+CPU_KV_CACHE_GIB = 1.0
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How to sample.
+
+    Attributes:
+        n: responses per prompt.
+        temperature: 0 is greedy.
+        top_p: nucleus; 1 is off.
+        top_k: k likeliest tokens; -1 is off.
+        max_tokens: most tokens of a response, end-of-sequence included.
+        seed: response i of a prompt is sampled with seed + i; None: the engine's own random state.
+    """
+
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is started with; lengths in tokens, memory in GiB (None: what vLLM finds free)."""
+
+    model_path: str
+    device: str
+    dtype: str
+    trust_remote_code: bool
+    tensor_parallel_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    kv_cache_memory_gib: float | None
+    enforce_eager: bool
+    enable_chunked_prefill: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response: ids and log-probs (nats, temperature applied) of each token; `truncated` if cut short."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    truncated: bool
+
+
+class VLLMEngine:
+    """One vLLM engine and the version of the weights it holds."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.weight_version = -1
+        self._llm: Any = None
+        self._vocab_size = 0
+        self._stop_token_ids: list[int] = []
+
+    async def start(self) -> None:
+        """Load the model.
+
+        Raises:
+            ConfigError: vLLM is not installed or refuses the settings.
+        """
+        quiet_environment(self.settings.device)
+        try:
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.name=vllm: vLLM cannot be imported ({error}). "
+                "Install it with `pip install -e '.[cpu]'`, or '.[gpu]' on a GPU machine."
+            ) from error
+        from grpo_dist.engines.vllm_inproc_core import inproc_core, supports_inproc_core
+
+        in_process = self.settings.device == "cpu" and supports_inproc_core()
+        with inproc_core() if in_process else contextlib.nullcontext():
+            self._llm = AsyncLLM.from_engine_args(_engine_args(self.settings))
+        config = self._llm.vllm_config.model_config
+        self._vocab_size = config.get_vocab_size()
+        self._stop_token_ids = _stop_token_ids(config)
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest({})))
+
+    async def generate(self, prompt: Sequence[int], sampling: SamplingSettings) -> list[Response]:
+        """Sample `sampling.n` responses to one prompt; concurrent calls share the engine's batch.
+
+        Raises:
+            BatchError: the prompt is empty, too long, or holds an id outside the vocabulary (which would kill vLLM).
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._check_prompt(prompt)
+        params = SamplingParams(
+            **asdict(sampling),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            stop_token_ids=self._stop_token_ids,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._call(self._final_output(list(prompt), params))
+        responses = sorted(output.outputs, key=lambda response: response.index)
+        return [
+            Response(list(r.token_ids), list(r.logprobs.logprobs), r.finish_reason == "length") for r in responses
+        ]
+
+    async def load_weights(self, buckets: Iterable[Bucket], version: int) -> None:
+        """Replace all weights; `weight_version` is `version` afterwards.
+
+        Requests in flight wait and go on under the new weights with their cache recomputed. If a bucket fails, the
+        engine is unusable: the caller replaces it.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._call(self._llm.pause_generation(mode="keep", clear_cache=True))
+        await self._call(self._llm.start_weight_update())
+        with tempfile.TemporaryDirectory(prefix="grpo_dist-", dir=_shared_memory_dir()) as folder:
+            for bucket in buckets:
+                update = _write_bucket(bucket, Path(folder))
+                await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update)))
+        await self._call(self._llm.finish_weight_update())
+        await self._call(self._llm.update_weight_version(str(version)))
+        self.weight_version = version
+        await self._call(self._llm.resume_generation())
+
+    def shutdown(self) -> None:
+        """Stop the engine and every process it started."""
+        if self._llm is not None:
+            self._llm.shutdown()
+            self._llm = None
+
+    async def _final_output(self, prompt: list[int], params: Any) -> Any:
+        output = None
+        async for output in self._llm.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex):
+            pass
+        return output
+
+    async def _call(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """Await a vLLM call; its exceptions become ours, since vLLM's own do not survive the way to another process."""
+        try:
+            return await asyncio.wait_for(call, CALL_TIMEOUT_S)
+        except TimeoutError:
+            raise GrpoDistError(f"vLLM did not answer within {CALL_TIMEOUT_S:.0f} s") from None
+        except GrpoDistError:
+            raise
+        except Exception as error:
+            raise GrpoDistError(f"vLLM failed: {type(error).__name__}: {error}") from None
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        longest = self.settings.max_model_len - 1
+        if not 0 < len(prompt) <= longest:
+            raise BatchError(
+                f"a prompt of {len(prompt)} tokens: the engine takes 1 to {longest} "
+                f"(actor_rollout_ref.rollout.max_model_len={self.settings.max_model_len})"
+            )
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            raise BatchError(
+                f"prompt ids {min(prompt)}..{max(prompt)} leave the model's vocabulary of {self._vocab_size}: "
+                "tokenizer and model do not belong together"
+            )
+
+
+def quiet_environment(device: str) -> None:
+    """Set vLLM's environment, before it is imported: no progress bars, no telemetry, a fast start on CPU."""
+    quiet = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore",
+    }
+    cpu = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # keeps the executor inside the core
+        "TORCHDYNAMO_DISABLE": "1",  # or the first log-probs compile C++ for seconds
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines and trainers share the cores
+    }
+    for name, value in (quiet | (cpu if device == "cpu" else {})).items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+
+
+def _engine_args(settings: EngineSettings) -> Any:
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+
+    from grpo_dist.engines.vllm_weight_backend import BACKEND, WorkerExtension
+
+    cpu = settings.device == "cpu"
+    chunked = settings.enable_chunked_prefill and not cpu  # on CPU it crashes requests that carry a seed
+    args: dict[str, Any] = {
+        "model": settings.model_path,
+        "dtype": settings.dtype,
+        "trust_remote_code": settings.trust_remote_code,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens
+        if chunked
+        else max(settings.max_num_batched_tokens, settings.max_model_len),
+        "enforce_eager": settings.enforce_eager or cpu,
+        "enable_chunked_prefill": chunked,
+        "seed": settings.seed,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # the checkpoint's sampling defaults do not leak in
+        "logprobs_mode": "processed_logprobs",  # log-probs of the distribution that was sampled from
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+    }
+    memory_gib = settings.kv_cache_memory_gib or (CPU_KV_CACHE_GIB if cpu else None)
+    if memory_gib is not None:
+        args["kv_cache_memory_bytes"] = int(memory_gib * 2**30)
+    args |= {"block_size": CPU_BLOCK_SIZE} if cpu else {"gpu_memory_utilization": settings.gpu_memory_utilization}
+    return AsyncEngineArgs(**args)
+
+
+def _stop_token_ids(model_config: Any) -> list[int]:
+    """End-of-sequence ids that the model's config and generation config name."""
+    named = [model_config.hf_text_config.eos_token_id, model_config.try_get_generation_config().get("eos_token_id")]
+    ids: list[int] = []
+    for value in named:
+        ids.extend(value if isinstance(value, list) else [value] if value is not None else [])
+    return sorted(set(ids))
+
+
+def _shared_memory_dir() -> str | None:
+    return "/dev/shm" if os.path.isdir("/dev/shm") else None
+
+
+def _write_bucket(bucket: Bucket, folder: Path) -> dict[str, Any]:
+    path = folder / uuid.uuid4().hex
+    path.write_bytes(memoryview(bucket.data))
+    entries = [[e.name, e.dtype, list(e.shape), e.offset, e.num_bytes] for e in bucket.entries]
+    return {"path": str(path), "num_bytes": len(bucket.data), "entries": entries}

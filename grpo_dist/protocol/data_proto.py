@@ -1,0 +1,249 @@
+"""DataProto: the batch that travels between workers.
+
+Columns over one batch axis, of three kinds: dense tensors (N, ...), ragged tensors (`Ragged`) and object columns
+(numpy object arrays); and `meta_info`, a small dict about the whole batch. The method names are verl's. Operations
+return a new object and nothing is changed in place by a callee: what a worker reads from the object store is shared,
+read-only memory. Pickling hands the buffers over out of band, so Ray stores and maps them without a copy.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_dist.errors import BatchError
+from grpo_dist.protocol.ragged import Ragged
+
+TensorColumn = Tensor | Ragged
+Rows = np.ndarray | Tensor | Sequence[int] | slice
+
+
+@dataclass(frozen=True)
+class DataProto:
+    """A batch of N rows.
+
+    Attributes:
+        batch: tensor columns, dense (N, ...) or ragged.
+        non_tensor_batch: object columns, numpy object arrays (N,).
+        meta_info: facts about the whole batch; not sliced.
+    """
+
+    batch: dict[str, TensorColumn] = field(default_factory=dict)
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        clash = self.batch.keys() & self.non_tensor_batch.keys()
+        if clash:
+            raise BatchError(f"column {sorted(clash)[0]!r} is both a tensor and an object column")
+        sizes = {name: len(column) for name, column in self.columns().items()}
+        if len(set(sizes.values())) > 1:
+            raise BatchError(f"columns disagree on the number of rows: {sizes}")
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, TensorColumn] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> DataProto:
+        """Build from plain dicts; object columns may be any sequences."""
+        objects = {name: object_array(column) for name, column in (non_tensors or {}).items()}
+        return cls(dict(tensors or {}), objects, dict(meta_info or {}))
+
+    def columns(self) -> dict[str, Any]:
+        """All columns by name."""
+        return {**self.batch, **self.non_tensor_batch}
+
+    def __len__(self) -> int:
+        return next((len(column) for column in self.columns().values()), 0)
+
+    def __getitem__(self, name: str) -> Any:
+        columns = self.columns()
+        if name not in columns:
+            raise BatchError(f"the batch has no column {name!r}; it has {', '.join(sorted(columns)) or 'none'}")
+        return columns[name]
+
+    # --- columns -----------------------------------------------------------------------------------------------
+    def select(self, names: Sequence[str]) -> DataProto:
+        """Only these columns.
+
+        Raises:
+            BatchError: a column is missing.
+        """
+        for name in names:
+            self[name]
+        return DataProto(
+            {k: v for k, v in self.batch.items() if k in names},
+            {k: v for k, v in self.non_tensor_batch.items() if k in names},
+            self.meta_info,
+        )
+
+    def pop(self, names: Sequence[str]) -> tuple[DataProto, DataProto]:
+        """(these columns, the rest)."""
+        return self.select(names), self.select([k for k in self.columns() if k not in names])
+
+    def union(self, other: DataProto) -> DataProto:
+        """The columns of both.
+
+        Raises:
+            BatchError: a column is on both sides with different values, or the row counts differ.
+        """
+        for name in self.columns().keys() & other.columns().keys():
+            if not _same(self[name], other[name]):
+                raise BatchError(f"union: both batches have a column {name!r}, with different values")
+        return DataProto(
+            {**self.batch, **other.batch},
+            {**self.non_tensor_batch, **other.non_tensor_batch},
+            {**self.meta_info, **other.meta_info},
+        )
+
+    def rename(self, names: Mapping[str, str]) -> DataProto:
+        """Rename columns: {old: new}."""
+        for name in names:
+            self[name]
+        return DataProto(
+            {names.get(k, k): v for k, v in self.batch.items()},
+            {names.get(k, k): v for k, v in self.non_tensor_batch.items()},
+            self.meta_info,
+        )
+
+    # --- rows --------------------------------------------------------------------------------------------------
+    def index(self, rows: Rows) -> DataProto:
+        """These rows, in this order; a row may be taken more than once."""
+        picked = rows if isinstance(rows, slice) else np.asarray(rows)
+        tensor_rows = picked if isinstance(picked, slice) else torch.as_tensor(picked)
+        return DataProto(
+            {k: v[tensor_rows] for k, v in self.batch.items()},
+            {k: v[picked] for k, v in self.non_tensor_batch.items()},
+            self.meta_info,
+        )
+
+    reorder = index
+
+    def slice(self, start: int, stop: int) -> DataProto:
+        """Rows start..stop-1."""
+        return self.index(slice(start, stop))
+
+    def split(self, rows_per_part: int) -> list[DataProto]:
+        """Consecutive parts of `rows_per_part` rows; the last may be shorter."""
+        return [self.slice(i, i + rows_per_part) for i in range(0, len(self), rows_per_part)]
+
+    def chunk(self, num_chunks: int) -> list[DataProto]:
+        """`num_chunks` equal parts.
+
+        Raises:
+            BatchError: the row count is not divisible; see `pad_to_divisor`.
+        """
+        if num_chunks < 1 or len(self) % num_chunks:
+            raise BatchError(f"{len(self)} rows cannot be cut into {num_chunks} equal chunks")
+        return self.split(max(len(self) // num_chunks, 1))
+
+    def repeat(self, times: int, interleave: bool) -> DataProto:
+        """Each row `times` times: aabb with `interleave`, else abab."""
+        rows = np.arange(len(self))
+        return self.index(np.repeat(rows, times) if interleave else np.tile(rows, times))
+
+    def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
+        """Repeat rows from the front until the row count is divisible; also returns how many were added."""
+        missing = -len(self) % divisor
+        return self.index(np.arange(len(self) + missing) % max(len(self), 1)), missing
+
+    def unpad(self, padding: int) -> DataProto:
+        """Drop the last `padding` rows."""
+        return self.slice(0, len(self) - padding)
+
+    @classmethod
+    def concat(cls, parts: Sequence[DataProto]) -> DataProto:
+        """Rows of all parts, in order. `meta_info` is merged, later parts win.
+
+        Raises:
+            BatchError: the parts have different columns.
+        """
+        if not parts:
+            return cls()
+        names = parts[0].columns().keys()
+        for part in parts:
+            if part.columns().keys() != names:
+                raise BatchError(f"concat: columns differ: {sorted(part.columns().keys() ^ names)} are not in every part")
+        return cls(
+            {k: _concat_tensors([p.batch[k] for p in parts]) for k in parts[0].batch},
+            {k: np.concatenate([p.non_tensor_batch[k] for p in parts]) for k in parts[0].non_tensor_batch},
+            {k: v for p in parts for k, v in p.meta_info.items()},
+        )
+
+    # --- wire and disk -----------------------------------------------------------------------------------------
+    def __getstate__(self) -> dict[str, Any]:
+        tensors = {k: tuple(t.numpy() for t in _parts(v)) for k, v in self.batch.items()}
+        return {"tensors": tensors, "objects": self.non_tensor_batch, "meta_info": self.meta_info}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        batch = {k: _column([_from_shared(a) for a in arrays]) for k, arrays in state["tensors"].items()}
+        fields = {"batch": batch, "non_tensor_batch": state["objects"], "meta_info": state["meta_info"]}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def save(self, path: str | Path) -> None:
+        """Write `path`.safetensors (tensors) and `path`.json (object columns and meta_info, which must be JSON)."""
+        from safetensors.torch import save_file
+
+        parts = {f"{k}.{i}": t.contiguous() for k, v in self.batch.items() for i, t in enumerate(_parts(v))}
+        save_file(parts, f"{path}.safetensors")
+        objects = {k: v.tolist() for k, v in self.non_tensor_batch.items()}
+        Path(f"{path}.json").write_text(json.dumps({"non_tensor_batch": objects, "meta_info": self.meta_info}))
+
+    @classmethod
+    def load(cls, path: str | Path) -> DataProto:
+        """Read what `save` wrote."""
+        from safetensors.torch import load_file
+
+        columns: dict[str, list[Tensor]] = {}
+        for key, tensor in sorted(load_file(f"{path}.safetensors").items()):
+            columns.setdefault(key.rpartition(".")[0], []).append(tensor)
+        rest = json.loads(Path(f"{path}.json").read_text())
+        return cls.from_dict({k: _column(v) for k, v in columns.items()}, rest["non_tensor_batch"], rest["meta_info"])
+
+
+def object_array(values: Any) -> np.ndarray:
+    """A (N,) object array of any sequence; entries stay as they are."""
+    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
+        return values
+    array = np.empty(len(values), dtype=object)
+    for i, value in enumerate(values):
+        array[i] = value
+    return array
+
+
+def _parts(column: TensorColumn) -> tuple[Tensor, ...]:
+    return (column.values, column.offsets) if isinstance(column, Ragged) else (column,)
+
+
+def _column(parts: Sequence[Tensor]) -> TensorColumn:
+    return Ragged(parts[0], parts[1]) if len(parts) == 2 else parts[0]
+
+
+def _from_shared(array: np.ndarray) -> Tensor:
+    with warnings.catch_warnings():  # read-only memory is the contract here, so torch's warning about it says nothing new
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
+def _concat_tensors(columns: Sequence[TensorColumn]) -> TensorColumn:
+    if isinstance(columns[0], Ragged):
+        return Ragged.concat(columns)  # type: ignore[arg-type]
+    return torch.cat(columns)  # type: ignore[arg-type]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return bool(len(a) == len(b) and all(x is y or np.array_equal(x, y) for x, y in zip(a, b, strict=True)))
+    pairs = zip(_parts(a), _parts(b), strict=False)
+    return type(a) is type(b) and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)

@@ -1,0 +1,54 @@
+"""The column contract: every column of a batch, what it holds, and who makes it.
+
+Shapes: N sequences; R_i response tokens of sequence i; P_i prompt tokens. Ragged columns hold no padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from grpo_dist.errors import BatchError
+
+
+@dataclass(frozen=True)
+class Field:
+    """One column: its shape and dtype, what it means, and the role that makes it."""
+
+    shape: str
+    dtype: str
+    meaning: str
+    made_by: str
+
+
+FIELDS: dict[str, Field] = {
+    "uid": Field("(N,)", "object (str)", "group id: one per prompt instance", "sampler"),
+    "prompts": Field("ragged (N, P_i)", "int32", "prompt token ids, chat template applied", "data"),
+    "responses": Field("ragged (N, R_i)", "int32", "response token ids, end-of-sequence included", "rollout"),
+    "response_mask": Field("ragged (N, R_i)", "int8", "1 on tokens that train; from lengths, never from ids", "rollout"),
+    "rollout_log_probs": Field("ragged (N, R_i)", "float32", "the sampler's log-probs, temperature applied; nats", "rollout"),
+    "weight_version": Field("(N,)", "int64", "weights that generated the sequence", "rollout"),
+    "response_length": Field("(N,)", "int64", "R_i", "rollout"),
+    "prompt_length": Field("(N,)", "int64", "P_i", "rollout"),
+    "truncated": Field("(N,)", "int64", "1 where the response was cut at max_response_length", "rollout"),
+    "token_level_scores": Field("ragged (N, R_i)", "float32", "raw reward; an outcome reward sits on the last token", "reward"),
+    "score": Field("(N,)", "float32", "raw reward of the sequence: sum of token_level_scores", "reward"),
+    "token_level_rewards": Field("ragged (N, R_i)", "float32", "what the advantage sees", "advantage"),
+    "old_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the policy before the update; nats", "actor"),
+    "ref_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the reference; nats", "ref"),
+    "advantages": Field("ragged (N, R_i)", "float32", "advantage of each token", "advantage"),
+    "returns": Field("ragged (N, R_i)", "float32", "return of each token", "advantage"),
+}
+
+
+def require(stage: str, present: Iterable[str], needed: Iterable[str]) -> None:
+    """Check that a batch has the columns a stage needs.
+
+    Raises:
+        BatchError: names the stage, what is missing and who makes it.
+    """
+    have = set(present)
+    missing = [name for name in needed if name not in have]
+    if missing:
+        makers = ", ".join(f"{name!r} (made by {FIELDS[name].made_by})" for name in missing)
+        raise BatchError(f"stage {stage!r} needs {makers}; the batch has {', '.join(sorted(have)) or 'no columns'}")

@@ -1,0 +1,83 @@
+"""Metric values that merge correctly across micro-batches and ranks: `Mean` carries its sum and count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Metric(Protocol):
+    """A value that can be merged with another of its kind and read as a float."""
+
+    def merge(self, other: Metric, /) -> Metric:
+        """The metric over the data of both."""
+        ...
+
+    @property
+    def value(self) -> float:
+        """The number to report."""
+        ...
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Mean of `count` things that sum to `sum`. Merging adds both, so it is never an average of averages."""
+
+    sum: float
+    count: float
+
+    def merge(self, other: Mean) -> Mean:  # type: ignore[override]
+        """Mean over both."""
+        return Mean(self.sum + other.sum, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        """0 where nothing was counted."""
+        return self.sum / self.count if self.count else 0.0
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A total."""
+
+    total: float
+
+    def merge(self, other: Sum) -> Sum:  # type: ignore[override]
+        """The sum of both."""
+        return Sum(self.total + other.total)
+
+    @property
+    def value(self) -> float:
+        """The total."""
+        return self.total
+
+
+@dataclass(frozen=True)
+class Max:
+    """A maximum."""
+
+    maximum: float
+
+    def merge(self, other: Max) -> Max:  # type: ignore[override]
+        """The larger of both."""
+        return Max(max(self.maximum, other.maximum))
+
+    @property
+    def value(self) -> float:
+        """The maximum."""
+        return self.maximum
+
+
+def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Merge metric dicts of micro-batches or ranks by name."""
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric
+    return merged
+
+
+def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Metrics as plain floats."""
+    return {name: metric.value for name, metric in metrics.items()}

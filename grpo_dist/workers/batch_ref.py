@@ -1,0 +1,151 @@
+"""DataProtoRef: the driver's handle of a batch whose columns lie in Ray's object store.
+
+A producer puts its columns once (`DataProtoRef.put`) and hands out the handle; a consumer fetches its rows of the
+columns it asks for (`fetch`). The driver only rearranges handles. A handle carries, besides references, the few
+small columns the driver needs (one number or string per row): they never grow with response length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import ray
+
+from grpo_dist.errors import BatchError
+from grpo_dist.protocol import DataProto
+from grpo_dist.protocol.fields import require
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Columns that were put together: row i of the batch is row `row[i]` of the object `blocks[block[i]]`."""
+
+    columns: tuple[str, ...]
+    blocks: tuple[ray.ObjectRef, ...]
+    block: np.ndarray
+    row: np.ndarray
+
+    def index(self, rows: np.ndarray) -> Frame:
+        """These rows; blocks that no row needs are let go."""
+        used, block = np.unique(self.block[rows], return_inverse=True)
+        blocks = tuple(self.blocks[i] for i in used)
+        return Frame(self.columns, blocks, block.reshape(-1), self.row[rows])
+
+    def fetch(self, columns: Sequence[str]) -> DataProto:
+        """Read the columns of all rows, block by block, and put the rows in order."""
+        parts, origin = [], []
+        for i, data in enumerate(ray.get(list(self.blocks))):
+            positions = np.flatnonzero(self.block == i)
+            parts.append(data.select(columns).index(self.row[positions]))
+            origin.append(positions)
+        return DataProto.concat(parts).reorder(np.argsort(np.concatenate(origin)))
+
+
+@dataclass(frozen=True)
+class DataProtoRef:
+    """Handle of a batch of N rows.
+
+    Attributes:
+        frames: where the columns are.
+        small: columns the driver itself reads: (N,) numbers or strings.
+        num_rows: N.
+    """
+
+    frames: tuple[Frame, ...] = ()
+    small: dict[str, np.ndarray] = field(default_factory=dict)
+    num_rows: int = 0
+
+    @classmethod
+    def put(cls, data: DataProto, small: Sequence[str]) -> DataProtoRef:
+        """Store `data` once; the columns named in `small` also travel inside the handle."""
+        rows = len(data)
+        frame = Frame(tuple(data.columns()), (ray.put(data),), np.zeros(rows, np.int64), np.arange(rows))
+        return cls((frame,), {name: np.asarray(data[name]) for name in small}, rows)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the stored columns."""
+        return tuple(name for frame in self.frames for name in frame.columns)
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self.small:
+            raise BatchError(f"column {name!r} is not on the driver; it has {', '.join(sorted(self.small)) or 'none'}")
+        return self.small[name]
+
+    def select(self, columns: Iterable[str]) -> DataProtoRef:
+        """Only these stored columns."""
+        wanted = set(columns)
+        require("select", self.columns, wanted)
+        frames = (replace(f, columns=tuple(c for c in f.columns if c in wanted)) for f in self.frames)
+        return replace(self, frames=tuple(f for f in frames if f.columns))
+
+    def union(self, other: DataProtoRef) -> DataProtoRef:
+        """The columns of both; rows correspond by position.
+
+        Raises:
+            BatchError: the row counts differ, or both have a column.
+        """
+        if len(self) != len(other):
+            raise BatchError(f"union of handles with {len(self)} and {len(other)} rows")
+        both = set(self.columns) & set(other.columns)
+        if both:
+            raise BatchError(f"union: both handles have a column {sorted(both)[0]!r}")
+        return DataProtoRef(self.frames + other.frames, {**self.small, **other.small}, len(self))
+
+    def reorder(self, rows: Sequence[int] | np.ndarray) -> DataProtoRef:
+        """These rows, in this order."""
+        rows = np.asarray(rows, dtype=np.int64)
+        frames = tuple(frame.index(rows) for frame in self.frames)
+        return DataProtoRef(frames, {name: column[rows] for name, column in self.small.items()}, len(rows))
+
+    def slice(self, start: int, stop: int) -> DataProtoRef:
+        """Rows start..stop-1."""
+        return self.reorder(np.arange(start, stop))
+
+    def split(self, sizes: Sequence[int]) -> list[DataProtoRef]:
+        """Consecutive parts of the given sizes."""
+        ends = np.cumsum(sizes)
+        return [self.slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+    @classmethod
+    def concat(cls, parts: Sequence[DataProtoRef]) -> DataProtoRef:
+        """Rows of all parts, in order.
+
+        Raises:
+            BatchError: the parts were not made by the same producers (their columns are grouped differently).
+        """
+        groups = [frame.columns for frame in parts[0].frames]
+        if any([frame.columns for frame in part.frames] != groups for part in parts):
+            raise BatchError("concat: the handles' columns differ")
+        frames = tuple(_concat_frames([part.frames[i] for part in parts]) for i in range(len(groups)))
+        small = {name: np.concatenate([part.small[name] for part in parts]) for name in parts[0].small}
+        return cls(frames, small, sum(len(part) for part in parts))
+
+    def fetch(self, columns: Sequence[str]) -> DataProto:
+        """Read columns from the object store, on the process that needs them. Blocks are mapped, not copied.
+
+        Raises:
+            BatchError: a column is missing.
+        """
+        require("fetch", self.columns, columns)
+        data = DataProto()
+        if not len(self):
+            return data
+        for frame in self.frames:
+            wanted = [name for name in frame.columns if name in columns]
+            if wanted:
+                part = frame.fetch(wanted)
+                data = part if not data.columns() else data.union(part)
+        return data
+
+
+def _concat_frames(frames: Sequence[Frame]) -> Frame:
+    blocks = tuple(block for frame in frames for block in frame.blocks)
+    starts = np.cumsum([0, *(len(frame.blocks) for frame in frames)])
+    block = np.concatenate([frame.block + start for frame, start in zip(frames, starts, strict=False)])
+    return Frame(frames[0].columns, blocks, block, np.concatenate([frame.row for frame in frames]))

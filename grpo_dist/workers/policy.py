@@ -1,0 +1,167 @@
+"""Workers that hold the model: the actor trains it, the reference keeps its first weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import ray
+
+from grpo_dist.protocol import DataProto, Metric
+from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.process import Process, use_threads
+
+if TYPE_CHECKING:
+    from grpo_dist.engines.fsdp_engine import FSDPEngine, ObjectiveSettings
+    from grpo_dist.engines.fsdp_model import ModelSettings
+    from grpo_dist.engines.optimizer import OptimizerSettings
+
+# Weights travel in pieces of this size, so that no process needs room for a second whole model at once.
+WEIGHT_BUCKET_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """What a policy worker is built from.
+
+    Attributes:
+        model: what to load; a `builtin:` path is resolved on the worker's own node.
+        device: "cpu" or "cuda".
+        num_threads: compute threads on CPU.
+        temperature: the sampling temperature.
+        log_prob_micro_batch_size: sequences per forward pass.
+        seed: of torch's random state.
+        optimizer: None for the reference.
+        objective: the loss; None for the reference.
+        train_micro_batch_size: sequences per forward/backward pass.
+        grad_clip: largest gradient norm.
+    """
+
+    model: ModelSettings
+    device: str
+    num_threads: int
+    temperature: float
+    log_prob_micro_batch_size: int
+    seed: int
+    optimizer: OptimizerSettings | None = None
+    objective: ObjectiveSettings | None = None
+    train_micro_batch_size: int = 0
+    grad_clip: float = float("inf")
+
+
+class PolicyWorker(Process):
+    """One rank of a sharded model that computes log-probs: the reference, and the base of the actor.
+
+    Every method is collective over the ranks of the role.
+    """
+
+    column = "ref_log_probs"
+
+    def __init__(self, rank: int, world_size: int, settings: PolicySettings) -> None:
+        self.rank, self.world_size, self.settings = rank, world_size, settings
+        self.engine: FSDPEngine = None  # type: ignore[assignment]
+
+    def start(self, master_address: str, master_port: int) -> None:
+        """Join the role's process group and load the model."""
+        import torch
+
+        from grpo_dist.assets import resolve_model_path
+        from grpo_dist.engines.fsdp_engine import FSDPEngine
+        from grpo_dist.engines.fsdp_model import init_process_group
+
+        settings = self.settings
+        use_threads(settings.num_threads)
+        torch.manual_seed(settings.seed)
+        init_process_group(
+            device=settings.device,
+            rank=self.rank,
+            world_size=self.world_size,
+            master_address=master_address,
+            master_port=master_port,
+        )
+        self.engine = FSDPEngine(
+            replace(settings.model, path=resolve_model_path(settings.model.path)),
+            device=settings.device,
+            temperature=settings.temperature,
+            optimizer=settings.optimizer,
+            grad_clip=settings.grad_clip,
+        )
+
+    def compute_log_probs(self, rows: DataProtoRef) -> DataProtoRef:
+        """Log-probs of this rank's rows, as a handle with one column: `old_log_probs` or `ref_log_probs`."""
+        from grpo_dist.engines.fsdp_engine import SEQUENCE_COLUMNS
+
+        data = rows.fetch(SEQUENCE_COLUMNS)
+        log_probs = self.engine.compute_log_probs(data, micro_batch_size=self.settings.log_prob_micro_batch_size)
+        return DataProtoRef.put(DataProto.from_dict({self.column: log_probs}), small=())
+
+
+class ActorWorker(PolicyWorker):
+    """One rank of the policy that trains."""
+
+    column = "old_log_probs"
+
+    def update(self, rows: DataProtoRef, mini_batches: Sequence[np.ndarray], step: int) -> list[dict[str, Metric]]:
+        """One optimizer step per mini-batch.
+
+        Args:
+            rows: this rank's rows of the whole batch.
+            mini_batches: for each mini-batch, the positions in `rows` that belong to it.
+            step: training step, for messages.
+
+        Returns:
+            Metrics of this rank, one dict per mini-batch.
+        """
+        from grpo_dist.engines.fsdp_engine import SEQUENCE_COLUMNS
+        from grpo_dist.errors import TrainingDiverged
+
+        objective = self.settings.objective
+        assert objective is not None, "the actor is built with an objective"
+        data = rows.fetch((*SEQUENCE_COLUMNS, *objective.columns, "uid"))
+        metrics = []
+        for number, mini_batch in enumerate(mini_batches):
+            try:
+                metrics.append(
+                    self.engine.train_mini_batch(
+                        data.index(mini_batch),
+                        micro_batch_size=self.settings.train_micro_batch_size,
+                        objective=objective,
+                    )
+                )
+            except TrainingDiverged as error:
+                where = f"step {step}, mini-batch {number + 1} of {len(mini_batches)}"
+                raise TrainingDiverged(f"{where}: {error}") from None
+        return metrics
+
+    def export_weights(self, dtype: str) -> list[ray.ObjectRef]:
+        """Put the whole weights into the object store, bucket by bucket; rank 0 returns the references."""
+        from grpo_dist.engines.weight_buckets import pack
+
+        tensors = self.engine.full_parameters(dtype)
+        if self.rank != 0:
+            for _ in tensors:  # gathering is collective: the other ranks take part and drop the result
+                pass
+            return []
+        return [ray.put(bucket) for bucket in pack(tensors, bucket_bytes=WEIGHT_BUCKET_BYTES)]
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write this rank's shard of model, optimizer and schedule into `folder`."""
+        from grpo_dist.engines.checkpoint import save_engine
+
+        save_engine(self.engine, Path(folder))
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Read model, optimizer and schedule from `folder`; the number of ranks may differ."""
+        from grpo_dist.engines.checkpoint import load_engine
+
+        load_engine(self.engine, Path(folder))
+
+    def export_hf_model(self, folder: str) -> None:
+        """Write the policy and its tokenizer as a Hugging Face folder (rank 0 writes)."""
+        from grpo_dist.engines.checkpoint import export_hf_model
+
+        export_hf_model(self.engine, Path(folder))
+

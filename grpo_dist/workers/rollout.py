@@ -1,0 +1,69 @@
+"""The rollout worker: one vLLM engine in an asynchronous Ray actor. Many prompts are in flight at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import ray
+import torch
+
+from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.process import Process
+
+if TYPE_CHECKING:
+    from grpo_dist.engines.vllm_engine import EngineSettings, Response, SamplingSettings
+
+# Columns that travel inside the handle: one number or string per sequence.
+SMALL_COLUMNS = ("uid", "prompt_length", "response_length", "truncated", "weight_version")
+
+
+class RolloutWorker(Process):
+    """Generates responses and takes new weights."""
+
+    def __init__(self, settings: EngineSettings, num_threads: int) -> None:
+        self.settings, self.num_threads = settings, num_threads
+
+    async def start(self) -> None:
+        """Start the engine."""
+        from grpo_dist.assets import resolve_model_path
+        from grpo_dist.engines.vllm_engine import VLLMEngine
+
+        self.engine = VLLMEngine(replace(self.settings, model_path=resolve_model_path(self.settings.model_path)))
+        await self.engine.start()
+
+    async def generate(self, uid: str, prompt: np.ndarray, sampling: SamplingSettings) -> DataProtoRef:
+        """Sample a group of responses to one prompt; the handle has one row per response."""
+        responses = await self.engine.generate(prompt.tolist(), sampling)
+        return DataProtoRef.put(group_batch(uid, prompt, responses, self.engine.weight_version), small=SMALL_COLUMNS)
+
+    async def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> int:
+        """Replace the weights by the buckets' and return the version now held."""
+        await self.engine.load_weights([await bucket for bucket in buckets], version)
+        return self.engine.weight_version
+
+    async def shutdown(self) -> None:
+        """Stop the engine."""
+        self.engine.shutdown()
+
+
+def group_batch(uid: str, prompt: np.ndarray, responses: Sequence[Response], weight_version: int) -> DataProto:
+    """The responses to one prompt as a batch. The mask comes from lengths: the end-of-sequence token trains too."""
+    lengths = [len(response.token_ids) for response in responses]
+    n = len(responses)
+    return DataProto.from_dict(
+        {
+            "prompts": Ragged.from_rows([prompt] * n, torch.int32),
+            "responses": Ragged.from_rows([r.token_ids for r in responses], torch.int32),
+            "response_mask": Ragged.from_rows([np.ones(length) for length in lengths], torch.int8),
+            "rollout_log_probs": Ragged.from_rows([r.log_probs for r in responses], torch.float32),
+            "prompt_length": torch.full((n,), len(prompt), dtype=torch.int64),
+            "response_length": torch.tensor(lengths, dtype=torch.int64),
+            "truncated": torch.tensor([int(r.truncated) for r in responses], dtype=torch.int64),
+            "weight_version": torch.full((n,), weight_version, dtype=torch.int64),
+        },
+        {"uid": [uid] * n},
+    )

@@ -1,0 +1,84 @@
+"""Small random models and batches for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from grpo_dist.engines.fsdp_engine import FSDPEngine, ObjectiveSettings
+from grpo_dist.engines.fsdp_model import ModelSettings
+from grpo_dist.engines.optimizer import OptimizerSettings
+from grpo_dist.protocol import DataProto, Ragged
+
+VOCAB = 96
+
+
+def random_qwen3(folder: Path) -> str:
+    """A random Qwen3 of 2 layers on disk."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    model = transformers.Qwen3ForCausalLM(config)
+    for parameter in model.parameters():  # the default init is so small that every distribution is uniform
+        parameter.data.mul_(3.0)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def random_batch(num_groups: int, n: int, seed: int = 0) -> DataProto:
+    """Groups of ragged responses with every column an update needs."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(3, VOCAB, rng.integers(3, 9)) for _ in range(num_groups)]
+    responses = [rng.integers(3, VOCAB, rng.integers(1, 12)) for _ in range(num_groups * n)]
+    noise = [rng.normal(size=len(r)).astype(np.float32) for r in responses]
+    return DataProto.from_dict(
+        {
+            "prompts": Ragged.from_rows([p for p in prompts for _ in range(n)], torch.int32),
+            "responses": Ragged.from_rows(responses, torch.int32),
+            "response_mask": Ragged.from_rows([np.ones(len(r)) for r in responses], torch.int8),
+            "old_log_probs": Ragged.from_rows([-4.5 + 0.1 * x for x in noise], torch.float32),
+            "ref_log_probs": Ragged.from_rows([-4.5 + 0.2 * x for x in noise], torch.float32),
+            "advantages": Ragged.from_rows([np.full(len(x), x[0]) for x in noise], torch.float32),
+        },
+        {"uid": [f"p{i // n}" for i in range(num_groups * n)]},
+    )
+
+
+def objective(**changes: object) -> ObjectiveSettings:
+    """GRPO's default objective, with changes."""
+    settings = {
+        "loss_mode": "vanilla",
+        "loss_agg_mode": "token-mean",
+        "clip_ratio": 0.2,
+        "clip_ratio_low": None,
+        "clip_ratio_high": None,
+        "clip_ratio_c": 3.0,
+        "use_kl_loss": True,
+        "kl_loss_type": "k3",
+        "kl_loss_coef": 0.1,
+        "entropy_coeff": 0.01,
+    }
+    return ObjectiveSettings(**(settings | changes))  # type: ignore[arg-type]
+
+
+def trainable_engine(path: str, *, lr: float = 1e-2, temperature: float = 0.7) -> FSDPEngine:
+    """An fp32 CPU engine with AdamW."""
+    model = ModelSettings(path, False, "fp32", "fp32", False, True)
+    optimizer = OptimizerSettings(lr, 0.01, (0.9, 0.999), "constant", 0, 10, 0.0)
+    return FSDPEngine(model, device="cpu", temperature=temperature, optimizer=optimizer, grad_clip=1.0)
