@@ -1,4 +1,4 @@
-"""Types of config values that pydantic has no name for: numbers, counts or -1, names, lists of files."""
+"""The base of a section, and types of values: numbers, counts or -1, names, lists of files."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
+
+class Section(BaseModel):
+    """A section of the config: read-only, no unknown keys, no silent conversion of types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
 def _number(value: Any) -> Any:

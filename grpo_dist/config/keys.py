@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Iterator
 from functools import cache
 
-from grpo_dist.config.schema import RunConfig, Section
+from grpo_dist.config.field_types import Section
+from grpo_dist.config.schema import RunConfig
 
 # Likeness of the last parts of two keys, in [0, 1], below which a hint misleads (learning_rate: clip_ratio).
 _LEAST_LIKENESS = 0.65

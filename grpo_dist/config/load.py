@@ -122,7 +122,7 @@ def _hydra(overrides: list[str]) -> DictConfig:
 
 
 def _validate(raw: dict[str, Any], problems: list[Problem]) -> RunConfig | None:
-    """The config. Where a key is wrong its default takes its place, so that rules between other keys run too."""
+    """The config. Where a key is wrong its default takes its place, so that other keys' rules run too."""
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:

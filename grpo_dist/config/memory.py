@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_dist import assets
-from grpo_dist.config.overrides import BUILTIN
+from grpo_dist.assets import BUILTIN, resolve_model_path
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError
@@ -57,7 +56,7 @@ class RoleMemory:
 def model_config_at_hand(path: str) -> dict[str, Any] | None:
     """The model's config.json, if the model is built in or a local folder; hub names are not looked up."""
     try:
-        folder = Path(assets.resolve_model_path(path) if path.startswith(BUILTIN) else path).expanduser()
+        folder = Path(resolve_model_path(path) if path.startswith(BUILTIN) else path).expanduser()
         return json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError, ConfigError):
         return None

@@ -14,11 +14,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from grpo_dist.assets import BUILTIN
 from grpo_dist.config.keys import is_free_form, leaf_keys, nearest_keys, section_keys, unknown_key
 from grpo_dist.config.problems import Problem
 
 CONFIG_DIR = Path(__file__).parent
-BUILTIN = "builtin:"
 
 # Naming your own model or data leaves the settings of the built-in one behind.
 _GROUP_FOR_KEY = {"actor_rollout_ref.model.path": ("model", "hf"), "data.train_files": ("data", "files")}
@@ -106,8 +106,8 @@ def _choose_groups(line: CommandLine) -> None:
 def _unreadable(text: str, error: HydraException) -> Problem:
     key, equals, _ = text.lstrip("+").partition("=")
     if not equals:
-        known = " (flags start this command with --help only)" if text.startswith("-") else ""
-        return Problem(f"{text}: not an override; write key=value{known}", (key,))
+        known = " (the only flag is --help)" if text.startswith("-") else ""
+        return Problem(f"{text or repr(text)}: not an override; write key=value{known}", (key,))
     reason = str(error).splitlines()[0]
     advice = f"""quote values with = , : [ ] {{ }} like this: "{key}='...'\""""
     return Problem(f"{text}: cannot be read ({reason}); {advice}", (key,))

@@ -57,7 +57,7 @@ def _problem(finding: dict[str, Any]) -> Problem:
     key = ".".join(parts)
     if finding["type"] == "extra_forbidden":
         return Problem(unknown_key(key), (key, *nearest_keys(key)))
-    if finding["type"] == "missing":
+    if finding["type"] == "missing" and not isinstance(finding["loc"][-1], int):
         return Problem(f"{key}: missing; it has no default outside grpo.yaml", (key,))
     return Problem(f"{key}={shown(finding['input'])}: {_reason(finding)}", (key,))
 
@@ -70,6 +70,8 @@ def _reason(finding: dict[str, Any]) -> str:
         case "literal_error":
             names = context["expected"].replace(" or ", ", ").replace("'", "").split(", ")
             return not_one_of(value, names)
+        case "missing":
+            return "has too few entries"
         case "too_short":
             return f"needs at least {context['min_length']} entry"
         case "too_long":

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from grpo_dist import assets
-from grpo_dist.config.overrides import BUILTIN
+from grpo_dist.assets import BUILTIN, resolve_model_path
 from grpo_dist.config.placement import placement
 from grpo_dist.config.problems import Problem, shown
 from grpo_dist.config.schema import GROUP_ADV_ESTIMATORS, RunConfig
@@ -52,7 +51,7 @@ def actor_ranks_divide_the_mini_batch(config: RunConfig) -> Iterator[Problem]:
     mini, n = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.actor_rollout_ref.rollout.n
     ranks = placement(config).actor_world_size
     if (mini * n) % ranks:
-        why = f"{mini} * {n} = {mini * n} sequences of a mini-batch do not split evenly over {ranks} actor ranks"
+        why = f"{mini} * {n} = {mini * n} sequences of a mini-batch do not split over {ranks} actor ranks"
         yield _problem(
             config, why, f"{_ACTOR}.ppo_mini_batch_size", f"{_ROLLOUT}.n", "cluster.actor_world_size"
         )
@@ -91,8 +90,9 @@ def roles_fit_on_the_gpus(config: RunConfig) -> Iterator[Problem]:
     elif place.device == "cuda" and place.world_size > gpus:
         drop = f", or {_ACTOR}.use_kl_loss=false (no reference)" if config.needs_reference else ""
         why = (
-            f"{split} = {place.world_size} GPUs are needed and there are {gpus}; set smaller cluster.actor_world_size, "
-            f"cluster.rollout_world_size or cluster.ref_world_size, or more machines{drop}"
+            f"{split} = {place.world_size} GPUs are needed and there are {gpus}; set smaller "
+            "cluster.actor_world_size, cluster.rollout_world_size or cluster.ref_world_size, or more "
+            f"machines{drop}"
         )
         yield _problem(config, why, *keys)
 
@@ -152,7 +152,7 @@ def model_folder_exists(config: RunConfig) -> Iterator[Problem]:
     key, path = "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
     if path.startswith(BUILTIN):
         try:
-            assets.resolve_model_path(path)
+            resolve_model_path(path)
         except ConfigError as error:
             text = str(error)
             yield Problem(text if text.startswith(key) else f"{key}={path}: {text}", (key,))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from grpo_dist.config.field_types import (
     Count,
@@ -24,6 +24,7 @@ from grpo_dist.config.field_types import (
     Pair,
     PositiveFloat,
     PositiveShare,
+    Section,
     Share,
     Text,
     builtin_or_custom,
@@ -37,12 +38,6 @@ KL_LOSS_TYPES = ("k1", "kl", "k2", "mse", "k3", "low_var_kl")
 Device = Literal["cpu", "cuda"]
 TrainDtype = Literal["fp32", "bf16"]
 RolloutDtype = Literal["float32", "bfloat16", "float16"]
-
-
-class Section(BaseModel):
-    """A section of the config: read-only, no unknown keys, no silent conversion of types."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
 class AlgorithmConfig(Section):

@@ -1,0 +1,15 @@
+"""Prompts: rows in verl's schema, token ids, and a resumable sampler. Knows no Ray."""
+
+from grpo_dist.data.prompts import Prompt, load_prompts, read_rows
+from grpo_dist.data.sampler import PromptSampler
+from grpo_dist.data.tokenize import TokenizedPrompt, load_tokenizer, tokenize_prompts
+
+__all__ = [
+    "Prompt",
+    "PromptSampler",
+    "TokenizedPrompt",
+    "load_prompts",
+    "load_tokenizer",
+    "read_rows",
+    "tokenize_prompts",
+]

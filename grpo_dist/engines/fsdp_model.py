@@ -65,7 +65,7 @@ def load_sharded_model(settings: ModelSettings, device: str) -> nn.Module:
 
 
 def load_model(settings: ModelSettings) -> Any:
-    """The unsharded model on CPU, in eval mode, without cache.
+    """The unsharded model on CPU, in eval mode.
 
     Raises:
         DataError: there is no usable model at the path.
@@ -82,7 +82,6 @@ def load_model(settings: ModelSettings) -> Any:
         )
     except (OSError, ValueError) as error:
         raise DataError(f"actor_rollout_ref.model.path={settings.path}: cannot load a causal LM: {error}") from error
-    model.config.use_cache = False
     return model.eval()
 
 

@@ -104,8 +104,12 @@ class VLLMEngine:
         from grpo_dist.engines.vllm_inproc_core import inproc_core, supports_inproc_core
 
         in_process = self.settings.device == "cpu" and supports_inproc_core()
-        with inproc_core() if in_process else contextlib.nullcontext():
-            self._llm = AsyncLLM.from_engine_args(_engine_args(self.settings))
+        try:
+            with inproc_core() if in_process else contextlib.nullcontext():
+                self._llm = AsyncLLM.from_engine_args(_engine_args(self.settings))
+        except ValueError as error:  # pydantic's ValidationError is one too
+            reason = next((line for line in str(error).splitlines() if "error, " in line.lower()), str(error))
+            raise ConfigError(f"actor_rollout_ref.rollout: vLLM refuses the settings: {reason.strip()[:400]}") from None
         config = self._llm.vllm_config.model_config
         self._vocab_size = config.get_vocab_size()
         self._stop_token_ids = _stop_token_ids(config)

@@ -37,6 +37,8 @@ FIELDS: dict[str, Field] = {
     "old_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the policy before the update; nats", "actor"),
     "ref_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the reference; nats", "ref"),
     "advantages": Field("ragged (N, R_i)", "float32", "advantage of each token", "advantage"),
+    "advantage_mean": Field("(N,)", "float32", "mean advantage of the sequence's tokens", "advantage"),
+    "rollout_probs_diff": Field("(N,)", "float32", "mean |p_trainer - p_sampler| of the sequence's tokens", "advantage"),
     "returns": Field("ragged (N, R_i)", "float32", "return of each token", "advantage"),
 }
 

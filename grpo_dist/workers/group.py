@@ -51,6 +51,13 @@ class Call:
             raise self.group.error(self.rank, self.stage, f"no answer within {limit_s:g} s")
 
 
+def wait_any(calls: Sequence[Call], timeout_s: float) -> list[Call]:
+    """The calls that have finished; waits up to `timeout_s` seconds for the first one."""
+    by_ref = {call.ref: call for call in calls}
+    done, _ = ray.wait(list(by_ref), num_returns=1, timeout=timeout_s)
+    return [by_ref[ref] for ref in done]
+
+
 class WorkerGroup:
     """The workers of one role.
 

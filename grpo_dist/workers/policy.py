@@ -94,8 +94,9 @@ class PolicyWorker(Process):
         """Log-probs of this rank's rows, as a handle with one column: `old_log_probs` or `ref_log_probs`."""
         from grpo_dist.engines.fsdp_engine import SEQUENCE_COLUMNS
 
-        data = rows.fetch(SEQUENCE_COLUMNS)
-        log_probs = self.engine.compute_log_probs(data, micro_batch_size=self.settings.log_prob_micro_batch_size)
+        log_probs = self.engine.compute_log_probs(
+            rows.fetch(SEQUENCE_COLUMNS), micro_batch_size=self.settings.log_prob_micro_batch_size
+        )
         return DataProtoRef.put(DataProto.from_dict({self.column: log_probs}), small=())
 
 

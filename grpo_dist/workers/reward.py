@@ -95,21 +95,26 @@ class RewardWorker(Process):
         return DataProtoRef.put(data, small=[name for name in data.columns() if name != "token_level_scores"])
 
     def compute_advantages(self, batch: DataProtoRef, estimator: str, options: Mapping[str, Any]) -> DataProtoRef:
-        """Advantages and returns of a whole batch, as a handle; `advantages` of a sequence also as its mean."""
-        data = batch.fetch(("uid", "token_level_scores", "response_mask"))
+        """Advantages and returns of a whole batch.
+
+        Returns:
+            A handle with `token_level_rewards`, `advantages` and `returns`. Per sequence, `advantage_mean` and
+            `rollout_probs_diff` (mean |p_trainer - p_sampler| over its tokens) travel inside it.
+        """
+        data = batch.fetch(("uid", "token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs"))
         lengths = data["token_level_scores"].lengths
         rewards = data["token_level_scores"].to_padded(0.0)
+        mask = data["response_mask"].to_padded(0)
         advantages, returns = compute_advantage(
-            estimator,
-            token_level_rewards=rewards,
-            response_mask=data["response_mask"].to_padded(0),
-            index=data["uid"],
-            config=options,
+            estimator, token_level_rewards=rewards, response_mask=mask, index=data["uid"], config=options
         )
+        probs = {name: data[name].to_padded(0.0).exp() for name in ("old_log_probs", "rollout_log_probs")}
+        diff = (probs["old_log_probs"] - probs["rollout_log_probs"]).abs() * mask
         columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
         out: dict[str, Any] = {name: Ragged.from_padded(value, lengths) for name, value in columns.items()}
         out["advantage_mean"] = advantages.sum(-1) / lengths.clamp_min(1)
-        return DataProtoRef.put(DataProto.from_dict(out), small=("advantage_mean",))
+        out["rollout_probs_diff"] = diff.sum(-1) / lengths.clamp_min(1)
+        return DataProtoRef.put(DataProto.from_dict(out), small=("advantage_mean", "rollout_probs_diff"))
 
     def write_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> None:
         """Write prompt, response, score and advantage of every row to `path`, one JSON object per line."""

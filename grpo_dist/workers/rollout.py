@@ -24,8 +24,8 @@ SMALL_COLUMNS = ("uid", "prompt_length", "response_length", "truncated", "weight
 class RolloutWorker(Process):
     """Generates responses and takes new weights."""
 
-    def __init__(self, settings: EngineSettings, num_threads: int) -> None:
-        self.settings, self.num_threads = settings, num_threads
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
 
     async def start(self) -> None:
         """Start the engine."""

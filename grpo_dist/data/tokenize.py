@@ -1,0 +1,167 @@
+"""Prompts to token ids: chat template, length limit, truncation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from grpo_dist.data.prompts import Prompt
+from grpo_dist.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Without one of these transformers builds an empty tokenizer from config.json alone, without a word.
+_TOKENIZER_FILES = ("tokenizer.json", "tekken.json", "*.model", "vocab.*", "*.tiktoken")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenizedPrompt:
+    """A prompt and its token ids ([P] int32, P <= data.max_prompt_length), generation prompt included."""
+
+    prompt: Prompt
+    token_ids: np.ndarray
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model folder on this machine.
+
+    Args:
+        path: the model folder.
+        trust_remote_code: allow Python code that comes with the model.
+
+    Raises:
+        DataError: the folder is not there, or holds no model or no usable tokenizer.
+    """
+    setting, folder = f"actor_rollout_ref.model.path={path}", Path(path)
+    if not folder.is_dir():
+        raise DataError(
+            f"{setting}: no such folder (looked in {Path.cwd()}); give a Hugging Face model folder"
+        )
+    if not (folder / "config.json").is_file():
+        raise DataError(f"{setting}: not a Hugging Face model folder: it has no config.json")
+    if not any(file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
+        raise DataError(
+            f"{setting}: no tokenizer in the folder (no tokenizer.json); save it next to the model"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise DataError(f"{setting}: cannot load the tokenizer: {problem}") from error
+
+
+def tokenize_prompts(
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_length: int,
+    truncation: str,
+    filter_overlong_prompts: bool,
+    apply_chat_template_kwargs: Mapping[str, Any],
+) -> tuple[list[TokenizedPrompt], int]:
+    """Apply the chat template and the length limit.
+
+    A tokenizer without a chat template (a base model) gets the contents of the messages, in order, joined by
+    newlines, with the special tokens it puts in front of any text (such as BOS); roles are left out and
+    nothing marks the end of the prompt, so the response continues the last line.
+
+    Args:
+        prompts: checked rows.
+        tokenizer: a transformers tokenizer.
+        max_prompt_length: most tokens per prompt, template included.
+        truncation: for overlong prompts that are not filtered: "error"; or the part that is cut: "left",
+            "right", or "middle" (keeps the first max_prompt_length // 2 tokens, the rest from the end).
+        filter_overlong_prompts: leave overlong prompts out.
+        apply_chat_template_kwargs: extra variables for the chat template.
+
+    Returns:
+        The tokenized prompts, in order, and how many were left out as overlong.
+
+    Raises:
+        DataError: the template refuses a row, a prompt is empty or (truncation "error") overlong, or no
+            prompt is left.
+    """
+    encode = _encoder(tokenizer, apply_chat_template_kwargs)
+    tokenized, num_filtered = [], 0
+    for prompt in prompts:
+        token_ids = encode(prompt)
+        if len(token_ids) > max_prompt_length:
+            if filter_overlong_prompts:
+                num_filtered += 1
+                continue
+            token_ids = _truncate(token_ids, max_prompt_length, truncation, prompt.location)
+        tokenized.append(TokenizedPrompt(prompt, np.asarray(token_ids, dtype=np.int32)))
+    if prompts and not tokenized:
+        raise DataError(
+            f"data.max_prompt_length={max_prompt_length}: all {num_filtered} prompts are longer, none is "
+            f"left (the first is {prompts[0].location}); raise it, or cut them: "
+            f"data.filter_overlong_prompts=false data.truncation=left"
+        )
+    return tokenized, num_filtered
+
+
+def _encoder(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Callable[[Prompt], list[int]]:
+    """The function from a prompt to its token ids."""
+
+    def with_template(prompt: Prompt) -> list[int]:
+        try:
+            token_ids = tokenizer.apply_chat_template(
+                prompt.messages,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                **template_kwargs,
+            )
+        except Exception as error:  # templates raise jinja2 errors of their own making
+            problem = f"{type(error).__name__}: {error}"
+            raise DataError(
+                f"{prompt.location}: the model's chat template refuses the row: {problem}; mend the row's "
+                f"messages or data.apply_chat_template_kwargs={dict(template_kwargs)}"
+            ) from error
+        return _not_empty(token_ids, prompt)
+
+    def without_template(prompt: Prompt) -> list[int]:
+        text = "\n".join(message["content"] for message in prompt.messages)
+        token_ids = list(tokenizer(text)["input_ids"])
+        if token_ids and token_ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+            token_ids.pop()  # some tokenizers close every text; a response would then start after the end
+        return _not_empty(token_ids, prompt)
+
+    if tokenizer.chat_template:
+        return with_template
+    if template_kwargs:
+        raise DataError(
+            f"data.apply_chat_template_kwargs={dict(template_kwargs)}: the tokenizer has no chat template to "
+            f"give them to; leave it empty"
+        )
+    return without_template
+
+
+def _not_empty(token_ids: list[int], prompt: Prompt) -> list[int]:
+    if not token_ids:
+        raise DataError(f"{prompt.location}: the prompt has no tokens")
+    return token_ids
+
+
+def _truncate(token_ids: list[int], limit: int, truncation: str, location: str) -> list[int]:
+    if truncation == "left":
+        return token_ids[-limit:]
+    if truncation == "right":
+        return token_ids[:limit]
+    if truncation == "middle":
+        head = limit // 2
+        return token_ids[:head] + token_ids[head - limit :]
+    if truncation != "error":
+        raise DataError(f"data.truncation={truncation}: must be error, left, right or middle")
+    raise DataError(
+        f"data.max_prompt_length={limit}: the prompt at {location} has {len(token_ids)} tokens; raise it, "
+        f"leave such rows out (data.filter_overlong_prompts=true), or cut them (data.truncation=left, right "
+        f"or middle)"
+    )

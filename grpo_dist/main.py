@@ -1,0 +1,59 @@
+"""The command: check the config, train, and leave nothing behind.
+
+    python -m grpo_dist.main algorithm.adv_estimator=grpo [key=value ...]
+
+Exit codes: 0 done; 2 the config, a file or a model is at fault; 1 the run failed; 130 and 143 interrupted.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+
+from grpo_dist.config.load import load_config
+from grpo_dist.config.plan import format_plan, format_summary
+from grpo_dist.config.usage import usage
+from grpo_dist.errors import GrpoDistError, WorkerError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    overrides = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & set(overrides):
+        sys.stdout.write(usage() + "\n")
+        return 0
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        config, notes = load_config(overrides)
+        if config.trainer.dry_run:
+            sys.stdout.write(format_plan(config, notes) + "\n")
+            return 0
+        sys.stdout.write(format_summary(config, notes) + "\n")
+        sys.stdout.flush()
+        from grpo_dist.trainer.run import run  # torch and Ray, only once the config is known to be good
+
+        run(config)
+    except GrpoDistError as error:
+        _report(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted\n")
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _report(error: GrpoDistError) -> None:
+    """One message: what failed, where, and for a worker's own exception its traceback."""
+    lines = [f"error: {error}", *(f"  {note}" for note in getattr(error, "__notes__", []))]
+    if isinstance(error, WorkerError) and error.remote_traceback:
+        lines += ["", error.remote_traceback.strip()]
+    sys.stderr.write("\n" + "\n".join(lines) + "\n")
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""The contract of a reward function, and the one place that calls one.
+
+    compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)
+        -> a finite number, or {"score": a finite number, "any_other_name": value, ...}
+
+verl's contract: arguments are passed by keyword; `solution_str` is the decoded response without the prompt.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_dist.errors import GrpoDistError, RewardError
+from grpo_dist.registry import Registry
+
+SHOWN_CHARACTERS = 200  # of a response, in messages
+SHOWN_FRAMES = 3  # innermost frames of a failing function, in messages
+
+# Built-in scorers by data_source.
+SCORERS: Registry[Callable[..., Any]] = Registry("built-in scorer", "data_source")
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A scorer, the name to call it by in messages, and the keyword arguments from custom_reward_function."""
+
+    name: str
+    function: Callable[..., Any]
+    reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """What one response earned.
+
+    Attributes:
+        score: the reward, finite.
+        extra: the other numbers that the function returned, finite; logged as metrics.
+    """
+
+    score: float
+    extra: dict[str, float]
+
+
+def score_response(
+    function: RewardFunction,
+    *,
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any],
+) -> RewardResult:
+    """Call the reward function for one response and check what comes back.
+
+    Booleans count as 0 and 1. Extra values that are no numbers (text such as verl's `pred`, None, lists)
+    cannot be averaged and do not become metrics. The function gets its own copy of `extra_info`'s top level.
+
+    Raises:
+        RewardError: the function raised, or returned something that is neither a finite number nor a dict
+            with a finite "score"; the message names the function, the data source and the response.
+    """
+    where = f"reward function {function.name}, data_source={data_source!r}"
+    more = "..." if len(solution_str) > SHOWN_CHARACTERS else ""
+    response = f"response: {solution_str[:SHOWN_CHARACTERS]!r}{more}"
+    try:
+        returned = function.function(
+            data_source=data_source,
+            solution_str=solution_str,
+            ground_truth=ground_truth,
+            extra_info=dict(extra_info),
+            **function.reward_kwargs,
+        )
+    except GrpoDistError:
+        raise
+    except (Exception, SystemExit) as error:  # sys.exit() in a scorer must not end its process without a word
+        tail = traceback.TracebackException.from_exception(error)
+        # The outermost frame is this one. An error in the call itself has no other.
+        tail.stack = traceback.StackSummary.from_list(list(tail.stack)[1:][-SHOWN_FRAMES:])
+        text = "".join(tail.format(chain=False)).rstrip()
+        raise RewardError(f"{where} raised {type(error).__name__}: {error}\n{response}\n{text}") from error
+    try:
+        return _checked(returned)
+    except ValueError as problem:
+        raise RewardError(f"{where}: {problem}\n{response}") from None
+
+
+def _checked(returned: Any) -> RewardResult:
+    if not isinstance(returned, Mapping):
+        return RewardResult(
+            _finite(returned, "must return a finite number or a dict with 'score', returned"), {}
+        )
+    if "score" not in returned:
+        raise ValueError(f"returned a dict without 'score': {_show(returned)}")
+    score = _finite(returned["score"], "'score' must be a finite number, is")
+    extra = {}
+    for name, value in returned.items():
+        if name != "score" and _number(value) is not None:
+            extra[str(name)] = _finite(value, f"{name!r} must be finite, is")
+    return RewardResult(score, extra)
+
+
+def _finite(value: Any, complaint: str) -> float:
+    number = _number(value)
+    if number is None or not math.isfinite(number):
+        raise ValueError(f"{complaint} {_show(value)}")
+    return number
+
+
+def _number(value: Any) -> float | None:
+    """A Python, numpy or one-element torch number as a float; None for anything else."""
+    if isinstance(value, numbers.Real):
+        try:
+            return float(value)
+        except OverflowError:  # an integer beyond the range of floats
+            return math.inf
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        item = value.item()
+        return None if item is value or hasattr(item, "shape") else _number(item)
+    return None
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 120 else text[:117] + '...'} ({type(value).__name__})"

@@ -1,0 +1,64 @@
+"""Reward for responses in tags: `<think>...</think><answer>...</answer>`.
+
+    custom_reward_function.path=grpo_dist.rewards.format
+    custom_reward_function.reward_kwargs='{tags: [think, answer], format_score: 0.1}'
+
+The rule-based reward of DeepSeek-R1-Zero (https://arxiv.org/abs/2501.12948, section 2.2.2), combined as the
+scorers of TinyZero and verl do: nothing outside the format, a little for the format, 1 for the right answer
+in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def tag_contents(text: str, tags: Sequence[str]) -> list[str] | None:
+    """What stands in the tags, stripped; None unless the text is these tags, once each, in this order.
+
+    Only white space may stand around the tags, and none may be empty. Linear in the text: a lazy regular
+    expression takes minutes on a response that repeats a tag.
+    """
+    contents, rest = [], text.strip()
+    for tag in tags:
+        start, end = f"<{tag}>", f"</{tag}>"
+        if text.count(start) != 1 or text.count(end) != 1 or not rest.startswith(start):
+            return None
+        content, found, rest = rest.removeprefix(start).partition(end)
+        if not found or not content.strip():
+            return None
+        contents.append(content.strip())
+        rest = rest.lstrip()
+    return None if rest else contents
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any],
+    *,
+    tags: Sequence[str] = ("think", "answer"),
+    format_score: float = 0.1,
+) -> dict[str, float]:
+    """Score the format, and the answer in the last tag.
+
+    Args:
+        data_source: not used.
+        solution_str: the response.
+        ground_truth: the answer; compared as text, without surrounding white space.
+        extra_info: not used.
+        tags: names of the tags, in order; the last one holds the answer.
+        format_score: for the right format with a wrong answer; 1: the answer does not matter.
+
+    Returns:
+        score: 1 for the right answer in the right format, `format_score` for the right format, else 0; and
+        its parts `format` and `acc`, each 0 or 1.
+    """
+    if isinstance(tags, str) or not tags or len(set(tags)) != len(tags):
+        raise ValueError(f"reward_kwargs.tags={tags!r}: must be a list of different tag names")
+    contents = tag_contents(solution_str, tags)
+    correct = contents is not None and contents[-1] == str(ground_truth).strip()
+    score = 1.0 if correct else format_score if contents is not None else 0.0
+    return {"score": score, "format": float(contents is not None), "acc": float(correct)}

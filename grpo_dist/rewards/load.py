@@ -1,0 +1,91 @@
+"""Find the reward function that the config names, and check it before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpo_dist.rewards.gsm8k  # noqa: F401  (registers its data sources)
+from grpo_dist.errors import ConfigError
+from grpo_dist.registry import load_attribute
+from grpo_dist.rewards.base import SCORERS, RewardFunction
+
+PATH_KEY = "custom_reward_function.path"
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str, Any]) -> RewardFunction:
+    """The reward function of `custom_reward_function`.
+
+    Args:
+        path: Python file or importable module; None: the built-in scorer of each row's data source.
+        name: the function in it; not used without a path.
+        reward_kwargs: extra keyword arguments for the function.
+
+    Raises:
+        ConfigError: it cannot be imported, is no plain function, or does not take these arguments.
+    """
+    if path is None:
+        if reward_kwargs:
+            raise ConfigError(
+                f"custom_reward_function.reward_kwargs={dict(reward_kwargs)}: the built-in scorers take "
+                f"none; set {PATH_KEY}, or leave it empty"
+            )
+        return RewardFunction("built-in", score_by_data_source)
+    source = path.removeprefix("file://").removeprefix("pkg://")  # verl's forms
+    if source.endswith(".py"):
+        source = str(Path(source).expanduser())
+    function = load_attribute(f"{source}:{name}", key="custom_reward_function.path/name")
+    _check_callable(function, f"{path}:{name}", reward_kwargs)
+    return RewardFunction(f"{path}:{name}", function, dict(reward_kwargs))
+
+
+def score_by_data_source(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> Any:
+    """The built-in scorer of this data source.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    check_data_sources([data_source])
+    return SCORERS.get(data_source)(
+        data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
+    )
+
+
+def check_data_sources(data_sources: Iterable[str]) -> None:
+    """Check that every data source has a built-in scorer; for runs without a custom reward function.
+
+    Raises:
+        ConfigError: some have none; the message lists them and the known ones.
+    """
+    unknown = sorted(set(data_sources) - set(SCORERS.names()))
+    if unknown:
+        raise ConfigError(
+            f"no built-in scorer for data_source {', '.join(map(repr, unknown))}: set {PATH_KEY} to a Python "
+            f"file with your reward function. Built-in: {', '.join(SCORERS.names())}"
+        )
+
+
+def _check_callable(function: Any, spec: str, reward_kwargs: Mapping[str, Any]) -> None:
+    where = f"custom_reward_function.path/name={spec}"
+    if not callable(function) or inspect.isclass(function):
+        raise ConfigError(f"{where}: must be a function, is {type(function).__name__}")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"{where}: is an async function; write a plain one (it runs in a process of its own)"
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some C functions tell nothing; the first call will
+        return
+    try:
+        signature.bind(**dict.fromkeys(ARGUMENTS), **reward_kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{where}{signature}: cannot be called with keyword arguments {', '.join(ARGUMENTS)} and "
+            f"reward_kwargs={dict(reward_kwargs)}: {error}"
+        ) from None

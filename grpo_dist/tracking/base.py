@@ -1,0 +1,221 @@
+"""Trackers: what they are, how a run starts them, and how one `log` reaches all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import logging
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from grpo_dist.errors import BatchError, ConfigError
+from grpo_dist.tracking.redact import redact
+
+logger = logging.getLogger(__name__)
+
+TRACKERS = {
+    "jsonl": "grpo_dist.tracking.jsonl:JsonlTracker",
+    "tensorboard": "grpo_dist.tracking.tensorboard:TensorBoardTracker",
+    "wandb": "grpo_dist.tracking.wandb:WandbTracker",
+}
+"""Value of `trainer.logger` -> class, imported only when asked for. It is called with a `RunInfo`."""
+
+ALWAYS_ON = "jsonl"
+CONSOLE = "console"
+"""A legal value of `trainer.logger` that is no tracker: the trainer owns the bar (`console.Progress`)."""
+
+
+class Tracker(Protocol):
+    """One place where metrics go."""
+
+    note: str
+    """Where, in one line for the user ("W&B offline: wandb sync DIR")."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the numbers of one step; called once per step, steps rising."""
+
+    def close(self) -> None:
+        """Write out what is buffered and release the files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What a tracker may know of the run.
+
+    Attributes:
+        run_dir: the run directory (absolute, exists).
+        project_name: `trainer.project_name`.
+        experiment_name: `trainer.experiment_name`.
+        config: the resolved config, secrets removed.
+        resumed_step: last step of the checkpoint this run goes on from; None for a fresh start.
+    """
+
+    run_dir: Path
+    project_name: str
+    experiment_name: str
+    config: dict[str, Any]
+    resumed_step: int | None
+
+
+class Trackers:
+    """All trackers of a run as one.
+
+    A tracker that fails while the run goes on is reported once and dropped: observability must not end
+    a training run. Breaking the contract of `log` is a bug of the caller and does raise.
+    """
+
+    def __init__(self, trackers: Mapping[str, Tracker], *, resumed_step: int | None) -> None:
+        self._active = dict(trackers)
+        self._last_step = -1 if resumed_step is None else resumed_step
+
+    @property
+    def names(self) -> list[str]:
+        """The trackers still at work."""
+        return list(self._active)
+
+    @property
+    def notes(self) -> list[str]:
+        """One line per tracker: where its metrics go."""
+        return [tracker.note for tracker in self._active.values()]
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record all numbers of one step.
+
+        Args:
+            metrics: name -> int or float (numpy scalars too; NaN and infinities are legal numbers).
+            step: the training step, 0 for what is measured before the first. Each step is logged once.
+
+        Raises:
+            BatchError: a value is no number, a name is empty or "step", or the step does not rise.
+        """
+        clean = check_metrics(metrics)
+        if step <= self._last_step:
+            raise BatchError(
+                f"metrics of step {step} were logged after step {self._last_step}: log each step once, rising"
+            )
+        self._last_step = step
+        for name, tracker in list(self._active.items()):
+            try:
+                tracker.log(clean, step)
+            except Exception as error:  # noqa: BLE001 - whatever a logger does, training goes on
+                self._drop(name, f"step {step}", error)
+
+    def close(self) -> None:
+        """Close every tracker; a second call does nothing."""
+        for name, tracker in list(self._active.items()):
+            try:
+                tracker.close()
+            except Exception as error:  # noqa: BLE001 - the others must still be closed
+                self._drop(name, "close", error)
+        self._active.clear()
+
+    def _drop(self, name: str, when: str, error: Exception) -> None:
+        tracker = self._active.pop(name)
+        logger.warning(
+            "tracker %r failed at %s and is off for the rest of the run; training goes on. %s: %s",
+            *(name, when, type(error).__name__, error),
+        )
+        if when != "close":
+            with contextlib.suppress(Exception):
+                tracker.close()
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def build_trackers(
+    loggers: Sequence[str],
+    *,
+    run_dir: Path,
+    project_name: str,
+    experiment_name: str,
+    config: dict[str, Any],
+    resumed_step: int | None,
+) -> Trackers:
+    """Start the trackers of a run: `jsonl` always, then those asked for.
+
+    Args:
+        loggers: `trainer.logger`.
+        run_dir: the run directory; made if absent.
+        project_name: `trainer.project_name`.
+        experiment_name: `trainer.experiment_name`.
+        config: the resolved config; secrets are removed before any tracker sees it.
+        resumed_step: last step of the checkpoint this run goes on from; None for a fresh start.
+
+    Raises:
+        ConfigError: an unknown name, or a tracker that cannot start (those started before are closed).
+    """
+    run = RunInfo(
+        run_dir=run_dir.absolute(),
+        project_name=project_name,
+        experiment_name=experiment_name,
+        config=redact(config),
+        resumed_step=resumed_step,
+    )
+    names = [name for name in dict.fromkeys((ALWAYS_ON, *loggers)) if name != CONSOLE]
+    for name in names:
+        if name not in TRACKERS:
+            raise ConfigError(_unknown(name))
+    started: dict[str, Tracker] = {}
+    try:
+        for name in names:
+            started[name] = _start(name, run)
+    except BaseException:
+        Trackers(started, resumed_step=None).close()
+        raise
+    return Trackers(started, resumed_step=resumed_step)
+
+
+def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics as plain ints and floats.
+
+    Raises:
+        BatchError: a value is a tensor, a bool, a string, None ...; or a name cannot be used.
+    """
+    clean: dict[str, float] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or name in ("", "step"):
+            raise BatchError(f'metric name {name!r}: must be a non-empty string other than "step"')
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise BatchError(
+                f"metric {name!r} is a {type(value).__module__}.{type(value).__name__}, not a number: "
+                "give an int or a float (.item() of a tensor, where it was made)"
+            )
+        clean[name] = int(value) if isinstance(value, numbers.Integral) else float(value)
+    return clean
+
+
+def _start(name: str, run: RunInfo) -> Tracker:
+    module, _, attribute = TRACKERS[name].partition(":")
+    try:
+        run.run_dir.mkdir(parents=True, exist_ok=True)
+        return getattr(importlib.import_module(module), attribute)(run)
+    except ConfigError:
+        raise
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.logger: {name!r} needs a package that cannot be imported ({error}): "
+            f"install it, or take {name!r} out of trainer.logger"
+        ) from error
+    except Exception as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())  # some packages write pages
+        hint = (
+            f"make {run.run_dir} writable or set trainer.default_local_dir"
+            if name == ALWAYS_ON
+            else f"mend this, or take {name!r} out of trainer.logger"
+        )
+        raise ConfigError(f"trainer.logger: {name!r} cannot start: {cause}; {hint}") from error
+
+
+def _unknown(name: str) -> str:
+    known = [CONSOLE, *TRACKERS]
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {nearest[0]!r}" if nearest else ""
+    return f"trainer.logger: no tracker {name!r}{hint}. Known: {', '.join(known)}"

@@ -1,0 +1,125 @@
+"""What the terminal shows while a run goes on: a bar on a TTY, one line per step elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import TextIO
+
+from tqdm import tqdm
+
+from grpo_dist.tracking import names
+
+_BAR = "{n_fmt}/{total_fmt} |{bar:16}| {desc} [{elapsed}<{remaining}{postfix}]"
+_TIMED = {"gen": "timing_s/gen", "update": "timing_s/update_actor"}
+
+
+class Progress:
+    """Progress of a run.
+
+    On a TTY: a bar with steps done, the current phase, elapsed and remaining time, and the latest reward,
+    validation accuracy, KL and tokens/s. Elsewhere (`ray job logs`, CI, a pipe): one line per step.
+
+    Args:
+        total_steps: step number of the last step.
+        initial_step: steps already done by the run this one resumes; 0 for a fresh start.
+        stream: where to write; None shows nothing (`console` not in `trainer.logger`).
+    """
+
+    def __init__(self, total_steps: int, initial_step: int, stream: TextIO | None = sys.stderr) -> None:
+        self.total_steps = total_steps
+        self._stream = stream
+        self._latest: dict[str, str] = {}
+        self._bar: tqdm | None = None
+        if stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb":
+            self._bar = tqdm(
+                total=total_steps,
+                initial=initial_step,
+                file=stream,
+                bar_format=_BAR,
+                dynamic_ncols=True,
+                desc="start",
+            )
+
+    def phase(self, name: str) -> None:
+        """Show what the run is doing now ("generate", "update" ...); a bar only."""
+        if self._bar is not None:
+            with _survives_lost_terminal():
+                self._bar.set_description_str(name)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show a finished step and its numbers; step 0 is the validation before training."""
+        if self._bar is None:
+            self.message(format_line(step, self.total_steps, metrics))
+            return
+        # Validation comes every few steps: the last known value stays in the bar.
+        self._latest |= describe(metrics)
+        shown = [self._latest[key] for key in ("reward", "val", "kl", "speed") if key in self._latest]
+        self._bar.set_postfix_str("  ".join(shown), refresh=False)
+        with _survives_lost_terminal():
+            self._bar.update(step - self._bar.n)
+            self._bar.refresh()
+
+    def message(self, text: str) -> None:
+        """Print text above the bar, or as it is without one."""
+        if self._stream is None:
+            return
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        text = text.encode(encoding, "replace").decode(encoding)
+        with _survives_lost_terminal():
+            if self._bar is not None:
+                self._bar.write(text, file=self._stream)
+            else:
+                self._stream.write(text + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Leave the bar as it stands and end its line; a second call does nothing."""
+        if self._bar is not None:
+            with _survives_lost_terminal():
+                self._bar.close()
+            self._bar = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _survives_lost_terminal() -> contextlib.suppress:
+    """A reader that went away (`2>&1 | head`) or a closed terminal must not end the training."""
+    return contextlib.suppress(OSError)
+
+
+def describe(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The pieces of a step's line that `metrics` has: reward, kl, val, length, speed, time (in this order).
+
+    `kl` is the distance to the reference (`actor/kl_loss`); without a KL loss, the one to the policy before
+    the update (`actor/ppo_kl`), which is labelled as such.
+    """
+    pieces: dict[str, str] = {}
+    if names.REWARD in metrics:
+        pieces["reward"] = f"reward {metrics[names.REWARD]:.3g}"
+    if names.KL_LOSS in metrics:
+        pieces["kl"] = f"kl {metrics[names.KL_LOSS]:.2g}"
+    elif names.PPO_KL in metrics:
+        pieces["kl"] = f"ppo_kl {metrics[names.PPO_KL]:.2g}"
+    accuracy = names.validation_accuracy(metrics)
+    if accuracy is not None:
+        pieces["val"] = f"val {accuracy:.3g}"
+    if names.RESPONSE_LENGTH in metrics:
+        pieces["length"] = f"length {metrics[names.RESPONSE_LENGTH]:.1f}"
+    if names.THROUGHPUT in metrics:
+        pieces["speed"] = f"{metrics[names.THROUGHPUT]:.0f} tok/s"
+    if names.STEP_TIME in metrics:
+        parts = ", ".join(f"{label} {metrics[key]:.1f}" for label, key in _TIMED.items() if key in metrics)
+        pieces["time"] = f"{metrics[names.STEP_TIME]:.1f} s" + (f" ({parts})" if parts else "")
+    return pieces
+
+
+def format_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
+    """`step 3/40  reward 0.41  kl 0.0012  val 0.35  length 31.2  1834 tok/s  4.1 s (gen 1.9, update 1.6)`."""
+    return "  ".join((f"step {step}/{total_steps}", *describe(metrics).values()))

@@ -1,0 +1,115 @@
+"""`metrics.jsonl`: the run's own record, one JSON object per step.
+
+Always on, and the source of the summary at the end. A non-finite number is written as `null`, because
+JSON has no NaN or infinity and other readers would reject the line; `read_metrics` gives it back as NaN.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.errors import ConfigError
+from grpo_dist.tracking.base import RunInfo
+
+FILE_NAME = "metrics.jsonl"
+
+
+class JsonlTracker:
+    """Appends `{"step": n, name: number, ...}` to `run_dir/metrics.jsonl` and flushes every line.
+
+    Going on from a checkpoint drops the steps after it, so that every step is there once. A fresh start in
+    a used run directory keeps the old file as `metrics.old-N.jsonl`.
+    """
+
+    def __init__(self, run: RunInfo) -> None:
+        self.path = run.run_dir / FILE_NAME
+        if run.resumed_step is None:
+            _set_aside(self.path)
+        else:
+            truncate_after(self.path, run.resumed_step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self.note = f"metrics: {self.path}"
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append one line."""
+        row = {"step": step} | {
+            name: value if math.isfinite(value) else None for name, value in metrics.items()
+        }
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The rows of a `metrics.jsonl`; `null` comes back as NaN, a half-written last line is left out.
+
+    Raises:
+        ConfigError: a line other than the last is no JSON object with a step.
+    """
+    return [
+        {name: math.nan if value is None else value for name, value in row.items()} for row in _rows(path)
+    ]
+
+
+def truncate_after(path: Path, step: int) -> int:
+    """Drop the rows after `step` and a half-written last line; the file is replaced atomically.
+
+    Args:
+        path: a `metrics.jsonl`; need not exist.
+        step: last step to keep.
+
+    Returns:
+        How many rows stay.
+
+    Raises:
+        ConfigError: a line other than the last is no JSON object with a step.
+    """
+    if not path.exists():
+        return 0
+    kept = [row for row in _rows(path) if row["step"] <= step]
+    scratch = path.with_name(path.name + ".tmp")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in kept)
+        file.flush()
+        os.fsync(file.fileno())  # the replacement must not reach the disk before its content
+    scratch.replace(path)
+    return len(kept)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    # Bytes, since a killed run may have cut a character in two.
+    lines = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
+                raise ValueError("no object with a step")
+        except ValueError as error:
+            if not any(rest.strip() for rest in lines[number:]):
+                break
+            raise ConfigError(
+                f"{path}, line {number}: not a metrics row ({error}); mend the file or move it away, then "
+                "resume again"
+            ) from error
+        rows.append(row)
+    return rows
+
+
+def _set_aside(path: Path) -> None:
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    number = 1
+    while (old := path.with_name(f"{path.stem}.old-{number}.jsonl")).exists():
+        number += 1
+    path.rename(old)

@@ -1,0 +1,32 @@
+"""The metric names the console and the summary read (verl's), and how validation is reduced to one number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+REWARD = "critic/score/mean"
+KL_LOSS = "actor/kl_loss"
+PPO_KL = "actor/ppo_kl"
+RESPONSE_LENGTH = "response_length/mean"
+THROUGHPUT = "perf/throughput"
+TIMING = "timing_s/"
+STEP_TIME = "timing_s/step"
+VALIDATION = "val-core/"
+
+
+def validation_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The validation accuracies among `metrics`: `val-core/SOURCE/acc/mean@K`, one per data source.
+
+    verl puts best@K, maj@K and raw rewards beside them. Where there is no accuracy or no mean, all of
+    `val-core/` that remain count.
+    """
+    found = [name for name in metrics if name.startswith(VALIDATION)]
+    for marker in ("/acc/", "/mean@"):
+        found = [name for name in found if marker in name] or found
+    return {name: metrics[name] for name in found}
+
+
+def validation_accuracy(metrics: Mapping[str, float]) -> float | None:
+    """Mean of `validation_metrics` over the data sources; None when this step was not validated."""
+    values = validation_metrics(metrics).values()
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,137 @@
+"""The text a run ends with."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from grpo_dist.tracking import names
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_SPARKLINE_WIDTH = 40
+_LABEL_WIDTH = 22
+# A part of the step that no phase accounts for, or phases that overlap, are shown from this share on.
+_NOTABLE_SHARE = 0.005
+
+Row = Mapping[str, float]
+
+
+def format_summary(history: Sequence[Row], *, run_dir: Path, seconds: float, hf_model: Path | None) -> str:
+    """What the run achieved, where its time went, and where things are.
+
+    Args:
+        history: one row per step, with "step" and metrics under verl's names (`jsonl.read_metrics`).
+        run_dir: the run directory.
+        seconds: wall time of this run, start-up included.
+        hf_model: folder of the exported policy; None if there is none.
+    """
+    trained = [row for row in history if names.STEP_TIME in row or names.REWARD in row]
+    steps = f"{len(trained)} training step{'' if len(trained) == 1 else 's'}"
+    lines = [f"Run finished: {steps} in {format_seconds(seconds)}"]
+    lines += [*_validation_lines(history), *_training_lines(trained), *_timing_lines(trained)]
+    lines.append(_entry("metrics", str(run_dir / "metrics.jsonl")))
+    if hf_model is not None:
+        lines.append(_entry("model (Hugging Face)", str(hf_model)))
+    if (run_dir / "tensorboard").is_dir():
+        lines.append(_entry("curves", f"tensorboard --logdir {shlex.quote(str(run_dir / 'tensorboard'))}"))
+    return "\n".join(lines)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A curve in block characters: at most `width` of them, each the mean of its share of the values.
+
+    The lowest mean is the lowest block and the highest the full one; non-finite values are left out, and a
+    stretch without any finite value is a space.
+    """
+    count = min(width, len(values))
+    bounds = [round(index * len(values) / count) for index in range(count + 1)] if count else []
+    means = [_mean(values[start:end]) for start, end in pairwise(bounds)]
+    finite = [value for value in means if value is not None]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    top = len(_BLOCKS) - 1
+    return "".join(
+        " " if value is None else _BLOCKS[round((value - low) / span * top) if span > 0 else 0]
+        for value in means
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """`8.3 s`, `3 min 12 s` or `2 h 05 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _validation_lines(history: Sequence[Row]) -> list[str]:
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for row in history:
+        for name, value in names.validation_metrics(row).items():
+            curves.setdefault(name, []).append((int(row["step"]), value))
+    lines = []
+    for name, curve in curves.items():
+        label = "validation accuracy" if len(curves) == 1 else name.removeprefix(names.VALIDATION)
+        best_step, best = max(curve, key=lambda point: -math.inf if math.isnan(point[1]) else point[1])
+        # One value has no before and after.
+        values = f"{curve[0][1]:.3g}"
+        if len(curve) > 1:
+            values += f" -> {curve[-1][1]:.3g}  (best {best:.3g} at step {best_step})"
+        lines.append(_entry(label, values))
+    return lines
+
+
+def _training_lines(trained: Sequence[Row]) -> list[str]:
+    lines = []
+    for label, name in (("reward", names.REWARD), ("response length", names.RESPONSE_LENGTH)):
+        values = [row[name] for row in trained if name in row]
+        if values:
+            curve = (
+                f"  {sparkline(values, _SPARKLINE_WIDTH)}" if name == names.REWARD and len(values) > 1 else ""
+            )
+            lines.append(_entry(label, f"{values[0]:.3g} -> {values[-1]:.3g}{curve}"))
+    timed = [row for row in trained if names.THROUGHPUT in row and names.STEP_TIME in row]
+    total = sum(row[names.STEP_TIME] for row in timed)
+    if total > 0:
+        # Weighted by time: all tokens over all seconds, not a mean of rates.
+        tokens = sum(row[names.THROUGHPUT] * row[names.STEP_TIME] for row in timed)
+        lines.append(_entry("tokens/s", f"{tokens / total:.0f}"))
+    return lines
+
+
+def _timing_lines(trained: Sequence[Row]) -> list[str]:
+    timed = [row for row in trained if names.STEP_TIME in row]
+    total = sum(row[names.STEP_TIME] for row in timed)
+    if total <= 0:
+        return []
+    sums: dict[str, float] = {}
+    for row in timed:
+        for name, value in row.items():
+            if name.startswith(names.TIMING) and name != names.STEP_TIME:
+                phase = name.removeprefix(names.TIMING)
+                sums[phase] = sums.get(phase, 0.0) + value
+    ordered = sorted(sums.items(), key=lambda item: -item[1])
+    rest = total - sum(sums.values())
+    if ordered and rest / total > _NOTABLE_SHARE:
+        ordered.append(("other", rest))
+    rows = [
+        f"    {phase:<{_LABEL_WIDTH - 2}}{value / len(timed):>8.2f} s{value / total:>7.0%}"
+        for phase, value in [*ordered, ("step", total)]
+    ]
+    overlap = "; phases overlap" if rest / total < -_NOTABLE_SHARE else ""
+    return [f"  time per step (mean of {len(timed)}{overlap})", *rows]
+
+
+def _entry(label: str, value: str) -> str:
+    return f"  {label:<{_LABEL_WIDTH}}{value}" if len(label) < _LABEL_WIDTH else f"  {label}  {value}"
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None

@@ -1,0 +1,55 @@
+"""Event files in `run_dir/tensorboard`, made from tensorboard's own protos: no torch or TensorFlow."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from grpo_dist.tracking.base import RunInfo
+
+FOLDER = "tensorboard"
+_FILE_VERSION = "brain.Event:2"  # from version 2 on, readers honour the START record below
+
+
+class TensorBoardTracker:
+    """Writes each metric as a scalar of its step, flushed once per step.
+
+    A START record with the first step of this process makes TensorBoard hide what earlier processes wrote
+    for that step and later ones: the steps lost after a checkpoint, or all of an older run in the folder.
+    """
+
+    # Not tensorboard's EventFileWriter: it imports TensorFlow where that is installed, and its writer thread
+    # can leave `flush` waiting for ever once the disk is full.
+    def __init__(self, run: RunInfo) -> None:
+        folder = run.run_dir / FOLDER
+        folder.mkdir(exist_ok=True)
+        # The nanoseconds keep two starts of one process apart and in order: readers sort the files by name.
+        seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+        name = f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}.{os.getpid()}"
+        self._writer = RecordWriter((folder / name).open("xb"))
+        self._write(file_version=_FILE_VERSION)
+        first_step = 0 if run.resumed_step is None else run.resumed_step + 1
+        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
+        self._writer.flush()
+        self.note = f"curves: tensorboard --logdir {shlex.quote(str(folder))}"
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write one event with a scalar per metric."""
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._write(step=step, summary=Summary(value=values))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._writer.close()
+
+    def _write(self, **fields: Any) -> None:
+        self._writer.write(Event(wall_time=time.time(), **fields).SerializeToString())

@@ -1,0 +1,76 @@
+"""A step's metrics from the small columns on the driver, under verl's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from grpo_dist.workers.batch_ref import DataProtoRef
+
+
+def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
+    """Scores, advantages and lengths of a scored batch with advantages."""
+    scores, uids = batch["score"], batch["uid"]
+    metrics = {
+        **_spread("critic/score", scores),
+        **_spread("critic/rewards", scores),
+        **_spread("critic/advantages", batch["advantage_mean"]),
+        **_spread("response_length", batch["response_length"]),
+        **_spread("prompt_length", batch["prompt_length"]),
+        "response_length/clip_ratio": float(batch["truncated"].mean()),
+        "critic/zero_variance_groups": zero_variance_share(scores, uids),
+        "training/rollout_probs_diff_mean": float(batch["rollout_probs_diff"].mean()),
+        "training/rollout_probs_diff_max": float(batch["rollout_probs_diff"].max()),
+        "perf/total_num_tokens": float(batch["prompt_length"].sum() + batch["response_length"].sum()),
+    }
+    extras = [name for name in batch.small if name.startswith("reward_extra/")]
+    return metrics | {f"{name}/mean": float(np.nanmean(batch[name])) for name in extras}
+
+
+def performance_metrics(timings: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by stage, and tokens per second: over the whole step, while generating, and while updating."""
+    total = timings["step"]
+    tokens = metrics["perf/total_num_tokens"]
+    response_tokens = tokens * metrics["response_length/mean"] / (
+        metrics["response_length/mean"] + metrics["prompt_length/mean"]
+    )
+    return {
+        **{f"timing_s/{name}": seconds for name, seconds in timings.items()},
+        "perf/time_per_step": total,
+        "perf/throughput": tokens / total,
+        "perf/generation_tokens_per_s": response_tokens / timings["gen"],
+        "perf/update_tokens_per_s": tokens / timings["update_actor"],
+    }
+
+
+def zero_variance_share(scores: np.ndarray, uids: np.ndarray) -> float:
+    """Share of groups whose responses all scored the same: they teach nothing."""
+    groups = [scores[uids == uid] for uid in np.unique(uids)]
+    return float(np.mean([np.ptp(group) == 0 for group in groups]))
+
+
+def validation_metrics(batch: DataProtoRef, data_sources: Mapping[str, str], n: int) -> dict[str, float]:
+    """Mean score per data source, over all n responses of its prompts: `val-core/SOURCE/acc/mean@n`.
+
+    Args:
+        batch: the scored validation batch.
+        data_sources: uid -> data source.
+        n: responses per prompt.
+    """
+    sources = np.array([data_sources[uid] for uid in batch["uid"]])
+    metrics = {}
+    for source in np.unique(sources):
+        rows = sources == source
+        metrics[f"val-core/{source}/acc/mean@{n}"] = float(batch["score"][rows].mean())
+        metrics[f"val-aux/{source}/response_length/mean"] = float(batch["response_length"][rows].mean())
+        metrics[f"val-aux/{source}/truncated/mean"] = float(batch["truncated"][rows].mean())
+    return metrics
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }

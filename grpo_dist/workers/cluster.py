@@ -1,0 +1,67 @@
+"""The Ray cluster a run uses: one that is running, or a local one of its own, closed to other machines.
+
+Import this module before Ray: a local cluster binds to the loopback address only if Ray is told so before it is
+imported.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+LOCAL = "local"
+
+
+def connect(address: str | None, num_cpus: int | None) -> str:
+    """Join or start a Ray cluster.
+
+    Args:
+        address: HOST:PORT, "auto", "local", or None: $RAY_ADDRESS, else a cluster running on this machine, else local.
+        num_cpus: logical CPUs of a local cluster; None: all.
+
+    Returns:
+        What was done, in words.
+
+    Raises:
+        ConfigError: there is no cluster at the address.
+    """
+    address = address or os.environ.get("RAY_ADDRESS") or (running_cluster() or LOCAL)
+    if address == LOCAL:
+        return _start_local(num_cpus)
+    import ray
+
+    from grpo_dist.errors import ConfigError
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as error:
+        raise ConfigError(
+            f"ray_kwargs.ray_init.address={address}: no Ray cluster answers there ({error}). "
+            "Start one with `ray start --head`, or set ray_kwargs.ray_init.address=local"
+        ) from None
+    return f"joined the Ray cluster at {address}"
+
+
+def running_cluster() -> str | None:
+    """Address of a cluster that `ray start` left running on this machine; None if its port does not answer."""
+    note = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    try:
+        address = note.read_text().strip()
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=2):
+            return address
+    except (OSError, ValueError):
+        return None
+
+
+def _start_local(num_cpus: int | None) -> str:
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the switch that makes every Ray port bind to 127.0.0.1
+    os.environ.setdefault("RAY_worker_niceness", "0")  # workers are the job here: no reason to step back
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    ray.init(
+        address=LOCAL, num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
+    return "started a local Ray cluster on 127.0.0.1"

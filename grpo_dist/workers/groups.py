@@ -1,0 +1,161 @@
+"""The roles as the driver sees them: typed methods that hand handles around."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from grpo_dist.protocol import Mean, Metric, Sum, merge_metrics
+from grpo_dist.workers.balance import balance
+from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.reward import Task
+
+if TYPE_CHECKING:
+    from grpo_dist.engines.vllm_engine import SamplingSettings
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class LogProbJob:
+    """Log-probs being computed: one call per rank, and the rows that each rank works on."""
+
+    calls: list[Call]
+    rows: list[np.ndarray]
+
+
+class PolicyGroup:
+    """Ranks that hold one sharded model: the reference, and the base of the actor."""
+
+    def __init__(self, workers: WorkerGroup) -> None:
+        self.workers = workers
+
+    def submit_start(self) -> list[Call]:
+        """Form the process group and load the model, without waiting."""
+        addresses = self.workers.call_all("start", "address")
+        self.workers.nodes = [address.host for address in addresses]
+        one_node = len({address.ip for address in addresses}) == 1
+        master = addresses[0]
+        return self.workers.submit_all("start", "start", LOOPBACK if one_node else master.ip, master.port)
+
+    def submit_log_probs(self, stage: str, batch: DataProtoRef) -> LogProbJob:
+        """Compute log-probs of all rows, spread over the ranks, without waiting."""
+        rows = balance(_lengths(batch), len(self.workers))
+        inputs = batch.select(("prompts", "responses", "response_mask"))
+        calls = [
+            self.workers.submit(rank, stage, "compute_log_probs", inputs.reorder(part)) for rank, part in enumerate(rows)
+        ]
+        return LogProbJob(calls, rows)
+
+    def collect_log_probs(self, job: LogProbJob) -> DataProtoRef:
+        """Wait for a job; one handle in the order of the batch's rows."""
+        parts = self.workers.gather(job.calls)
+        return DataProtoRef.concat(parts).reorder(np.argsort(np.concatenate(job.rows)))
+
+
+class ActorGroup(PolicyGroup):
+    """The policy that trains."""
+
+    def update(self, batch: DataProtoRef, mini_batches: Sequence[np.ndarray], step: int) -> dict[str, Metric]:
+        """One optimizer step per mini-batch (arrays of row positions), each spread over the ranks.
+
+        Returns:
+            Metrics: merged over ranks, then averaged over mini-batches.
+        """
+        ranks = len(self.workers)
+        lengths = _lengths(batch)
+        shares = [[rows[part] for part in balance(lengths[rows], ranks)] for rows in mini_batches]
+        arguments = []
+        for rank in range(ranks):
+            own = np.unique(np.concatenate([share[rank] for share in shares]))
+            positions = [np.searchsorted(own, share[rank]) for share in shares]
+            arguments.append((batch.reorder(own), positions, step))
+        results = self.workers.call_each("update", "update", arguments)
+        merged = [merge_metrics(parts) for parts in zip(*results, strict=True)]
+        return merge_metrics([_per_mini_batch(metrics) for metrics in merged])
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write model, optimizer and schedule."""
+        self.workers.call_all("save_checkpoint", "save_checkpoint", folder)
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Read model, optimizer and schedule."""
+        self.workers.call_all("load_checkpoint", "load_checkpoint", folder)
+
+    def export_hf_model(self, folder: str) -> None:
+        """Write the policy as a Hugging Face folder."""
+        self.workers.call_all("export_hf_model", "export_hf_model", folder)
+
+
+class RolloutGroup:
+    """The vLLM engines. A prompt goes to the engine with the fewest prompts in flight."""
+
+    def __init__(self, workers: WorkerGroup) -> None:
+        self.workers = workers
+        self._in_flight = [0] * len(workers)
+
+    def submit_start(self) -> list[Call]:
+        """Start all engines, without waiting."""
+        self.workers.nodes = [address.host for address in self.workers.call_all("start", "address")]
+        return self.workers.submit_all("start", "start")
+
+    def submit(self, uid: str, prompt: np.ndarray, sampling: SamplingSettings) -> Call:
+        """Sample a group of responses, without waiting."""
+        rank = int(np.argmin(self._in_flight))
+        self._in_flight[rank] += 1
+        return self.workers.submit(rank, "generate", "generate", uid, prompt, sampling)
+
+    def collect(self, call: Call) -> DataProtoRef:
+        """The handle of a finished group."""
+        self._in_flight[call.rank] -= 1
+        return call.result()
+
+
+class RewardPool:
+    """The reward processes. Each scores one group at a time, so that the time limit of a call is its own."""
+
+    def __init__(self, workers: WorkerGroup) -> None:
+        self.workers = workers
+        self._free = list(range(len(workers)))
+
+    def submit_start(self) -> list[Call]:
+        """Load tokenizers and reward functions, without waiting."""
+        self.workers.nodes = [address.host for address in self.workers.call_all("start", "address")]
+        return self.workers.submit_all("start", "start")
+
+    @property
+    def has_free(self) -> bool:
+        """Whether a process waits for work."""
+        return bool(self._free)
+
+    def submit(self, group: DataProtoRef, task: Task) -> Call:
+        """Score one group on a free process, without waiting."""
+        return self.workers.submit(self._free.pop(0), "score", "score", group.select(("responses",)), task)
+
+    def collect(self, call: Call) -> DataProtoRef:
+        """The handle of a finished group's scores."""
+        self._free.append(call.rank)
+        return call.result()
+
+    def compute_advantages(self, batch: DataProtoRef, estimator: str, options: Mapping[str, Any]) -> DataProtoRef:
+        """Advantages of the whole batch."""
+        inputs = batch.select(("uid", "token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs"))
+        return self.workers.call(0, "advantages", "compute_advantages", inputs, estimator, options)
+
+    def submit_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> Call:
+        """Write the batch down as text, without waiting."""
+        inputs = batch.select(("uid", "prompts", "responses", "score"))
+        return self.workers.submit(0, "write_samples", "write_samples", inputs, path, step, ground_truths)
+
+
+def _lengths(batch: DataProtoRef) -> np.ndarray:
+    return batch["prompt_length"] + batch["response_length"]
+
+
+def _per_mini_batch(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """A mini-batch's loss is a sum over ranks; over mini-batches its mean is reported."""
+    return {name: Mean(m.value, 1) if isinstance(m, Sum) else m for name, m in metrics.items()}

@@ -1,0 +1,46 @@
+import pytest
+import torch
+
+from grpo_dist.algorithms import agg_loss
+from grpo_dist.algorithms.aggregate import LOSS_AGG_MODES
+from grpo_dist.errors import BatchError, ConfigError
+from tests.golden import cases, tensors
+
+LOSS = torch.tensor([[1.0, 2.0, 3.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
+MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+
+
+@pytest.mark.parametrize("case", cases("agg", LOSS_AGG_MODES))
+def test_equals_verl(case: dict) -> None:
+    loss = agg_loss(**tensors(case["inputs"]), loss_agg_mode=case["name"])
+    torch.testing.assert_close(loss, torch.tensor(case["outputs"]["loss"]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("token-mean", 10 / 4), ("seq-mean-token-mean", (2 + 4) / 2), ("seq-mean-token-sum", 10 / 2)]
+)
+def test_by_hand(mode: str, expected: float) -> None:
+    assert agg_loss(LOSS, MASK, mode).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_parts_add_up_with_global_counts(mode: str) -> None:
+    whole = agg_loss(LOSS, MASK, mode)
+    parts = [agg_loss(LOSS[i : i + 1], MASK[i : i + 1], mode, global_tokens=4, global_sequences=2) for i in range(3)]
+    torch.testing.assert_close(sum(parts), whole)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_masked_infinities_and_empty_batches_are_harmless(mode: str) -> None:
+    loss = LOSS.clone()
+    loss[2] = float("inf")
+    loss[1, 1] = float("nan")
+    torch.testing.assert_close(agg_loss(loss, MASK, mode), agg_loss(LOSS, MASK, mode))
+    assert agg_loss(loss, torch.zeros_like(MASK), mode).item() == 0
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ConfigError, match="token-median: not one of token-mean"):
+        agg_loss(LOSS, MASK, "token-median")
+    with pytest.raises(BatchError, match="differ"):
+        agg_loss(LOSS, MASK[:2], "token-mean")

@@ -1,0 +1,24 @@
+import math
+
+import pytest
+import torch
+
+from grpo_dist.algorithms.masking import masked_mean, token_entropy, token_log_probs
+
+
+def test_log_prob_and_entropy_by_hand() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25]]))
+    assert token_log_probs(logits, torch.tensor([1]), 1.0).item() == pytest.approx(math.log(0.25))
+    assert token_entropy(logits, 1.0).item() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(4))
+
+
+def test_temperature_divides_the_logits() -> None:
+    logits = torch.tensor([[2.0, 0.0]])
+    expected = 4.0 - math.log(math.exp(4) + 1)
+    assert token_log_probs(logits, torch.tensor([0]), 0.5).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_masked_mean_ignores_what_is_masked() -> None:
+    values = torch.tensor([[1.0, float("nan")], [3.0, 5.0]])
+    assert masked_mean(values, torch.tensor([[1.0, 0.0], [1.0, 0.0]])).item() == 2.0
+    assert masked_mean(values, torch.zeros(2, 2)).item() == 0.0

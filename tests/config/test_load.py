@@ -1,0 +1,232 @@
+"""The command line: groups, unknown keys, everything wrong at once, and the round trip to a file."""
+
+import subprocess
+import sys
+
+import pytest
+
+from grpo_dist.config.keys import nearest_keys
+from grpo_dist.config.load import dump_config, load_config, load_resolved
+from grpo_dist.config.usage import usage
+from grpo_dist.errors import ConfigError
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def load(*overrides):
+    return load_config(list(overrides))[0]
+
+
+def refused(*overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(list(overrides))
+    return str(caught.value)
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    path = tmp_path / "train.parquet"
+    path.write_bytes(b"PAR1")
+    return path
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("data.train_bach_size", "data.train_batch_size"),
+        ("rollout.n", f"{ROLLOUT}.n"),
+        ("rollout.temperature", f"{ROLLOUT}.temperature"),
+        ("lr", f"{ACTOR}.optim.lr"),
+        ("actor.lr", f"{ACTOR}.optim.lr"),
+        ("algoritm.adv_estimator", "algorithm.adv_estimator"),
+        ("algorithm.kl_ctrl.kl_coef", f"{ACTOR}.kl_loss_coef"),
+        (f"{ACTOR}.kl_los_type", f"{ACTOR}.kl_loss_type"),
+        ("trainer.epochs", "trainer.total_epochs"),
+    ],
+)
+def test_typos_suggest_the_key(written, meant):
+    assert nearest_keys(written)[0] == meant
+    for prefix in ("", "+", "++"):
+        assert f"{written}: no such key; did you mean {meant}" in refused(f"{prefix}{written}=1")
+
+
+def test_no_hint_where_nothing_is_near():
+    assert nearest_keys("zzz.qqq") == []
+    assert "zzz.qqq: no such key; --help" in refused("zzz.qqq=1")
+
+
+def test_unknown_keys_inside_a_mapping():
+    assert f"{ACTOR}.ppo_epoch: no such key; did you mean {ACTOR}.ppo_epochs?" in refused(
+        f"{ACTOR}={{ppo_epoch:2}}"
+    )
+
+
+def test_everything_wrong_is_said_at_once():
+    message = refused(
+        "algorithm.adv_estimator=grpoo",
+        "+data.shufle=true",
+        f"{ROLLOUT}.temperature=0",
+        f"{ACTOR}.ppo_mini_batch_size=5",
+        f"{ROLLOUT}.max_model_len=10",
+        "trainer.logger=console,wandb",
+        "data.val_files=nowhere.parquet",
+        "trainer.total_training_steps",
+        "trainer.default_local_dir=${nowhere}/x",
+    )
+    lines = message.splitlines()
+    assert lines[0] == "the config has 9 problems:"
+    assert len(lines) == 10
+    for part in (
+        "algorithm.adv_estimator=grpoo: not one of grpo, rloo; did you mean 'grpo'?",
+        "data.shufle: no such key; did you mean data.shuffle?",
+        f"{ROLLOUT}.temperature=0: must be greater than 0",
+        f"data.train_batch_size=32, {ACTOR}.ppo_mini_batch_size=5: the batch must be a multiple",
+        f"{ROLLOUT}.max_model_len=10, data.max_prompt_length=64, data.max_response_length=64: "
+        "must be at least",
+        "trainer.logger=console,wandb: a sweep; this command runs once. A list is written "
+        "trainer.logger=[console,wandb]",
+        "data.val_files=nowhere.parquet: no such file",
+        "trainer.total_training_steps: not an override; write key=value",
+        "trainer.default_local_dir: Interpolation key 'nowhere' not found",
+    ):
+        assert sum(part in line for line in lines) == 1, part
+
+
+def test_rules_keep_quiet_about_keys_that_are_wrong_themselves():
+    message = refused("data.train_bach_size=48", f"{ACTOR}.ppo_mini_batch_size=48")
+    assert message.count("\n") == 1
+    assert "multiple" not in message
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        (
+            "model=qwen3_8",
+            "model=qwen3_8: no such option; there are hf, qwen3_8b, smollm2_135m, tiny; did you mean",
+        ),
+        ("model@actor=tiny", "packages (@) are not supported"),
+        ("~trainer.seed", "~trainer.seed: keys cannot be removed"),
+        ("trainer.seed=[1", "cannot be read"),
+        ("trainer.seed=1,2", "a sweep"),
+        ("trainer=3", "trainer is a section; its keys are total_epochs,"),
+        ("actor_rollout_ref=x", "its keys are model, actor, rollout, ref"),
+        ("--multirun", "the only flag is --help"),
+        ("", "'': not an override"),
+        ("hydra.run.dir=x", "hydra.run.dir: no such key"),
+        ("model=hf", "actor_rollout_ref.model.path: must be set, for example"),
+        ("data=files", "data.train_files: must be set, for example data.train_files="),
+        ("trainer.logger.0=x", "trainer.logger.0: no such key"),
+    ],
+)
+def test_command_line_mistakes(override, part):
+    message = refused(override)
+    assert part in message
+    assert "Traceback" not in message
+
+
+def test_the_last_of_two_counts(model_folder):
+    config = load("trainer.seed=1", "model=qwen3_8b", "trainer.seed=2", "model=smollm2_135m")
+    assert config.trainer.seed == 2
+    assert config.actor_rollout_ref.model.path == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def test_free_form_mappings_take_any_name():
+    config = load(
+        "data.apply_chat_template_kwargs.enable_thinking=false",
+        "+data.apply_chat_template_kwargs.depth.of=3",
+        "custom_reward_function.reward_kwargs={weight: 0.5}",
+    )
+    assert config.data.apply_chat_template_kwargs == {"enable_thinking": False, "depth": {"of": 3}}
+    assert config.custom_reward_function.reward_kwargs == {"weight": 0.5}
+
+
+def test_plus_in_front_of_a_known_key_sets_it():
+    assert load("+trainer.seed=5").trainer.seed == 5
+    assert load("++trainer={seed: 6}").trainer.seed == 6
+
+
+def test_your_own_model_leaves_the_tiny_settings_behind(model_folder):
+    config, notes = load_config([f"actor_rollout_ref.model.path={model_folder}"])
+    assert config.actor_rollout_ref.model.path == str(model_folder)
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-6
+    assert config.actor_rollout_ref.rollout.kv_cache_memory_gib is None
+    assert any(note.startswith("model=hf is used") for note in notes)
+
+
+def test_a_chosen_model_group_stays(model_folder):
+    config, notes = load_config([f"actor_rollout_ref.model.path={model_folder}", "model=smollm2_135m"])
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-5
+    assert config.actor_rollout_ref.model.path == str(model_folder)
+    assert notes == []
+
+
+def test_naming_the_builtin_model_changes_nothing():
+    assert load("actor_rollout_ref.model.path=builtin:tiny-qwen3") == load()
+
+
+def test_your_own_data_leaves_the_arithmetic_settings_behind(parquet):
+    config, notes = load_config([f"data.train_files={parquet}"])
+    assert (config.data.train_batch_size, config.data.max_response_length) == (1024, 1024)
+    assert config.data.val_files == ()
+    assert config.trainer.total_training_steps is None
+    assert any(note.startswith("data=files is used") for note in notes)
+    chosen = load(f"data.train_files={parquet}", "data=arithmetic")
+    assert chosen.data.train_batch_size == 32
+
+
+def test_missing_files_stop_a_run_but_not_a_dry_run():
+    overrides = ["model=qwen3_8b", "data=gsm8k", "cluster=node8", "data.train_files=gone.parquet"]
+    assert "data.train_files=gone.parquet: no such file (looked in " in refused(*overrides)
+    config, notes = load_config([*overrides, "trainer.dry_run=true"])
+    assert config.trainer.n_gpus_per_node == 8
+    assert any("data.train_files=gone.parquet: no such file" in note for note in notes)
+
+
+def test_round_trip():
+    config = load(f"{ACTOR}.optim.lr=3e-7", "trainer.experiment_name='0123'", "trainer.logger=[]")
+    text = dump_config(config)
+    assert load_resolved(text) == config
+    assert load_resolved(text).trainer.experiment_name == "0123"
+    assert load_resolved(text).actor_rollout_ref.actor.optim.lr == 3e-7
+    assert "${" not in text
+
+
+@pytest.mark.parametrize(
+    ("edit", "part"),
+    [
+        (("seed: 1\n", "sed: 1\n"), "trainer.sed: no such key; did you mean trainer.seed?"),
+        (("adv_estimator: grpo", "adv_estimator: ppo"), "algorithm.adv_estimator=ppo: not one of"),
+        (("algorithm:", "algorithm: ["), "is not YAML"),
+    ],
+)
+def test_a_spoilt_file_is_refused(edit, part):
+    with pytest.raises(ConfigError, match=part.replace("?", r"\?")):
+        load_resolved(dump_config(load()).replace(*edit))
+
+
+def test_the_check_loads_no_heavy_module():
+    code = (
+        "import sys; from grpo_dist.config.load import load_config; from grpo_dist.config "
+        "import plan, usage; "
+        "load_config([]); print([m for m in ('torch', 'ray', 'vllm', 'transformers', 'numpy') "
+        "if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_usage_names_groups_examples_and_the_place_of_the_keys():
+    text = usage()
+    for part in ("* model=tiny", "model=qwen3_8b", "cluster=single_gpu", "trainer.dry_run=true", "grpo.yaml"):
+        assert part in text
+    assert text.count("python -m grpo_dist.main") == 7

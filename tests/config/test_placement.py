@@ -1,0 +1,83 @@
+"""The placement table: processes of each role for a number of GPUs."""
+
+import pytest
+
+from grpo_dist.config.load import load_config
+from grpo_dist.config.placement import placement
+
+NO_KL = "actor_rollout_ref.actor.use_kl_loss=false"
+TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+
+
+def place(*overrides):
+    return placement(load_config(list(overrides))[0])
+
+
+def split(*overrides):
+    found = place("cluster=node8", *overrides)
+    return found.actor_world_size, found.rollout_world_size, found.ref_world_size
+
+
+def test_cpu():
+    found = place()
+    assert (found.device, found.actor_world_size, found.rollout_world_size, found.ref_world_size) == (
+        "cpu",
+        2,
+        1,
+        1,
+    )
+    assert (found.gpus_per_worker, found.num_cpus_per_worker, found.num_threads_per_worker) == (0.0, 0.1, 1)
+    assert not found.shares_gpu
+    assert place(NO_KL).ref_world_size == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        ([], (4, 3, 1)),
+        ([f"{TP}=2"], (4, 2, 2)),
+        ([f"{TP}=4"], (2, 4, 2)),
+        ([NO_KL], (4, 4, 0)),
+        ([NO_KL, f"{TP}=4"], (4, 4, 0)),
+        (["trainer.n_gpus_per_node=3"], (1, 1, 1)),
+        (["trainer.n_gpus_per_node=4"], (2, 1, 1)),
+        (["trainer.n_gpus_per_node=6"], (2, 3, 1)),
+        (["trainer.n_gpus_per_node=2", NO_KL], (1, 1, 0)),
+        (["trainer.nnodes=2"], (8, 7, 1)),
+        (["trainer.nnodes=2", f"{TP}=8"], (4, 8, 4)),
+        (["cluster.actor_world_size=2"], (2, 5, 1)),
+        (["cluster.ref_world_size=2"], (4, 2, 2)),
+        (["cluster.rollout_world_size=4"], (2, 4, 2)),
+        (
+            ["cluster.actor_world_size=1", "cluster.rollout_world_size=2", "cluster.ref_world_size=1"],
+            (1, 2, 1),
+        ),
+    ],
+)
+def test_gpu_splits(overrides, sizes):
+    assert split(*overrides) == sizes
+    found = place("cluster=node8", *overrides)
+    assert found.gpus_per_worker == 1.0
+    assert found.num_cpus_per_worker == 1.0
+    assert found.num_engines * found.tensor_parallel == found.rollout_world_size
+
+
+def test_one_gpu_is_shared():
+    found = place("cluster=single_gpu")
+    assert (found.actor_world_size, found.rollout_world_size, found.ref_world_size) == (1, 1, 1)
+    assert found.gpus_per_worker == 0.33
+    assert found.shares_gpu
+    assert found.world_size * found.gpus_per_worker <= 1
+    assert place("cluster=single_gpu", NO_KL).gpus_per_worker == 0.5
+
+
+def test_set_values_win():
+    found = place(
+        "cluster.actor_world_size=4",
+        "cluster.rollout_world_size=2",
+        "cluster.ref_world_size=2",
+        "cluster.num_cpus_per_worker=0.5",
+        "cluster.num_threads_per_worker=3",
+    )
+    assert (found.actor_world_size, found.num_engines, found.ref_world_size) == (4, 2, 2)
+    assert (found.num_cpus_per_worker, found.num_threads_per_worker) == (0.5, 3)

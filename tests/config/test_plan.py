@@ -1,0 +1,147 @@
+"""The plan: batch arithmetic by hand, memory of models whose size is known, the printed text."""
+
+import json
+
+import pytest
+
+from grpo_dist.config.load import load_config
+from grpo_dist.config.memory import GIB, kv_cache_tokens, memory_estimate, model_shape
+from grpo_dist.config.plan import batch_arithmetic, format_plan, format_summary
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+QWEN3_8B = {
+    "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936, "tie_word_embeddings": False,
+}  # fmt: skip
+SMOLLM2_135M = {
+    "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def load(*overrides):
+    return load_config(list(overrides))
+
+
+def test_batch_arithmetic_on_eight_gpus():
+    config, _ = load(
+        "cluster=node8",
+        "data.train_batch_size=1024",
+        f"{ACTOR}.ppo_mini_batch_size=256",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=24",
+        f"{ACTOR}.ppo_epochs=2",
+    )
+    assert dict(batch_arithmetic(config)) == {
+        "prompts per training step": "1,024",
+        "sequences per training step": "1,024 prompts * n=8 = 8,192",
+        "tokens per training step": "at most 8,192 * 128 = 1,048,576",
+        "sequences per engine": "2,731 (256 at once)",
+        "mini-batches per pass": "4 of 256 prompts = 2,048 sequences",
+        "optimizer steps per training step": "4 * ppo_epochs=2 = 8",
+        "sequences per actor rank and mini-batch": "512",
+        "micro-batches per actor rank and mini-batch": "22 of 24 sequences",
+        "old log-prob passes per actor rank": "16 of 128 sequences",
+        "reference passes per ref rank": "64 of 128 sequences",
+    }
+
+
+def test_no_reference_row_without_reference():
+    config, _ = load(f"{ACTOR}.use_kl_loss=false")
+    assert "reference passes per ref rank" not in dict(batch_arithmetic(config))
+
+
+@pytest.mark.parametrize(("model", "billions"), [(QWEN3_8B, 8.1907), (SMOLLM2_135M, 0.134515)])
+def test_parameters_of_known_models(model, billions):
+    # transformers counts 8,190,735,360 and 134,515,008; Qwen3's q and k norms are left out here.
+    assert model_shape(model).num_parameters == pytest.approx(billions * 1e9, rel=1e-4)
+
+
+def test_parameters_of_experts():
+    # Qwen3-30B-A3B; transformers counts 30,532,122,624.
+    model = QWEN3_8B | {
+        "hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4, "num_experts": 128,
+        "moe_intermediate_size": 768,
+    }  # fmt: skip
+    assert model_shape(model).num_parameters == pytest.approx(30.53e9, rel=1e-3)
+
+
+def test_other_architectures_are_unknown():
+    assert model_shape({"n_embd": 768, "n_layer": 12}) is None
+    assert memory_estimate(load()[0], None) is None
+
+
+def test_memory_of_qwen3_8b_on_eight_gpus():
+    config, _ = load("model=qwen3_8b", "cluster=node8", "data.train_batch_size=32")
+    actor, rollout, ref = memory_estimate(config, QWEN3_8B)
+    count = model_shape(QWEN3_8B).num_parameters
+    assert dict(actor.parts)["weights"] == pytest.approx(count * 4 / 4 / GIB)
+    assert dict(actor.parts)["optimizer"] == pytest.approx(count * 8 / 4 / GIB)
+    assert dict(actor.parts)["gathered layer"] == pytest.approx(2 * 151936 * 4096 * 2 / GIB)
+    assert dict(rollout.parts) == {"weights": pytest.approx(count * 2 / GIB)}
+    assert "80% of the GPU" in rollout.remark
+    assert dict(ref.parts) == {"weights": pytest.approx(count * 2 / GIB)}
+    assert kv_cache_tokens(config, QWEN3_8B) is None
+
+
+def test_kv_cache_of_a_given_size():
+    config, _ = load(
+        "cluster=node8", f"{ROLLOUT}.kv_cache_memory_gib=9", f"{ROLLOUT}.tensor_model_parallel_size=2"
+    )
+    # 2 (key, value) * 36 layers * 8 heads * 128 values * 2 bytes = 144 KiB per token, on two GPUs.
+    assert kv_cache_tokens(config, QWEN3_8B) == 2 * 9 * 2**30 // (144 * 2**10)
+
+
+def test_kv_cache_default_on_cpu_is_the_engines():
+    from grpo_dist.config.memory import CPU_KV_CACHE_GIB
+    from grpo_dist.engines import vllm_engine
+
+    assert vllm_engine.CPU_KV_CACHE_GIB == CPU_KV_CACHE_GIB
+
+
+def test_plan_of_a_local_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2_135M))
+    config, notes = load(
+        f"actor_rollout_ref.model.path={tmp_path}", "trainer.dry_run=true", "data.val_files=x.json"
+    )
+    text = format_plan(config, notes)
+    for part in (
+        "  algorithm:\n    adv_estimator: grpo\n",
+        "sequences per training step",
+        "actor               2 ranks, weights fp32, compute fp32",
+        "ref                 1 rank, fp32",
+        "weights 0.251 + gradients 0.251 + optimizer 0.501 + gathered layer 0.105 = 1.11 GiB",
+        "KV cache  23,301 tokens per engine",
+        "data.val_files=x.json: no such file",
+        "model=hf is used",
+    ):
+        assert part in text, text
+
+
+def test_plan_without_the_models_sizes():
+    config, notes = load("model=qwen3_8b", "data=gsm8k", "cluster=node8", "trainer.dry_run=true")
+    text = format_plan(config, notes)
+    assert "unknown: model config not at hand" in text
+    assert "8 of 8 used" in text
+    assert "3 engines, TP=1, bfloat16, deterministic=false" in text
+
+
+def test_idle_gpus_are_said():
+    config, notes = load("cluster=node8", "cluster.actor_world_size=4", "cluster.rollout_world_size=2",
+                         "cluster.ref_world_size=1")  # fmt: skip
+    assert "7 of 8 used; 1 idle" in format_plan(config, notes)
+
+
+def test_plan_of_one_shared_gpu():
+    config, notes = load("cluster=single_gpu")
+    assert "one, shared" in format_plan(config, notes)
+    assert "0.33 GPU, 1 logical CPU" in format_plan(config, notes)
+
+
+def test_summary_is_short_and_keeps_the_notes():
+    config, notes = load(f"{ACTOR}.kl_loss_type=k1")
+    text = format_summary(config, notes)
+    assert len(text.splitlines()) == 10
+    assert "32 prompts * n=8 = 256 sequences; 1 optimizer step" in text
+    assert "2 actor, 1 rollout engine, 1 ref, on CPU" in text
+    assert "note: actor_rollout_ref.actor.kl_loss_type=k1" in text

@@ -1,0 +1,208 @@
+"""Rules between keys: each is broken once, and the message names the keys and values."""
+
+import pytest
+
+from grpo_dist.config.load import load_config
+from grpo_dist.config.rules import looks_like_folder
+from grpo_dist.errors import ConfigError
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+GPU8 = ("cluster=node8", "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64")
+
+
+def load(*overrides):
+    return load_config(list(overrides))[0]
+
+
+def refused(*overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(list(overrides))
+    assert len(str(caught.value).splitlines()) == 2, str(caught.value)
+    return str(caught.value).splitlines()[1].strip()
+
+
+def notes(*overrides):
+    return load_config(list(overrides))[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [f"{ROLLOUT}.n=1"],
+            f"{ROLLOUT}.n=1, algorithm.adv_estimator=grpo: the estimator compares the responses "
+            "of one prompt; "
+            "set rollout.n to 2 or more",
+        ),
+        (
+            ["data.train_batch_size=48"],
+            f"data.train_batch_size=48, {ACTOR}.ppo_mini_batch_size=32: the batch must be a multiple of the "
+            "mini-batch; for example ppo_mini_batch_size=24",
+        ),
+        (
+            ["data.train_batch_size=16"],
+            f"data.train_batch_size=16, {ACTOR}.ppo_mini_batch_size=32: the batch must be a multiple of the "
+            "mini-batch; for example ppo_mini_batch_size=16",
+        ),
+        (
+            ["cluster.actor_world_size=3"],
+            f"{ACTOR}.ppo_mini_batch_size=32, {ROLLOUT}.n=8, cluster.actor_world_size=3: 32 * 8 "
+            "= 256 sequences of a "
+            "mini-batch do not split over 3 actor ranks",
+        ),
+        (
+            [f"{ROLLOUT}.tensor_model_parallel_size=2"],
+            f"{ROLLOUT}.tensor_model_parallel_size=2: an engine on CPU is one process; set it to 1",
+        ),
+        (
+            [*GPU8, f"{ROLLOUT}.tensor_model_parallel_size=2", "cluster.rollout_world_size=3"],
+            f"cluster.rollout_world_size=3, {ROLLOUT}.tensor_model_parallel_size=2: rollout GPUs "
+            "must be a multiple "
+            "of the GPUs of one engine",
+        ),
+        (
+            ["cluster=multi_node", "trainer.n_gpus_per_node=4", "trainer.nnodes=8",
+             f"{ROLLOUT}.tensor_model_parallel_size=8"],
+            f"{ROLLOUT}.tensor_model_parallel_size=8, trainer.n_gpus_per_node=4: an engine lies "
+            "in one machine",
+        ),
+        (
+            [f"{ROLLOUT}.max_model_len=127"],
+            f"{ROLLOUT}.max_model_len=127, data.max_prompt_length=64, "
+            "data.max_response_length=64: must be at least "
+            "prompt + response = 128, or null",
+        ),
+        (
+            [f"{ROLLOUT}.val_kwargs.n=4"],
+            f"{ROLLOUT}.val_kwargs.n=4, {ROLLOUT}.val_kwargs.do_sample=false: greedy responses "
+            "are all the same; "
+            "set do_sample=true or n=1",
+        ),
+        (
+            [f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.temperature=0"],
+            f"{ROLLOUT}.val_kwargs.do_sample=true, {ROLLOUT}.val_kwargs.temperature=0.0: "
+            "sampling needs a positive "
+            "temperature; for greedy set do_sample=false",
+        ),
+        (
+            ["trainer.resume_mode=resume_path"],
+            "trainer.resume_mode=resume_path, trainer.resume_from_path=null: set resume_from_path to a "
+            "global_step_N folder, or resume_mode=auto",
+        ),
+        (
+            ["cluster=node8", "trainer.n_gpus_per_node=2"],
+            f"{ROLLOUT}.tensor_model_parallel_size=1, trainer.nnodes=1, "
+            "trainer.n_gpus_per_node=2: actor 1 + rollout "
+            "1 + ref 1 = 3 GPUs are needed and there are 2; set smaller cluster.actor_world_size, "
+            "cluster.rollout_world_size or cluster.ref_world_size, or more machines, or "
+            f"{ACTOR}.use_kl_loss=false (no reference)",
+        ),
+        (
+            ["cluster=single_gpu", "cluster.actor_world_size=2"],
+            f"cluster.actor_world_size=2, cluster.rollout_world_size=1, cluster.ref_world_size=1, "
+            f"{ROLLOUT}.tensor_model_parallel_size=1, trainer.nnodes=1, "
+            "trainer.n_gpus_per_node=1: one process of "
+            "each role shares the only GPU, and this is actor 2 + rollout 1 + ref 1; leave cluster.* null",
+        ),
+    ],
+)  # fmt: skip
+def test_each_rule(overrides, message):
+    assert refused(*overrides) == message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.train_batch_size=64"],
+        ["cluster.actor_world_size=1"],
+        [f"{ROLLOUT}.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.do_sample=true"],
+        [f"{ROLLOUT}.max_model_len=128"],
+        [f"{ROLLOUT}.n=2"],
+        ["cluster=single_gpu"],
+        [*GPU8, "cluster.actor_world_size=4", "cluster.rollout_world_size=2", "cluster.ref_world_size=2"],
+        ["cluster=node8", "trainer.n_gpus_per_node=2", f"{ACTOR}.use_kl_loss=false"],
+        ["algorithm.adv_estimator=my.module:single", f"{ROLLOUT}.n=1"],
+    ],
+)
+def test_legal_settings_pass(overrides):
+    assert load(*overrides).trainer.total_training_steps == 40
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [
+        ("data.train_files", "gone.jsonl", "no such file"),
+        ("data.val_files", "gone.parquet", "no such file"),
+        ("actor_rollout_ref.model.path", "./gone", "no such folder"),
+        ("actor_rollout_ref.model.path", "a/b/gone", "no such folder"),
+        ("custom_reward_function.path", "gone.py", "no such file"),
+        ("custom_reward_function.path", "gone/reward.py", "no such file"),
+        ("algorithm.adv_estimator", "gone.py:mine", "no such file"),
+        (f"{ACTOR}.kl_loss_type", "gone.py:mine", "no such file"),
+    ],
+)
+def test_missing_files_are_problems_in_a_run_and_notes_in_a_dry_run(key, value, what):
+    assert refused(f"{key}={value}").startswith(f"{key}={value.partition(':')[0]}: {what} (looked in ")
+    assert any(f"{key}=" in note and what in note for note in notes(f"{key}={value}", "trainer.dry_run=true"))
+
+
+def test_all_missing_files_of_a_list(tmp_path):
+    there = tmp_path / "a.jsonl"
+    there.write_text("")
+    with pytest.raises(ConfigError) as caught:
+        load(f"data.train_files=[{there},b.jsonl,c.jsonl]")
+    assert "b.jsonl: no such file" in str(caught.value)
+    assert "c.jsonl: no such file" in str(caught.value)
+    assert "a.jsonl" not in str(caught.value)
+
+
+def test_data_of_an_unknown_kind():
+    assert "data.train_files=rows.csv: must end in .parquet, .jsonl, .json" in refused(
+        "data.train_files=rows.csv"
+    )
+
+
+def test_a_folder_without_a_model(tmp_path):
+    assert "no such config.json in the folder" in refused(f"actor_rollout_ref.model.path={tmp_path}")
+
+
+def test_an_unknown_builtin_model():
+    message = refused("actor_rollout_ref.model.path=builtin:huge")
+    assert message.startswith("actor_rollout_ref.model.path=builtin:huge")
+
+
+def test_resume_folder_must_exist(tmp_path):
+    assert "no such folder" in refused("trainer.resume_mode=resume_path", "trainer.resume_from_path=gone")
+    load("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
+
+
+def test_hub_names_are_not_looked_up():
+    load("actor_rollout_ref.model.path=Qwen/Qwen3-0.6B")
+    assert not looks_like_folder("Qwen/Qwen3-0.6B")
+    assert not looks_like_folder("gpt2")
+    assert all(looks_like_folder(path) for path in ("/models/x", "./x", "../x", "~/x", "outputs/run/hf"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        ([f"{ACTOR}.kl_loss_type=k1"], "regularises nothing"),
+        ([f"{ACTOR}.kl_loss_type=kl"], "regularises nothing"),
+        ([f"{ACTOR}.kl_loss_coef=0"], "only to report KL"),
+        ([f"{ACTOR}.optim.lr_warmup_steps=3", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"], "has no effect"),
+        ([f"{ACTOR}.optim.min_lr_ratio=0.1"], "has no effect with lr_scheduler_type=constant"),
+        (["data.val_files=null"], "no validation"),
+        (["trainer.resume_from_path=x"], "has no effect with resume_mode=auto"),
+        (["custom_reward_function.reward_kwargs.a=1"], "has no effect"),
+        (["cluster=single_gpu", f"{ROLLOUT}.gpu_memory_utilization=0.8"], "the actor shares this GPU"),
+    ],
+)
+def test_notes(overrides, part):
+    (note,) = notes(*overrides)
+    assert part in note
+
+
+def test_the_default_run_has_no_notes():
+    assert notes() == []
+    assert notes(f"{ACTOR}.kl_loss_type=k1", f"{ACTOR}.use_kl_loss=false") == []

@@ -1,0 +1,154 @@
+"""Types, ranges and names of single keys; what null stands for."""
+
+import pytest
+
+from grpo_dist.algorithms.advantage import ADVANTAGE
+from grpo_dist.algorithms.kl import KL
+from grpo_dist.algorithms.policy_loss import POLICY_LOSS
+from grpo_dist.config.load import load_config
+from grpo_dist.config.schema import ADV_ESTIMATORS, KL_LOSS_TYPES, PolicyLossConfig
+from grpo_dist.errors import ConfigError
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def load(*overrides):
+    return load_config(list(overrides))[0]
+
+
+def refused(*overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(list(overrides))
+    return str(caught.value)
+
+
+def test_names_are_those_of_the_registries():
+    assert sorted(ADV_ESTIMATORS) == ADVANTAGE.names()
+    assert sorted(KL_LOSS_TYPES) == KL.names()
+    assert list(PolicyLossConfig.model_fields["loss_mode"].annotation.__args__) == POLICY_LOSS.names()
+
+
+def test_defaults_are_grpo():
+    config = load()
+    actor = config.actor_rollout_ref.actor
+    assert config.algorithm.adv_estimator == "grpo"
+    assert (config.actor_rollout_ref.rollout.n, actor.use_kl_loss, config.trainer.save_freq) == (8, True, 20)
+    assert config.data.train_files == ("builtin:arithmetic/train",)
+    assert config.device == "cpu"
+    assert config.num_gpus == 0
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1E-6", ".1e-5", "0.000001", "'1e-6'", '"1.0e-06"'])
+def test_every_way_to_write_a_learning_rate(text):
+    assert load(f"{ACTOR}.optim.lr={text}").actor_rollout_ref.actor.optim.lr == pytest.approx(1e-6, rel=1e-12)
+
+
+def test_a_whole_number_is_a_number():
+    lr = load(f"{ACTOR}.optim.lr=1").actor_rollout_ref.actor.optim.lr
+    assert lr == 1.0
+    assert isinstance(lr, float)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        (f"{ROLLOUT}.temperature=0", "must be greater than 0"),
+        (f"{ROLLOUT}.temperature=nan", "must be a finite number"),
+        (f"{ROLLOUT}.n=0", "must be greater than or equal to 1"),
+        (f"{ROLLOUT}.n=8.0", "must be a whole number"),
+        (f"{ROLLOUT}.n=true", "must be a whole number"),
+        (f"{ROLLOUT}.top_p=0", "must be greater than 0"),
+        (f"{ROLLOUT}.top_p=1.01", "must be less than or equal to 1"),
+        (f"{ROLLOUT}.top_k=0", "must be -1 or at least 1"),
+        (f"{ROLLOUT}.dtype=bf16", "not one of float32, bfloat16, float16; did you mean 'bfloat16'?"),
+        (f"{ACTOR}.grad_clip=0", "must be greater than 0"),
+        (f"{ACTOR}.grad_clip=null", "must be a number"),
+        (f"{ACTOR}.clip_ratio_c=1", "must be greater than 1"),
+        (f"{ACTOR}.optim.lr=-1e-6", "must be greater than 0"),
+        (f"{ACTOR}.optim.lr=fast", "must be a number"),
+        (f"{ACTOR}.optim.betas=[0.9]", "has too few entries"),
+        (f"{ACTOR}.optim.betas=[0.9,0.9,0.9]", "takes at most 2 entries"),
+        (f"{ACTOR}.optim.betas=[0.9,1.0]", "must be less than 1"),
+        (f"{ACTOR}.use_kl_loss='true'", "must be true or false, without quotes"),
+        (f"{ACTOR}.use_kl_loss=1", "must be true or false"),
+        (f"{ACTOR}.kl_loss_type=k4", "not one of k1, kl, k2, mse, k3, low_var_kl"),
+        (f"{ACTOR}.loss_agg_mode=token_mean", "did you mean 'token-mean'?"),
+        (f"{ACTOR}.policy_loss.loss_mode=vanila", "not one of vanilla; did you mean 'vanilla'?"),
+        ("algorithm.adv_estimator=grpoo", "not one of grpo, rloo; did you mean 'grpo'?"),
+        ("algorithm.adv_estimator=my.module:", "not of the form pkg.module:function"),
+        ("data.train_files=[]", "needs at least 1 entry"),
+        ("data.train_files=[3]", "must be text"),
+        ("data.train_max_samples=0", "must be -1 or at least 1"),
+        ("data.apply_chat_template_kwargs=3", "must be a mapping"),
+        ("trainer.seed=None", "must be a whole number (an empty value is written null)"),
+        ("trainer.experiment_name=7", "add quotes inside quotes"),
+        ("trainer.project_name=''", "must not be empty"),
+        ("trainer.test_freq=0", "must be -1 or at least 1"),
+        ("trainer.save_freq=0", "must be -1 or at least 1"),
+        ("trainer.total_training_steps=0", "must be greater than or equal to 1"),
+        (
+            "trainer.logger=[console,wandbb]",
+            "not one of console, jsonl, tensorboard, wandb; did you mean 'wandb'?",
+        ),
+        ("trainer.resume_mode=never", "not one of auto, disable, resume_path"),
+    ],
+)
+def test_wrong_values_are_refused_with_key_and_value(override, reason):
+    message = refused(override)
+    assert message.startswith("the config has a problem:\n  ")
+    assert override.split("=")[0] in message
+    assert reason in message
+
+
+def test_a_single_logger_and_a_list_of_files():
+    config = load("trainer.logger=wandb", "data.val_files=[builtin:a,builtin:b]")
+    assert config.trainer.logger == ("wandb",)
+    assert config.data.val_files == ("builtin:a", "builtin:b")
+    assert load("data.val_files=null").data.val_files == ()
+
+
+def test_custom_names_pass(tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("def estimator(): ...")
+    config = load(f"algorithm.adv_estimator={mine}:estimator", f"{ACTOR}.kl_loss_type=pkg.module:k9")
+    assert config.algorithm.adv_estimator == f"{mine}:estimator"
+
+
+def test_clip_range_falls_back_to_clip_ratio():
+    actor = load(f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.clip_ratio_high=0.28").actor_rollout_ref.actor
+    assert (actor.clip_low, actor.clip_high) == (0.3, 0.28)
+
+
+def test_null_types_depend_on_the_device():
+    config = load()
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    assert (rollout.resolved_dtype("cpu"), rollout.resolved_dtype("cuda")) == ("float32", "bfloat16")
+    assert (actor.fsdp_config.resolved_dtype("cpu"), actor.fsdp_config.resolved_dtype("cuda")) == (
+        "fp32",
+        "bf16",
+    )
+    assert (rollout.resolved_deterministic("cpu"), rollout.resolved_deterministic("cuda")) == (True, False)
+    asked = load(
+        f"{ROLLOUT}.dtype=float16", f"{ROLLOUT}.deterministic=false", f"{ACTOR}.fsdp_config.dtype=bf16"
+    )
+    assert asked.actor_rollout_ref.rollout.resolved_dtype("cpu") == "float16"
+    assert asked.actor_rollout_ref.rollout.resolved_deterministic("cpu") is False
+    assert asked.actor_rollout_ref.actor.fsdp_config.resolved_dtype("cpu") == "bf16"
+
+
+def test_null_lengths_seeds_and_reference():
+    config = load("trainer.seed=7")
+    assert config.data_seed == 7
+    assert config.needs_reference
+    assert config.actor_rollout_ref.rollout.resolved_max_model_len(config.data) == 128
+    other = load("data.seed=3", f"{ACTOR}.use_kl_loss=false", f"{ROLLOUT}.max_model_len=200")
+    assert other.data_seed == 3
+    assert not other.needs_reference
+    assert other.actor_rollout_ref.rollout.resolved_max_model_len(other.data) == 200
+
+
+def test_config_is_read_only():
+    config = load()
+    with pytest.raises(ValueError, match="frozen"):
+        config.trainer.seed = 2

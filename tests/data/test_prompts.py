@@ -1,0 +1,184 @@
+"""Rows in verl's schema: what is read, and how a broken row is named."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_dist.data import Prompt, load_prompts, read_rows
+from grpo_dist.errors import ConfigError, DataError
+
+KEY = "data.train_files"
+
+
+def row(question: str = "1+1?", truth: object = "2", **changes: object) -> dict:
+    return {
+        "data_source": "gsm8k",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"index": 7, "split": "train"},
+    } | changes
+
+
+def write_jsonl(path: Path, *lines: object) -> str:
+    path.write_text(
+        "".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines), encoding="utf-8"
+    )
+    return str(path)
+
+
+def load(*files: str, max_samples: int = -1, shuffle_seed: int | None = None, **keys: str) -> list[Prompt]:
+    names = {"prompt_key": "prompt", "reward_fn_key": "data_source"} | keys
+    return load_prompts(files, key=KEY, max_samples=max_samples, shuffle_seed=shuffle_seed, **names)
+
+
+def test_jsonl_json_and_parquet_give_the_same_prompts(tmp_path: Path) -> None:
+    rows = [row(), row("Wie groß? \u2028 両", "3")]
+    write_jsonl(tmp_path / "a.jsonl", *[json.dumps(r, ensure_ascii=False) for r in rows])
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    expected = [("gsm8k", r["prompt"], r["reward_model"]["ground_truth"], r["extra_info"]) for r in rows]
+    for suffix in ("jsonl", "json", "parquet"):
+        prompts = load(str(tmp_path / f"a.{suffix}"))
+        assert [(p.data_source, p.messages, p.ground_truth, p.extra_info) for p in prompts] == expected
+        assert [p.index for p in prompts] == [0, 1]
+        assert prompts[1].location.endswith(f"a.{suffix}, {'line' if suffix == 'jsonl' else 'row'} 2")
+
+
+def test_read_rows_joins_files_in_order_and_skips_blank_lines(tmp_path: Path) -> None:
+    first = write_jsonl(tmp_path / "1.jsonl", {"x": 1}, "", {"x": 2})
+    second = write_jsonl(tmp_path / "2.jsonl", "\ufeff" + json.dumps({"x": 3}))
+    assert read_rows([second, first], key=KEY) == [{"x": 3}, {"x": 1}, {"x": 2}]
+
+
+def test_parquet_arrays_become_lists_and_padding_nulls_go(tmp_path: Path) -> None:
+    messages = np.array([{"role": "system", "content": "s", "name": "bot"}, {"role": "user", "content": "u"}])
+    table = pa.Table.from_pylist([row(prompt=list(messages), extra_info={"targets": list(np.array([1, 2]))})])
+    pq.write_table(table, tmp_path / "a.parquet")
+    (prompt,) = load(str(tmp_path / "a.parquet"))
+    assert prompt.messages == [
+        {"role": "system", "content": "s", "name": "bot"},
+        {"role": "user", "content": "u"},
+    ]
+    assert type(prompt.messages) is list
+    assert type(prompt.extra_info["targets"]) is list
+    assert prompt.extra_info["targets"] == [1, 2]
+
+
+def test_plain_string_other_columns_and_no_extra_info(tmp_path: Path) -> None:
+    changed = row(question="Who?", task="qa")
+    changed["text"] = changed.pop("prompt")[0]["content"]
+    changed["extra_info"] = None
+    file = write_jsonl(tmp_path / "a.jsonl", changed)
+    (prompt,) = load(file, prompt_key="text", reward_fn_key="task")
+    assert prompt.messages == [{"role": "user", "content": "Who?"}]
+    assert (prompt.data_source, prompt.extra_info) == ("qa", {})
+
+
+def test_max_samples_first_or_seeded_subset(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", *[row(f"q{i}") for i in range(20)])
+    assert [p.index for p in load(file, max_samples=3)] == [0, 1, 2]
+    subset = [p.index for p in load(file, max_samples=5, shuffle_seed=1)]
+    assert subset == [p.index for p in load(file, max_samples=5, shuffle_seed=1)]
+    assert subset == sorted(set(subset))
+    assert subset != [p.index for p in load(file, max_samples=5, shuffle_seed=2)]
+    assert [p.messages[0]["content"] for p in load(file, max_samples=5, shuffle_seed=1)] == [
+        f"q{i}" for i in subset
+    ]
+    assert len(load(file, max_samples=99)) == 20
+
+
+def test_builtin_rows_come_from_the_task_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = types.ModuleType("grpo_dist.data.arithmetic")
+    task.rows = lambda split: [row(split)]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, task.__name__, task)
+    monkeypatch.setattr("grpo_dist.data.arithmetic", task, raising=False)
+    (prompt,) = load("builtin:arithmetic/validation")
+    assert prompt.messages[0]["content"] == "validation"
+    assert prompt.location == "builtin:arithmetic/validation, row 1"
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("missing.parquet", "no such file"),
+        ("missing.csv", "must end in .parquet, .jsonl or .json"),
+        ("builtin:arithmetic/test", "Known: builtin:arithmetic/train, builtin:arithmetic/validation"),
+        ("builtin:chess/train", "no such built-in data set"),
+    ],
+)
+def test_a_file_that_cannot_be_is_named_with_its_key(file: str, words: str) -> None:
+    with pytest.raises(DataError, match=words) as error:
+        load(file)
+    assert str(error.value).startswith(f"{KEY}={file}: ")
+    assert isinstance(error.value, ConfigError)
+    assert error.value.exit_code == 2
+
+
+def test_folder_empty_file_no_files_and_broken_files(tmp_path: Path) -> None:
+    (tmp_path / "dir.parquet").mkdir()
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no")
+    (tmp_path / "object.json").write_text('{"data_source": "x"}')
+    (tmp_path / "lines.json").write_text("{}\n{}\n")
+    (tmp_path / "latin.jsonl").write_bytes(b'\n{"a": "\xe9"}\n')
+    cases = {
+        "dir.parquet": "is a folder",
+        "bad.parquet": "not a readable parquet file",
+        "object.json": "expected a list of objects, got dict",
+        "lines.json": r"not valid JSON: .*one object per line is called \.jsonl",
+        "latin.jsonl": r"latin\.jsonl, line 2: not valid JSON",
+    }
+    for name, words in cases.items():
+        with pytest.raises(DataError, match=words) as error:
+            load(str(tmp_path / name))
+        assert KEY in str(error.value)
+        assert name in str(error.value)
+    with pytest.raises(DataError, match="holds no rows"):
+        load(write_jsonl(tmp_path / "empty.jsonl", ""))
+    with pytest.raises(DataError, match="no files"):
+        load()
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ('{"prompt": ', "not valid JSON"),
+        ("[1, 2]", "expected an object with columns, got list"),
+        (row(data_source=None), r"no column 'data_source' \(data.reward_fn_key=data_source\)"),
+        (row(data_source=3), "data_source must be a non-empty string, got int 3"),
+        (row(prompt=None), r"no column 'prompt' \(data.prompt_key=prompt\); the row has data_source, prompt"),
+        (row(prompt=[]), "prompt must be a non-empty list of messages"),
+        (row(prompt=5), "got int 5"),
+        (row(prompt=["hello"]), "must have a role, got str 'hello'"),
+        (row(prompt=[{"content": "x"}]), "must have a role"),
+        (row(prompt=[{"role": "user"}]), "the content of message 1 must be text, got NoneType"),
+        (row(prompt=[{"role": "user", "content": [{"type": "image"}]}]), "must be text, got list"),
+        (row(prompt="  "), "prompt is empty"),
+        (row(reward_model=None), "no column 'reward_model'"),
+        (row(reward_model="2"), "reward_model must be .*, got str '2'"),
+        (row(reward_model={"style": "rule"}), "reward_model must be .*ground_truth"),
+        (row(extra_info=[1]), "extra_info must be an object, got list"),
+    ],
+)
+def test_a_broken_row_is_named_by_file_and_line(tmp_path: Path, bad: object, words: str) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", row(), "", bad, row())
+    with pytest.raises(DataError, match=words) as error:
+        load(file)
+    assert str(error.value).startswith(f"{KEY}: {file}, line 3: ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_broken_parquet_row_beyond_the_sample_is_still_found(tmp_path: Path) -> None:
+    rows = [row(f"q{i}") for i in range(6)]
+    rows[4]["reward_model"] = {"style": "rule", "ground_truth": None}
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet, row 5: reward_model"):
+        load(str(tmp_path / "a.parquet"), max_samples=2)

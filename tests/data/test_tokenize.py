@@ -1,0 +1,157 @@
+"""Chat template, length limit, truncation. A byte-level tokenizer makes ids readable: one per byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from grpo_dist.data import Prompt, load_tokenizer, tokenize_prompts
+from grpo_dist.errors import DataError
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{{ suffix }}"
+)
+
+
+def byte_tokenizer(template: str | None = TEMPLATE, post: str | None = None) -> PreTrainedTokenizerFast:
+    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {
+        "<s>": 256,
+        "</s>": 257,
+    }
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if post:
+        special = [("<s>", 256), ("</s>", 257)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=post, special_tokens=special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=template
+    )
+
+
+def prompt(content: str, role: str = "user", index: int = 0) -> Prompt:
+    return Prompt(index, "gsm8k", [{"role": role, "content": content}], "2", {}, f"a.jsonl, line {index + 1}")
+
+
+def tokenize(prompts: list[Prompt], tokenizer: PreTrainedTokenizerFast | None = None, **changes: object):
+    settings = {
+        "max_prompt_length": 1000,
+        "truncation": "error",
+        "filter_overlong_prompts": False,
+        "apply_chat_template_kwargs": {},
+    }
+    return tokenize_prompts(prompts, tokenizer or byte_tokenizer(), **(settings | changes))  # type: ignore[arg-type]
+
+
+def texts(tokenized: list, tokenizer: PreTrainedTokenizerFast | None = None) -> list[str]:
+    return [(tokenizer or byte_tokenizer()).decode(t.token_ids) for t in tokenized]
+
+
+def test_template_generation_prompt_and_extra_variables() -> None:
+    source = prompt("1+1? é 両")
+    tokenized, num_filtered = tokenize([source], apply_chat_template_kwargs={"suffix": "<think>"})
+    assert texts(tokenized) == ["<user>1+1? é 両<assistant><think>"]
+    assert tokenized[0].token_ids.dtype == np.int32
+    assert tokenized[0].token_ids.shape == (len("<user>1+1? é 両<assistant><think>".encode()),)
+    assert tokenized[0].prompt is source
+    assert num_filtered == 0
+
+
+def test_template_adds_no_special_tokens_of_the_tokenizer() -> None:
+    tokenizer = byte_tokenizer(post="<s> $A </s>")
+    tokenized, _ = tokenize([prompt("x")], tokenizer)
+    assert texts(tokenized, tokenizer) == ["<user>x<assistant>"]
+
+
+def test_base_model_without_template_joins_contents_and_drops_the_closing_eos() -> None:
+    tokenizer = byte_tokenizer(template=None, post="<s> $A </s>")
+    source = Prompt(
+        0, "d", [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}], "2", {}, ""
+    )
+    tokenized, _ = tokenize([source], tokenizer)
+    assert texts(tokenized, tokenizer) == ["<s>Add.\n1+1="]
+    with pytest.raises(DataError, match="no chat template"):
+        tokenize([source], tokenizer, apply_chat_template_kwargs={"enable_thinking": False})
+
+
+def test_overlong_prompts_are_filtered_and_counted() -> None:
+    short, long = prompt("x"), prompt("x" * 50, index=1)
+    limit = len("<user>x<assistant>")  # exactly at the limit stays
+    tokenized, num_filtered = tokenize(
+        [long, short, long], max_prompt_length=limit, filter_overlong_prompts=True
+    )
+    assert [t.prompt for t in tokenized] == [short]
+    assert num_filtered == 2
+
+
+def test_everything_filtered_is_an_error() -> None:
+    with pytest.raises(
+        DataError, match=r"data.max_prompt_length=5: all 2 prompts are longer.*a.jsonl, line 1"
+    ):
+        tokenize([prompt("x"), prompt("y", index=1)], max_prompt_length=5, filter_overlong_prompts=True)
+
+
+@pytest.mark.parametrize(
+    ("truncation", "limit", "expected"),
+    [
+        ("left", 5, "vwxyz"),
+        ("right", 5, "abcde"),
+        ("middle", 5, "abxyz"),
+        ("middle", 6, "abcxyz"),
+        ("middle", 1, "z"),
+        ("left", 26, "abcdefghijklmnopqrstuvwxyz"),
+    ],
+)
+def test_truncation(truncation: str, limit: int, expected: str) -> None:
+    tokenizer = byte_tokenizer(template="{{ messages[0].content }}")
+    source = [prompt("abcdefghijklmnopqrstuvwxyz")]
+    tokenized, num_filtered = tokenize(source, tokenizer, truncation=truncation, max_prompt_length=limit)
+    assert texts(tokenized) == [expected]
+    assert num_filtered == 0
+
+
+def test_truncation_error_names_key_row_and_length() -> None:
+    length = len("<user>" + "x" * 50 + "<assistant>")
+    words = rf"data.max_prompt_length=20: the prompt at a.jsonl, line 3 has {length} tokens"
+    with pytest.raises(DataError, match=words):
+        tokenize([prompt("x"), prompt("x" * 50, index=2)], max_prompt_length=20)
+    with pytest.raises(DataError, match=r"data.truncation=centre"):
+        tokenize([prompt("x" * 50)], max_prompt_length=20, truncation="centre")
+
+
+def test_a_row_the_template_refuses_is_named() -> None:
+    with pytest.raises(DataError, match=r"a.jsonl, line 5: .*TemplateError: no tools here"):
+        tokenize([prompt("x", role="tool", index=4)])
+    with pytest.raises(DataError, match="line 1: the prompt has no tokens"):
+        tokenize([prompt("x")], byte_tokenizer(template="{{ '' }}"))
+
+
+def test_load_tokenizer(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    tokenizer = load_tokenizer(str(tmp_path), trust_remote_code=False)
+    tokenized, _ = tokenize([prompt("hi")], tokenizer)  # type: ignore[arg-type]
+    assert tokenizer.decode(tokenized[0].token_ids) == "<user>hi<assistant>"
+    assert tokenizer.eos_token_id == 257
+
+
+def test_load_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
+    def message(folder: Path) -> str:
+        with pytest.raises(DataError) as error:
+            load_tokenizer(str(folder), trust_remote_code=False)
+        assert str(error.value).startswith(f"actor_rollout_ref.model.path={folder}: ")
+        return str(error.value)
+
+    assert "no such folder" in message(tmp_path / "gone")
+    assert "no config.json" in message(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    assert "no tokenizer in the folder" in message(tmp_path)  # transformers alone would return an empty one
+    (tmp_path / "tokenizer.json").write_text("not json")
+    assert "cannot load the tokenizer: " in message(tmp_path)

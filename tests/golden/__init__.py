@@ -1,0 +1,27 @@
+"""Cases computed with verl's own functions; see README.md."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@cache
+def _all() -> list[dict[str, Any]]:
+    return json.loads((Path(__file__).parent / "verl_core_algos.json").read_text())["cases"]
+
+
+def cases(kind: str, names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The cases of one kind whose method is among `names`; fails if there are none for a name."""
+    found = [case for case in _all() if case["kind"] == kind and case["name"] in names]
+    assert {case["name"] for case in found} == set(names)
+    return found
+
+
+def tensors(values: dict[str, Any]) -> dict[str, Any]:
+    """Number lists as tensors, other values unchanged."""
+    return {k: v if k == "index" else torch.tensor(v) for k, v in values.items()}

@@ -1,0 +1,94 @@
+"""The tag format: exact, and nothing for what only looks like it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from grpo_dist.rewards import load_reward_function, score_response
+from grpo_dist.rewards.format import compute_score, tag_contents
+
+THINK = ("think", "answer")
+
+
+def score(text: str, truth: object = "4", **kwargs: object) -> dict[str, float]:
+    return compute_score("any", text, truth, {}, **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>2+2</think><answer>4</answer>",
+        "\n<think>\n2 < 3 > 1\n</think>\n\n<answer> 4 </answer>\n",
+        "<think>é両🎉 <b>bold</b></think><answer>4</answer>",
+    ],
+)
+def test_right_format_and_answer(text: str) -> None:
+    assert score(text) == {"score": 1.0, "format": 1.0, "acc": 1.0}
+    assert score(text, 4)["score"] == 1.0
+
+
+def test_right_format_wrong_answer_earns_the_format_score() -> None:
+    text = "<think>4</think><answer>5</answer>"
+    assert score(text) == {"score": 0.1, "format": 1.0, "acc": 0.0}
+    assert score(text, format_score=0.0)["score"] == 0.0
+    assert score(text, format_score=1.0)["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "4",
+        "garbage <think> </answer>",
+        "<think>x</think>4",
+        "<answer>4</answer>",
+        "<answer>4</answer><think>x</think>",  # order
+        "<think>x<answer>4</answer></think>",  # nested
+        "<think>x</think><answer>4",  # not closed
+        "<think>x<answer>4</answer>",
+        "x</think><answer>4</answer>",
+        "<think></think><answer>4</answer>",  # empty
+        "<think>x</think><answer> \n </answer>",
+        "Sure! <think>x</think><answer>4</answer>",  # text around
+        "<think>x</think> so <answer>4</answer>",
+        "<think>x</think><answer>4</answer> bye",
+        "<think>x</think><answer>5</answer><answer>4</answer>",  # twice
+        "<think>x</think><think>y</think><answer>4</answer>",
+        "<think>x <answer>4</answer></think><answer>4</answer>",
+        "<Think>x</Think><Answer>4</Answer>",
+        "<think >x</think><answer>4</answer>",
+    ],
+)
+def test_wrong_format_earns_nothing(text: str) -> None:
+    assert score(text) == {"score": 0.0, "format": 0.0, "acc": 0.0}
+
+
+def test_other_tags_and_bad_tags() -> None:
+    assert tag_contents("<a>1</a> <b>2</b><c.d>3</c.d>", ("a", "b", "c.d")) == ["1", "2", "3"]
+    assert tag_contents("<a>1</a><b>2</b><cxd>3</cxd>", ("a", "b", "c.d")) is None
+    assert score("<plan>x</plan>", "x", tags=["plan"])["score"] == 1.0
+    for tags in ([], "think", ["a", "a"]):
+        with pytest.raises(ValueError, match=r"reward_kwargs.tags"):
+            score("<a>4</a>", tags=tags)
+
+
+def test_by_name_with_reward_kwargs() -> None:
+    function = load_reward_function(
+        "grpo_dist.rewards.format", "compute_score", {"tags": ["a", "b"], "format_score": 0.5}
+    )
+    result = score_response(
+        function, data_source="mine", solution_str="<a>1</a><b>2</b>", ground_truth="3", extra_info={}
+    )
+    assert (result.score, result.extra) == (0.5, {"format": 1.0, "acc": 0.0})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<think>" * 50_000, "<think>a" + "</think>\n<answer> " * 20_000, "<think>x</think>" + " " * 300_000],
+)
+def test_repeated_tags_take_no_time(text: str) -> None:
+    start = time.perf_counter()
+    assert tag_contents(text, THINK) is None
+    assert time.perf_counter() - start < 1.0

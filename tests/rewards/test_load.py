@@ -1,0 +1,131 @@
+"""Finding the reward function that the config names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_dist.errors import ConfigError, RewardError
+from grpo_dist.rewards import RewardFunction, check_data_sources, load_reward_function, score_response
+
+SOURCE = """
+import os
+LIMIT = 3
+def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
+    return {"score": float(solution_str == ground_truth) + bonus, "length": len(solution_str)}
+def anything(**arguments):
+    return 0.5
+def short(solution_str, ground_truth):
+    return 1.0
+def needy(data_source, solution_str, ground_truth, extra_info, api_key):
+    return 1.0
+async def later(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+class Scorer:
+    pass
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "my_reward.py"
+    path.write_text(SOURCE)
+    return str(path)
+
+
+def score(function: RewardFunction, text: str, data_source: str = "mine") -> Any:
+    return score_response(
+        function, data_source=data_source, solution_str=text, ground_truth="4", extra_info={}
+    )
+
+
+@pytest.mark.parametrize("data_source", ["openai/gsm8k", "gsm8k", "arithmetic"])
+def test_no_path_gives_the_built_in_scorer_of_the_data_source(data_source: str) -> None:
+    function = load_reward_function(None, "compute_score", {})
+    assert score(function, "#### 4", data_source).score == 1.0
+    assert score(function, "4", data_source).score == 0.0
+
+
+@pytest.mark.parametrize("data_source", ["gsm9k", "os:system", ""])
+def test_unknown_data_source_says_what_to_set(data_source: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        score(load_reward_function(None, "compute_score", {}), "#### 4", data_source)
+    assert repr(data_source) in str(error.value)
+    assert "set custom_reward_function.path" in str(error.value)
+    assert "Built-in: arithmetic, gsm8k, openai/gsm8k" in str(error.value)
+
+
+def test_check_data_sources_lists_all_unknown() -> None:
+    check_data_sources(["gsm8k", "gsm8k", "arithmetic"])
+    check_data_sources([])
+    with pytest.raises(ConfigError, match="no built-in scorer for data_source 'a', 'b': "):
+        check_data_sources(["b", "gsm8k", "a", "b"])
+
+
+def test_built_in_scorers_take_no_reward_kwargs() -> None:
+    with pytest.raises(ConfigError, match=r"custom_reward_function.reward_kwargs=\{'x': 1\}"):
+        load_reward_function(None, "compute_score", {"x": 1})
+
+
+def test_a_bad_ground_truth_is_an_error_not_a_zero() -> None:
+    function = load_reward_function(None, "compute_score", {})
+    with pytest.raises(RewardError, match="ground_truth 'four' is not a number"):
+        score_response(
+            function, data_source="gsm8k", solution_str="#### 4", ground_truth="four", extra_info={}
+        )
+
+
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_a_file_with_and_without_reward_kwargs(file: str, prefix: str) -> None:
+    plain = load_reward_function(prefix + file, "compute_score", {})
+    assert (score(plain, "4").score, score(plain, "five").extra) == (1.0, {"length": 4.0})
+    assert plain.name == f"{prefix}{file}:compute_score"
+    assert score(load_reward_function(file, "compute_score", {"bonus": 0.5}), "4").score == 1.5
+    assert score(load_reward_function(file, "anything", {"any": 1}), "4").score == 0.5
+
+
+@pytest.mark.parametrize("path", ["grpo_dist.rewards.format", "pkg://grpo_dist.rewards.format"])
+def test_a_module(path: str) -> None:
+    function = load_reward_function(path, "compute_score", {})
+    assert score(function, "<think>x</think><answer>4</answer>").score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "reward_kwargs", "words"),
+    [
+        ("compute_scores", {}, "has no 'compute_scores'; did you mean 'compute_score'"),
+        ("LIMIT", {}, "must be a function, is int"),
+        ("os", {}, "must be a function, is module"),
+        ("Scorer", {}, "must be a function, is type"),
+        ("later", {}, "is an async function"),
+        (
+            "short",
+            {},
+            r"short\(solution_str, ground_truth\): cannot be called .* unexpected keyword argument",
+        ),
+        ("needy", {}, "missing a required .*'api_key'"),
+        ("compute_score", {"bonsu": 1}, r"reward_kwargs=\{'bonsu': 1\}: .*'bonsu'"),
+    ],
+)
+def test_functions_that_cannot_be_called(file: str, name: str, reward_kwargs: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as error:
+        load_reward_function(file, name, reward_kwargs)
+    assert str(error.value).startswith(f"custom_reward_function.path/name={file}:{name}")
+    assert load_reward_function(file, "needy", {"api_key": "k"}).reward_kwargs == {"api_key": "k"}
+
+
+def test_files_that_cannot_be_imported(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("def f(:\n")
+    for path, words in [
+        (str(tmp_path / "gone.py"), "no file"),
+        (str(broken), "SyntaxError"),
+        ("no_such_package.rewards", "ModuleNotFoundError"),
+    ]:
+        with pytest.raises(ConfigError, match=words) as error:
+            load_reward_function(path, "compute_score", {})
+        assert str(error.value).startswith(
+            f"custom_reward_function.path/name={path}:compute_score: cannot import"
+        )

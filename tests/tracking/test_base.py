@@ -1,0 +1,190 @@
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_dist.errors import BatchError, ConfigError
+from grpo_dist.tracking import base
+from grpo_dist.tracking.base import Trackers, build_trackers, check_metrics
+
+RUN = {
+    "project_name": "p",
+    "experiment_name": "e",
+    "config": {"hf_token": "t", "lr": 1e-6},
+    "resumed_step": None,
+}
+
+
+class Recorder:
+    note = "recorder"
+
+    def __init__(self, run=None):
+        self.run, self.rows, self.closed = run, [], 0
+        Recorder.latest = self
+
+    def log(self, metrics, step):
+        self.rows.append((step, dict(metrics)))
+
+    def close(self):
+        self.closed += 1
+
+
+class FailsAt(Recorder):
+    def __init__(self, step):
+        super().__init__()
+        self.step, self.calls = step, 0
+
+    def log(self, metrics, step):
+        self.calls += 1
+        if step == self.step:
+            raise OSError("quota exceeded")
+
+
+class CannotStart:
+    def __init__(self, run):
+        raise PermissionError("read-only file system")
+
+
+def test_jsonl_is_always_on_and_console_is_no_tracker(tmp_path):
+    with build_trackers(["console"], run_dir=tmp_path / "new" / "run", **RUN) as trackers:
+        assert trackers.names == ["jsonl"]
+        trackers.log({"a": 1}, 0)
+    assert json.loads((tmp_path / "new" / "run" / "metrics.jsonl").read_text()) == {"step": 0, "a": 1}
+
+
+def test_every_tracker_gets_every_step_and_the_config_without_secrets(tmp_path, monkeypatch):
+    monkeypatch.setitem(base.TRACKERS, "mine", f"{__name__}:Recorder")
+    with build_trackers(["mine", "jsonl", "mine"], run_dir=tmp_path, **RUN) as trackers:
+        assert trackers.names == ["jsonl", "mine"]
+        assert trackers.notes == [f"metrics: {tmp_path / 'metrics.jsonl'}", "recorder"]
+        trackers.log({"a": 0.5}, 1)
+        trackers.log({"a": 0.25, "b": 2}, 2)
+    recorder = Recorder.latest
+    assert recorder.rows == [(1, {"a": 0.5}), (2, {"a": 0.25, "b": 2})]
+    assert recorder.closed == 1
+    assert recorder.run.config == {"hf_token": "***", "lr": 1e-6}
+    assert recorder.run.run_dir.is_absolute()
+
+
+def test_tracker_that_fails_later_warns_once_and_is_dropped(caplog):
+    bad, good = FailsAt(2), Recorder()
+    trackers = Trackers({"bad": bad, "good": good}, resumed_step=None)
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2, 3, 4):
+            trackers.log({"a": step}, step)
+        trackers.close()
+    assert bad.calls == 2
+    assert bad.closed == 1
+    assert [step for step, _ in good.rows] == [1, 2, 3, 4]
+    assert len(caplog.records) == 1
+    message = caplog.records[0].getMessage()
+    assert "'bad' failed at step 2" in message
+    assert "OSError: quota exceeded" in message
+
+
+def test_failing_close_does_not_keep_the_others_open(caplog):
+    class BadClose(Recorder):
+        def close(self):
+            raise OSError("gone")
+
+    good = Recorder()
+    trackers = Trackers({"bad": BadClose(), "good": good}, resumed_step=None)
+    trackers.close()
+    trackers.close()
+    assert good.closed == 1
+    assert len(caplog.records) == 1
+
+
+def test_tracker_that_cannot_start_stops_the_run_and_closes_the_others(tmp_path, monkeypatch):
+    monkeypatch.setitem(base.TRACKERS, "mine", f"{__name__}:Recorder")
+    monkeypatch.setitem(base.TRACKERS, "broken", f"{__name__}:CannotStart")
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer\.logger: 'broken' cannot start: PermissionError: read-only.*take 'broken' out",
+    ):
+        build_trackers(["mine", "broken"], run_dir=tmp_path, **RUN)
+    assert Recorder.latest.closed == 1
+
+
+def test_missing_package_names_the_key(tmp_path, monkeypatch):
+    monkeypatch.setitem(base.TRACKERS, "mlflow", "no_such_package_here:Tracker")
+    with pytest.raises(
+        ConfigError, match=r"trainer\.logger: 'mlflow' needs a package .*no_such_package_here"
+    ):
+        build_trackers(["mlflow"], run_dir=tmp_path, **RUN)
+
+
+def test_run_dir_that_cannot_be_made_names_default_local_dir(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"trainer\.default_local_dir"):
+        build_trackers([], run_dir=tmp_path / "file" / "run", **RUN)
+
+
+def test_unknown_tracker_names_the_nearest(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"no tracker 'tensorbord'; did you mean 'tensorboard'\. Known: console, jsonl"
+    ):
+        build_trackers(["tensorbord"], run_dir=tmp_path / "run", **RUN)
+    assert not (tmp_path / "run").exists()
+
+
+def test_numbers_become_plain():
+    clean = check_metrics({"i": np.int64(3), "f": np.float32(0.5), "n": float("nan"), "p": 2})
+    assert clean["i"] == 3
+    assert [type(value) for value in clean.values()] == [int, float, float, int]
+
+
+@pytest.mark.parametrize("value", [None, "1.0", True, [1.0], np.ones(1), np.array(1.0), 1j, np.bool_(True)])
+def test_what_is_no_number_is_refused_by_name(value):
+    with pytest.raises(BatchError, match=r"'actor/kl_loss' is a .* not a number"):
+        check_metrics({"ok": 1.0, "actor/kl_loss": value})
+
+
+def test_tensor_is_refused_even_with_one_element():
+    torch = pytest.importorskip("torch")
+    good = Recorder()
+    with pytest.raises(BatchError, match=r"'loss' is a torch\.Tensor"):
+        Trackers({"good": good}, resumed_step=None).log({"loss": torch.tensor(1.0)}, 1)
+    assert good.rows == []
+
+
+@pytest.mark.parametrize("name", ["", "step", 3])
+def test_unusable_names_are_refused(name):
+    with pytest.raises(BatchError, match="metric name"):
+        check_metrics({name: 1.0})
+
+
+def test_each_step_is_logged_once():
+    trackers = Trackers({}, resumed_step=4)
+    with pytest.raises(BatchError, match="step 4 were logged after step 4"):
+        trackers.log({}, 4)
+    trackers.log({}, 5)
+    with pytest.raises(BatchError, match="step 5 were logged after step 5"):
+        trackers.log({}, 5)
+
+
+def test_trackers_not_asked_for_are_not_imported(tmp_path):
+    code = (
+        "import sys, pathlib\n"
+        "from grpo_dist.tracking import console, summary\n"
+        "from grpo_dist.tracking.base import build_trackers\n"
+        "run = dict(project_name='p', experiment_name='e', config={}, resumed_step=None)\n"
+        "build_trackers(['console'], run_dir=pathlib.Path(sys.argv[1]), **run).close()\n"
+        "print([m for m in ('wandb', 'tensorboard', 'torch', 'ray') if m in sys.modules])\n"
+        "build_trackers(['tensorboard'], run_dir=pathlib.Path(sys.argv[1]), **run).close()\n"
+        "print([m for m in ('wandb', 'tensorflow', 'torch', 'ray') if m in sys.modules])\n"
+    )
+    root = Path(base.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.split("\n")[:2] == ["[]", "[]"]

@@ -1,0 +1,142 @@
+import io
+
+import pytest
+
+from grpo_dist.tracking.console import Progress, format_line
+
+METRICS = {
+    "critic/score/mean": 0.41,
+    "actor/kl_loss": 0.0012,
+    "actor/ppo_kl": 0.5,
+    "val-core/arithmetic/acc/mean@1": 0.35,
+    "response_length/mean": 31.2,
+    "perf/throughput": 1834.4,
+    "timing_s/step": 4.1,
+    "timing_s/gen": 1.9,
+    "timing_s/update_actor": 1.6,
+}
+LINE = "step 3/40  reward 0.41  kl 0.0012  val 0.35  length 31.2  1834 tok/s  4.1 s (gen 1.9, update 1.6)"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def real_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+
+
+def test_pipe_gets_one_line_per_step():
+    stream = io.StringIO()
+    with Progress(40, 2, stream) as progress:
+        progress.phase("generate")
+        progress.step(3, METRICS)
+        progress.phase("update")
+        progress.step(4, {"critic/score/mean": 0.5})
+        progress.message("checkpoint written")
+    assert stream.getvalue() == f"{LINE}\nstep 4/40  reward 0.5\ncheckpoint written\n"
+
+
+def test_line_holds_what_there_is():
+    assert format_line(0, 40, {"val-core/a/acc/mean@1": 0.123456}) == "step 0/40  val 0.123"
+    assert format_line(1, 40, {"actor/ppo_kl": 0.00021}) == "step 1/40  ppo_kl 0.00021"
+    assert format_line(1, 40, {"timing_s/step": 2.0}) == "step 1/40  2.0 s"
+    assert format_line(1, 40, {"critic/score/mean": float("nan")}) == "step 1/40  reward nan"
+
+
+def test_validation_is_the_mean_of_the_accuracies_over_sources():
+    metrics = {
+        "val-core/a/acc/mean@4": 0.2,
+        "val-core/b/acc/mean@4": 0.6,
+        "val-core/a/acc/best@4": 1.0,
+        "val-core/a/reward/mean@4": -5.0,
+        "val-aux/a/acc/mean@4": 9.0,
+    }
+    assert format_line(1, 2, metrics) == "step 1/2  val 0.4"
+    assert format_line(1, 2, {"val-core/a/reward/mean@1": -5.0}) == "step 1/2  val -5"
+
+
+def test_terminal_gets_a_bar_with_phase_and_numbers():
+    stream = Terminal()
+    progress = Progress(40, 2, stream)
+    progress.phase("ref_log_prob")
+    assert "2/40" in stream.getvalue()
+    assert "ref_log_prob" in stream.getvalue()
+    progress.step(3, METRICS)
+    last = stream.getvalue().split("\r")[-1]
+    assert "3/40" in last
+    assert "reward 0.41  val 0.35  kl 0.0012  1834 tok/s" in last
+    # Not validated at step 4: the last accuracy stays.
+    progress.step(4, {"critic/score/mean": 0.5})
+    last = stream.getvalue().split("\r")[-1]
+    assert "4/40" in last
+    assert "reward 0.5  val 0.35" in last
+    assert "\n" not in stream.getvalue()
+    progress.close()
+    progress.close()
+    assert stream.getvalue().endswith("\n")
+    assert "step 3/40" not in stream.getvalue()
+
+
+def test_step_zero_moves_nothing_but_shows_the_accuracy():
+    stream = Terminal()
+    with Progress(40, 0, stream) as progress:
+        progress.step(0, {"val-core/a/acc/mean@1": 0.25})
+        last = stream.getvalue().split("\r")[-1]
+    assert "0/40" in last
+    assert "val 0.25" in last
+
+
+def test_message_goes_above_the_bar():
+    stream = Terminal()
+    with Progress(40, 0, stream) as progress:
+        progress.phase("generate")
+        progress.message("checkpoint written")
+        assert "checkpoint written\n" in stream.getvalue()
+        # the bar is drawn again below the message
+        assert "0/40" in stream.getvalue().split("checkpoint written\n")[1]
+
+
+def test_dumb_terminal_gets_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    with Progress(40, 0, stream) as progress:
+        progress.step(3, METRICS)
+    assert stream.getvalue() == LINE + "\n"
+
+
+def test_no_stream_shows_nothing(capsys):
+    with Progress(2, 0, None) as progress:
+        progress.phase("generate")
+        progress.step(1, METRICS)
+        progress.message("text")
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_reader_that_went_away_does_not_end_the_run(kind):
+    class Breakable(kind):
+        broken, refused = False, 0
+
+        def write(self, text):
+            if self.broken:
+                self.refused += 1
+                raise BrokenPipeError("reader is gone")
+            return super().write(text)
+
+    stream = Breakable()
+    with Progress(2, 0, stream) as progress:
+        stream.broken = True
+        progress.phase("generate")
+        progress.step(1, METRICS)
+        progress.message("text")
+    assert stream.refused >= 2
+
+
+def test_stream_that_cannot_spell_a_sparkline():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    Progress(2, 0, stream).message("reward ▁█")
+    assert raw.getvalue() == b"reward ??\n"

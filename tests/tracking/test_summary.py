@@ -1,0 +1,123 @@
+import math
+from pathlib import Path
+
+from grpo_dist.tracking.summary import format_seconds, format_summary, sparkline
+
+VAL = "val-core/arithmetic/acc/mean@1"
+
+
+def row(step, reward, length=20.0, **more):
+    base = {"step": step, "critic/score/mean": reward, "response_length/mean": length}
+    return (
+        base
+        | {"timing_s/step": 4.0, "timing_s/gen": 2.0, "timing_s/update_actor": 1.0, "perf/throughput": 100.0}
+        | more
+    )
+
+
+def entry(text, label):
+    (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith(label)]
+    return line.removeprefix(label).split()
+
+
+def summary(history, tmp_path, hf_model=None, seconds=192.0):
+    return format_summary(history, run_dir=tmp_path, seconds=seconds, hf_model=hf_model)
+
+
+def test_before_after_and_best(tmp_path):
+    history = [
+        {"step": 0, VAL: 0.31},
+        row(1, 0.3, 31.25),
+        row(2, 0.5, **{VAL: 0.84}),
+        row(3, 0.8, 24.0, **{VAL: 0.82}),
+    ]
+    text = summary(history, tmp_path, Path("/models/final"))
+    assert text.splitlines()[0] == "Run finished: 3 training steps in 3 min 12 s"
+    assert entry(text, "validation accuracy") == ["0.31", "->", "0.82", "(best", "0.84", "at", "step", "2)"]
+    assert entry(text, "reward") == ["0.3", "->", "0.8", "▁▄█"]
+    assert entry(text, "response length") == ["31.2", "->", "24"]
+    assert entry(text, "tokens/s") == ["100"]
+    assert entry(text, "metrics") == [str(tmp_path / "metrics.jsonl")]
+    assert entry(text, "model (Hugging Face)") == ["/models/final"]
+    assert "tensorboard" not in text
+
+
+def test_time_table_has_mean_seconds_shares_and_the_rest(tmp_path):
+    # Step 0 only validates: its time belongs to no step.
+    history = [
+        {"step": 0, VAL: 0.1, "timing_s/testing": 50.0},
+        row(1, 0.3),
+        row(2, 0.5, **{"timing_s/save_checkpoint": 0.8}),
+    ]
+    text = summary(history, tmp_path)
+    assert "time per step (mean of 2)" in text
+    assert entry(text, "gen ") == ["2.00", "s", "50%"]
+    assert entry(text, "update_actor") == ["1.00", "s", "25%"]
+    assert entry(text, "save_checkpoint") == ["0.40", "s", "10%"]
+    assert entry(text, "other") == ["0.60", "s", "15%"]
+    assert entry(text, "step ") == ["4.00", "s", "100%"]
+    assert "testing" not in text
+    order = [text.index(phase) for phase in ("gen ", "update_actor", "save_checkpoint", "other")]
+    assert order == sorted(order)
+
+
+def test_overlapping_phases_are_said_to_overlap(tmp_path):
+    text = summary([row(1, 0.3, **{"timing_s/ref": 1.5})], tmp_path)
+    assert "time per step (mean of 1; phases overlap)" in text
+    assert "other" not in text
+
+
+def test_tokens_per_second_weighs_steps_by_their_time(tmp_path):
+    history = [
+        row(1, 0.1, **{"timing_s/step": 1.0}),
+        row(2, 0.1, **{"timing_s/step": 9.0, "perf/throughput": 200.0}),
+    ]
+    assert entry(summary(history, tmp_path), "tokens/s") == ["190"]
+
+
+def test_several_validation_sources_get_a_line_each(tmp_path):
+    history = [
+        {"step": 0, "val-core/a/acc/mean@1": 0.1, "val-core/b/acc/mean@1": 0.2, "val-core/a/acc/best@8": 0.9},
+        {"step": 5, "val-core/a/acc/mean@1": 0.3, "val-core/b/acc/mean@1": math.nan},
+    ]
+    text = summary(history, tmp_path)
+    assert entry(text, "a/acc/mean@1") == ["0.1", "->", "0.3", "(best", "0.3", "at", "step", "5)"]
+    assert entry(text, "b/acc/mean@1") == ["0.2", "->", "nan", "(best", "0.2", "at", "step", "0)"]
+    assert "best@8" not in text
+
+
+def test_run_without_a_step(tmp_path):
+    text = summary([], tmp_path, seconds=8.31)
+    assert text.splitlines() == [
+        "Run finished: 0 training steps in 8.3 s",
+        f"  metrics               {tmp_path / 'metrics.jsonl'}",
+    ]
+
+
+def test_tensorboard_command_is_quoted(tmp_path):
+    run_dir = tmp_path / "my run"
+    (run_dir / "tensorboard").mkdir(parents=True)
+    text = summary([row(1, 0.3)], run_dir)
+    assert f"tensorboard --logdir '{run_dir}/tensorboard'" in text
+    assert "1 training step in" in text
+
+
+def test_sparkline():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 40) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 10, 10], 2) == "▁█"
+    assert sparkline([3, 3, 3], 40) == "▁▁▁"
+    assert sparkline([0, math.nan, 7], 40) == "▁ █"
+    assert sparkline([], 40) == ""
+    assert sparkline([math.nan], 40) == ""
+    assert len(sparkline(list(range(1000)), 40)) == 40
+
+
+def test_format_seconds():
+    assert [format_seconds(s) for s in (8.31, 59.99, 60, 192, 3599.7, 7500)] == [
+        "8.3 s",
+        "60.0 s",
+        "1 min 00 s",
+        "3 min 12 s",
+        "1 h 00 min",
+        "2 h 05 min",
+    ]

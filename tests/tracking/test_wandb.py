@@ -1,0 +1,102 @@
+import os
+import re
+
+import pytest
+
+from grpo_dist.errors import ConfigError
+from grpo_dist.tracking.base import build_trackers
+from grpo_dist.tracking.wandb import choose_mode
+
+RUN = {"project_name": "grpo_dist", "experiment_name": "offline-test"}
+
+
+@pytest.fixture(autouse=True)
+def no_account(monkeypatch, tmp_path):
+    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
+        monkeypatch.delenv(name, raising=False)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    return home
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_offline_run_needs_no_account_and_holds_the_data(tmp_path, monkeypatch, capfd, explicit):
+    if explicit:
+        monkeypatch.setenv("WANDB_MODE", "offline")
+    config = {"lr": 0.125, "hf_token": "do-not-keep-this", "seed": 987654}
+    with build_trackers(
+        ["wandb"], run_dir=tmp_path / "run", config=config, resumed_step=None, **RUN
+    ) as trackers:
+        assert trackers.notes[1].startswith("W&B offline: upload later with: wandb sync ")
+        trackers.log({"critic/score/mean": 0.375}, 1)
+        trackers.log({"critic/score/mean": 0.625}, 2)
+        assert trackers.names == ["jsonl", "wandb"]
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    content = file.read_bytes()
+    assert b"critic/score/mean" in content
+    assert b"0.625" in content
+    assert b"987654" in content
+    assert b"do-not-keep-this" not in content
+    assert capfd.readouterr().out == ""
+
+
+def test_resumed_run_keeps_its_id_and_a_fresh_one_gets_its_own(tmp_path):
+    ids = []
+    for resumed_step in (None, 1, None):
+        build_trackers(["wandb"], run_dir=tmp_path, config={}, resumed_step=resumed_step, **RUN).close()
+        ids.append((tmp_path / "wandb" / "run_id").read_text().strip())
+    assert ids[0] == ids[1] != ids[2]
+    files = {
+        re.search(r"run-(\w+)\.wandb", file.name)[1]
+        for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    }
+    assert files == set(ids)
+
+
+def test_mode_without_a_key_is_offline():
+    assert choose_mode() == "offline"
+
+
+def test_mode_with_a_key_is_online_unless_told_otherwise(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    assert choose_mode() == "online"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert choose_mode() == "offline"
+
+
+def test_stored_login_counts_only_for_its_server(no_account, monkeypatch):
+    (no_account / ".netrc").write_text(f"machine wandb.example.org login user password {'x' * 40}\n")
+    (no_account / ".netrc").chmod(0o600)
+    assert choose_mode() == "offline"
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert choose_mode() == "online"
+    monkeypatch.delenv("WANDB_BASE_URL")
+    settings = no_account / ".config" / "wandb" / "settings"
+    settings.parent.mkdir(parents=True)
+    settings.write_text("[default]\nbase_url = https://wandb.example.org\n")
+    assert choose_mode() == "online"
+
+
+def test_online_without_a_key_stops_the_run_instead_of_prompting(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(
+        ConfigError, match=r"trainer\.logger: 'wandb' with WANDB_MODE=online finds no API key"
+    ):
+        build_trackers(["wandb"], run_dir=tmp_path, config={}, resumed_step=None, **RUN)
+
+
+def test_impossible_mode_stops_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "sideways")
+    with pytest.raises(ConfigError, match=r"trainer\.logger: 'wandb' cannot start: .*take 'wandb' out"):
+        build_trackers(["wandb"], run_dir=tmp_path, config={}, resumed_step=None, **RUN)
+
+
+def test_server_that_cannot_be_reached_stops_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_dist.tracking.wandb._INIT_TIMEOUT_S", 2.0)
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # the discard port: nobody listens
+    with pytest.raises(
+        ConfigError, match=r"trainer\.logger: 'wandb' cannot start \(online\): .*WANDB_MODE=offline"
+    ):
+        build_trackers(["wandb"], run_dir=tmp_path, config={}, resumed_step=None, **RUN)
