@@ -60,7 +60,13 @@ class WorkerError(GrpoDistError):
     """
 
     def __init__(
-        self, message: str, role: str = "?", rank: int = -1, node: str = "?", stage: str = "?", remote_traceback: str = ""
+        self,
+        message: str,
+        role: str = "?",
+        rank: int = -1,
+        node: str = "?",
+        stage: str = "?",
+        remote_traceback: str = "",
     ) -> None:
         super().__init__(message, role, rank, node, stage, remote_traceback)
         self.message, self.role, self.rank, self.node, self.stage = message, role, rank, node, stage

@@ -39,7 +39,9 @@ class Registry(Generic[F]):
             for name in names:
                 if name in self._functions:
                     other = self._functions[name]
-                    raise ValueError(f"{self.kind} {name!r} is registered twice: {other.__module__}, {function.__module__}")
+                    raise ValueError(
+                        f"{self.kind} {name!r} is registered twice: {other.__module__}, {function.__module__}"
+                    )
                 self._functions[name] = function
             return function
 

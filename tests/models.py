@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grpo_dist.engines.fsdp_engine import FSDPEngine, ObjectiveSettings
-from grpo_dist.engines.fsdp_model import ModelSettings
-from grpo_dist.engines.optimizer import OptimizerSettings
+from grpo_dist.engines.fsdp_engine import FSDPEngine
+from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
 from grpo_dist.protocol import DataProto, Ragged
 
 VOCAB = 96

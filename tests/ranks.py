@@ -19,17 +19,17 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _entry(rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...], queue: Any) -> None:
+def _entry(
+    rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...], queue: Any
+) -> None:
     import torch
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
-        init_process_group(
-            device="cpu", rank=rank, world_size=world_size, master_address="127.0.0.1", master_port=port
-        )
+        init_process_group(device="cpu", rank=rank, world_size=world_size, master_address="127.0.0.1", master_port=port)
         queue.put((rank, function(rank, *args), None))
-    except BaseException:  # noqa: BLE001 - carried to the test as text
+    except BaseException:
         queue.put((rank, None, traceback.format_exc()))
 
 

@@ -90,11 +90,12 @@ def compute_advantage(
     """
     estimator = ADVANTAGE.get(name)
     if token_level_rewards.shape != response_mask.shape:
-        raise BatchError(
-            f"token_level_rewards {tuple(token_level_rewards.shape)} and response_mask {tuple(response_mask.shape)} differ"
-        )
+        shapes = f"{tuple(token_level_rewards.shape)} and response_mask {tuple(response_mask.shape)}"
+        raise BatchError(f"token_level_rewards {shapes} differ")
     if index is None:
-        raise BatchError(f"advantage estimator {name!r} compares responses to one prompt and needs `index` (the uid column)")
+        raise BatchError(
+            f"advantage estimator {name!r} compares responses to one prompt and needs `index` (the uid column)"
+        )
     if len(index) != len(token_level_rewards):
         raise BatchError(f"index has {len(index)} entries for {len(token_level_rewards)} sequences")
     group = group_ids(index).to(token_level_rewards.device)

@@ -51,9 +51,7 @@ def agg_loss(
         return per_sequence.sum() / _at_least_one(sequences)
     if loss_agg_mode == "seq-mean-token-sum":
         return masked.sum() / _at_least_one(sequences)
-    raise ConfigError(
-        f"actor_rollout_ref.actor.loss_agg_mode={loss_agg_mode}: not one of {', '.join(LOSS_AGG_MODES)}"
-    )
+    raise ConfigError(f"actor_rollout_ref.actor.loss_agg_mode={loss_agg_mode}: not one of {', '.join(LOSS_AGG_MODES)}")
 
 
 def _at_least_one(count: float | Tensor) -> float | Tensor:

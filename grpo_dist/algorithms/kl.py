@@ -25,7 +25,7 @@ MAX_K3 = 10.0
 
 @KL.register("k1", "kl")
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """log p - log q: unbiased, high variance, can be negative."""
+    """Log p - log q: unbiased, high variance, can be negative."""
     return log_probs - ref_log_probs
 
 

@@ -63,7 +63,7 @@ def policy_objective(
     Returns:
         (loss, metrics). Summed over the micro-batches of all ranks, loss is the mini-batch's loss.
     """
-    counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
+    counts: dict[str, Any] = {"global_tokens": global_tokens, "global_sequences": global_sequences}
     loss, metrics = compute_policy_loss(
         loss_mode,
         old_log_probs=old_log_probs,

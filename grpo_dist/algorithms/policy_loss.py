@@ -34,8 +34,8 @@ def clipped_surrogate(
     loss = max(-A ratio, -A clip(ratio, 1 - low, 1 + high)); for A < 0 also at most -A c.
     PPO (arXiv 1707.06347), clip-higher (DAPO, arXiv 2503.14476), dual clip (arXiv 1912.09729); as verl's `vanilla`.
 
-    Metrics: `actor/pg_clipfrac` (tokens whose ratio is clipped), `actor/pg_clipfrac_lower` (tokens held by the dual clip),
-    `actor/ppo_kl` (mean of old - new log-prob, nats).
+    Metrics: `actor/pg_clipfrac` (share of tokens whose ratio is clipped), `actor/pg_clipfrac_lower` (share held by
+    the dual clip), `actor/ppo_kl` (mean of old - new log-prob, nats).
     """
     low = config["clip_ratio"] if config.get("clip_ratio_low") is None else config["clip_ratio_low"]
     high = config["clip_ratio"] if config.get("clip_ratio_high") is None else config["clip_ratio_high"]

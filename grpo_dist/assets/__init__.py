@@ -1,22 +1,46 @@
-"""Models that ship with the package. Loads nothing heavy."""
+"""Where a model's files are: shipped with the package, in a folder, or on the hub. Loads nothing heavy."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from grpo_dist.errors import ConfigError
 
 BUILTIN = "builtin:"
 
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.tiktoken", "*.py"]
+
 
 def resolve_model_path(path: str) -> str:
-    """`builtin:NAME` -> its folder in the installed package; anything else unchanged, with ~ expanded.
+    """The folder of a model on this machine.
+
+    Args:
+        path: `builtin:NAME`, a folder, or a hub name such as Qwen/Qwen3-8B (downloaded once into the hub's cache).
 
     Raises:
-        ConfigError: no such built-in model.
+        ConfigError: no such built-in model, or the hub does not give it.
     """
-    if not path.startswith(BUILTIN):
-        return str(Path(path).expanduser()) if path.startswith("~") else path
+    if path.startswith(BUILTIN):
+        return _builtin_folder(path)
+    folder = Path(path).expanduser()
+    return str(folder) if folder.is_dir() or not _HUB_NAME.fullmatch(path) else _from_hub(path)
+
+
+def _from_hub(name: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name, allow_patterns=_MODEL_FILES)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"actor_rollout_ref.model.path={name}: no such folder, and the hub does not give it: {reason}"
+        ) from error
+
+
+def _builtin_folder(path: str) -> str:
     root = Path(__file__).parent
     names = sorted(folder.name for folder in root.iterdir() if (folder / "config.json").is_file())
     if path.removeprefix(BUILTIN) not in names:

@@ -7,6 +7,7 @@ wrong is reported at once, as one ConfigError. Loads neither torch nor Ray.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import yaml
@@ -130,13 +131,18 @@ def _validate(raw: dict[str, Any], problems: list[Problem]) -> RunConfig | None:
         locations = [finding["loc"] for finding in error.errors(include_url=False)]
     # An interpolation that cannot be resolved has been reported, and its text is in the place of its value.
     problems += [problem for problem in found if "${" not in problem.text]
-    defaults = OmegaConf.to_container(_hydra([]), resolve=True)
+    defaults = _defaults()
     for location in locations:
         _mend(raw, defaults, [part for part in location if isinstance(part, str)])
     try:
         return RunConfig.model_validate(raw)
     except ValidationError:
         return None
+
+
+@cache
+def _defaults() -> Any:
+    return OmegaConf.to_container(_hydra([]), resolve=True)
 
 
 def _mend(raw: Any, defaults: Any, path: list[str]) -> None:

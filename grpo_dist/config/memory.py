@@ -18,9 +18,7 @@ from grpo_dist.errors import ConfigError
 
 GIB = 2**30
 ADAM_STATES = 2  # AdamW's two running means, in the type of the weights
-CPU_KV_CACHE_GIB = (
-    1.0  # the engine's own choice where kv_cache_memory_gib is null; a test keeps the two equal
-)
+CPU_KV_CACHE_GIB = 1.0  # the engine's own choice where kv_cache_memory_gib is null; a test keeps the two equal
 _BYTES = {"fp32": 4, "bf16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
 
 

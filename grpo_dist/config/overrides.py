@@ -66,15 +66,11 @@ def _add(line: CommandLine, override: Override, text: str) -> None:
     options = group_options().get(key)
     problem: Problem | None = None
     if override.is_delete():
-        problem = Problem(
-            f"~{key}: keys cannot be removed; set a value, or null where grpo.yaml allows it", (key,)
-        )
+        problem = Problem(f"~{key}: keys cannot be removed; set a value, or null where grpo.yaml allows it", (key,))
     elif override.package is not None:
         problem = Problem(f"{text}: packages (@) are not supported", (key,))
     elif override.is_sweep_override():
-        problem = Problem(
-            f"{text}: a sweep; this command runs once. A list is written {_as_list(text)}", (key,)
-        )
+        problem = Problem(f"{text}: a sweep; this command runs once. A list is written {_as_list(text)}", (key,))
     elif options is not None and not isinstance(override.value(), dict):
         option = str(override.value())
         if option in options:
@@ -82,9 +78,7 @@ def _add(line: CommandLine, override: Override, text: str) -> None:
         else:
             problem = Problem(_no_such_option(key, option, options), leaf_keys())
     elif key in section_keys() and not isinstance(override.value(), dict):
-        problem = Problem(
-            f"{text}: {key} is a section; its keys are {_names_below(key)}", (key, *_keys_below(key))
-        )
+        problem = Problem(f"{text}: {key} is a section; its keys are {_names_below(key)}", (key, *_keys_below(key)))
     elif key not in leaf_keys() and key not in section_keys() and not is_free_form(key):
         problem = Problem(unknown_key(key), (key, *nearest_keys(key)))
     else:

@@ -109,13 +109,7 @@ def _workers(place: Placement) -> str:
     if place.tensor_parallel > 1:
         engines += f" (TP={place.tensor_parallel})"
     ref = f"{place.ref_world_size} ref" if place.ref_world_size else "no ref"
-    where = (
-        "CPU"
-        if place.device == "cpu"
-        else "one shared GPU"
-        if place.shares_gpu
-        else _many(place.world_size, "GPU")
-    )
+    where = "CPU" if place.device == "cpu" else "one shared GPU" if place.shares_gpu else _many(place.world_size, "GPU")
     return f"{place.actor_world_size} actor, {engines}, {ref}, on {where}"
 
 

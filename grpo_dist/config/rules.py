@@ -52,9 +52,7 @@ def actor_ranks_divide_the_mini_batch(config: RunConfig) -> Iterator[Problem]:
     ranks = placement(config).actor_world_size
     if (mini * n) % ranks:
         why = f"{mini} * {n} = {mini * n} sequences of a mini-batch do not split over {ranks} actor ranks"
-        yield _problem(
-            config, why, f"{_ACTOR}.ppo_mini_batch_size", f"{_ROLLOUT}.n", "cluster.actor_world_size"
-        )
+        yield _problem(config, why, f"{_ACTOR}.ppo_mini_batch_size", f"{_ROLLOUT}.n", "cluster.actor_world_size")
 
 
 def engines_use_whole_groups_of_gpus(config: RunConfig) -> Iterator[Problem]:
@@ -102,9 +100,7 @@ def engine_holds_the_longest_sequence(config: RunConfig) -> Iterator[Problem]:
     longest = config.data.max_prompt_length + config.data.max_response_length
     if config.actor_rollout_ref.rollout.resolved_max_model_len(config.data) < longest:
         why = f"must be at least prompt + response = {longest}, or null"
-        yield _problem(
-            config, why, f"{_ROLLOUT}.max_model_len", "data.max_prompt_length", "data.max_response_length"
-        )
+        yield _problem(config, why, f"{_ROLLOUT}.max_model_len", "data.max_prompt_length", "data.max_response_length")
 
 
 def validation_samples_differ(config: RunConfig) -> Iterator[Problem]:
@@ -140,9 +136,7 @@ def data_files_exist(config: RunConfig) -> Iterator[Problem]:
             if name.startswith(BUILTIN):
                 continue
             if not name.endswith(_DATA_SUFFIXES):
-                yield Problem(
-                    f"{key}={name}: must end in {', '.join(_DATA_SUFFIXES)}, or be {BUILTIN}NAME", (key,)
-                )
+                yield Problem(f"{key}={name}: must end in {', '.join(_DATA_SUFFIXES)}, or be {BUILTIN}NAME", (key,))
             elif not Path(name).expanduser().is_file():
                 yield _missing(key, name, "file")
 
@@ -202,9 +196,7 @@ def config_notes(config: RunConfig) -> list[str]:
             "regularises nothing; k2 and k3 (low_var_kl) do"
         )
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
-        notes.append(
-            f"{_ACTOR}.kl_loss_coef=0: the reference runs only to report KL; use_kl_loss=false saves it"
-        )
+        notes.append(f"{_ACTOR}.kl_loss_coef=0: the reference runs only to report KL; use_kl_loss=false saves it")
     if actor.optim.lr_warmup_steps >= 0 and actor.optim.lr_warmup_steps_ratio > 0:
         notes.append(f"{_ACTOR}.optim.lr_warmup_steps_ratio has no effect while lr_warmup_steps is not -1")
     if actor.optim.lr_scheduler_type == "constant" and actor.optim.min_lr_ratio > 0:
@@ -214,9 +206,7 @@ def config_notes(config: RunConfig) -> list[str]:
     if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
         notes.append(f"trainer.resume_from_path has no effect with resume_mode={trainer.resume_mode}")
     if config.custom_reward_function.path is None and config.custom_reward_function.reward_kwargs:
-        notes.append(
-            "custom_reward_function.reward_kwargs has no effect while custom_reward_function.path is null"
-        )
+        notes.append("custom_reward_function.reward_kwargs has no effect while custom_reward_function.path is null")
     if place.shares_gpu and rollout.gpu_memory_utilization > 0.5:
         notes.append(
             f"{_ROLLOUT}.gpu_memory_utilization={rollout.gpu_memory_utilization}: the actor shares this GPU; "

@@ -46,6 +46,4 @@ def _default_options() -> dict[str, str]:
 
 def _first_comment(group: str, option: str) -> str:
     lines = (CONFIG_DIR / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
-    return next(
-        line.removeprefix("#").strip() for line in lines if line.startswith("# ") and "@package" not in line
-    )
+    return next(line.removeprefix("#").strip() for line in lines if line.startswith("# ") and "@package" not in line)

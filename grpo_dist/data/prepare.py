@@ -65,9 +65,7 @@ def prepare_gsm8k(local_save_dir: str, *, local_dataset_path: str | None) -> dic
     """
     splits = {}
     for split in ("train", "test"):
-        examples = (
-            _hub_examples(split) if local_dataset_path is None else _local_examples(local_dataset_path, split)
-        )
+        examples = _hub_examples(split) if local_dataset_path is None else _local_examples(local_dataset_path, split)
         splits[split] = [
             gsm8k_row(example, split=split, index=index, location=location)
             for index, (location, example) in enumerate(examples)
@@ -122,24 +120,16 @@ def _hub_examples(split: str) -> Iterable[tuple[str, Row]]:
     try:
         examples = datasets.load_dataset(GSM8K, "main", split=split)
     except Exception as error:
-        raise DataError(
-            f"cannot load {GSM8K} from the hub ({type(error).__name__}: {error}); {advice}"
-        ) from error
+        raise DataError(f"cannot load {GSM8K} from the hub ({type(error).__name__}: {error}); {advice}") from error
     return [(f"{GSM8K} {split}, row {number}", dict(example)) for number, example in enumerate(examples, 1)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code: 0, or 2 for something the user can mend."""
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_dist.data.prepare", description="Data sets as parquet."
-    )
+    parser = argparse.ArgumentParser(prog="python -m grpo_dist.data.prepare", description="Data sets as parquet.")
     tasks = parser.add_subparsers(dest="task", required=True)
-    gsm8k = tasks.add_parser(
-        "gsm8k", help="grade school mathematics: 7,473 training and 1,319 test questions"
-    )
-    gsm8k.add_argument(
-        "--local_dataset_path", help="folder with train.jsonl and test.jsonl; default: the hub"
-    )
+    gsm8k = tasks.add_parser("gsm8k", help="grade school mathematics: 7,473 training and 1,319 test questions")
+    gsm8k.add_argument("--local_dataset_path", help="folder with train.jsonl and test.jsonl; default: the hub")
     arithmetic = tasks.add_parser("arithmetic", help="the built-in task")
     for task in (gsm8k, arithmetic):
         task.add_argument("--local_save_dir", required=True, help="folder to write to")

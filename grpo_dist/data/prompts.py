@@ -120,9 +120,7 @@ def _read_file(file: str, key: str) -> Iterator[tuple[str, int, Any]]:
     if path.suffix not in readers:
         raise DataError(f"{key}={file}: unknown kind of file; it must end in .parquet, .jsonl or .json")
     if not path.is_file():
-        problem = (
-            "is a folder, name the file in it" if path.is_dir() else f"no such file (looked in {Path.cwd()})"
-        )
+        problem = "is a folder, name the file in it" if path.is_dir() else f"no such file (looked in {Path.cwd()})"
         raise DataError(f"{key}={file}: {problem}")
     try:
         yield from readers[path.suffix](path, file, key)

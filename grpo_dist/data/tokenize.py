@@ -39,18 +39,19 @@ def load_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizer
     """
     setting, folder = f"actor_rollout_ref.model.path={path}", Path(path)
     if not folder.is_dir():
-        raise DataError(
-            f"{setting}: no such folder (looked in {Path.cwd()}); give a Hugging Face model folder"
-        )
+        raise DataError(f"{setting}: no such folder (looked in {Path.cwd()}); give a Hugging Face model folder")
     if not (folder / "config.json").is_file():
         raise DataError(f"{setting}: not a Hugging Face model folder: it has no config.json")
     if not any(file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
-        raise DataError(
-            f"{setting}: no tokenizer in the folder (no tokenizer.json); save it next to the model"
-        )
-    from transformers import AutoTokenizer
-
+        raise DataError(f"{setting}: no tokenizer in the folder (no tokenizer.json); save it next to the model")
     try:
+        if (folder / "tokenizer.json").is_file() and not trust_remote_code:
+            # what AutoTokenizer would load too, but without importing torch and every model: seconds per process
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:
         problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

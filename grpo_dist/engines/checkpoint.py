@@ -55,8 +55,6 @@ def export_hf_model(engine: FSDPEngine, folder: Path) -> None:
 
 def _save_safetensors(state: dict[str, Any], folder: Path) -> None:
     """Shards of at most 5 GB with an index, as `save_pretrained` lays them out."""
-    import json
-
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 

@@ -8,43 +8,24 @@ result does not depend on micro-batch size or rank count.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from grpo_dist.algorithms import policy_objective
 from grpo_dist.algorithms.masking import token_entropy, token_log_probs
-from grpo_dist.engines.fsdp_model import DTYPES, ModelSettings, full_parameters, gradient_sync, load_sharded_model
+from grpo_dist.engines.fsdp_model import DTYPES, full_parameters, gradient_sync, load_sharded_model
 from grpo_dist.engines.micro_batch import MicroBatch, make_micro_batch, plan_micro_batches
-from grpo_dist.engines.optimizer import OptimizerSettings, build_optimizer
+from grpo_dist.engines.optimizer import build_optimizer
+from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, Sum, merge_metrics
 
 SEQUENCE_COLUMNS = ("prompts", "responses", "response_mask")
-
-
-@dataclass(frozen=True)
-class ObjectiveSettings:
-    """The options of `algorithms.objective.policy_objective`, under verl's names."""
-
-    loss_mode: str
-    loss_agg_mode: str
-    clip_ratio: float
-    clip_ratio_low: float | None
-    clip_ratio_high: float | None
-    clip_ratio_c: float
-    use_kl_loss: bool
-    kl_loss_type: str
-    kl_loss_coef: float
-    entropy_coeff: float
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Per-token columns the objective reads."""
-        return ("old_log_probs", "advantages") + (("ref_log_probs",) if self.use_kl_loss else ())
 
 
 class FSDPEngine:
@@ -67,9 +48,14 @@ class FSDPEngine:
         optimizer: OptimizerSettings | None = None,
         grad_clip: float = float("inf"),
     ) -> None:
-        self.settings, self.device, self.temperature, self.grad_clip = model, torch.device(device), temperature, grad_clip
+        self.settings, self.device, self.temperature, self.grad_clip = (
+            model,
+            torch.device(device),
+            temperature,
+            grad_clip,
+        )
         self.model: Any = load_sharded_model(model, device)
-        self.padding_id = self.model.config.pad_token_id or 0
+        self.padding_id: int = self.model.config.pad_token_id or 0
         if optimizer is None:
             self.model.requires_grad_(False)
         else:
@@ -136,7 +122,7 @@ class FSDPEngine:
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
-        step: dict[str, Metric] = {"actor/grad_norm": Mean(grad_norm.item(), 1), "actor/lr": Mean(lr, 1)}
+        step: dict[str, Metric] = {"actor/grad_norm": Mean(grad_norm.item(), 1), "actor/lr": Mean(float(lr), 1)}
         return merge_metrics([*metrics, step])
 
     # --- weights -----------------------------------------------------------------------------------------------
@@ -204,8 +190,9 @@ class FSDPEngine:
         self, micro_batch: MicroBatch, loss: Tensor, values: dict[str, Tensor]
     ) -> dict[str, Metric]:
         tokens = float(micro_batch.response_mask.sum())
-        means: dict[str, Metric] = {k: Mean(float(v) * tokens, tokens) for k, v in values.items()}
-        return means | {"actor/loss": Sum(float(loss.detach()))}
+        metrics: dict[str, Metric] = {k: Mean(float(v) * tokens, tokens) for k, v in values.items()}
+        metrics["actor/loss"] = Sum(float(loss.detach()))
+        return metrics
 
     def _stop_if_any(self, fault: str) -> None:
         """Raise on every rank if any rank found a fault, naming the first one."""
@@ -219,7 +206,7 @@ class FSDPEngine:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _name_rows(part: DataProto) -> str:

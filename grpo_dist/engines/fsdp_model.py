@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,22 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.errors import DataError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class ModelSettings:
-    """How a model is loaded and sharded; dtypes are "fp32" or "bf16"."""
-
-    path: str
-    trust_remote_code: bool
-    model_dtype: str
-    compute_dtype: str
-    gradient_checkpointing: bool
-    reshard_after_forward: bool
 
 
 def init_process_group(*, device: str, rank: int, world_size: int, master_address: str, master_port: int) -> None:
@@ -40,7 +29,7 @@ def init_process_group(*, device: str, rank: int, world_size: int, master_addres
     dist.init_process_group(backend, rank=rank, world_size=world_size)
 
 
-def load_sharded_model(settings: ModelSettings, device: str) -> nn.Module:
+def load_sharded_model(settings: ModelSettings, device: str) -> Any:
     """Load a causal LM and shard it over the default process group.
 
     Every layer of the model's own no-split classes becomes one FSDP unit, the rest another.
@@ -98,7 +87,7 @@ def full_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str,
     """
     for name, parameter in model.named_parameters():
         tensor = parameter.detach().to(dtype)
-        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         yield name, full.cpu()
 
 

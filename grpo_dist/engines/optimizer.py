@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """AdamW with linear warm-up, then constant or cosine; counted in optimizer steps."""
-
-    lr: float
-    weight_decay: float
-    betas: tuple[float, float]
-    lr_scheduler_type: str
-    num_warmup_steps: int
-    num_training_steps: int
-    min_lr_ratio: float
+from grpo_dist.engines.settings import OptimizerSettings
 
 
 def lr_ratio(step: int, settings: OptimizerSettings) -> float:
@@ -40,8 +28,6 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """AdamW over the parameters that train, and its schedule."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trainable, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
-    )
+    optimizer = torch.optim.AdamW(trainable, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_ratio(step, settings))
     return optimizer, schedule

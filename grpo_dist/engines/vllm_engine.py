@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.weight_buckets import Bucket
 from grpo_dist.errors import BatchError, ConfigError, GrpoDistError
 
@@ -26,46 +27,6 @@ CALL_TIMEOUT_S = 600.0
 # vLLM's default block of 128 tokens means that short prompts never share a cached prefix; 32 is the smallest on CPU.
 CPU_BLOCK_SIZE = 32
 CPU_KV_CACHE_GIB = 1.0
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """How to sample.
-
-    Attributes:
-        n: responses per prompt.
-        temperature: 0 is greedy.
-        top_p: nucleus; 1 is off.
-        top_k: k likeliest tokens; -1 is off.
-        max_tokens: most tokens of a response, end-of-sequence included.
-        seed: response i of a prompt is sampled with seed + i; None: the engine's own random state.
-    """
-
-    n: int
-    temperature: float
-    top_p: float
-    top_k: int
-    max_tokens: int
-    seed: int | None
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """What an engine is started with; lengths in tokens, memory in GiB (None: what vLLM finds free)."""
-
-    model_path: str
-    device: str
-    dtype: str
-    trust_remote_code: bool
-    tensor_parallel_size: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    gpu_memory_utilization: float
-    kv_cache_memory_gib: float | None
-    enforce_eager: bool
-    enable_chunked_prefill: bool
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -137,9 +98,7 @@ class VLLMEngine:
         )
         output = await self._call(self._final_output(list(prompt), params))
         responses = sorted(output.outputs, key=lambda response: response.index)
-        return [
-            Response(list(r.token_ids), list(r.logprobs.logprobs), r.finish_reason == "length") for r in responses
-        ]
+        return [Response(list(r.token_ids), list(r.logprobs.logprobs), r.finish_reason == "length") for r in responses]
 
     async def load_weights(self, buckets: Iterable[Bucket], version: int) -> None:
         """Replace all weights; `weight_version` is `version` afterwards.
@@ -167,10 +126,8 @@ class VLLMEngine:
             self._llm = None
 
     async def _final_output(self, prompt: list[int], params: Any) -> Any:
-        output = None
-        async for output in self._llm.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex):
-            pass
-        return output
+        outputs = [o async for o in self._llm.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex)]
+        return outputs[-1]
 
     async def _call(self, call: Coroutine[Any, Any, Any]) -> Any:
         """Await a vLLM call; its exceptions become ours, since vLLM's own do not survive the way to another process."""
@@ -180,7 +137,7 @@ class VLLMEngine:
             raise GrpoDistError(f"vLLM did not answer within {CALL_TIMEOUT_S:.0f} s") from None
         except GrpoDistError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever vLLM raises
             raise GrpoDistError(f"vLLM failed: {type(error).__name__}: {error}") from None
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
@@ -268,6 +225,6 @@ def _shared_memory_dir() -> str | None:
 
 def _write_bucket(bucket: Bucket, folder: Path) -> dict[str, Any]:
     path = folder / uuid.uuid4().hex
-    path.write_bytes(memoryview(bucket.data))
+    bucket.data.tofile(path)
     entries = [[e.name, e.dtype, list(e.shape), e.offset, e.num_bytes] for e in bucket.entries]
     return {"path": str(path), "num_bytes": len(bucket.data), "entries": entries}

@@ -48,12 +48,11 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Load one bucket. The reload keeps views of it until `finish_weight_update`: the mapping stays alive with them."""
+        """Load one bucket. The reload keeps views of it, and so the mapping alive, until `finish_weight_update`."""
         entries = [Entry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in update_info.entries]
         data = torch.from_file(update_info.path, shared=True, size=update_info.num_bytes, dtype=torch.uint8)
-        self.model.load_weights(
-            (name, tensor.to(self.device, non_blocking=False)) for name, tensor in unpack(data, entries)
-        )
+        model: Any = self.model
+        model.load_weights((name, tensor.to(self.device, non_blocking=False)) for name, tensor in unpack(data, entries))
 
     def finish_weight_update(self) -> None:
         """Post-process the layers, as after loading a checkpoint."""
@@ -67,7 +66,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):
         """Nothing is held."""
 
 
-def repack_tied_embeddings(model: torch.nn.Module) -> None:
+def repack_tied_embeddings(model: Any) -> None:
     """Pack the weights of an lm_head that shares its tensor with the embedding again.
 
     On CPU vLLM packs each linear layer's weight once, and the reload packs a layer anew only when that layer receives

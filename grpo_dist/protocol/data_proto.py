@@ -173,7 +173,9 @@ class DataProto:
         names = parts[0].columns().keys()
         for part in parts:
             if part.columns().keys() != names:
-                raise BatchError(f"concat: columns differ: {sorted(part.columns().keys() ^ names)} are not in every part")
+                raise BatchError(
+                    f"concat: columns differ: {sorted(part.columns().keys() ^ names)} are not in every part"
+                )
         return cls(
             {k: _concat_tensors([p.batch[k] for p in parts]) for k in parts[0].batch},
             {k: np.concatenate([p.non_tensor_batch[k] for p in parts]) for k in parts[0].non_tensor_batch},
@@ -231,7 +233,9 @@ def _column(parts: Sequence[Tensor]) -> TensorColumn:
 
 
 def _from_shared(array: np.ndarray) -> Tensor:
-    with warnings.catch_warnings():  # read-only memory is the contract here, so torch's warning about it says nothing new
+    with (
+        warnings.catch_warnings()
+    ):  # read-only memory is the contract here, so torch's warning about it says nothing new
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
 

@@ -25,20 +25,28 @@ FIELDS: dict[str, Field] = {
     "uid": Field("(N,)", "object (str)", "group id: one per prompt instance", "sampler"),
     "prompts": Field("ragged (N, P_i)", "int32", "prompt token ids, chat template applied", "data"),
     "responses": Field("ragged (N, R_i)", "int32", "response token ids, end-of-sequence included", "rollout"),
-    "response_mask": Field("ragged (N, R_i)", "int8", "1 on tokens that train; from lengths, never from ids", "rollout"),
-    "rollout_log_probs": Field("ragged (N, R_i)", "float32", "the sampler's log-probs, temperature applied; nats", "rollout"),
+    "response_mask": Field(
+        "ragged (N, R_i)", "int8", "1 on tokens that train; from lengths, never from ids", "rollout"
+    ),
+    "rollout_log_probs": Field(
+        "ragged (N, R_i)", "float32", "the sampler's log-probs, temperature applied; nats", "rollout"
+    ),
     "weight_version": Field("(N,)", "int64", "weights that generated the sequence", "rollout"),
     "response_length": Field("(N,)", "int64", "R_i", "rollout"),
     "prompt_length": Field("(N,)", "int64", "P_i", "rollout"),
     "truncated": Field("(N,)", "int64", "1 where the response was cut at max_response_length", "rollout"),
-    "token_level_scores": Field("ragged (N, R_i)", "float32", "raw reward; an outcome reward sits on the last token", "reward"),
+    "token_level_scores": Field(
+        "ragged (N, R_i)", "float32", "raw reward; an outcome reward sits on the last token", "reward"
+    ),
     "score": Field("(N,)", "float32", "raw reward of the sequence: sum of token_level_scores", "reward"),
     "token_level_rewards": Field("ragged (N, R_i)", "float32", "what the advantage sees", "advantage"),
     "old_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the policy before the update; nats", "actor"),
     "ref_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the reference; nats", "ref"),
     "advantages": Field("ragged (N, R_i)", "float32", "advantage of each token", "advantage"),
     "advantage_mean": Field("(N,)", "float32", "mean advantage of the sequence's tokens", "advantage"),
-    "rollout_probs_diff": Field("(N,)", "float32", "mean |p_trainer - p_sampler| of the sequence's tokens", "advantage"),
+    "rollout_probs_diff": Field(
+        "(N,)", "float32", "mean |p_trainer - p_sampler| of the sequence's tokens", "advantage"
+    ),
     "returns": Field("ragged (N, R_i)", "float32", "return of each token", "advantage"),
 }
 

@@ -4,20 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
-
-
-class Metric(Protocol):
-    """A value that can be merged with another of its kind and read as a float."""
-
-    def merge(self, other: Metric, /) -> Metric:
-        """The metric over the data of both."""
-        ...
-
-    @property
-    def value(self) -> float:
-        """The number to report."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -27,7 +13,7 @@ class Mean:
     sum: float
     count: float
 
-    def merge(self, other: Mean) -> Mean:  # type: ignore[override]
+    def merge(self, other: Mean) -> Mean:
         """Mean over both."""
         return Mean(self.sum + other.sum, self.count + other.count)
 
@@ -43,7 +29,7 @@ class Sum:
 
     total: float
 
-    def merge(self, other: Sum) -> Sum:  # type: ignore[override]
+    def merge(self, other: Sum) -> Sum:
         """The sum of both."""
         return Sum(self.total + other.total)
 
@@ -59,7 +45,7 @@ class Max:
 
     maximum: float
 
-    def merge(self, other: Max) -> Max:  # type: ignore[override]
+    def merge(self, other: Max) -> Max:
         """The larger of both."""
         return Max(max(self.maximum, other.maximum))
 
@@ -69,12 +55,15 @@ class Max:
         return self.maximum
 
 
+Metric = Mean | Sum | Max
+
+
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Merge metric dicts of micro-batches or ranks by name."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
-            merged[name] = merged[name].merge(metric) if name in merged else metric
+            merged[name] = merged[name].merge(metric) if name in merged else metric  # type: ignore[arg-type]
     return merged
 
 

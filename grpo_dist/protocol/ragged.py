@@ -26,7 +26,9 @@ class Ragged:
 
     def __post_init__(self) -> None:
         if len(self.offsets) == 0 or int(self.offsets[-1]) != len(self.values):
-            raise BatchError(f"ragged column: offsets end at {self.offsets[-1:].tolist()}, values at {len(self.values)}")
+            raise BatchError(
+                f"ragged column: offsets end at {self.offsets[-1:].tolist()}, values at {len(self.values)}"
+            )
 
     @classmethod
     def from_rows(cls, rows: Sequence[Tensor | np.ndarray | Sequence[float]], dtype: torch.dtype) -> Ragged:

@@ -91,9 +91,7 @@ def score_response(
 
 def _checked(returned: Any) -> RewardResult:
     if not isinstance(returned, Mapping):
-        return RewardResult(
-            _finite(returned, "must return a finite number or a dict with 'score', returned"), {}
-        )
+        return RewardResult(_finite(returned, "must return a finite number or a dict with 'score', returned"), {})
     if "score" not in returned:
         raise ValueError(f"returned a dict without 'score': {_show(returned)}")
     score = _finite(returned["score"], "'score' must be a finite number, is")

@@ -26,9 +26,7 @@ def extract_answer(text: str) -> str | None:
 
 
 @SCORERS.register("openai/gsm8k", "gsm8k", "arithmetic")
-def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
-) -> float:
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """1.0 if the last `#### NUMBER` equals the ground truth (text or a number), else 0.0.
 
     Raises:

@@ -42,9 +42,7 @@ def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str
     return RewardFunction(f"{path}:{name}", function, dict(reward_kwargs))
 
 
-def score_by_data_source(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
-) -> Any:
+def score_by_data_source(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
     """The built-in scorer of this data source.
 
     Raises:
@@ -75,9 +73,7 @@ def _check_callable(function: Any, spec: str, reward_kwargs: Mapping[str, Any]) 
     if not callable(function) or inspect.isclass(function):
         raise ConfigError(f"{where}: must be a function, is {type(function).__name__}")
     if inspect.iscoroutinefunction(function):
-        raise ConfigError(
-            f"{where}: is an async function; write a plain one (it runs in a process of its own)"
-        )
+        raise ConfigError(f"{where}: is an async function; write a plain one (it runs in a process of its own)")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some C functions tell nothing; the first call will

@@ -33,7 +33,7 @@ class Progress:
         self._stream = stream
         self._latest: dict[str, str] = {}
         self._bar: tqdm | None = None
-        if stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb":
+        if stream is not None and _can_hold_a_bar(stream):
             self._bar = tqdm(
                 total=total_steps,
                 initial=initial_step,
@@ -87,6 +87,16 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _can_hold_a_bar(stream: TextIO) -> bool:
+    if not stream.isatty() or os.environ.get("TERM") == "dumb":
+        return False
+    try:
+        # Terminals made by `script`, containers or job runners may have size 0: tqdm draws nothing there.
+        return all(os.get_terminal_size(stream.fileno()))
+    except (OSError, ValueError):  # a stream without a descriptor says it is a terminal: believe it
+        return True
 
 
 def _survives_lost_terminal() -> contextlib.suppress:

@@ -37,9 +37,7 @@ class JsonlTracker:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line."""
-        row = {"step": step} | {
-            name: value if math.isfinite(value) else None for name, value in metrics.items()
-        }
+        row = {"step": step} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -54,9 +52,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     Raises:
         ConfigError: a line other than the last is no JSON object with a step.
     """
-    return [
-        {name: math.nan if value is None else value for name, value in row.items()} for row in _rows(path)
-    ]
+    return [{name: math.nan if value is None else value for name, value in row.items()} for row in _rows(path)]
 
 
 def truncate_after(path: Path, step: int) -> int:
@@ -99,8 +95,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
             if not any(rest.strip() for rest in lines[number:]):
                 break
             raise ConfigError(
-                f"{path}, line {number}: not a metrics row ({error}); mend the file or move it away, then "
-                "resume again"
+                f"{path}, line {number}: not a metrics row ({error}); mend the file or move it away, then resume again"
             ) from error
         rows.append(row)
     return rows

@@ -55,8 +55,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, span = min(finite), max(finite) - min(finite)
     top = len(_BLOCKS) - 1
     return "".join(
-        " " if value is None else _BLOCKS[round((value - low) / span * top) if span > 0 else 0]
-        for value in means
+        " " if value is None else _BLOCKS[round((value - low) / span * top) if span > 0 else 0] for value in means
     )
 
 
@@ -92,9 +91,7 @@ def _training_lines(trained: Sequence[Row]) -> list[str]:
     for label, name in (("reward", names.REWARD), ("response length", names.RESPONSE_LENGTH)):
         values = [row[name] for row in trained if name in row]
         if values:
-            curve = (
-                f"  {sparkline(values, _SPARKLINE_WIDTH)}" if name == names.REWARD and len(values) > 1 else ""
-            )
+            curve = f"  {sparkline(values, _SPARKLINE_WIDTH)}" if name == names.REWARD and len(values) > 1 else ""
             lines.append(_entry(label, f"{values[0]:.3g} -> {values[-1]:.3g}{curve}"))
     timed = [row for row in trained if names.THROUGHPUT in row and names.STEP_TIME in row]
     total = sum(row[names.STEP_TIME] for row in timed)

@@ -53,8 +53,8 @@ class WandbTracker:
             )
         except wandb.Error as error:
             raise ConfigError(
-                f"trainer.logger: 'wandb' cannot start ({mode}): {' '.join(str(error).split())}; check the network "
-                "and the API key, set WANDB_MODE=offline, or take 'wandb' out of trainer.logger"
+                f"trainer.logger: 'wandb' cannot start ({mode}): {' '.join(str(error).split())}; check the "
+                "network and the API key, set WANDB_MODE=offline, or take 'wandb' out of trainer.logger"
             ) from error
         id_file.write_text(self._run.id + "\n")
         where = (
@@ -69,7 +69,11 @@ class WandbTracker:
         self._run.log(dict(metrics), step=step, commit=True)
 
     def close(self) -> None:
-        """Finish the W&B run; it counts as failed when closed while an exception is on its way out."""
+        """Finish the W&B run; it counts as failed when closed while an exception is on its way out.
+
+        Offline, W&B's own process may write the last bytes some milliseconds after this returns; the normal
+        exit of the interpreter waits for it.
+        """
         self._run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
 
 

@@ -19,10 +19,13 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import load_prompts
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.data.tokenize import load_tokenizer, tokenize_prompts
-from grpo_dist.engines.fsdp_engine import ObjectiveSettings
-from grpo_dist.engines.fsdp_model import ModelSettings
-from grpo_dist.engines.optimizer import OptimizerSettings
-from grpo_dist.engines.vllm_engine import EngineSettings, SamplingSettings
+from grpo_dist.engines.settings import (
+    EngineSettings,
+    ModelSettings,
+    ObjectiveSettings,
+    OptimizerSettings,
+    SamplingSettings,
+)
 from grpo_dist.rewards import check_data_sources, load_reward_function
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
@@ -104,7 +107,7 @@ class Workers:
         timeout_s, env = config.trainer.worker_timeout_s, _environment(self.place)
         rollout_settings = [_engine_settings(config, self.place, i) for i in range(self.place.num_engines)]
         policy = policy_settings(config, self.place, num_steps)
-        common = {"env": env, "timeout_s": timeout_s}
+        common: dict[str, Any] = {"env": env, "timeout_s": timeout_s}
         size = self.place.actor_world_size
         self.actor = WorkerGroup.spawn(
             "actor", ActorWorker, bundles["actor"], args=[(rank, size, policy) for rank in range(size)], **common
@@ -118,7 +121,11 @@ class Workers:
             **common,
         )
         self.reward = WorkerGroup.spawn(
-            "reward", RewardWorker, bundles["reward"], args=[(reward_settings(config),)] * config.reward.num_workers, **common
+            "reward",
+            RewardWorker,
+            bundles["reward"],
+            args=[(reward_settings(config),)] * config.reward.num_workers,
+            **common,
         )
         self.ref: WorkerGroup | None = None
         if self.place.ref_world_size:

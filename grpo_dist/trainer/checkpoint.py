@@ -33,9 +33,7 @@ class RunState:
     model_path: str
 
 
-def save_checkpoint(
-    run_dir: Path, state: RunState, write_actor: Callable[[str], None], keep: int | None
-) -> Path:
+def save_checkpoint(run_dir: Path, state: RunState, write_actor: Callable[[str], None], keep: int | None) -> Path:
     """Write `global_step_N` and point to it; then remove all but the `keep` newest.
 
     Args:

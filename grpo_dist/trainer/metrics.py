@@ -32,8 +32,8 @@ def performance_metrics(timings: Mapping[str, float], metrics: Mapping[str, floa
     """Seconds by stage, and tokens per second: over the whole step, while generating, and while updating."""
     total = timings["step"]
     tokens = metrics["perf/total_num_tokens"]
-    response_tokens = tokens * metrics["response_length/mean"] / (
-        metrics["response_length/mean"] + metrics["prompt_length/mean"]
+    response_tokens = (
+        tokens * metrics["response_length/mean"] / (metrics["response_length/mean"] + metrics["prompt_length/mean"])
     )
     return {
         **{f"timing_s/{name}": seconds for name, seconds in timings.items()},

@@ -11,18 +11,15 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import RewardError, WorkerError
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, wait_any
 from grpo_dist.workers.groups import LogProbJob, PolicyGroup, RewardPool, RolloutGroup
 from grpo_dist.workers.reward import Task
-
-if TYPE_CHECKING:
-    from grpo_dist.engines.vllm_engine import SamplingSettings
 
 # How often deadlines are looked at while nothing finishes.
 POLL_S = 0.5
@@ -148,10 +145,10 @@ class _Flow:
             try:
                 call.check_deadline(self.pump.reward_timeout_s)
             except WorkerError as error:
-                request = self.requests[i]
+                request, limit = self.requests[i], self.pump.reward_timeout_s
                 raise RewardError(
-                    f"the reward function did not return within reward.timeout_s={self.pump.reward_timeout_s:g} seconds "
-                    f"for prompt {request.uid} (data_source {request.task.data_source!r}): {error}"
+                    f"the reward function did not return within reward.timeout_s={limit:g} seconds for prompt "
+                    f"{request.uid} (data_source {request.task.data_source!r}): {error}"
                 ) from None
 
     def batch(self) -> DataProtoRef:

@@ -35,7 +35,9 @@ def run(config: RunConfig) -> None:
         _say(config, f"workers ready after {time.monotonic() - started:.1f} s")
         trainer.fit()
         memory = workers.peak_memory()
-        _say(config, "peak memory, GiB: " + ", ".join(f"{k.partition('memory_')[2]} {v:.2f}" for k, v in memory.items()))
+        _say(
+            config, "peak memory, GiB: " + ", ".join(f"{k.partition('memory_')[2]} {v:.2f}" for k, v in memory.items())
+        )
         trackers.close()
         trainer.progress.close()
     if "console" in config.trainer.logger:

@@ -14,13 +14,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.data.sampler import PromptSampler
+from grpo_dist.data.tokenize import TokenizedPrompt
+from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import CheckpointError, GrpoDistError
 from grpo_dist.protocol import metric_values
+from grpo_dist.tracking.base import Trackers
+from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.checkpoint import RunState, find_checkpoint, read_state, save_checkpoint
 from grpo_dist.trainer.metrics import batch_metrics, performance_metrics, validation_metrics
 from grpo_dist.trainer.pump import GroupRequest, RolloutPump
@@ -31,13 +35,6 @@ from grpo_dist.workers.group import Call
 from grpo_dist.workers.groups import ActorGroup, PolicyGroup, RewardPool, RolloutGroup
 from grpo_dist.workers.reward import Task
 from grpo_dist.workers.weight_sync import sync_weights
-
-if TYPE_CHECKING:
-    from grpo_dist.data.sampler import PromptSampler
-    from grpo_dist.data.tokenize import TokenizedPrompt
-    from grpo_dist.engines.vllm_engine import SamplingSettings
-    from grpo_dist.tracking.base import Trackers
-    from grpo_dist.tracking.console import Progress
 
 
 @dataclass

@@ -6,6 +6,7 @@ imported.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from pathlib import Path
@@ -34,7 +35,7 @@ def connect(address: str | None, num_cpus: int | None) -> str:
     from grpo_dist.errors import ConfigError
 
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
         raise ConfigError(
             f"ray_kwargs.ray_init.address={address}: no Ray cluster answers there ({error}). "
@@ -62,6 +63,6 @@ def _start_local(num_cpus: int | None) -> str:
     import ray
 
     ray.init(
-        address=LOCAL, num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+        address=LOCAL, num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
     )
     return "started a local Ray cluster on 127.0.0.1"

@@ -84,7 +84,7 @@ class WorkerGroup:
         max_concurrency: int = 1,
     ) -> WorkerGroup:
         """Start one process per bundle; rank i is built with `worker_class(*args[i])`. Returns without waiting."""
-        remote_class = ray.remote(worker_class)
+        remote_class: Any = ray.remote(worker_class)
         handles = []
         for bundle, arguments in zip(bundles, args, strict=True):
             options = remote_class.options(
@@ -172,5 +172,7 @@ class WorkerGroup:
 def _cause_of_death(error: RayActorError) -> str:
     """The line of Ray's report that says why."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    causes = [line for line in lines if any(word in line for word in ("exit", "OOM", "memory", "killed", "cause", "died"))]
+    causes = [
+        line for line in lines if any(word in line for word in ("exit", "OOM", "memory", "killed", "cause", "died"))
+    ]
     return (causes or lines or ["no reason given"])[-1][:300]

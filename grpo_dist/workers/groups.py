@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.protocol import Mean, Metric, Sum, merge_metrics
 from grpo_dist.workers.balance import balance
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.reward import Task
-
-if TYPE_CHECKING:
-    from grpo_dist.engines.vllm_engine import SamplingSettings
 
 LOOPBACK = "127.0.0.1"
 
@@ -47,7 +45,8 @@ class PolicyGroup:
         rows = balance(_lengths(batch), len(self.workers))
         inputs = batch.select(("prompts", "responses", "response_mask"))
         calls = [
-            self.workers.submit(rank, stage, "compute_log_probs", inputs.reorder(part)) for rank, part in enumerate(rows)
+            self.workers.submit(rank, stage, "compute_log_probs", inputs.reorder(part))
+            for rank, part in enumerate(rows)
         ]
         return LogProbJob(calls, rows)
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import ray
 
+from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
 from grpo_dist.protocol import DataProto, Metric
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.process import Process, use_threads
 
 if TYPE_CHECKING:
-    from grpo_dist.engines.fsdp_engine import FSDPEngine, ObjectiveSettings
-    from grpo_dist.engines.fsdp_model import ModelSettings
-    from grpo_dist.engines.optimizer import OptimizerSettings
+    from grpo_dist.engines.fsdp_engine import FSDPEngine
 
 # Weights travel in pieces of this size, so that no process needs room for a second whole model at once.
 WEIGHT_BUCKET_BYTES = 256 << 20
@@ -165,4 +164,3 @@ class ActorWorker(PolicyWorker):
         from grpo_dist.engines.checkpoint import export_hf_model
 
         export_hf_model(self.engine, Path(folder))
-

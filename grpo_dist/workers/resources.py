@@ -41,7 +41,9 @@ def reserve(roles: Mapping[str, tuple[int, float, float]]) -> tuple[Any, dict[st
     group = placement_group([_resources(cpus, gpus) for _, cpus, gpus in needs], strategy="PACK")
     if not group.wait(PLACEMENT_TIMEOUT_S):
         remove_placement_group(group)
-        wanted = ", ".join(f"{role} {count} x ({cpus:g} CPU, {gpus:g} GPU)" for role, (count, cpus, gpus) in roles.items())
+        wanted = ", ".join(
+            f"{role} {count} x ({cpus:g} CPU, {gpus:g} GPU)" for role, (count, cpus, gpus) in roles.items()
+        )
         there = {name: count for name, count in ray.cluster_resources().items() if name in ("CPU", "GPU")}
         raise ConfigError(
             f"the Ray cluster cannot place the workers: asked for {wanted}; it has {there.get('CPU', 0):g} CPU and "

@@ -10,12 +10,13 @@ import numpy as np
 import ray
 import torch
 
+from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.process import Process
 
 if TYPE_CHECKING:
-    from grpo_dist.engines.vllm_engine import EngineSettings, Response, SamplingSettings
+    from grpo_dist.engines.vllm_engine import Response
 
 # Columns that travel inside the handle: one number or string per sequence.
 SMALL_COLUMNS = ("uid", "prompt_length", "response_length", "truncated", "weight_version")

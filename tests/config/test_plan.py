@@ -85,9 +85,7 @@ def test_memory_of_qwen3_8b_on_eight_gpus():
 
 
 def test_kv_cache_of_a_given_size():
-    config, _ = load(
-        "cluster=node8", f"{ROLLOUT}.kv_cache_memory_gib=9", f"{ROLLOUT}.tensor_model_parallel_size=2"
-    )
+    config, _ = load("cluster=node8", f"{ROLLOUT}.kv_cache_memory_gib=9", f"{ROLLOUT}.tensor_model_parallel_size=2")
     # 2 (key, value) * 36 layers * 8 heads * 128 values * 2 bytes = 144 KiB per token, on two GPUs.
     assert kv_cache_tokens(config, QWEN3_8B) == 2 * 9 * 2**30 // (144 * 2**10)
 
@@ -101,9 +99,7 @@ def test_kv_cache_default_on_cpu_is_the_engines():
 
 def test_plan_of_a_local_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2_135M))
-    config, notes = load(
-        f"actor_rollout_ref.model.path={tmp_path}", "trainer.dry_run=true", "data.val_files=x.json"
-    )
+    config, notes = load(f"actor_rollout_ref.model.path={tmp_path}", "trainer.dry_run=true", "data.val_files=x.json")
     text = format_plan(config, notes)
     for part in (
         "  algorithm:\n    adv_estimator: grpo\n",

@@ -129,9 +129,7 @@ def test_null_types_depend_on_the_device():
         "bf16",
     )
     assert (rollout.resolved_deterministic("cpu"), rollout.resolved_deterministic("cuda")) == (True, False)
-    asked = load(
-        f"{ROLLOUT}.dtype=float16", f"{ROLLOUT}.deterministic=false", f"{ACTOR}.fsdp_config.dtype=bf16"
-    )
+    asked = load(f"{ROLLOUT}.dtype=float16", f"{ROLLOUT}.deterministic=false", f"{ACTOR}.fsdp_config.dtype=bf16")
     assert asked.actor_rollout_ref.rollout.resolved_dtype("cpu") == "float16"
     assert asked.actor_rollout_ref.rollout.resolved_deterministic("cpu") is False
     assert asked.actor_rollout_ref.actor.fsdp_config.resolved_dtype("cpu") == "bf16"

@@ -166,6 +166,4 @@ def test_whole_release_its_own_answers_earn_one(tmp_path: Path) -> None:
                 ).score
                 for text in (answer, question, answer.partition("####")[0], other.extra_info["answer"])
             ]
-            assert scores == [1.0, 0.0, 0.0, float(other.ground_truth == prompt.ground_truth)], (
-                prompt.location
-            )
+            assert scores == [1.0, 0.0, 0.0, float(other.ground_truth == prompt.ground_truth)], prompt.location

@@ -29,9 +29,7 @@ def row(question: str = "1+1?", truth: object = "2", **changes: object) -> dict:
 
 
 def write_jsonl(path: Path, *lines: object) -> str:
-    path.write_text(
-        "".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines), encoding="utf-8"
-    )
+    path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines), encoding="utf-8")
     return str(path)
 
 
@@ -90,9 +88,7 @@ def test_max_samples_first_or_seeded_subset(tmp_path: Path) -> None:
     assert subset == [p.index for p in load(file, max_samples=5, shuffle_seed=1)]
     assert subset == sorted(set(subset))
     assert subset != [p.index for p in load(file, max_samples=5, shuffle_seed=2)]
-    assert [p.messages[0]["content"] for p in load(file, max_samples=5, shuffle_seed=1)] == [
-        f"q{i}" for i in subset
-    ]
+    assert [p.messages[0]["content"] for p in load(file, max_samples=5, shuffle_seed=1)] == [f"q{i}" for i in subset]
     assert len(load(file, max_samples=99)) == 20
 
 

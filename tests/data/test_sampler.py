@@ -88,9 +88,7 @@ def test_a_state_of_other_data_is_refused(other: PromptSampler, words: str) -> N
 
 
 def test_fewer_prompts_than_a_batch() -> None:
-    with pytest.raises(
-        DataError, match=r"data.train_batch_size=8: the training set has only 7 prompts.*at most 7"
-    ):
+    with pytest.raises(DataError, match=r"data.train_batch_size=8: the training set has only 7 prompts.*at most 7"):
         PromptSampler(7, 8, shuffle=True, seed=0)
     with pytest.raises(DataError, match=r"data.train_batch_size=0"):
         PromptSampler(7, 0, shuffle=True, seed=0)

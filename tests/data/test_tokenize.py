@@ -72,9 +72,7 @@ def test_template_adds_no_special_tokens_of_the_tokenizer() -> None:
 
 def test_base_model_without_template_joins_contents_and_drops_the_closing_eos() -> None:
     tokenizer = byte_tokenizer(template=None, post="<s> $A </s>")
-    source = Prompt(
-        0, "d", [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}], "2", {}, ""
-    )
+    source = Prompt(0, "d", [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}], "2", {}, "")
     tokenized, _ = tokenize([source], tokenizer)
     assert texts(tokenized, tokenizer) == ["<s>Add.\n1+1="]
     with pytest.raises(DataError, match="no chat template"):
@@ -84,17 +82,13 @@ def test_base_model_without_template_joins_contents_and_drops_the_closing_eos() 
 def test_overlong_prompts_are_filtered_and_counted() -> None:
     short, long = prompt("x"), prompt("x" * 50, index=1)
     limit = len("<user>x<assistant>")  # exactly at the limit stays
-    tokenized, num_filtered = tokenize(
-        [long, short, long], max_prompt_length=limit, filter_overlong_prompts=True
-    )
+    tokenized, num_filtered = tokenize([long, short, long], max_prompt_length=limit, filter_overlong_prompts=True)
     assert [t.prompt for t in tokenized] == [short]
     assert num_filtered == 2
 
 
 def test_everything_filtered_is_an_error() -> None:
-    with pytest.raises(
-        DataError, match=r"data.max_prompt_length=5: all 2 prompts are longer.*a.jsonl, line 1"
-    ):
+    with pytest.raises(DataError, match=r"data.max_prompt_length=5: all 2 prompts are longer.*a.jsonl, line 1"):
         tokenize([prompt("x"), prompt("y", index=1)], max_prompt_length=5, filter_overlong_prompts=True)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -28,7 +26,11 @@ def train(rank: int, path: str, shards: list[list[int]], micro_batch_size: int) 
             for _ in range(2)
         ]
         log_probs = engine.compute_log_probs(data.index(shards[rank]), micro_batch_size=micro_batch_size)
-        out[mode] = (steps, {k: v.clone().numpy() for k, v in engine.full_parameters("float32")}, log_probs.values.numpy())
+        out[mode] = (
+            steps,
+            {k: v.clone().numpy() for k, v in engine.full_parameters("float32")},
+            log_probs.values.numpy(),
+        )
     return out
 
 
@@ -53,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[dict]
 )
 def test_same_loss_metrics_and_weights(runs: dict, layout: str, mode: str) -> None:
     (plain,), _ = runs["1 rank x 1 micro-batch"]
-    ranks, shards = runs[layout]
+    ranks, _ = runs[layout]
     for step in range(2):
         expected = metric_values(plain[mode][0][step])
         merged = metric_values(merge_metrics([rank[mode][0][step] for rank in ranks]))
@@ -62,7 +64,9 @@ def test_same_loss_metrics_and_weights(runs: dict, layout: str, mode: str) -> No
             assert merged[name] == pytest.approx(value, rel=2e-5, abs=1e-6), (layout, mode, step, name)
     # Adam divides by the size of the gradient, so a near-zero one turns rounding into about lr * 1e-3
     for name, weight in plain[mode][1].items():
-        np.testing.assert_allclose(ranks[0][mode][1][name], weight, rtol=1e-4, atol=1e-5, err_msg=f"{layout} {mode} {name}")
+        np.testing.assert_allclose(
+            ranks[0][mode][1][name], weight, rtol=1e-4, atol=1e-5, err_msg=f"{layout} {mode} {name}"
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -118,9 +118,7 @@ def test_an_exception_shows_where_and_for_which_response() -> None:
     with pytest.raises(RewardError) as error:
         call(score, "x" * 150 + "y" * 150)
     message = str(error.value)
-    assert (
-        "reward function mine.py:score, data_source='my/data' raised ValueError: could not convert" in message
-    )
+    assert "reward function mine.py:score, data_source='my/data' raised ValueError: could not convert" in message
     assert f"response: '{'x' * 150}{'y' * 50}'..." in message
     assert "in score\n    return helper(solution_str)" in message
     assert "in helper\n    return float(text)" in message

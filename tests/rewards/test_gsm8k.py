@@ -96,9 +96,7 @@ def test_extract_answer() -> None:
     assert extract_answer("#### 1\n#### ...") is None
 
 
-@pytest.mark.parametrize(
-    "text", ["#### " * 100_000, "#### 1" * 100_000, "#### " + "1," * 200_000, "#" * 400_000]
-)
+@pytest.mark.parametrize("text", ["#### " * 100_000, "#### 1" * 100_000, "#### " + "1," * 200_000, "#" * 400_000])
 def test_long_garbage_takes_no_time(text: str) -> None:
     start = time.perf_counter()
     assert score(text, "4") == 0.0

@@ -36,9 +36,7 @@ def file(tmp_path: Path) -> str:
 
 
 def score(function: RewardFunction, text: str, data_source: str = "mine") -> Any:
-    return score_response(
-        function, data_source=data_source, solution_str=text, ground_truth="4", extra_info={}
-    )
+    return score_response(function, data_source=data_source, solution_str=text, ground_truth="4", extra_info={})
 
 
 @pytest.mark.parametrize("data_source", ["openai/gsm8k", "gsm8k", "arithmetic"])
@@ -72,9 +70,7 @@ def test_built_in_scorers_take_no_reward_kwargs() -> None:
 def test_a_bad_ground_truth_is_an_error_not_a_zero() -> None:
     function = load_reward_function(None, "compute_score", {})
     with pytest.raises(RewardError, match="ground_truth 'four' is not a number"):
-        score_response(
-            function, data_source="gsm8k", solution_str="#### 4", ground_truth="four", extra_info={}
-        )
+        score_response(function, data_source="gsm8k", solution_str="#### 4", ground_truth="four", extra_info={})
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
@@ -126,6 +122,4 @@ def test_files_that_cannot_be_imported(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ConfigError, match=words) as error:
             load_reward_function(path, "compute_score", {})
-        assert str(error.value).startswith(
-            f"custom_reward_function.path/name={path}:compute_score: cannot import"
-        )
+        assert str(error.value).startswith(f"custom_reward_function.path/name={path}:compute_score: cannot import")

@@ -112,9 +112,7 @@ def test_tracker_that_cannot_start_stops_the_run_and_closes_the_others(tmp_path,
 
 def test_missing_package_names_the_key(tmp_path, monkeypatch):
     monkeypatch.setitem(base.TRACKERS, "mlflow", "no_such_package_here:Tracker")
-    with pytest.raises(
-        ConfigError, match=r"trainer\.logger: 'mlflow' needs a package .*no_such_package_here"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer\.logger: 'mlflow' needs a package .*no_such_package_here"):
         build_trackers(["mlflow"], run_dir=tmp_path, **RUN)
 
 

@@ -1,4 +1,6 @@
 import io
+import os
+import termios
 
 import pytest
 
@@ -105,6 +107,21 @@ def test_dumb_terminal_gets_lines(monkeypatch):
     with Progress(40, 0, stream) as progress:
         progress.step(3, METRICS)
     assert stream.getvalue() == LINE + "\n"
+
+
+@pytest.mark.parametrize(("size", "bar"), [((0, 0), False), ((0, 110), False), ((40, 110), True)])
+def test_terminal_without_a_size_gets_lines(size, bar):
+    main, side = os.openpty()
+    termios.tcsetwinsize(side, size)
+    with os.fdopen(side, "w") as stream, Progress(40, 2, stream) as progress:
+        progress.step(3, METRICS)
+        progress.close()
+        shown = ""
+        while "3/40" not in shown or not shown.endswith("\n"):  # a read returns one write or several
+            shown += os.read(main, 10_000).decode(errors="replace")
+    os.close(main)
+    assert (shown == LINE + "\r\n") is not bar
+    assert ("3/40 |" in shown) is bar
 
 
 def test_no_stream_shows_nothing(capsys):

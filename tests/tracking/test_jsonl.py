@@ -9,9 +9,7 @@ from grpo_dist.tracking.jsonl import JsonlTracker, read_metrics, truncate_after
 
 
 def run_info(run_dir, resumed_step=None):
-    return RunInfo(
-        run_dir=run_dir, project_name="p", experiment_name="e", config={}, resumed_step=resumed_step
-    )
+    return RunInfo(run_dir=run_dir, project_name="p", experiment_name="e", config={}, resumed_step=resumed_step)
 
 
 def write_steps(path, steps):

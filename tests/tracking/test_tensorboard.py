@@ -8,9 +8,7 @@ from grpo_dist.tracking.tensorboard import TensorBoardTracker
 
 
 def start(run_dir, resumed_step=None):
-    run = RunInfo(
-        run_dir=run_dir, project_name="p", experiment_name="e", config={}, resumed_step=resumed_step
-    )
+    run = RunInfo(run_dir=run_dir, project_name="p", experiment_name="e", config={}, resumed_step=resumed_step)
     return TensorBoardTracker(run)
 
 

@@ -1,5 +1,6 @@
 import os
 import re
+import time
 
 import pytest
 
@@ -20,22 +21,28 @@ def no_account(monkeypatch, tmp_path):
     return home
 
 
+def wait_for(file, part):
+    """The file's bytes once `part` is in them: W&B's process writes a moment after `finish` returns."""
+    deadline = time.monotonic() + 10
+    while part not in (content := file.read_bytes()):
+        assert time.monotonic() < deadline, f"{part} is not in {file} ({len(content)} bytes)"
+        time.sleep(0.02)
+    return content
+
+
 @pytest.mark.parametrize("explicit", [True, False])
 def test_offline_run_needs_no_account_and_holds_the_data(tmp_path, monkeypatch, capfd, explicit):
     if explicit:
         monkeypatch.setenv("WANDB_MODE", "offline")
     config = {"lr": 0.125, "hf_token": "do-not-keep-this", "seed": 987654}
-    with build_trackers(
-        ["wandb"], run_dir=tmp_path / "run", config=config, resumed_step=None, **RUN
-    ) as trackers:
+    with build_trackers(["wandb"], run_dir=tmp_path / "run", config=config, resumed_step=None, **RUN) as trackers:
         assert trackers.notes[1].startswith("W&B offline: upload later with: wandb sync ")
         trackers.log({"critic/score/mean": 0.375}, 1)
         trackers.log({"critic/score/mean": 0.625}, 2)
         assert trackers.names == ["jsonl", "wandb"]
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
-    content = file.read_bytes()
+    content = wait_for(file, b"0.625")
     assert b"critic/score/mean" in content
-    assert b"0.625" in content
     assert b"987654" in content
     assert b"do-not-keep-this" not in content
     assert capfd.readouterr().out == ""
@@ -47,10 +54,7 @@ def test_resumed_run_keeps_its_id_and_a_fresh_one_gets_its_own(tmp_path):
         build_trackers(["wandb"], run_dir=tmp_path, config={}, resumed_step=resumed_step, **RUN).close()
         ids.append((tmp_path / "wandb" / "run_id").read_text().strip())
     assert ids[0] == ids[1] != ids[2]
-    files = {
-        re.search(r"run-(\w+)\.wandb", file.name)[1]
-        for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    }
+    files = {re.search(r"run-(\w+)\.wandb", file.name)[1] for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb")}
     assert files == set(ids)
 
 
@@ -80,9 +84,7 @@ def test_stored_login_counts_only_for_its_server(no_account, monkeypatch):
 
 def test_online_without_a_key_stops_the_run_instead_of_prompting(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
-    with pytest.raises(
-        ConfigError, match=r"trainer\.logger: 'wandb' with WANDB_MODE=online finds no API key"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer\.logger: 'wandb' with WANDB_MODE=online finds no API key"):
         build_trackers(["wandb"], run_dir=tmp_path, config={}, resumed_step=None, **RUN)
 
 
@@ -96,7 +98,5 @@ def test_server_that_cannot_be_reached_stops_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_dist.tracking.wandb._INIT_TIMEOUT_S", 2.0)
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # the discard port: nobody listens
-    with pytest.raises(
-        ConfigError, match=r"trainer\.logger: 'wandb' cannot start \(online\): .*WANDB_MODE=offline"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer\.logger: 'wandb' cannot start \(online\): .*WANDB_MODE=offline"):
         build_trackers(["wandb"], run_dir=tmp_path, config={}, resumed_step=None, **RUN)
