@@ -77,8 +77,10 @@ def repack_tied_embeddings(model: Any) -> None:
 
     sharing: dict[int, list[Any]] = {}
     for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding) and module.weight.numel():
-            sharing.setdefault(module.weight.data_ptr(), []).append(module)
+        if isinstance(module, VocabParallelEmbedding):
+            weight: Any = module.weight
+            if weight.numel():
+                sharing.setdefault(weight.data_ptr(), []).append(module)
     for modules in sharing.values():
         if len(modules) > 1:
             for module in modules:

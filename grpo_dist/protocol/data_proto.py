@@ -107,9 +107,17 @@ class DataProto:
         )
 
     def rename(self, names: Mapping[str, str]) -> DataProto:
-        """Rename columns: {old: new}."""
+        """Rename columns: {old: new}.
+
+        Raises:
+            BatchError: a column is missing, or two columns would have one name.
+        """
         for name in names:
             self[name]
+        renamed = [names.get(name, name) for name in self.columns()]
+        for name in renamed:
+            if renamed.count(name) > 1:
+                raise BatchError(f"rename: two columns would be called {name!r}")
         return DataProto(
             {names.get(k, k): v for k, v in self.batch.items()},
             {names.get(k, k): v for k, v in self.non_tensor_batch.items()},
@@ -120,6 +128,8 @@ class DataProto:
     def index(self, rows: Rows) -> DataProto:
         """These rows, in this order; a row may be taken more than once."""
         picked = rows if isinstance(rows, slice) else np.asarray(rows)
+        if not isinstance(picked, slice) and picked.size == 0:
+            picked = picked.astype(np.int64)  # an empty list has no type of its own
         tensor_rows = picked if isinstance(picked, slice) else torch.as_tensor(picked)
         return DataProto(
             {k: v[tensor_rows] for k, v in self.batch.items()},
@@ -145,7 +155,8 @@ class DataProto:
         """
         if num_chunks < 1 or len(self) % num_chunks:
             raise BatchError(f"{len(self)} rows cannot be cut into {num_chunks} equal chunks")
-        return self.split(max(len(self) // num_chunks, 1))
+        rows = len(self) // num_chunks
+        return [self.slice(i * rows, (i + 1) * rows) for i in range(num_chunks)]
 
     def repeat(self, times: int, interleave: bool) -> DataProto:
         """Each row `times` times: aabb with `interleave`, else abab."""
@@ -197,7 +208,12 @@ class DataProto:
         """Write `path`.safetensors (tensors) and `path`.json (object columns and meta_info, which must be JSON)."""
         from safetensors.torch import save_file
 
-        parts = {f"{k}.{i}": t.contiguous() for k, v in self.batch.items() for i, t in enumerate(_parts(v))}
+        # clones: columns may share memory (per-token columns share offsets), which safetensors refuses
+        parts = {
+            f"{k}.{i}": t.clone(memory_format=torch.contiguous_format)
+            for k, v in self.batch.items()
+            for i, t in enumerate(_parts(v))
+        }
         save_file(parts, f"{path}.safetensors")
         objects = {k: v.tolist() for k, v in self.non_tensor_batch.items()}
         Path(f"{path}.json").write_text(json.dumps({"non_tensor_batch": objects, "meta_info": self.meta_info}))

@@ -60,5 +60,7 @@ def require(stage: str, present: Iterable[str], needed: Iterable[str]) -> None:
     have = set(present)
     missing = [name for name in needed if name not in have]
     if missing:
-        makers = ", ".join(f"{name!r} (made by {FIELDS[name].made_by})" for name in missing)
+        makers = ", ".join(
+            f"{name!r} (made by {FIELDS[name].made_by})" if name in FIELDS else repr(name) for name in missing
+        )
         raise BatchError(f"stage {stage!r} needs {makers}; the batch has {', '.join(sorted(have)) or 'no columns'}")

@@ -37,6 +37,9 @@ from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.reward import RewardSettings, RewardWorker
 from grpo_dist.workers.rollout import RolloutWorker
 
+# Ray's limit on concurrent calls of one rollout worker; the engine itself queues what it cannot run yet.
+MAX_PROMPTS_IN_FLIGHT = 10_000
+
 
 def resolve_names(config: RunConfig) -> None:
     """Import every function the config names.
@@ -101,55 +104,38 @@ def total_steps(config: RunConfig, prompts: Prompts) -> int:
 class Workers:
     """All worker processes of a run, from reservation to shutdown."""
 
-    def __init__(self, config: RunConfig, num_steps: int) -> None:
+    def __init__(self, config: RunConfig) -> None:
+        """Start the processes; they import what they need while the driver reads the prompts."""
         self.config, self.place = config, placement(config)
         self._placement_group, bundles = reserve(_resources(config, self.place))
-        timeout_s, env = config.trainer.worker_timeout_s, _environment(self.place)
-        rollout_settings = [_engine_settings(config, self.place, i) for i in range(self.place.num_engines)]
-        policy = policy_settings(config, self.place, num_steps)
-        common: dict[str, Any] = {"env": env, "timeout_s": timeout_s}
-        size = self.place.actor_world_size
-        self.actor = WorkerGroup.spawn(
-            "actor", ActorWorker, bundles["actor"], args=[(rank, size, policy) for rank in range(size)], **common
-        )
-        self.rollout = WorkerGroup.spawn(
-            "rollout",
-            RolloutWorker,
-            bundles["rollout"],
-            args=[(settings,) for settings in rollout_settings],
-            max_concurrency=10_000,
-            **common,
-        )
-        self.reward = WorkerGroup.spawn(
-            "reward",
-            RewardWorker,
-            bundles["reward"],
-            args=[(reward_settings(config),)] * config.reward.num_workers,
-            **common,
-        )
-        self.ref: WorkerGroup | None = None
-        if self.place.ref_world_size:
-            size, settings = self.place.ref_world_size, reference_settings(config, self.place)
-            self.ref = WorkerGroup.spawn(
-                "ref", PolicyWorker, bundles["ref"], args=[(rank, size, settings) for rank in range(size)], **common
-            )
+        common: dict[str, Any] = {"env": _environment(self.place), "timeout_s": config.trainer.worker_timeout_s}
+
+        def spawn(role: str, worker_class: type, **options: Any) -> WorkerGroup:
+            size = len(bundles[role])
+            args = [(rank, size) if issubclass(worker_class, PolicyWorker) else () for rank in range(size)]
+            return WorkerGroup.spawn(role, worker_class, bundles[role], args=args, **common, **options)
+
+        self.rollout = spawn("rollout", RolloutWorker, max_concurrency=MAX_PROMPTS_IN_FLIGHT)
+        self.actor = spawn("actor", ActorWorker)
+        self.ref = spawn("ref", PolicyWorker) if self.place.ref_world_size else None
+        self.reward = spawn("reward", RewardWorker)
 
     @property
     def groups(self) -> list[WorkerGroup]:
         """All of them."""
         return [g for g in (self.rollout, self.actor, self.ref, self.reward) if g is not None]
 
-    def start(self) -> Roles:
+    def start(self, num_steps: int) -> Roles:
         """Load models and engines, all at the same time, and wait until every process is ready."""
-        roles = Roles(
-            ActorGroup(self.actor),
-            RolloutGroup(self.rollout),
-            RewardPool(self.reward),
-            PolicyGroup(self.ref) if self.ref is not None else None,
-        )
-        parts = (roles.rollout, roles.actor, roles.ref, roles.reward)
-        calls = [call for part in parts if part is not None for call in part.submit_start()]
-        self.actor.gather(calls, timeout_s=self.config.actor_rollout_ref.rollout.startup_timeout_s)
+        config, place = self.config, self.place
+        ref = PolicyGroup(self.ref) if self.ref is not None else None
+        roles = Roles(ActorGroup(self.actor), RolloutGroup(self.rollout), RewardPool(self.reward), ref)
+        engines = [_engine_settings(config, place, i) for i in range(place.num_engines)]
+        calls = roles.rollout.submit_start(engines)
+        calls += roles.actor.submit_start(policy_settings(config, place, num_steps))
+        calls += ref.submit_start(reference_settings(config, place)) if ref is not None else []
+        calls += roles.reward.submit_start(reward_settings(config))
+        self.actor.gather(calls, timeout_s=config.actor_rollout_ref.rollout.startup_timeout_s)
         return roles
 
     def peak_memory(self) -> dict[str, float]:
@@ -288,6 +274,8 @@ def _resources(config: RunConfig, place: Placement) -> Mapping[str, tuple[int, f
 
 
 def _environment(place: Placement) -> dict[str, str]:
-    """Set before a worker imports anything."""
-    threads: dict[str, Any] = {"OMP_NUM_THREADS": place.num_threads_per_worker} if place.device == "cpu" else {}
-    return {name: str(value) for name, value in (threads | {"TOKENIZERS_PARALLELISM": "false"}).items()}
+    """What must be set before a worker starts. Ray itself sets OMP_NUM_THREADS=1 for workers of up to one CPU, and
+    workers without variables of their own can use the processes that Ray has started beforehand.
+    """
+    threads = place.num_threads_per_worker
+    return {"OMP_NUM_THREADS": str(threads)} if place.device == "cpu" and threads > 1 else {}

@@ -51,13 +51,13 @@ def _build(config: RunConfig, run_dir: Path, stack: ExitStack) -> tuple:
     from grpo_dist.trainer.build import Workers, build_trainer, load_run_prompts, resolve_names, total_steps
 
     resolve_names(config)
+    workers = Workers(config)
+    stack.callback(workers.shutdown)
     prompts, notes = load_run_prompts(config)
     for note in notes:
         _say(config, note)
     steps = total_steps(config, prompts)
-    workers = Workers(config, steps)
-    stack.callback(workers.shutdown)
-    trainer = build_trainer(config, workers.start(), prompts, steps)
+    trainer = build_trainer(config, workers.start(steps), prompts, steps)
     folder = trainer.resume()
     if folder is not None:
         _say(config, f"resumed from {folder}")

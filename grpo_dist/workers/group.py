@@ -92,7 +92,7 @@ class WorkerGroup:
                 num_gpus=bundle.num_gpus,
                 max_concurrency=max_concurrency,
                 max_restarts=0,
-                runtime_env={"env_vars": dict(env)},
+                runtime_env={"env_vars": dict(env)} if env else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(bundle.group, bundle.index),
             )
             handles.append(options.remote(*arguments))
@@ -170,9 +170,7 @@ class WorkerGroup:
 
 
 def _cause_of_death(error: RayActorError) -> str:
-    """The line of Ray's report that says why."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    causes = [
-        line for line in lines if any(word in line for word in ("exit", "OOM", "memory", "killed", "cause", "died"))
-    ]
-    return (causes or lines or ["no reason given"])[-1][:300]
+    """What Ray's report says about why: its exit detail, up to the general advice."""
+    report = " ".join(str(error).split())
+    _, _, detail = report.rpartition("Worker exit detail: ")
+    return (detail or report).partition("Some common causes")[0].strip()[:300]

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.protocol import Mean, Metric, Sum, merge_metrics
 from grpo_dist.workers.balance import balance
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
-from grpo_dist.workers.reward import Task
+from grpo_dist.workers.policy import PolicySettings
+from grpo_dist.workers.reward import RewardSettings, Task
 
 LOOPBACK = "127.0.0.1"
 
@@ -32,13 +33,13 @@ class PolicyGroup:
     def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
 
-    def submit_start(self) -> list[Call]:
+    def submit_start(self, settings: PolicySettings) -> list[Call]:
         """Form the process group and load the model, without waiting."""
         addresses = self.workers.call_all("start", "address")
         self.workers.nodes = [address.host for address in addresses]
         one_node = len({address.ip for address in addresses}) == 1
         master = addresses[0]
-        return self.workers.submit_all("start", "start", LOOPBACK if one_node else master.ip, master.port)
+        return self.workers.submit_all("start", "start", settings, LOOPBACK if one_node else master.ip, master.port)
 
     def submit_log_probs(self, stage: str, batch: DataProtoRef) -> LogProbJob:
         """Compute log-probs of all rows, spread over the ranks, without waiting."""
@@ -97,10 +98,10 @@ class RolloutGroup:
         self.workers = workers
         self._in_flight = [0] * len(workers)
 
-    def submit_start(self) -> list[Call]:
-        """Start all engines, without waiting."""
+    def submit_start(self, settings: Sequence[EngineSettings]) -> list[Call]:
+        """Start all engines, each with settings of its own, without waiting."""
         self.workers.nodes = [address.host for address in self.workers.call_all("start", "address")]
-        return self.workers.submit_all("start", "start")
+        return [self.workers.submit(rank, "start", "start", each) for rank, each in enumerate(settings)]
 
     def submit(self, uid: str, prompt: np.ndarray, sampling: SamplingSettings) -> Call:
         """Sample a group of responses, without waiting."""
@@ -121,10 +122,10 @@ class RewardPool:
         self.workers = workers
         self._free = list(range(len(workers)))
 
-    def submit_start(self) -> list[Call]:
+    def submit_start(self, settings: RewardSettings) -> list[Call]:
         """Load tokenizers and reward functions, without waiting."""
         self.workers.nodes = [address.host for address in self.workers.call_all("start", "address")]
-        return self.workers.submit_all("start", "start")
+        return self.workers.submit_all("start", "start", settings)
 
     @property
     def has_free(self) -> bool:

@@ -59,11 +59,14 @@ class PolicyWorker(Process):
 
     column = "ref_log_probs"
 
-    def __init__(self, rank: int, world_size: int, settings: PolicySettings) -> None:
-        self.rank, self.world_size, self.settings = rank, world_size, settings
-        self.engine: FSDPEngine = None  # type: ignore[assignment]
+    settings: PolicySettings
+    engine: FSDPEngine
 
-    def start(self, master_address: str, master_port: int) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        import_engine()
+
+    def start(self, settings: PolicySettings, master_address: str, master_port: int) -> None:
         """Join the role's process group and load the model."""
         import torch
 
@@ -71,7 +74,7 @@ class PolicyWorker(Process):
         from grpo_dist.engines.fsdp_engine import FSDPEngine
         from grpo_dist.engines.fsdp_model import init_process_group
 
-        settings = self.settings
+        self.settings = settings
         use_threads(settings.num_threads)
         torch.manual_seed(settings.seed)
         init_process_group(
@@ -97,6 +100,11 @@ class PolicyWorker(Process):
             rows.fetch(SEQUENCE_COLUMNS), micro_batch_size=self.settings.log_prob_micro_batch_size
         )
         return DataProtoRef.put(DataProto.from_dict({self.column: log_probs}), small=())
+
+
+def import_engine() -> None:
+    """The slow imports of a policy worker: its constructor makes them while the driver still reads the prompts."""
+    import transformers.modeling_utils  # noqa: F401
 
 
 class ActorWorker(PolicyWorker):

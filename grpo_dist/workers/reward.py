@@ -39,10 +39,7 @@ class Task:
 class RewardWorker(Process):
     """Text side of the pipeline; one process of a pool."""
 
-    def __init__(self, settings: RewardSettings) -> None:
-        self.settings = settings
-
-    def start(self) -> None:
+    def start(self, settings: RewardSettings) -> None:
         """Load tokenizer and reward function.
 
         Raises:
@@ -53,7 +50,6 @@ class RewardWorker(Process):
         from grpo_dist.rewards import load_reward_function
 
         use_threads(1)
-        settings = self.settings
         self.tokenizer = load_tokenizer(
             resolve_model_path(settings.tokenizer_path), trust_remote_code=settings.trust_remote_code
         )

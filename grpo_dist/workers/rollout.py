@@ -16,7 +16,7 @@ from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.process import Process
 
 if TYPE_CHECKING:
-    from grpo_dist.engines.vllm_engine import Response
+    from grpo_dist.engines.vllm_engine import Response, VLLMEngine
 
 # Columns that travel inside the handle: one number or string per sequence.
 SMALL_COLUMNS = ("uid", "prompt_length", "response_length", "truncated", "weight_version")
@@ -25,15 +25,14 @@ SMALL_COLUMNS = ("uid", "prompt_length", "response_length", "truncated", "weight
 class RolloutWorker(Process):
     """Generates responses and takes new weights."""
 
-    def __init__(self, settings: EngineSettings) -> None:
-        self.settings = settings
+    engine: VLLMEngine
 
-    async def start(self) -> None:
+    async def start(self, settings: EngineSettings) -> None:
         """Start the engine."""
         from grpo_dist.assets import resolve_model_path
         from grpo_dist.engines.vllm_engine import VLLMEngine
 
-        self.engine = VLLMEngine(replace(self.settings, model_path=resolve_model_path(self.settings.model_path)))
+        self.engine = VLLMEngine(replace(settings, model_path=resolve_model_path(settings.model_path)))
         await self.engine.start()
 
     async def generate(self, uid: str, prompt: np.ndarray, sampling: SamplingSettings) -> DataProtoRef:

@@ -1,0 +1,46 @@
+# make quickstart   set up .venv and train the built-in model on the built-in task (a few minutes, no download of models)
+# make test         set up and run all tests
+# make check        what every change must pass: format, lint, types, layers, fast tests
+#
+# DEVICE=gpu sets up for NVIDIA GPUs; PYTHON names the interpreter that .venv is made with (3.11 or 3.12).
+
+DEVICE ?= cpu
+PYTHON ?= python3
+BIN := .venv/bin
+CODE := grpo_dist tests scripts benchmarks examples
+
+export PYTHON
+
+.PHONY: help setup quickstart smollm2 test check format clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile
+
+setup:
+	@bash scripts/setup.sh $(DEVICE)
+
+quickstart: setup
+	$(BIN)/python -m grpo_dist.main algorithm.adv_estimator=grpo
+
+# A real model: SmolLM2-135M-Instruct on GSM8K and on arithmetic, a few steps each.
+smollm2: setup
+	bash examples/run_smollm2_cpu.sh
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/architecture
+	$(BIN)/python -m pytest -m "not slow and not ray" --ignore=tests/architecture
+
+format: setup
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+
+# Caches and builds. Runs (outputs/), models/, data/ and .venv stay.
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Run a job on a Ray cluster that is already there; the arguments are grpo_dist's.
+#
+#   bash examples/ray_job_submit.sh [key=value ...]
+#
+# RAY_API_SERVER_ADDRESS  the cluster's dashboard                     default: http://127.0.0.1:8265
+# JOB_PYTHON              the interpreter on the cluster's nodes      default: python
+#
+# One machine:        ray start --head
+# Several machines:   head$  ray start --head --port=6379 --dashboard-host=0.0.0.0
+#                     other$ ray start --address=HEAD:6379
+#                     bash examples/ray_job_submit.sh cluster=multi_node trainer.nnodes=2 model=qwen3_8b data=gsm8k \
+#                       data.train_files=/shared/gsm8k/train.parquet data.val_files=/shared/gsm8k/test.parquet \
+#                       trainer.default_local_dir=/shared/runs/qwen3_8b
+#   - The dashboard runs any code it is sent and asks for no password: open its port to your own network only.
+#   - Every node has the same Python, Ray and grpo_dist's packages (pip install -e '.[gpu]', or the Docker image).
+#   - --working-dir sends this folder to all nodes, except what .gitignore names. The job runs in a copy that is
+#     deleted afterwards, so data, models and trainer.default_local_dir are absolute paths on a shared disk (or hub
+#     names). Your own reward or estimator in this folder is sent along.
+#   - Follow a job: ray job logs -f ID. End it: ray job stop ID; its workers end with it.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+ray=ray
+[[ -x .venv/bin/ray && -z $(command -v ray) ]] && ray=.venv/bin/ray
+
+exec "$ray" job submit \
+  --address "${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}" \
+  --working-dir . \
+  -- "${JOB_PYTHON:-python}" -m grpo_dist.main "$@"

@@ -1,0 +1,62 @@
+"""What tests share because it is slow to start: one local Ray cluster, and random models on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Test modules import Ray at collection, before `connect` could tell it to stay on the loopback address.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """A local Ray cluster with two logical CPUs."""
+    import ray
+
+    from grpo_dist.workers.cluster import connect
+
+    connect("local", 2)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of two random models with a tokenizer: "tied" and "untied" embeddings. vLLM takes them too."""
+    return {name: _random_model(tmp_path_factory.mktemp(name), tied=name == "tied") for name in ("tied", "untied")}
+
+
+def _random_model(folder: Path, *, tied: bool) -> str:
+    import torch
+    import transformers
+
+    from tests.models import random_qwen3
+
+    config = transformers.AutoConfig.from_pretrained(random_qwen3(folder))
+    config.head_dim = 32  # the smallest that vLLM's CPU attention has
+    config.tie_word_embeddings = tied
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():  # the default init is so small that every distribution is uniform
+        if "norm" not in name:
+            parameter.data.mul_(3.0)
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.save_pretrained(folder)
+    _tokenizer(config.vocab_size).save_pretrained(folder)
+    return str(folder)
+
+
+def _tokenizer(vocab_size: int) -> Any:
+    """One token per word: w3, w4, ...; 0 pads, 2 ends."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<unk>": 1, "<end>": 2} | {f"w{i}": i for i in range(3, vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<end>")

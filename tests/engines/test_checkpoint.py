@@ -1,0 +1,151 @@
+"""Stop and go on: on as many ranks, on fewer, on more. The run that went on equals the one that was never stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.engines.checkpoint import export_hf_model, load_engine, save_engine
+from grpo_dist.engines.fsdp_engine import FSDPEngine
+from grpo_dist.engines.settings import ModelSettings, OptimizerSettings
+from grpo_dist.errors import CheckpointError
+from grpo_dist.protocol import metric_values
+from tests.models import objective, random_batch
+from tests.ranks import run_ranks
+
+
+def engine_with_schedule(path: str) -> FSDPEngine:
+    """Warm-up and cosine: every step has a learning rate of its own, so a lost schedule shows."""
+    model = ModelSettings(path, False, "fp32", "fp32", False, True)
+    optimizer = OptimizerSettings(1e-2, 0.01, (0.9, 0.999), "cosine", 2, 6, 0.1)
+    return FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, grad_clip=1.0)
+
+
+def step(engine: FSDPEngine, rank: int, world_size: int, number: int) -> dict[str, float]:
+    rows = list(range(rank, 8, world_size))
+    data = random_batch(num_groups=4, n=2, seed=number).index(rows)
+    return metric_values(engine.train_mini_batch(data, micro_batch_size=4, objective=objective()))
+
+
+def weights(engine: FSDPEngine) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")}
+
+
+def uninterrupted(rank: int, models: dict[str, str], folder: Path) -> dict[str, Any]:
+    """Two ranks: steps 0 and 1, save, step 2. Then export; and the untied model's export."""
+    engine = engine_with_schedule(models["tied"])
+    for number in range(2):
+        step(engine, rank, 2, number)
+    save_engine(engine, folder / "two")
+    saved = weights(engine)
+    metrics = step(engine, rank, 2, 2)
+    untied = engine_with_schedule(models["untied"])
+    step(untied, rank, 2, 0)
+    data = random_batch(num_groups=2, n=1)
+    out = {}
+    for name, exported in (("tied", engine), ("untied", untied)):
+        export_hf_model(exported, folder / name)
+        out[name] = (weights(exported), exported.compute_log_probs(data, micro_batch_size=2).values.numpy())
+    return {"saved": saved, "after": weights(engine), "metrics": metrics, "exports": out}
+
+
+def go_on(rank: int, world_size: int, models: dict[str, str], source: Path, target: Path | None) -> dict[str, Any]:
+    """A fresh engine that loads, perhaps saves again, and takes step 2."""
+    engine = engine_with_schedule(models["tied"])
+    fresh = weights(engine)
+    load_engine(engine, source)
+    loaded = weights(engine)
+    if target is not None:
+        save_engine(engine, target)
+    metrics = step(engine, rank, world_size, 2)
+    errors = {}
+    for name, folder, model in (("absent", source / "absent", "tied"), ("other", source, "untied")):
+        other = engine_with_schedule(models[model])
+        try:
+            load_engine(other, folder)
+        except CheckpointError as error:
+            errors[name] = str(error)
+    return {"fresh": fresh, "loaded": loaded, "after": weights(engine), "metrics": metrics, "errors": errors}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def runs(random_models: dict[str, str], folder: Path) -> dict[str, list[dict[str, Any]]]:
+    return {
+        "uninterrupted": run_ranks(2, uninterrupted, random_models, folder),
+        "2 -> 1": run_ranks(1, go_on, 1, random_models, folder / "two", folder / "one"),
+        "1 -> 2": run_ranks(2, go_on, 2, random_models, folder / "one", None),
+    }
+
+
+@pytest.mark.parametrize("ranks", ["2 -> 1", "1 -> 2"])
+def test_loaded_weights_are_the_saved_ones(runs: dict, ranks: str) -> None:
+    saved = runs["uninterrupted"][0]["saved"]
+    for result in runs[ranks]:
+        assert result["loaded"].keys() == saved.keys()
+        for name, weight in saved.items():
+            np.testing.assert_array_equal(result["loaded"][name], weight, err_msg=name)
+    assert any((result["fresh"][name] != saved[name]).any() for name in saved), "the steps before changed nothing"
+
+
+@pytest.mark.parametrize("ranks", ["2 -> 1", "1 -> 2"])
+def test_the_next_step_equals_the_uninterrupted_one(runs: dict, ranks: str) -> None:
+    """Adam's moments, its step count and the learning rate all enter the weights."""
+    expected = runs["uninterrupted"][0]
+    for result in runs[ranks]:
+        assert result["metrics"]["actor/lr"] == expected["metrics"]["actor/lr"]
+        assert result["metrics"]["actor/grad_norm"] == pytest.approx(expected["metrics"]["actor/grad_norm"], rel=1e-4)
+        for name, weight in expected["after"].items():
+            np.testing.assert_allclose(result["after"][name], weight, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_the_step_is_one_that_shows(runs: dict) -> None:
+    """Without the optimizer's state the same step would have moved the weights by another amount."""
+    run = runs["uninterrupted"][0]
+    assert run["metrics"]["actor/lr"] == pytest.approx(1e-2), "step 2 of a warm-up of 2: the peak"
+    moved = np.concatenate([(run["after"][name] - run["saved"][name]).ravel() for name in run["saved"]])
+    assert 1e-4 < np.abs(moved).mean() < 0.9e-2, "a fresh Adam would move nearly every weight by the rate itself"
+
+
+@pytest.mark.parametrize("ranks", ["2 -> 1", "1 -> 2"])
+def test_an_unreadable_checkpoint_is_named(runs: dict, ranks: str, folder: Path) -> None:
+    for result in runs[ranks]:
+        assert f"{folder}" in result["errors"]["absent"]
+        assert "cannot be read as a checkpoint of this model" in result["errors"]["absent"]
+        assert "lm_head" in result["errors"]["other"]
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_the_export_loads_in_transformers(runs: dict, folder: Path, name: str) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / name)
+    weights, log_probs = runs["uninterrupted"][0]["exports"][name]
+    assert model.dtype == torch.float32
+    assert model.config.tie_word_embeddings == (name == "tied")
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (name == "tied")
+    assert ("lm_head.weight" in weights) == (name == "untied")
+    for key, parameter in model.named_parameters():
+        np.testing.assert_array_equal(parameter.detach().numpy(), weights[key], err_msg=key)
+    data = random_batch(num_groups=2, n=1)
+    rows = []
+    with torch.no_grad():
+        for prompt, response in zip(data["prompts"].rows(), data["responses"].rows(), strict=True):
+            logits = model(input_ids=torch.cat([prompt, response]).long().unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
+            rows.append(torch.log_softmax(logits, -1).gather(-1, response.long().unsqueeze(-1)).squeeze(-1))
+    torch.testing.assert_close(torch.cat(rows), torch.from_numpy(log_probs), atol=1e-5, rtol=0)
+
+
+def test_the_export_has_tokenizer_and_generation_config(runs: dict, folder: Path) -> None:
+    import transformers
+
+    assert transformers.AutoTokenizer.from_pretrained(folder / "tied").decode([3, 4]) == "w3 w4"
+    assert transformers.GenerationConfig.from_pretrained(folder / "tied").eos_token_id == 2

@@ -1,0 +1,230 @@
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.errors import BatchError
+from grpo_dist.protocol import DataProto, Ragged
+
+
+def batch() -> DataProto:
+    """Three rows: dense x (3,), dense y (3, 2), ragged r, object uid."""
+    return DataProto.from_dict(
+        {
+            "x": torch.tensor([10, 20, 30]),
+            "y": torch.arange(6.0).reshape(3, 2),
+            "r": Ragged.from_rows([[1], [2, 3], []], torch.int32),
+        },
+        {"uid": ["a", "b", "c"]},
+        {"step": 4},
+    )
+
+
+def content(data: DataProto) -> dict:
+    """Every column as plain lists."""
+    return {
+        name: [row.tolist() for row in column.rows()] if isinstance(column, Ragged) else column.tolist()
+        for name, column in data.columns().items()
+    }
+
+
+WHOLE = {"x": [10, 20, 30], "y": [[0, 1], [2, 3], [4, 5]], "r": [[1], [2, 3], []], "uid": ["a", "b", "c"]}
+
+
+# --- columns -----------------------------------------------------------------------------------------------------
+def test_columns() -> None:
+    data = batch()
+    assert len(data) == 3
+    assert content(data) == WHOLE
+    assert data["x"].tolist() == [10, 20, 30]
+    assert data["uid"].dtype == object
+    assert len(DataProto()) == 0
+
+
+def test_select_pop_rename() -> None:
+    assert content(batch().select(["uid", "x"])) == {"x": [10, 20, 30], "uid": ["a", "b", "c"]}
+    taken, rest = batch().pop(["r"])
+    assert list(taken.columns()) == ["r"]
+    assert list(rest.columns()) == ["x", "y", "uid"]
+    renamed = batch().rename({"x": "z", "uid": "id"})
+    assert list(renamed.columns()) == ["z", "y", "r", "id"]
+    assert renamed["z"].tolist() == [10, 20, 30]
+    assert renamed.meta_info == {"step": 4}
+
+
+def test_union() -> None:
+    more = DataProto.from_dict(
+        {"z": torch.tensor([7, 8, 9]), "x": torch.tensor([10, 20, 30])}, {"uid": ["a", "b", "c"]}, {"epoch": 1}
+    )
+    both = batch().union(more)
+    assert content(both) == WHOLE | {"z": [7, 8, 9]}
+    assert both.meta_info == {"step": 4, "epoch": 1}
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"x": torch.tensor([10, 20, 31])},
+        {"x": torch.tensor([10.0, 20.0, 30.0])},
+        {"r": Ragged.from_rows([[1], [2], [3]], torch.int32)},
+        {"r": torch.tensor([1, 2, 3])},
+    ],
+    ids=["value", "dtype", "lengths", "kind"],
+)
+def test_union_refuses_a_column_that_differs(column: dict) -> None:
+    name = next(iter(column))
+    with pytest.raises(BatchError, match=f"both batches have a column '{name}', with different values"):
+        batch().union(DataProto.from_dict(column))
+    with pytest.raises(BatchError, match="both batches have a column 'uid'"):
+        batch().union(DataProto.from_dict({}, {"uid": ["a", "b", "d"]}))
+
+
+# --- rows --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([2, 0], [2, 0]),
+        (np.array([1, 1]), [1, 1]),
+        (torch.tensor([0]), [0]),
+        (slice(1, None), [1, 2]),
+        (np.array([True, False, True]), [0, 2]),
+        ([], []),
+    ],
+    ids=["list", "repeated", "tensor", "slice", "mask", "none"],
+)
+def test_index(rows: object, expected: list[int]) -> None:
+    picked = batch().index(rows)
+    assert content(picked) == {name: [column[i] for i in expected] for name, column in WHOLE.items()}
+    assert picked.meta_info == {"step": 4}
+
+
+def test_slice_split_chunk() -> None:
+    assert batch().slice(1, 3)["x"].tolist() == [20, 30]
+    assert [part["uid"].tolist() for part in batch().split(2)] == [["a", "b"], ["c"]]
+    assert [part["x"].tolist() for part in batch().chunk(3)] == [[10], [20], [30]]
+    empty = batch().slice(0, 0).chunk(2)
+    assert [len(part) for part in empty] == [0, 0]
+    assert list(empty[0].columns()) == ["x", "y", "r", "uid"]
+
+
+def test_repeat() -> None:
+    assert batch().repeat(2, interleave=True)["uid"].tolist() == ["a", "a", "b", "b", "c", "c"]
+    assert batch().repeat(2, interleave=False)["x"].tolist() == [10, 20, 30, 10, 20, 30]
+
+
+def test_pad_and_unpad() -> None:
+    padded, missing = batch().pad_to_divisor(4)
+    assert (missing, padded["uid"].tolist()) == (1, ["a", "b", "c", "a"])
+    assert content(padded.unpad(missing)) == WHOLE
+    more, missing = batch().pad_to_divisor(8)
+    assert (missing, more["x"].tolist()) == (5, [10, 20, 30, 10, 20, 30, 10, 20])
+    same, missing = batch().pad_to_divisor(3)
+    assert (missing, content(same)) == (0, WHOLE)
+    nothing, missing = batch().slice(0, 0).pad_to_divisor(4)
+    assert (missing, len(nothing)) == (0, 0)
+
+
+def test_concat() -> None:
+    assert content(DataProto.concat([batch().slice(0, 1), batch().slice(1, 3)])) == WHOLE
+    other = DataProto.from_dict(batch().batch, batch().non_tensor_batch, {"step": 5})
+    joined = DataProto.concat([batch(), other])
+    assert (len(joined), joined.meta_info) == (6, {"step": 5})
+    assert len(DataProto.concat([])) == 0
+
+
+def test_operations_leave_the_original_alone() -> None:
+    data = batch()
+    data.select(["x"]), data.pop(["x"]), data.rename({"x": "q"}), data.index([2]), data.repeat(2, interleave=True)
+    data.union(DataProto.from_dict({"z": torch.zeros(3)})), data.pad_to_divisor(5), DataProto.concat([data, data])
+    assert content(data) == WHOLE
+    assert data.meta_info == {"step": 4}
+    with pytest.raises(AttributeError):
+        data.batch = {}  # type: ignore[misc]
+
+
+# --- wire and disk -----------------------------------------------------------------------------------------------
+def pickled(length: int) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    data = DataProto.from_dict(
+        {"responses": Ragged.from_rows([np.arange(length)] * 4, torch.int32), "score": torch.arange(4.0)},
+        {"uid": ["a", "a", "b", "b"]},
+    )
+    buffers: list[pickle.PickleBuffer] = []
+    return pickle.dumps(data, protocol=5, buffer_callback=buffers.append), buffers
+
+
+def test_pickling_is_out_of_band() -> None:
+    short, _ = pickled(8)
+    long, buffers = pickled(100_000)
+    assert len(short) < 2000
+    assert abs(len(long) - len(short)) <= 16, "in-band bytes must not grow with the data"
+    assert sorted(b.raw().nbytes for b in buffers) == [4 * 4, 5 * 8, 4 * 100_000 * 4]
+
+
+def test_unpickling_shares_read_only_memory() -> None:
+    in_band, buffers = pickled(50)
+    stored = [bytes(buffer.raw()) for buffer in buffers]  # bytes: nobody can write them, as in the object store
+    data = pickle.loads(in_band, buffers=stored)
+    assert content(data)["responses"] == [list(range(50))] * 4
+    addresses = {np.frombuffer(block, np.uint8).ctypes.data for block in stored}
+    shared = (data["responses"].values, data["responses"].offsets, data["score"])
+    assert {tensor.data_ptr() for tensor in shared} == addresses, "a copy was made"
+
+
+def test_unpickling_says_nothing_about_read_only_memory(recwarn: pytest.WarningsRecorder) -> None:
+    in_band, buffers = pickled(50)
+    pickle.loads(in_band, buffers=[bytes(buffer.raw()) for buffer in buffers])
+    assert not recwarn.list
+
+
+def test_pickling_a_slice_sends_the_slice_only() -> None:
+    whole = DataProto.from_dict({"x": torch.zeros(10_000)})
+    assert len(pickle.dumps(whole.slice(0, 10), protocol=5)) < 1000
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    batch().save(tmp_path / "batch")
+    loaded = DataProto.load(tmp_path / "batch")
+    assert content(loaded) == WHOLE
+    assert loaded.meta_info == {"step": 4}
+    assert loaded["r"].values.dtype == torch.int32
+    assert loaded["uid"].dtype == object
+
+
+def test_save_takes_columns_that_share_memory(tmp_path: Path) -> None:
+    """Per-token columns often share their offsets; a slice shares the memory of its batch."""
+    r = batch()["r"]
+    data = DataProto.from_dict({"r": r, "scores": Ragged(r.values.float(), r.offsets), "z": torch.arange(9)[3:6]})
+    data.save(tmp_path / "batch")
+    expected = {"r": [[1], [2, 3], []], "scores": [[1], [2, 3], []], "z": [3, 4, 5]}
+    assert content(DataProto.load(tmp_path / "batch")) == expected
+
+
+# --- mistakes ----------------------------------------------------------------------------------------------------
+def test_mistakes_name_the_column() -> None:
+    with pytest.raises(BatchError, match=r"number of rows: \{'x': 2, 'uid': 3\}"):
+        DataProto.from_dict({"x": torch.zeros(2)}, {"uid": ["a", "b", "c"]})
+    with pytest.raises(BatchError, match="'x' is both a tensor and an object column"):
+        DataProto.from_dict({"x": torch.zeros(1)}, {"x": ["a"]})
+    for ask in (
+        lambda: batch()["q"],
+        lambda: batch().select(["x", "q"]),
+        lambda: batch().pop(["q"]),
+        lambda: batch().rename({"q": "z"}),
+    ):
+        with pytest.raises(BatchError, match="no column 'q'; it has r, uid, x, y"):
+            ask()
+    with pytest.raises(BatchError, match="3 rows cannot be cut into 2 equal chunks"):
+        batch().chunk(2)
+    with pytest.raises(BatchError, match="cannot be cut into 0"):
+        batch().chunk(0)
+    with pytest.raises(BatchError, match=r"columns differ: \['r', 'uid', 'y'\] are not in every part"):
+        DataProto.concat([batch(), batch().select(["x"])])
+    with pytest.raises(BatchError, match="number of rows"):
+        batch().union(DataProto.from_dict({"z": torch.zeros(2)}))
+
+
+def test_rename_onto_another_column_loses_nothing_silently() -> None:
+    with pytest.raises(BatchError, match="'y'"):
+        batch().rename({"x": "y"})

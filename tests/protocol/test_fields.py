@@ -1,0 +1,44 @@
+import pytest
+import torch
+
+from grpo_dist.errors import BatchError
+from grpo_dist.protocol.fields import FIELDS, require
+from tests.models import random_batch
+
+MAKERS = {"sampler", "data", "rollout", "reward", "actor", "ref", "advantage"}
+
+
+def test_a_batch_that_has_the_columns_passes() -> None:
+    require("update", ["prompts", "responses", "uid"], ["responses"])
+    require("update", [], [])
+
+
+def test_a_missing_column_is_named_with_its_maker() -> None:
+    with pytest.raises(BatchError) as caught:
+        require("update", ["responses", "prompts"], ["responses", "old_log_probs", "ref_log_probs"])
+    assert str(caught.value) == (
+        "stage 'update' needs 'old_log_probs' (made by actor), 'ref_log_probs' (made by ref); "
+        "the batch has prompts, responses"
+    )
+    with pytest.raises(BatchError, match="the batch has no columns"):
+        require("score", [], ["responses"])
+
+
+def test_a_column_outside_the_contract_is_named_too() -> None:
+    with pytest.raises(BatchError, match="stage 'score' needs 'reward_extra/acc'"):
+        require("score", ["responses"], ["reward_extra/acc"])
+
+
+def test_every_field_is_complete() -> None:
+    for name, field in FIELDS.items():
+        assert field.made_by in MAKERS, name
+        assert field.meaning, name
+        assert field.shape in ("(N,)", "ragged (N, P_i)", "ragged (N, R_i)"), name
+
+
+def test_the_test_batch_follows_the_contract() -> None:
+    data = random_batch(num_groups=2, n=2)
+    for name, column in data.batch.items():
+        assert str(column.values.dtype) == f"torch.{FIELDS[name].dtype}", name
+        same = "prompts" if FIELDS[name].shape == "ragged (N, P_i)" else "responses"
+        assert torch.equal(column.lengths, data[same].lengths), name

@@ -1,0 +1,79 @@
+import json.decoder
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.errors import ConfigError
+from grpo_dist.registry import Registry, load_attribute
+
+
+def shapes() -> Registry:
+    registry: Registry = Registry("shape", "draw.shape")
+
+    @registry.register("circle", "disc")
+    def circle() -> str:
+        return "o"
+
+    @registry.register("square")
+    def square() -> str:
+        return "#"
+
+    return registry
+
+
+def test_names_and_functions() -> None:
+    registry = shapes()
+    assert registry.names() == ["circle", "disc", "square"]
+    assert registry.get("disc")() == "o"
+    assert registry.get("square")() == "#"
+    assert registry.get("circle") is registry.get("disc")
+
+
+def test_unknown_name_lists_the_names_and_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        shapes().get("sqare")
+    assert str(caught.value) == ("draw.shape=sqare: no such shape; did you mean 'square'. Known: circle, disc, square")
+    with pytest.raises(ConfigError, match=r"draw\.shape=zzz: no such shape\. Known: "):
+        shapes().get("zzz")
+
+
+def test_a_name_can_be_taken_once() -> None:
+    registry = shapes()
+    with pytest.raises(ValueError, match="shape 'disc' is registered twice"):
+        registry.register("disc")(lambda: "other")
+
+
+def test_custom_code_from_a_module_and_from_a_file(tmp_path: Path) -> None:
+    assert shapes().get("json.decoder:JSONDecoder") is json.decoder.JSONDecoder
+    file = tmp_path / "my_shapes.py"
+    file.write_text("from dataclasses import dataclass\n@dataclass\nclass Star:\n    points: int = 5\n")
+    try:
+        assert shapes().get(f"{file}:Star")().points == 5
+    finally:
+        sys.modules.pop("grpo_dist_custom_my_shapes", None)
+
+
+def test_files_of_one_name_stay_apart(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "reward.py").write_text(f"def name():\n    return {folder!r}\n")
+    first = load_attribute(f"{tmp_path}/a/reward.py:name", key="k")
+    second = load_attribute(f"{tmp_path}/b/reward.py:name", key="k")
+    assert (first(), second()) == ("a", "b")
+
+
+def test_mistakes_in_custom_code_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def compute_score():\n    return 1.0\n")
+    broken = tmp_path / "broken.py"
+    broken.write_text("import no_such_package_at_all\n")
+    for spec, message in (
+        ("no.such.module:f", r"k=no\.such\.module:f: cannot import no\.such\.module: ModuleNotFoundError"),
+        (f"{tmp_path}/absent.py:f", "cannot import .*absent.py: FileNotFoundError: no file .*looked in"),
+        (f"{broken}:f", "ModuleNotFoundError: No module named 'no_such_package_at_all'"),
+        (f"{file}:compute_scor", "has no 'compute_scor'; did you mean 'compute_score'?"),
+        (f"{file}:zzz", "has no 'zzz'; it has compute_score"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_attribute(spec, key="k")
