@@ -16,7 +16,7 @@ FROM python:3.11-slim-bookworm
 
 ARG DEVICE=gpu
 
-# A compiler: Triton and torch build kernels on first use. libnuma: vLLM's CPU backend. make and git are not needed.
+# g++: Triton and torch build kernels on first use. libnuma: vLLM's CPU backend links to it.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ libnuma1 \
@@ -24,7 +24,7 @@ RUN apt-get update \
     && useradd --create-home --uid 1000 grpo \
     && install --directory --owner=grpo --group=grpo /workspace /opt/venv
 
-USER grpo
+USER 1000
 WORKDIR /workspace
 
 ENV VIRTUAL_ENV=/opt/venv \
@@ -36,7 +36,7 @@ ENV VIRTUAL_ENV=/opt/venv \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
-RUN pip install --no-cache-dir --user "uv==0.9.*" && python -m venv /opt/venv
+RUN pip install --no-cache-dir --user "uv==0.13.*" && python -m venv /opt/venv
 
 # The packages first: they change seldom, and building this layer takes minutes. The CPU build of torch is on PyTorch's
 # own index only.

@@ -1,20 +1,22 @@
 # make quickstart   set up .venv and train the built-in model on the built-in task (a few minutes, no download of models)
 # make test         set up and run all tests
+# make smollm2      train SmolLM2-135M-Instruct for a few steps on GSM8K and on arithmetic
 # make check        what every change must pass: format, lint, types, layers, fast tests
+# make format       let ruff format and fix; make clean removes caches and builds
 #
 # DEVICE=gpu sets up for NVIDIA GPUs; PYTHON names the interpreter that .venv is made with (3.11 or 3.12).
 
 DEVICE ?= cpu
 PYTHON ?= python3
 BIN := .venv/bin
-CODE := grpo_dist tests scripts benchmarks examples
+CODE := $(wildcard grpo_dist tests scripts benchmarks examples)
 
 export PYTHON
 
 .PHONY: help setup quickstart smollm2 test check format clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile
+	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
 setup:
 	@bash scripts/setup.sh $(DEVICE)
@@ -22,7 +24,6 @@ setup:
 quickstart: setup
 	$(BIN)/python -m grpo_dist.main algorithm.adv_estimator=grpo
 
-# A real model: SmolLM2-135M-Instruct on GSM8K and on arithmetic, a few steps each.
 smollm2: setup
 	bash examples/run_smollm2_cpu.sh
 

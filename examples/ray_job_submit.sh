@@ -12,7 +12,10 @@
 #                     bash examples/ray_job_submit.sh cluster=multi_node trainer.nnodes=2 model=qwen3_8b data=gsm8k \
 #                       data.train_files=/shared/gsm8k/train.parquet data.val_files=/shared/gsm8k/test.parquet \
 #                       trainer.default_local_dir=/shared/runs/qwen3_8b
-#   - The dashboard runs any code it is sent and asks for no password: open its port to your own network only.
+#   - The dashboard runs any code it is sent: keep its port inside your own network, and protect the cluster with Ray's
+#     token (RAY_AUTH_MODE=token for `ray start` on every node and for this script; `ray get-auth-token --generate`).
+#   - "Missing authentication token": `ray start` turns token authentication on by itself where a token is there
+#     (~/.ray/auth_token, which any earlier local run has made), this command does not. Run it with RAY_AUTH_MODE=token.
 #   - Every node has the same Python, Ray and grpo_dist's packages (pip install -e '.[gpu]', or the Docker image).
 #   - --working-dir sends this folder to all nodes, except what .gitignore names. The job runs in a copy that is
 #     deleted afterwards, so data, models and trainer.default_local_dir are absolute paths on a shared disk (or hub

@@ -43,6 +43,7 @@ common=(
   actor_rollout_ref.rollout.n=8
   trainer.total_training_steps=3
   trainer.test_freq=3
+  trainer.save_freq=-1
   trainer.project_name=smollm2
 )
 

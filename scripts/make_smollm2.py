@@ -107,9 +107,10 @@ def load_gguf(file: Path) -> tuple[Any, Any]:
     disable_progress_bar()
     set_verbosity_error()
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-    ).to(torch.bfloat16)
+    )
+    model = model.to(torch.bfloat16)
     count = sum(parameter.numel() for parameter in model.parameters())
     if count != NUM_PARAMETERS:
         raise MakeError(f"{file.name} holds a model of {count:,} parameters, not {NUM_PARAMETERS:,}")

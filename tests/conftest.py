@@ -60,3 +60,31 @@ def _tokenizer(vocab_size: int) -> Any:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", eos_token="<end>")
+
+
+@pytest.fixture(scope="session")
+def rollouts(local_ray: None, random_models: dict[str, str]) -> Iterator[Any]:
+    """Two started rollout workers, each with a vLLM engine: rank 0 holds the tied model, rank 1 the untied one."""
+    from grpo_dist.engines.settings import EngineSettings
+    from grpo_dist.workers.group import WorkerGroup
+    from grpo_dist.workers.resources import reserve
+    from grpo_dist.workers.rollout import RolloutWorker
+
+    settings = [
+        EngineSettings(path, "cpu", "float32", False, 1, 96, 64, 128, 0.8, 0.0625, True, False, seed)
+        for seed, path in enumerate((random_models["tied"], random_models["untied"]))
+    ]
+    _, bundles = reserve({"rollout": (2, 0.1, 0.0)})
+    group = WorkerGroup.spawn(
+        "rollout",
+        RolloutWorker,
+        bundles["rollout"],
+        args=[(), ()],
+        env={"OMP_NUM_THREADS": "1"},
+        timeout_s=240.0,
+        max_concurrency=100,
+    )
+    group.call_each("start", "start", [(each,) for each in settings])
+    yield group
+    group.call_all("shutdown", "shutdown")
+    group.kill()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-# Rows by split. There are about 400,000 different questions.
+# Rows by split. Out of 405,450 different ones.
 SIZES = {"train": 8000, "validation": 200}
 SMALLEST, LARGEST = 100, 999
 SEED = 0
@@ -35,13 +35,18 @@ def rows(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
     return [
         {
             "data_source": "arithmetic",
-            "prompt": [{"role": "user", "content": f"{a}+{b}=?"}],
+            "prompt": [{"role": "user", "content": question(a, b)}],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": str(a + b)},
             "extra_info": {"split": split, "index": index},
         }
         for index, (a, b) in enumerate(questions[start : start + SIZES[split]])
     ]
+
+
+def question(a: int, b: int) -> str:
+    """The text of a question."""
+    return f"{a}+{b}=?"
 
 
 def draw_question(rng: random.Random) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from grpo_dist.engines.fsdp_engine import FSDPEngine
@@ -30,10 +31,17 @@ def load_engine(engine: FSDPEngine, folder: Path) -> None:
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": engine.schedule.state_dict()}
     try:
         dcp.load(state, checkpoint_id=folder)
-    except Exception as error:
-        raise CheckpointError(f"{folder} cannot be read as a checkpoint of this model: {error}") from error
+    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
+        raise CheckpointError(f"{folder} cannot be read as a checkpoint of this model: {_reason(error)}") from error
     set_state_dict(engine.model, engine.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     engine.schedule.load_state_dict(state["schedule"])
+
+
+def _reason(error: BaseException) -> str:
+    """The failures of a CheckpointException by rank, without its tracebacks; any other error's own text."""
+    if not isinstance(error, CheckpointException):
+        return f"{type(error).__name__}: {error}"
+    return "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
 
 
 def export_hf_model(engine: FSDPEngine, folder: Path) -> None:

@@ -114,10 +114,9 @@ class FSDPEngine:
             metrics.append(self._micro_batch_metrics(micro_batch, loss, values))
             if not torch.isfinite(loss):
                 fault = fault or f"loss {loss.item()} in micro-batch {i + 1} of {len(plan)}, {_name_rows(part)}"
+        self._stop_if_any(fault)  # first: one rank's bad loss makes the gradient norm bad on every rank
         grad_norm = _full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip))
-        if not torch.isfinite(grad_norm):
-            fault = fault or f"gradient norm {grad_norm.item()}"
-        self._stop_if_any(fault)
+        self._stop_if_any("" if torch.isfinite(grad_norm) else f"gradient norm {grad_norm.item()}")
         lr = self.schedule.get_last_lr()[0]
         self.optimizer.step()
         self.schedule.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,7 +55,7 @@ def plain_step(path: str, data: DataProto, entropy_coeff: float) -> dict[str, An
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01).step()
     return {
-        "log_probs": [row[0].detach() for row in rows],
+        "log_probs": [row[0].detach().numpy() for row in rows],
         "entropy": float((entropy.detach() * mask).sum() / mask.sum()),
         "loss": loss.item(),
         "grad_norm": norm.item(),
@@ -107,10 +108,10 @@ CASES = ["entropy_coeff=0.0", f"entropy_coeff={ENTROPY_COEFF}"]
 def test_log_probs_equal_a_plain_forward_of_each_row_alone(alone: dict[str, Any]) -> None:
     case = alone[CASES[0]]
     plain = case["plain"]["log_probs"]
-    assert max(float(-row.min()) for row in plain) > 6 > 1 > min(float(-row.max()) for row in plain), "near uniform"
+    assert np.concatenate(plain).std() > 0.3, "near uniform: the temperature would not show"
     for column in case["log_probs"]:
         for row, expected in zip(column, plain, strict=True):
-            torch.testing.assert_close(torch.from_numpy(row), expected, atol=1e-5, rtol=0)
+            np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -155,7 +156,7 @@ FAULTS = {
     "inf advantage on rank 0": (0, "advantages", float("inf")),
     "inf advantage on rank 1": (1, "advantages", float("inf")),
     "nan old log-prob on rank 1": (1, "old_log_probs", float("nan")),
-    "inf reference log-prob on rank 1": (1, "ref_log_probs", float("inf")),
+    "nan reference log-prob on rank 1": (1, "ref_log_probs", float("nan")),
     "gradient overflows": (1, "advantages", 1e30),
 }
 

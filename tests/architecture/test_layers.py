@@ -1,0 +1,150 @@
+"""The import arrows of the package, and what importing a layer loads."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import grpo_dist
+
+PACKAGE = Path(grpo_dist.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+BASE = {"errors", "registry", "assets", "algorithms", "protocol", "config"}
+PARTS = {"data", "rewards", "tracking", "engines"}
+# Layer -> the layers it may import. A layer may always import itself.
+ARROWS: dict[str, set[str]] = {
+    "errors": set(),
+    "registry": {"errors"},
+    "assets": {"errors"},
+    "config": {"errors", "assets"},
+    "algorithms": {"errors", "registry"},
+    "protocol": {"errors", "registry", "algorithms"},
+    **{part: BASE for part in PARTS},
+    "workers": BASE | PARTS,
+    "trainer": BASE | PARTS | {"workers"},
+    "main": BASE | PARTS | {"workers", "trainer"},
+}
+MAY_USE_RAY = {"workers", "trainer", "main"}
+# Where Ray actors are made: once, in one file.
+REMOTE_HOME = "workers/group.py"
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_names(source: str, module: str = "grpo_dist.some.module") -> set[str]:
+    """Full dotted names of all imports: at the top, in functions and under TYPE_CHECKING; relative ones resolved."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = module.split(".")[: -node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            names.update(f"{base}.{alias.name}" for alias in node.names)
+    return names
+
+
+def violations(source: str, layer: str, file_name: str = "module.py") -> list[str]:
+    """Imports that the layer must not have."""
+    found = []
+    for name in sorted(imported_names(source, f"grpo_dist.{layer}.module")):
+        top, *rest = name.split(".")
+        if top == "grpo_dist" and rest and rest[0] not in ARROWS[layer] | {layer}:
+            found.append(f"{layer} imports {name}")
+        if top == "ray" and layer not in MAY_USE_RAY:
+            found.append(f"{layer} imports ray")
+        if top == "vllm" and not (layer == "engines" and file_name.startswith("vllm_")):
+            found.append(f"{file_name} imports vllm")
+    return found
+
+
+def count_remote(source: str) -> int:
+    """How often the source turns something into a Ray actor or task."""
+    tree = ast.parse(source)
+    attributes = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr == "remote"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "ray"
+    ]
+    return len(attributes) + sum(name == "ray.remote" for name in imported_names(source))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_module_imports_only_what_its_layer_may(path: Path) -> None:
+    if path == PACKAGE / "__init__.py":
+        assert imported_names(path.read_text()) == set()
+        return
+    layer = layer_of(path)
+    assert layer in ARROWS, f"{layer} is no layer of the design: give it a place among the arrows"
+    assert violations(path.read_text(), layer, path.name) == []
+
+
+def test_every_layer_of_the_design_exists() -> None:
+    assert {layer_of(path) for path in MODULES} - {"__init__"} == set(ARROWS)
+
+
+@pytest.mark.parametrize(
+    ("source", "layer", "found"),
+    [
+        ("from grpo_dist.rewards import load", "data", ["data imports grpo_dist.rewards.load"]),
+        ("from grpo_dist import workers", "engines", ["engines imports grpo_dist.workers"]),
+        ("def f():\n    import grpo_dist.trainer.run", "workers", ["workers imports grpo_dist.trainer.run"]),
+        (
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from grpo_dist.config.schema import RunConfig",
+            "algorithms",
+            ["algorithms imports grpo_dist.config.schema.RunConfig"],
+        ),
+        ("from ..engines import settings", "rewards", ["rewards imports grpo_dist.engines.settings"]),
+        ("from grpo_dist.registry import Registry", "config", ["config imports grpo_dist.registry.Registry"]),
+        ("from ray.util import queue", "engines", ["engines imports ray"]),
+        ("import vllm", "workers", ["module.py imports vllm"]),
+        ("from grpo_dist.engines.settings import EngineSettings\nimport ray", "workers", []),
+        ("from .loss import f\nimport torch", "algorithms", []),
+    ],
+)
+def test_the_checker_sees_every_kind_of_import(source: str, layer: str, found: list[str]) -> None:
+    assert violations(source, layer) == found
+
+
+def test_ray_actors_are_made_in_one_place() -> None:
+    counts = {str(path.relative_to(PACKAGE)): count_remote(path.read_text()) for path in MODULES}
+    assert {name: count for name, count in counts.items() if count} == {REMOTE_HOME: 1}
+
+
+def test_count_remote_sees_decorators_calls_and_imports() -> None:
+    source = "import ray\nfrom ray import remote\n@ray.remote\nclass A: ...\nB = ray.remote(num_cpus=1)(A)\nA.remote()"
+    assert count_remote(source) == 3
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level packages in a fresh interpreter after running `code`."""
+    code += "\nimport sys; sys.stdout.write('\\n' + ' '.join({name.partition('.')[0] for name in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    return set(done.stdout.rpartition("\n")[2].split())
+
+
+def test_the_maths_loads_no_framework() -> None:
+    loaded = loaded_by("import grpo_dist.algorithms")
+    assert "torch" in loaded
+    assert loaded.isdisjoint({"ray", "vllm", "pydantic", "hydra", "omegaconf", "transformers"})
+
+
+def test_the_command_loads_neither_torch_nor_ray() -> None:
+    loaded = loaded_by("import grpo_dist.main")
+    assert "pydantic" in loaded
+    assert loaded.isdisjoint({"torch", "ray", "vllm", "transformers"})
+
+
+def test_a_dry_run_loads_neither_torch_nor_ray() -> None:
+    loaded = loaded_by("from grpo_dist.main import main\nassert main(['trainer.dry_run=true']) == 0")
+    assert loaded.isdisjoint({"torch", "ray", "vllm"})

@@ -1,0 +1,129 @@
+"""What users build on: the packages' public names, their docstrings, and the recipes of docs/extending.md."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import grpo_dist
+
+PACKAGE = Path(grpo_dist.__file__).parent
+DOCS = PACKAGE.parent / "docs"
+EXTENDING = DOCS / "extending.md"
+
+# A name that leaves this list is a breaking change and belongs in CHANGELOG.md.
+PUBLIC = {
+    "grpo_dist.algorithms": {"agg_loss", "compute_advantage", "compute_policy_loss", "kl_penalty", "policy_objective"},
+    "grpo_dist.protocol": {"DataProto", "Max", "Mean", "Metric", "Ragged", "Sum", "merge_metrics", "metric_values"},
+    "grpo_dist.data": {
+        "Prompt",
+        "PromptSampler",
+        "TokenizedPrompt",
+        "load_prompts",
+        "load_tokenizer",
+        "read_rows",
+        "tokenize_prompts",
+    },
+    "grpo_dist.rewards": {
+        "RewardFunction",
+        "RewardResult",
+        "check_data_sources",
+        "load_reward_function",
+        "score_response",
+    },
+}
+# Signatures that a user's own function has to fit, or that stand for a formula.
+SIGNATURES = {
+    "grpo_dist.algorithms:compute_advantage": ["name", "token_level_rewards", "response_mask", "index", "config"],
+    "grpo_dist.algorithms:kl_penalty": ["name", "log_probs", "ref_log_probs"],
+    "grpo_dist.algorithms.advantage:grpo": ["token_level_rewards", "response_mask", "index", "config"],
+    "grpo_dist.algorithms.kl:k3": ["log_probs", "ref_log_probs"],
+    "grpo_dist.rewards.gsm8k:compute_score": ["data_source", "solution_str", "ground_truth", "extra_info"],
+}
+
+
+def undocumented(source: str) -> Iterator[str]:
+    """Public functions, classes and methods without a docstring; what is private or magic need not have one."""
+
+    def visit(body: list[ast.stmt], prefix: str) -> Iterator[str]:
+        for node in body:
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name[0] == "_":
+                continue
+            if not ast.get_docstring(node):
+                yield prefix + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from visit(node.body, f"{prefix}{node.name}.")
+
+    yield from visit(ast.parse(source).body, "")
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_public_things_have_docstrings(path: Path) -> None:
+    source = path.read_text()
+    assert list(undocumented(source)) == []
+    if path.name != "__init__.py":
+        assert ast.get_docstring(ast.parse(source)), "the module needs a docstring"
+
+
+def test_a_missing_docstring_is_found() -> None:
+    source = 'def _f(): ...\nclass A:\n    """A."""\n    def g(self): ...\n    def __len__(self): ...\ndef h(): ...\n'
+    assert list(undocumented(source)) == ["A.g", "h"]
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_public_names(package: str) -> None:
+    module = importlib.import_module(package)
+    assert set(module.__all__) == PUBLIC[package]
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("spec", SIGNATURES)
+def test_signatures(spec: str) -> None:
+    module, _, name = spec.partition(":")
+    assert list(inspect.signature(getattr(importlib.import_module(module), name)).parameters) == SIGNATURES[spec]
+
+
+def python_blocks(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(python_blocks(EXTENDING.read_text()))))
+def test_recipes_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(python_blocks(EXTENDING.read_text())[number], f"{EXTENDING}, block {number}", "exec"), {})
+
+
+def test_recipe_functions_work_by_name(tmp_path: Path) -> None:
+    """The advantage estimator and the KL of the recipes, named in the config's way."""
+    import torch
+
+    from grpo_dist.algorithms import compute_advantage, kl_penalty
+
+    estimator, kl = (next(b for b in python_blocks(EXTENDING.read_text()) if f"def {name}(" in b) for name in NAMES)
+    (tmp_path / "estimator.py").write_text(estimator)
+    (tmp_path / "kl.py").write_text(kl)
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 2.0]])
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1]])
+    advantages, _ = compute_advantage(
+        f"{tmp_path}/estimator.py:{NAMES[0]}", token_level_rewards=rewards, response_mask=mask, index=["a", "a", "a"]
+    )
+    assert advantages.tolist() == [[0.0, 0.0], [-1.0, 0.0], [1.0, 1.0]]
+    p, q = torch.tensor([[0.0, -1.0]]), torch.tensor([[-0.5, 0.0]])
+    assert kl_penalty(f"{tmp_path}/kl.py:{NAMES[1]}", p, q).tolist() == [[0.5, 1.0]]
+
+
+NAMES = ("median_baseline", "absolute")
+
+
+def test_documents_name_files_that_exist() -> None:
+    for document in (DOCS / "architecture.md", EXTENDING):
+        for name in re.findall(
+            r"`((?:grpo_dist|tests|examples|scripts)/[\w./-]+\.(?:py|yaml|sh|md))`", document.read_text()
+        ):
+            assert (PACKAGE.parent / name).is_file(), f"{document.name} names {name}"

@@ -1,0 +1,94 @@
+"""Where tests are, and how large files and functions may grow."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import grpo_dist
+
+PACKAGE = Path(grpo_dist.__file__).parent
+ROOT = PACKAGE.parent
+MOST_FILE_LINES = 400
+MOST_FUNCTION_LINES = 80
+
+# Modules without a test file of their own -> the file that tests them. All of them are one step of something larger,
+# and are tested where a user meets them.
+TESTED_ELSEWHERE = {
+    "config/field_types.py": "config/test_schema.py",  # the types of the schema
+    "config/keys.py": "config/test_load.py",  # hints in messages
+    "config/memory.py": "config/test_plan.py",  # a section of the dry run
+    "config/overrides.py": "config/test_load.py",  # the command line
+    "config/problems.py": "config/test_load.py",  # wording of messages
+    "config/usage.py": "config/test_load.py",  # --help
+    "data/arithmetic.py": "data/test_prepare.py",  # the built-in task
+    "engines/settings.py": "engines/test_fsdp_engine.py",  # plain records
+    "engines/optimizer.py": "engines/test_fsdp_engine.py",
+    "engines/fsdp_model.py": "engines/test_fsdp_engine.py",
+    "engines/vllm_inproc_core.py": "engines/test_vllm_engine.py",  # how the engine starts on CPU
+    "engines/vllm_weight_backend.py": "engines/test_vllm_engine.py",  # runs inside vLLM only
+    "tracking/names.py": "tracking/test_summary.py",  # metric names
+    "trainer/build.py": "e2e/test_main_job.py",  # the composition root: needs all workers
+    "trainer/run.py": "e2e/test_main_job.py",
+    "workers/process.py": "workers/test_group.py",  # base class of the workers
+    "workers/resources.py": "workers/test_group.py",  # placement group
+}
+
+PYTHON_FILES = sorted(
+    path
+    for folder in ("grpo_dist", "tests", "scripts", "examples", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def modules() -> list[str]:
+    """Modules with code of their own, relative to the package."""
+    paths = (path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    return sorted(str(path.relative_to(PACKAGE)) for path in paths)
+
+
+def mirrored_test(module: str) -> str:
+    folder, _, name = module.rpartition("/")
+    return f"{folder}/test_{name}" if folder else f"test_{name}"
+
+
+def long_functions(source: str) -> Iterator[tuple[str, int]]:
+    """(name, lines) of the functions that are too long, decorators not counted."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MOST_FUNCTION_LINES:
+                yield node.name, lines
+
+
+@pytest.mark.parametrize("module", modules())
+def test_every_module_has_a_test_file(module: str) -> None:
+    expected = TESTED_ELSEWHERE.get(module, mirrored_test(module))
+    path = ROOT / "tests" / expected
+    assert path.is_file(), f"{module} needs tests/{expected}"
+    assert "def test_" in path.read_text(), f"tests/{expected} tests nothing"
+
+
+def test_the_exceptions_name_modules_that_exist() -> None:
+    assert TESTED_ELSEWHERE.keys() <= set(modules())
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_stay_short(path: Path) -> None:
+    source = path.read_text()
+    assert source.count("\n") <= MOST_FILE_LINES
+    assert list(long_functions(source)) == []
+
+
+def test_long_functions_are_found_wherever_they_are() -> None:
+    body = "\n".join(["        pass"] * MOST_FUNCTION_LINES)
+    source = f"class A:\n    async def f(self):\n{body}\n\n    def g(self):\n        pass\n"
+    assert list(long_functions(source)) == [("f", MOST_FUNCTION_LINES + 1)]
+
+
+def test_no_catch_all_modules() -> None:
+    names = {path.stem for path in PYTHON_FILES}
+    assert names.isdisjoint({"utils", "util", "helpers", "misc", "common"})

@@ -1,0 +1,166 @@
+"""Real vLLM engines against Hugging Face: the same log-probs, before and after new weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.engines.weight_buckets import pack
+from grpo_dist.errors import BatchError
+from grpo_dist.protocol import DataProto
+from grpo_dist.workers.group import WorkerGroup
+from tests.models import VOCAB
+
+pytestmark = pytest.mark.ray
+
+RANKS = {"tied": 0, "untied": 1}
+EOS = 2
+PROMPTS = ([5, 6, 7], [40, 41, 42, 43, 44, 45, 46, 47], list(range(50, 90)))
+
+
+def sampling(**changes: object) -> SamplingSettings:
+    values = {"n": 2, "temperature": 0.7, "top_p": 1.0, "top_k": -1, "max_tokens": 20, "seed": 11}
+    return SamplingSettings(**(values | changes))  # type: ignore[arg-type]
+
+
+def submit(group: WorkerGroup, rank: int, prompt: Sequence[int], settings: SamplingSettings) -> Any:
+    return group.submit(rank, "generate", "generate", "uid", np.asarray(prompt, np.int32), settings)
+
+
+def generate(group: WorkerGroup, rank: int, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> DataProto:
+    """Responses to all prompts, sampled at once."""
+    handles = group.gather([submit(group, rank, prompt, settings) for prompt in prompts])
+    return DataProto.concat([handle.fetch(handle.columns) for handle in handles])
+
+
+def tokens(data: DataProto) -> list[list[int]]:
+    return [row.tolist() for row in data["responses"].rows()]
+
+
+@torch.no_grad()
+def hf_log_probs(model: Any, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
+    ids = torch.cat([prompt, response]).long()
+    logits = model(input_ids=ids.unsqueeze(0)).logits[0, len(prompt) - 1 : -1] / 0.7
+    return torch.log_softmax(logits, -1).gather(-1, response.long().unsqueeze(-1)).squeeze(-1)
+
+
+@torch.no_grad()
+def hf_greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(max_tokens):
+        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == EOS:
+            break
+    return ids[len(prompt) :]
+
+
+def assert_log_probs_equal(model: Any, data: DataProto) -> None:
+    columns = (data[name].rows() for name in ("prompts", "responses", "rollout_log_probs"))
+    for prompt, response, log_probs in zip(*columns, strict=True):
+        torch.testing.assert_close(log_probs, hf_log_probs(model, prompt, response), atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def models(random_models: dict[str, str]) -> dict[str, Any]:
+    import transformers
+
+    return {name: transformers.AutoModelForCausalLM.from_pretrained(path) for name, path in random_models.items()}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_sampled_log_probs_equal_hugging_face(rollouts: WorkerGroup, models: dict[str, Any], name: str) -> None:
+    data = generate(rollouts, RANKS[name], PROMPTS, sampling(n=4))
+    assert len(data) == 12
+    assert_log_probs_equal(models[name], data)
+    assert data["rollout_log_probs"].values.std() > 0.3, "near uniform: the temperature would not show"
+    assert (data["weight_version"] == -1).all(), "no weights were sent yet"
+
+
+def perturbed(model: Any, seed: int) -> Any:
+    """A copy with every weight moved by half of its tensor's spread."""
+    import copy
+
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in other.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data += 0.5 * parameter.data.abs().mean() * noise
+    return other
+
+
+def load(group: WorkerGroup, rank: int, model: Any, version: int) -> int:
+    weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    buckets = [ray.put(bucket) for bucket in pack(weights, bucket_bytes=20_000)]
+    assert len(buckets) > 2
+    return group.call(rank, "sync_weights", "load_weights", buckets, version)
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_new_weights_are_the_ones_that_generate(rollouts: WorkerGroup, models: dict[str, Any], name: str) -> None:
+    """On CPU a tied lm_head goes on with its old, packed weights unless it is packed again."""
+    rank, old = RANKS[name], models[name]
+    greedy = sampling(n=1, temperature=0.0, seed=None)
+    assert tokens(generate(rollouts, rank, PROMPTS, greedy)) == [hf_greedy(old, prompt, 20) for prompt in PROMPTS]
+    for version, new in ((7, perturbed(old, 1)), (8, perturbed(old, 2)), (9, old)):  # and back, for the other tests
+        assert load(rollouts, rank, new, version) == version
+        answers = generate(rollouts, rank, PROMPTS, greedy)
+        assert tokens(answers) == [hf_greedy(new, prompt, 20) for prompt in PROMPTS], version
+        assert answers["weight_version"].tolist() == [version] * 3
+        assert_log_probs_equal(new, generate(rollouts, rank, PROMPTS, sampling()))
+        if new is not old:
+            assert tokens(answers) != [hf_greedy(old, prompt, 20) for prompt in PROMPTS], "the change does not show"
+
+
+def test_a_seed_decides_the_tokens_whatever_else_runs(rollouts: WorkerGroup) -> None:
+    alone = tokens(generate(rollouts, 0, PROMPTS[:1], sampling(n=3)))
+    others = [submit(rollouts, 0, [i, i + 1, i + 2], sampling(seed=i, max_tokens=40)) for i in range(3, 30)]
+    among = submit(rollouts, 0, PROMPTS[0], sampling(n=3))
+    handles = rollouts.gather([*others, among])
+    assert tokens(handles[-1].fetch(("responses",))) == alone
+    assert len({tuple(row) for row in alone}) == 3, "the responses of a group differ"
+    assert tokens(generate(rollouts, 0, PROMPTS[:1], sampling(n=3, seed=500))) != alone
+    one = tokens(generate(rollouts, 0, PROMPTS[:1], sampling(n=1, seed=12)))
+    assert one == alone[1:2], "response i is sampled with seed + i"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "a prompt of 0 tokens: the engine takes 1 to 95"),
+        ([5] * 96, r"a prompt of 96 tokens: .*rollout\.max_model_len=96"),
+        ([5, VOCAB], f"prompt ids 5..{VOCAB} leave the model's vocabulary of {VOCAB}"),
+        ([-1, 5], r"prompt ids -1\.\.5 leave"),
+    ],
+    ids=["empty", "too long", "above the vocabulary", "negative"],
+)
+def test_a_bad_prompt_is_refused_and_the_engine_lives_on(rollouts: WorkerGroup, prompt: list, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        rollouts.gather([submit(rollouts, 0, prompt, sampling())])
+    assert len(generate(rollouts, 0, PROMPTS[:1], sampling())) == 2
+
+
+def test_the_longest_prompt_is_taken(rollouts: WorkerGroup) -> None:
+    """95 of 96 tokens: one is left for the response."""
+    data = generate(rollouts, 0, [[5] * 95], sampling())
+    assert data["response_length"].tolist() == [1, 1]
+
+
+def test_a_response_ends_with_its_first_end_of_sequence(rollouts: WorkerGroup) -> None:
+    """A high temperature makes every token likely, the end among them."""
+    data = generate(rollouts, 1, PROMPTS[:1], sampling(n=48, temperature=10.0, max_tokens=40))
+    ended = [row for row, cut in zip(tokens(data), data["truncated"], strict=True) if not cut]
+    cut = [row for row, cut in zip(tokens(data), data["truncated"], strict=True) if cut]
+    assert ended, "no response ended by itself: the test proves nothing"
+    assert cut, "no response was cut: the test proves nothing"
+    for row in ended:
+        assert row.index(EOS) == len(row) - 1
+    for row in cut:
+        assert EOS not in row
+        assert len(row) == 40
+    assert data["rollout_log_probs"].lengths.tolist() == [len(row) for row in tokens(data)]

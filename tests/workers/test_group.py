@@ -1,0 +1,190 @@
+"""Worker groups with real processes: values, errors, deaths and hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from grpo_dist.errors import ConfigError, GrpoDistError, RewardError, WorkerError
+from grpo_dist.workers.group import WorkerGroup, wait_any
+from grpo_dist.workers.resources import reserve
+
+pytestmark = pytest.mark.ray
+
+
+def worker_class() -> type:
+    """A class of its own per call: Ray then sends it by value, and workers start without importing this module."""
+
+    class Worker:
+        def __init__(self, rank: int) -> None:
+            from grpo_dist.errors import ConfigError
+
+            if rank < 0:
+                raise ConfigError(f"rank {rank} cannot be built")
+            self.rank = rank
+
+        def add(self, number: int, delay: float = 0.0) -> int:
+            time.sleep(delay)
+            return 100 * self.rank + number
+
+        def pid(self) -> int:
+            return os.getpid()
+
+        def environment(self, name: str) -> str | None:
+            return os.environ.get(name)
+
+        def fail_as_ours(self) -> None:
+            from grpo_dist.errors import RewardError
+
+            raise RewardError("the scorer returned None")
+
+        def fail(self, only_rank: int) -> int:
+            if self.rank == only_rank:
+                return {}["the key"]
+            time.sleep(60)
+            return self.rank
+
+        def fail_oddly(self) -> None:
+            class OddError(Exception):
+                def __init__(self, code: int, text: str) -> None:
+                    super().__init__(f"{text} {code}")
+
+            raise OddError(7, "odd")
+
+        def exit(self, only_rank: int) -> None:
+            if self.rank == only_rank:
+                os._exit(3)
+            time.sleep(60)
+
+    return Worker
+
+
+@pytest.fixture(scope="module")
+def bundles(local_ray: None) -> list:
+    return reserve({"actor": (3, 0.1, 0.0)})[1]["actor"]
+
+
+def spawn(bundles: list, timeout_s: float, args: list[tuple]) -> WorkerGroup:
+    group = WorkerGroup.spawn(
+        "actor", worker_class(), bundles[: len(args)], args=args, env={"COLOUR": "blue"}, timeout_s=timeout_s
+    )
+    group.nodes = [f"node{rank}" for rank in range(len(args))]
+    return group
+
+
+@pytest.fixture(scope="module")
+def group(bundles: list) -> Iterator[WorkerGroup]:
+    group = spawn(bundles, 30.0, [(0,), (1,)])
+    yield group
+    group.kill()
+
+
+# --- values ------------------------------------------------------------------------------------------------------
+def test_values_come_in_rank_order(group: WorkerGroup) -> None:
+    assert len(group) == 2
+    assert group.call_all("add", "add", 5) == [5, 105]
+    assert group.call_each("add", "add", [(1, 0.3), (2,)]) == [1, 102], "rank 0 answers last and stays first"
+    assert group.call(1, "add", "add", 7) == 107
+    calls = [group.submit(1, "add", "add", 1), group.submit(0, "add", "add", 2), group.submit(1, "add", "add", 3)]
+    assert group.gather(calls) == [101, 2, 103]
+    assert group.gather([]) == []
+
+
+def test_every_rank_is_a_process_of_its_own_with_the_given_environment(group: WorkerGroup) -> None:
+    assert len({os.getpid(), *group.call_all("pid", "pid")}) == 3
+    assert group.call_all("environment", "environment", "COLOUR") == ["blue", "blue"]
+
+
+def test_wait_any_gives_the_finished_calls(group: WorkerGroup) -> None:
+    slow, fast = group.submit(0, "add", "add", 1, 1.0), group.submit(1, "add", "add", 2)
+    assert wait_any([slow, fast], timeout_s=10) == [fast]
+    assert fast.result() == 102
+    assert wait_any([slow], timeout_s=0) == []
+    assert slow.result() == 1
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+def test_an_error_of_ours_comes_out_as_itself(group: WorkerGroup) -> None:
+    with pytest.raises(RewardError) as caught:
+        group.call_all("score", "fail_as_ours")
+    assert type(caught.value) is RewardError
+    assert str(caught.value) == "the scorer returned None"
+
+
+def test_any_other_error_names_the_worker_and_does_not_wait_for_its_peers(group: WorkerGroup) -> None:
+    error = None
+    pair = spawn_pair = group
+    start = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        pair.gather([spawn_pair.submit(1, "update", "fail", 1), spawn_pair.submit(0, "add", "add", 0, 3.0)])
+    assert time.monotonic() - start < 2.5
+    error = caught.value
+    assert (error.role, error.rank, error.node, error.stage) == ("actor", 1, "node1", "update")
+    assert error.message == "KeyError: 'the key'"
+    assert 'return {}["the key"]' in error.remote_traceback or "in fail" in error.remote_traceback
+    assert str(error) == "actor worker 1 on node1, stage 'update': KeyError: 'the key'"
+
+
+def test_an_error_that_cannot_be_unpickled_is_still_told(group: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="odd 7"):
+        group.call(0, "update", "fail_oddly")
+    assert group.call(0, "add", "add", 1) == 1, "the worker goes on"
+
+
+def test_an_unknown_method_is_a_programming_error(group: WorkerGroup) -> None:
+    with pytest.raises(AttributeError):
+        group.call(0, "x", "no_such_method")
+
+
+# --- time --------------------------------------------------------------------------------------------------------
+def test_no_answer_in_time(group: WorkerGroup) -> None:
+    impatient = WorkerGroup("actor", group.handles, 0.5)
+    impatient.nodes = group.nodes
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="actor worker 0 on node0, stage 'add': no answer within 0.5 s"):
+        impatient.call_each("add", "add", [(1, 2.0), (1,)])
+    assert time.monotonic() - start < 1.8
+    with pytest.raises(WorkerError, match=r"no answer within 0\.1 s"):
+        group.gather([group.submit(0, "add", "add", 1, 1.0)], timeout_s=0.1)
+
+
+def test_the_deadline_of_a_call(group: WorkerGroup) -> None:
+    call = group.submit(1, "score", "add", 1, 0.3)
+    call.check_deadline(5.0)
+    time.sleep(0.2)
+    with pytest.raises(WorkerError, match=r"actor worker 1 on node1, stage 'score': no answer within 0\.1 s"):
+        call.check_deadline(0.1)
+    assert call.result() == 101
+
+
+# --- death -------------------------------------------------------------------------------------------------------
+def test_a_dead_process_is_told_while_others_hang(bundles: list) -> None:
+    group = spawn(bundles, 60.0, [(0,), (1,), (2,)])
+    (victim,) = group.gather([group.submit(2, "pid", "pid")])
+    try:
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match="its process died") as caught:
+            group.call_all("update", "exit", 1)
+        assert (caught.value.rank, caught.value.node) == (1, "node1")
+        os.kill(victim, 9)
+        with pytest.raises(WorkerError, match="actor worker 2 on node2, stage 'add': its process died"):
+            group.call(2, "add", "add", 1)
+        assert time.monotonic() - start < 15
+    finally:
+        group.kill()
+    with pytest.raises(WorkerError, match="its process died"):
+        group.call(0, "add", "add", 1)
+
+
+def test_a_worker_that_cannot_be_built_says_why(bundles: list) -> None:
+    group = spawn(bundles, 60.0, [(-1,)])
+    with pytest.raises(GrpoDistError, match="rank -1 cannot be built"):
+        group.call(0, "start", "pid")
+    group.kill()
+
+
+def test_config_error_keeps_its_exit_code() -> None:
+    assert ConfigError("x").exit_code == 2

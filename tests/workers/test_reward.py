@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.algorithms.advantage import STD_EPS
+from grpo_dist.errors import BatchError, ConfigError, DataError, RewardError
+from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.reward import RewardSettings, RewardWorker, Task, on_last_token
+
+SCORER = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info, bonus):
+    """Counts the words, adds the bonus for the right first word."""
+    words = solution_str.split()
+    if "w13" in words:
+        raise ValueError("unlucky")
+    hit = bool(words) and words[0] == ground_truth
+    return {"score": len(words) + bonus * hit, "hit": hit, "text": solution_str, "seen": extra_info["index"]}
+'''
+RESPONSES = [[5, 6, 2], [6, 2], [5]]
+TASK = Task("words", "w5", {"index": 3})
+
+
+@pytest.fixture(scope="module")
+def worker(local_ray: None, random_models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> RewardWorker:
+    file = tmp_path_factory.mktemp("scorer") / "scorer.py"
+    file.write_text(SCORER)
+    worker = RewardWorker()
+    worker.start(RewardSettings(random_models["tied"], False, str(file), "compute_score", {"bonus": 10}))
+    return worker
+
+
+def put(responses: list[list[int]]) -> DataProtoRef:
+    return DataProtoRef.put(DataProto.from_dict({"responses": Ragged.from_rows(responses, torch.int32)}), small=())
+
+
+def rows(column: Ragged) -> list[list[float]]:
+    return [row.tolist() for row in column.rows()]
+
+
+# --- on_last_token -----------------------------------------------------------------------------------------------
+def test_on_last_token() -> None:
+    responses = Ragged.from_rows([[5, 6, 7], [], [8]], torch.int32)
+    placed = on_last_token(torch.tensor([1.5, 9.0, -2.0]), responses)
+    assert rows(placed) == [[0, 0, 1.5], [], [-2.0]]
+    assert placed.values.dtype == torch.float32
+
+
+def test_on_last_token_of_nothing() -> None:
+    assert len(on_last_token(torch.empty(0), Ragged.from_rows([], torch.int32))) == 0
+
+
+# --- score -------------------------------------------------------------------------------------------------------
+@pytest.mark.ray
+def test_scores_and_extra_values(worker: RewardWorker) -> None:
+    """Word counts 2, 1, 1 (the end is a special token); w5 first earns 10 more."""
+    handle = worker.score(put(RESPONSES), TASK)
+    assert handle["score"].tolist() == [12, 1, 11]
+    assert handle["reward_extra/hit"].tolist() == [1, 0, 1]
+    assert handle["reward_extra/seen"].tolist() == [3, 3, 3]
+    assert "reward_extra/text" not in handle.small
+    assert rows(handle.fetch(("token_level_scores",))["token_level_scores"]) == [[0, 0, 12], [0, 1], [11]]
+
+
+@pytest.mark.ray
+def test_a_scorer_that_raises_is_named(worker: RewardWorker) -> None:
+    with pytest.raises(RewardError, match=r"data_source='words' raised ValueError: unlucky(.|\n)*w6 w13"):
+        worker.score(put([[6, 13]]), TASK)
+    with pytest.raises(BatchError, match=r"'responses' \(made by rollout\)"):
+        worker.score(DataProtoRef(), TASK)
+
+
+@pytest.mark.ray
+def test_start_names_what_is_wrong(random_models: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no tokenizer in the folder|no config.json"):
+        RewardWorker().start(RewardSettings(str(tmp_path), False, None, "compute_score", {}))
+    with pytest.raises(ConfigError, match=r"absent\.py"):
+        RewardWorker().start(RewardSettings(random_models["tied"], False, f"{tmp_path}/absent.py", "f", {}))
+
+
+# --- advantages --------------------------------------------------------------------------------------------------
+def scored_batch() -> DataProtoRef:
+    """Group a: scores 1, 0, 0, 0; group b, between them: 5, 5. Responses of 2 tokens, the last one of 1."""
+    lengths = [2, 2, 2, 2, 2, 1]
+    scores = torch.tensor([1.0, 5, 0, 0, 5, 0])
+    shape = Ragged.from_rows([[0.0] * n for n in lengths], torch.float32)
+    rollout = torch.full_like(shape.values, np.log(0.5))
+    old = rollout.clone()
+    old[:2] = torch.tensor([np.log(0.25), np.log(0.75)])
+    data = DataProto.from_dict(
+        {
+            "token_level_scores": on_last_token(scores, shape),
+            "response_mask": Ragged(torch.ones(len(shape.values), dtype=torch.int8), shape.offsets),
+            "rollout_log_probs": Ragged(rollout, shape.offsets),
+            "old_log_probs": Ragged(old, shape.offsets),
+        },
+        {"uid": ["a", "b", "a", "a", "b", "a"]},
+    )
+    return DataProtoRef.put(data, small=("uid",))
+
+
+@pytest.mark.ray
+def test_advantages_by_hand(worker: RewardWorker) -> None:
+    """Group a: mean 1/4, std 1/2 (as in tests/algorithms/test_advantage.py). Group b: equal rewards, no advantage."""
+    handle = worker.compute_advantages(scored_batch(), "grpo", {"norm_adv_by_std_in_grpo": True})
+    high, low = 0.75 / (0.5 + STD_EPS), -0.25 / (0.5 + STD_EPS)
+    data = handle.fetch(("advantages", "returns", "token_level_rewards"))
+    expected = [[high] * 2, [0, 0], [low] * 2, [low] * 2, [0, 0], [low]]
+    for row, values in zip(rows(data["advantages"]), expected, strict=True):
+        assert row == pytest.approx(values)
+    assert rows(data["token_level_rewards"]) == [[0, 1], [0, 5], [0, 0], [0, 0], [0, 5], [0]]
+    assert handle["advantage_mean"].tolist() == pytest.approx([high, 0, low, low, 0, low])
+    assert handle["rollout_probs_diff"].tolist() == pytest.approx([0.25, 0, 0, 0, 0, 0], abs=1e-6)
+
+
+@pytest.mark.ray
+def test_options_reach_the_estimator(worker: RewardWorker) -> None:
+    handle = worker.compute_advantages(scored_batch(), "grpo", {"norm_adv_by_std_in_grpo": False})
+    assert handle["advantage_mean"].tolist() == pytest.approx([0.75, 0, -0.25, -0.25, 0, -0.25])
+    with pytest.raises(ConfigError, match="did you mean 'grpo'"):
+        worker.compute_advantages(scored_batch(), "grop", {})
+    with pytest.raises(BatchError, match="'token_level_scores' .made by reward"):
+        worker.compute_advantages(put(RESPONSES), "grpo", {})
+
+
+# --- samples -----------------------------------------------------------------------------------------------------
+def sample_batch() -> DataProtoRef:
+    data = DataProto.from_dict(
+        {
+            "prompts": Ragged.from_rows([[7, 8]] * 3, torch.int32),
+            "responses": Ragged.from_rows(RESPONSES, torch.int32),
+            "score": torch.tensor([12.0, 1.0, 11.0]),
+        },
+        {"uid": ["p0"] * 3},
+    )
+    return DataProtoRef.put(data, small=("uid", "score"))
+
+
+@pytest.mark.ray
+def test_samples_are_written_as_json_lines(worker: RewardWorker, tmp_path: Path) -> None:
+    advantages = DataProtoRef.put(
+        DataProto.from_dict({"advantage_mean": torch.tensor([0.5, -1, 0.5])}), ("advantage_mean",)
+    )
+    path = tmp_path / "rollouts" / "4.jsonl"
+    worker.write_samples(sample_batch().union(advantages), str(path), 4, {"p0": "w5"})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[0] == {
+        "step": 4,
+        "uid": "p0",
+        "input": "w7 w8",
+        "output": "w5 w6",
+        "gts": "w5",
+        "score": 12.0,
+        "advantage": 0.5,
+    }
+    assert [line["output"] for line in lines] == ["w5 w6", "w6", "w5"]
+    assert list(path.parent.iterdir()) == [path], "no half-written file is left"
+
+
+@pytest.mark.ray
+def test_samples_without_advantages_and_of_no_rows(worker: RewardWorker, tmp_path: Path) -> None:
+    worker.write_samples(sample_batch(), str(tmp_path / "val.jsonl"), 0, {"p0": {"any": 1}})
+    line = json.loads((tmp_path / "val.jsonl").read_text().splitlines()[0])
+    assert "advantage" not in line
+    assert line["gts"] == {"any": 1}
+    with pytest.raises(BatchError, match="'score' .made by reward"):
+        worker.write_samples(sample_batch().select(("uid", "prompts", "responses")), str(tmp_path / "x"), 0, {})
