@@ -11,7 +11,10 @@ import os
 import socket
 from pathlib import Path
 
+from grpo_dist.errors import ConfigError, GrpoDistError
+
 LOCAL = "local"
+START_ATTEMPTS = 3
 
 
 def connect(address: str | None, num_cpus: int | None) -> str:
@@ -26,13 +29,12 @@ def connect(address: str | None, num_cpus: int | None) -> str:
 
     Raises:
         ConfigError: there is no cluster at the address.
+        GrpoDistError: a local cluster does not start.
     """
     address = address or os.environ.get("RAY_ADDRESS") or (running_cluster() or LOCAL)
     if address == LOCAL:
         return _start_local(num_cpus)
     import ray
-
-    from grpo_dist.errors import ConfigError
 
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -62,7 +64,19 @@ def _start_local(num_cpus: int | None) -> str:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    ray.init(
-        address=LOCAL, num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
-    )
+    for attempt in range(1, START_ATTEMPTS + 1):
+        try:
+            ray.init(
+                address=LOCAL,
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+            break
+        except Exception as error:
+            # Ray gives its own processes 30 s, fixed in its code; on a machine that is busy that may not be enough
+            ray.shutdown()
+            if attempt == START_ATTEMPTS or "timed out during startup" not in str(error):
+                raise GrpoDistError(f"Ray could not be started on this machine: {error}") from error
     return "started a local Ray cluster on 127.0.0.1"

@@ -1,0 +1,145 @@
+"""The main job, whole: Ray, FSDP2 on gloo, vLLM, the built-in model. Each run costs about a minute."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
+
+SMALL = [
+    "data.train_batch_size=16",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "data.val_max_samples=64",
+    "ray_kwargs.ray_init.address=local",
+]
+
+
+def command(run_dir: Path, *overrides: str) -> list[str]:
+    local = f"trainer.default_local_dir={run_dir}"
+    return [sys.executable, "-m", "grpo_dist.main", "algorithm.adv_estimator=grpo", local, *SMALL, *overrides]
+
+
+def descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def assert_gone(processes: list[psutil.Process], within_s: float = 15) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=within_s)
+    left = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not left, f"left running: {[p.cmdline()[:3] for p in left]}"
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 4 steps that was resumed for 2 more."""
+    run_dir = tmp_path_factory.mktemp("main") / "run"
+    for steps in (4, 6):
+        done = subprocess.run(
+            command(run_dir, f"trainer.total_training_steps={steps}", "trainer.save_freq=2", "trainer.test_freq=3"),
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert f"step {steps}/{steps}" in done.stderr
+        assert "validation accuracy" in done.stdout
+    return run_dir
+
+
+def test_metrics_have_each_step_once(run_dir: Path) -> None:
+    rows = metrics(run_dir)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
+    step = rows[1]
+    for name in ("critic/score/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "response_length/mean"):
+        assert name in step or name == "actor/pg_loss"
+    assert step["actor/kl_loss"] == pytest.approx(0, abs=1e-6), "before its first step the policy is the reference"
+    assert rows[3]["actor/kl_loss"] > 1e-5
+    assert all(row["training/weight_version"] == row["step"] for row in rows[1:])
+
+
+def test_trainer_and_engine_agree_on_log_probs(run_dir: Path) -> None:
+    """fp32 on both sides, after every weight sync: a stale or half-loaded engine would differ by orders more."""
+    assert all(row["training/rollout_probs_diff_mean"] < 1e-4 for row in metrics(run_dir)[1:])
+
+
+def test_run_directory(run_dir: Path) -> None:
+    from grpo_dist.config.load import load_resolved
+
+    assert load_resolved((run_dir / "config.yaml").read_text()).trainer.total_training_steps == 6
+    rows = [json.loads(line) for line in (run_dir / "rollouts/6.jsonl").read_text().splitlines()]
+    assert len(rows) == 16 * 8
+    assert list(run_dir.glob("tensorboard/*tfevents*"))
+    assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "6"
+
+
+def test_the_trained_model_loads(run_dir: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = run_dir / "huggingface"
+    trained = AutoModelForCausalLM.from_pretrained(folder)
+    from grpo_dist.assets import resolve_model_path
+
+    start = AutoModelForCausalLM.from_pretrained(resolve_model_path("builtin:tiny-qwen3"), dtype=torch.float32)
+    changed = [
+        (a - b).abs().max().item() for a, b in zip(trained.parameters(), start.parameters(), strict=True) if a.ndim > 1
+    ]
+    assert min(changed) > 0
+    assert AutoTokenizer.from_pretrained(folder).eos_token == "<|im_end|>"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as stream:
+        run = subprocess.Popen(
+            command(tmp_path / "run", "trainer.val_before_train=false"), stderr=stream, stdout=stream
+        )
+    process = psutil.Process(run.pid)
+    deadline = time.monotonic() + 400
+    while "step 1/" not in log.read_text():
+        assert run.poll() is None, log.read_text()[-2000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    family = descendants(process)
+    assert any("RolloutWorker" in " ".join(p.cmdline()) for p in family)
+    os.kill(run.pid, number)
+    assert run.wait(30) == 128 + number
+    assert_gone(family)
+
+
+def test_a_killed_actor_rank_ends_the_run_with_a_name(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as stream:
+        run = subprocess.Popen(
+            command(tmp_path / "run", "trainer.val_before_train=false"), stderr=stream, stdout=stream
+        )
+    process = psutil.Process(run.pid)
+    deadline = time.monotonic() + 400
+    while "step 1/" not in log.read_text():
+        assert run.poll() is None, log.read_text()[-2000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    family = descendants(process)
+    next(p for p in family if "ActorWorker" in " ".join(p.cmdline())).kill()
+    assert run.wait(60) == 1
+    assert "error: actor worker" in log.read_text()
+    assert "its process died" in log.read_text()
+    assert_gone(family)
