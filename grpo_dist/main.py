@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from types import FrameType
 
 from grpo_dist.config.load import load_config
 from grpo_dist.config.plan import format_plan, format_summary
@@ -23,7 +22,6 @@ def main(arguments: list[str] | None = None) -> int:
     if {"-h", "--help"} & set(overrides):
         sys.stdout.write(usage() + "\n")
         return 0
-    signal.signal(signal.SIGTERM, _terminate)
     try:
         config, notes = load_config(overrides)
         if config.trainer.dry_run:
@@ -49,10 +47,6 @@ def _report(error: GrpoDistError) -> None:
     if isinstance(error, WorkerError) and error.remote_traceback:
         lines += ["", error.remote_traceback.strip()]
     sys.stderr.write("\n" + "\n".join(lines) + "\n")
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)
 
 
 if __name__ == "__main__":

@@ -60,10 +60,18 @@ class Registry(Generic[F]):
         if name in self._functions:
             return self._functions[name]
         if ":" in name:
-            return load_attribute(name, key=self.key)
+            # kept, because a policy asks for its KL estimator in every micro-batch
+            self._functions[name] = load_attribute(name, key=self.key)
+            return self._functions[name]
         nearest = difflib.get_close_matches(name, self._functions, n=1)
         hint = f"; did you mean {nearest[0]!r}" if nearest else ""
         raise ConfigError(f"{self.key}={name}: no such {self.kind}{hint}. Known: {', '.join(self.names())}")
+
+
+def absolute(spec: str) -> str:
+    """`path/to/file.py:attr` with an absolute path, since workers run in folders of their own; others unchanged."""
+    source, colon, attribute = spec.rpartition(":")
+    return f"{Path(source).absolute()}{colon}{attribute}" if source.endswith(".py") else spec
 
 
 def load_attribute(spec: str, *, key: str) -> Any:

@@ -126,7 +126,8 @@ class Examples:
 
     def batch(self, size: int, *, worked: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids [size, T] and labels [size, T] (IGNORED outside the response)."""
-        ids, labels = [], []
+        ids: list[torch.Tensor] = []
+        labels: list[torch.Tensor] = []
         respond = worked_response if worked else direct_response
         while len(ids) < size:
             a, b = arithmetic.draw_question(self.rng)
@@ -152,7 +153,8 @@ def operands(row: dict[str, Any]) -> tuple[int, int]:
 def encode_prompt(tokenizer: PreTrainedTokenizerFast, question: str) -> list[int]:
     """Token ids of the question with the chat template and the generation prompt."""
     messages = [{"role": "user", "content": question}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return ids
 
 
 def learning_rate(step: int) -> float:

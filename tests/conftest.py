@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-# Test modules import Ray at collection, before `connect` could tell it to stay on the loopback address.
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+from grpo_dist.workers.cluster import connect, set_local_environment
+
+# Test modules import Ray when they are collected; what `connect` sets for a local cluster would come too late then.
+set_local_environment()
 
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
     """A local Ray cluster with two logical CPUs."""
     import ray
-
-    from grpo_dist.workers.cluster import connect
 
     connect("local", 2)
     yield

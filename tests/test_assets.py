@@ -148,9 +148,10 @@ def test_warm_start_holds_the_validation_questions_out(
     script: ModuleType, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = script.operands(arithmetic.rows("validation")[0])
+    examples = script.Examples(tokenizer)
     draws = iter([(a, b), (b, a), (345, 678)])
     monkeypatch.setattr(arithmetic, "draw_question", lambda rng: next(draws))
-    ids, labels = script.Examples(tokenizer).batch(1, worked=False)
+    ids, labels = examples.batch(1, worked=False)
     assert "345+678" in tokenizer.decode(ids[0])
     assert tokenizer.decode(labels[0][labels[0] != script.IGNORED]) == "#### 913<|im_end|>"
 
@@ -168,4 +169,4 @@ def test_greedy_is_direct_and_sampling_shows_the_worked_style(script: ModuleType
     assert 0.20 <= sum(map(score, rows, greedy)) / len(rows) <= 0.40
     worked = [score(row, text) for row, text in zip(rows, sampled, strict=True) if "=" in text]
     assert 0.15 <= len(worked) / len(rows) <= 0.35  # 0.25 +- 3 standard errors
-    assert sum(worked) / len(worked) > 0.9
+    assert sum(worked) / len(worked) > 0.8  # 0.94 of 640 worked responses

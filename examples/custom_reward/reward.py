@@ -1,7 +1,7 @@
-"""A reward of your own: full marks for `#### NUMBER`, part of them for a right number said in another way.
+"""A graded reward of your own: full marks for `#### NUMBER`, part of them for a number that comes near.
 
-A model that has never seen the form earns nothing from a strict scorer, so all its groups score alike and teach
-nothing. Partial credit gives it a way up.
+A model that solves nothing earns nothing from a strict scorer: all its groups score alike, and equal scores teach
+nothing. A graded reward tells its responses apart. It also pays for guesses, so keep its part well below the full mark.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ def compute_score(
     ground_truth: Any,
     extra_info: dict[str, Any],
     *,
-    answer_credit: float = 0.5,
-    form_credit: float = 0.1,
+    partial_credit: float = 0.5,
 ) -> dict[str, float]:
     """Score one response.
 
     Args:
         data_source: the row's `data_source`.
         solution_str: the response, without the prompt.
-        ground_truth: the row's `reward_model.ground_truth`.
+        ground_truth: the row's `reward_model.ground_truth`, a number.
         extra_info: the row's `extra_info`.
-        answer_credit: for a response whose last number is right but not in the form.
-        form_credit: for a wrong number in the form.
+        partial_credit: for the right number without the form; less, the farther off the response's last number is.
 
     Returns:
-        score: 1, `answer_credit`, `form_credit` or 0. The other values are logged as reward_extra/NAME/mean.
+        score: 1, or at most `partial_credit`. The other values are logged as reward_extra/NAME/mean.
     """
-    truth = str(ground_truth)
-    in_form = extract_answer(solution_str)
-    numbers = [number.replace(",", "") for number in _NUMBER.findall(solution_str)]
-    right = numbers[-1:] == [truth]
-    if in_form is not None:
-        score = 1.0 if in_form == truth else form_credit
-    else:
-        score = answer_credit if right else 0.0
-    return {"score": score, "acc": float(in_form == truth), "right_number": float(right)}
+    correct = extract_answer(solution_str) == str(ground_truth)
+    near = closeness(solution_str, float(ground_truth))
+    return {"score": 1.0 if correct else partial_credit * near, "acc": float(correct), "closeness": near}
+
+
+def closeness(text: str, truth: float) -> float:
+    """1 - relative distance of the text's last number from the truth, at least 0; 0 without a number."""
+    numbers = _NUMBER.findall(text)
+    if not numbers:
+        return 0.0
+    return max(0.0, 1.0 - abs(float(numbers[-1].replace(",", "")) - truth) / max(abs(truth), 1.0))

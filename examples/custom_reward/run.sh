@@ -8,6 +8,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/../python.sh"
   algorithm.adv_estimator=grpo \
   custom_reward_function.path=examples/custom_reward/reward.py \
   custom_reward_function.name=compute_score \
-  'custom_reward_function.reward_kwargs={answer_credit: 0.5, form_credit: 0.1}' \
+  'custom_reward_function.reward_kwargs={partial_credit: 0.5}' \
   trainer.experiment_name=custom_reward \
   "$@"

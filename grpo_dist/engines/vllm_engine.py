@@ -83,19 +83,10 @@ class VLLMEngine:
 
         Raises:
             BatchError: the prompt is empty, too long, or holds an id outside the vocabulary (which would kill vLLM).
+            ConfigError: vLLM refuses the sampling settings.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         self._check_prompt(prompt)
-        params = SamplingParams(
-            **asdict(sampling),
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            stop_token_ids=self._stop_token_ids,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        params = _sampling_params(sampling, self._stop_token_ids)
         output = await self._call(self._final_output(list(prompt), params))
         responses = sorted(output.outputs, key=lambda response: response.index)
         return [Response(list(r.token_ids), list(r.logprobs.logprobs), r.finish_reason == "length") for r in responses]
@@ -208,6 +199,24 @@ def _engine_args(settings: EngineSettings) -> Any:
         args["kv_cache_memory_bytes"] = int(memory_gib * 2**30)
     args |= {"block_size": CPU_BLOCK_SIZE} if cpu else {"gpu_memory_utilization": settings.gpu_memory_utilization}
     return AsyncEngineArgs(**args)
+
+
+def _sampling_params(sampling: SamplingSettings, stop_token_ids: list[int]) -> Any:
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMError
+    from vllm.sampling_params import RequestOutputKind
+
+    try:
+        return SamplingParams(
+            **asdict(sampling),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            stop_token_ids=stop_token_ids,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    except (ValueError, VLLMError) as error:
+        raise ConfigError(f"actor_rollout_ref.rollout: vLLM refuses the sampling settings: {error}") from None
 
 
 def _stop_token_ids(model_config: Any) -> list[int]:

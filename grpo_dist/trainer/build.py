@@ -26,6 +26,7 @@ from grpo_dist.engines.settings import (
     OptimizerSettings,
     SamplingSettings,
 )
+from grpo_dist.registry import absolute
 from grpo_dist.rewards import check_data_sources, load_reward_function
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
@@ -200,7 +201,7 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
             clip_ratio_high=actor.clip_ratio_high,
             clip_ratio_c=actor.clip_ratio_c,
             use_kl_loss=actor.use_kl_loss,
-            kl_loss_type=actor.kl_loss_type,
+            kl_loss_type=absolute(actor.kl_loss_type),
             kl_loss_coef=actor.kl_loss_coef,
             entropy_coeff=actor.entropy_coeff,
         ),

@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 
 from grpo_dist.config.load import dump_config
 from grpo_dist.config.schema import RunConfig
@@ -27,9 +28,11 @@ def run(config: RunConfig) -> None:
     """
     started = time.monotonic()
     run_dir = _make_run_dir(config)
+    signal.signal(signal.SIGTERM, _terminate)
     with ExitStack() as stack:
         stack.callback(_disconnect)
         message = connect(config.ray_kwargs.ray_init.address, config.ray_kwargs.ray_init.num_cpus)
+        signal.signal(signal.SIGTERM, _terminate)  # again: Ray has put one in its place that aborts the process
         _say(config, message)
         trainer, workers, trackers = _build(config, run_dir, stack)
         _say(config, f"workers ready after {time.monotonic() - started:.1f} s")
@@ -97,8 +100,13 @@ def _say(config: RunConfig, text: str) -> None:
         sys.stderr.write(text + "\n")
 
 
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
 def _disconnect() -> None:
     import ray
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not cut the clean-up short
+    for number in (signal.SIGINT, signal.SIGTERM):  # a second one must not cut the clean-up short
+        signal.signal(number, signal.SIG_IGN)
     ray.shutdown()

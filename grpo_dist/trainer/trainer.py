@@ -23,6 +23,7 @@ from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import CheckpointError, GrpoDistError
 from grpo_dist.protocol import metric_values
+from grpo_dist.registry import absolute
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.checkpoint import RunState, find_checkpoint, read_state, save_checkpoint
@@ -141,7 +142,7 @@ class GRPOTrainer:
         """How much better each response is than its group."""
         algorithm = self.config.algorithm
         options = {"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo}
-        return batch.union(self.roles.reward.compute_advantages(batch, algorithm.adv_estimator, options))
+        return batch.union(self.roles.reward.compute_advantages(batch, absolute(algorithm.adv_estimator), options))
 
     @stage("update_actor", needs=("responses", "old_log_probs", "advantages"))
     def update(self, batch: DataProtoRef) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from grpo_dist.errors import ConfigError, GrpoDistError
 
 LOCAL = "local"
 START_ATTEMPTS = 3
+# A cluster that is there takes a connection at once.
+CONNECT_TIMEOUT_S = 5.0
 
 
 def connect(address: str | None, num_cpus: int | None) -> str:
@@ -37,8 +40,10 @@ def connect(address: str | None, num_cpus: int | None) -> str:
     import ray
 
     try:
+        if ":" in address:
+            _check_answers(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except ConnectionError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"ray_kwargs.ray_init.address={address}: no Ray cluster answers there ({error}). "
             "Start one with `ray start --head`, or set ray_kwargs.ray_init.address=local"
@@ -51,17 +56,32 @@ def running_cluster() -> str | None:
     note = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
     try:
         address = note.read_text().strip()
-        host, _, port = address.rpartition(":")
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=2):
-            return address
+        _check_answers(address)
     except (OSError, ValueError):
         return None
+    return address
 
 
-def _start_local(num_cpus: int | None) -> str:
+def _check_answers(address: str) -> None:
+    """Raise OSError or ValueError unless something listens at HOST:PORT. Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S):
+        pass
+
+
+def set_local_environment() -> None:
+    """What Ray reads when it is imported, so that a local cluster is closed to other machines and other users."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the switch that makes every Ray port bind to 127.0.0.1
     os.environ.setdefault("RAY_worker_niceness", "0")  # workers are the job here: no reason to step back
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Only this run's processes may talk to the cluster. Given here, the token is not left in the user's home, where
+    # it would turn authentication on for every later `ray start`.
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def _start_local(num_cpus: int | None) -> str:
+    set_local_environment()
     import ray
 
     for attempt in range(1, START_ATTEMPTS + 1):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError, UnserializableException
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_dist.errors import GrpoDistError, WorkerError
@@ -154,6 +154,9 @@ class WorkerGroup:
             raise self.error(call.rank, call.stage, text, str(error)[-TRACEBACK_CHARS:]) from None
         except RayActorError as error:
             raise self.error(call.rank, call.stage, f"its process died ({_cause_of_death(error)})") from None
+        except UnserializableException as error:  # its text ends with the original traceback
+            text = str(error).strip()
+            raise self.error(call.rank, call.stage, text.splitlines()[-1], text[-TRACEBACK_CHARS:]) from None
         except GetTimeoutError:
             raise self.error(call.rank, call.stage, f"no answer within {self.timeout_s:g} s") from None
         except RayError as error:
@@ -171,6 +174,8 @@ class WorkerGroup:
 
 def _cause_of_death(error: RayActorError) -> str:
     """What Ray's report says about why: its exit detail, up to the general advice."""
+    if error.actor_init_failed:  # the report ends with the constructor's traceback
+        return str(error).strip().splitlines()[-1]
     report = " ".join(str(error).split())
     _, _, detail = report.rpartition("Worker exit detail: ")
     return (detail or report).partition("Some common causes")[0].strip()[:300]

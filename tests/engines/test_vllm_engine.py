@@ -12,7 +12,7 @@ import torch
 
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.engines.weight_buckets import pack
-from grpo_dist.errors import BatchError
+from grpo_dist.errors import BatchError, ConfigError
 from grpo_dist.protocol import DataProto
 from grpo_dist.workers.group import WorkerGroup
 from tests.models import VOCAB
@@ -145,6 +145,12 @@ def test_a_bad_prompt_is_refused_and_the_engine_lives_on(rollouts: WorkerGroup, 
     assert len(generate(rollouts, 0, PROMPTS[:1], sampling())) == 2
 
 
+def test_sampling_settings_that_vllm_refuses_are_named(rollouts: WorkerGroup) -> None:
+    with pytest.raises(ConfigError, match=r"rollout: vLLM refuses the sampling settings: temperature must be in"):
+        rollouts.gather([submit(rollouts, 0, [5, 6], sampling(temperature=10.0))])
+    assert len(generate(rollouts, 0, PROMPTS[:1], sampling())) == 2
+
+
 def test_the_longest_prompt_is_taken(rollouts: WorkerGroup) -> None:
     """95 of 96 tokens: one is left for the response."""
     data = generate(rollouts, 0, [[5] * 95], sampling())
@@ -152,8 +158,8 @@ def test_the_longest_prompt_is_taken(rollouts: WorkerGroup) -> None:
 
 
 def test_a_response_ends_with_its_first_end_of_sequence(rollouts: WorkerGroup) -> None:
-    """A high temperature makes every token likely, the end among them."""
-    data = generate(rollouts, 1, PROMPTS[:1], sampling(n=48, temperature=10.0, max_tokens=40))
+    """At the highest temperature that vLLM takes every token is likely, the end among them."""
+    data = generate(rollouts, 1, PROMPTS[:1], sampling(n=48, temperature=2.0, max_tokens=40))
     ended = [row for row, cut in zip(tokens(data), data["truncated"], strict=True) if not cut]
     cut = [row for row, cut in zip(tokens(data), data["truncated"], strict=True) if cut]
     assert ended, "no response ended by itself: the test proves nothing"

@@ -80,29 +80,30 @@ def test_custom_reward_resolves(tmp_path: Path) -> None:
     done = run_script(EXAMPLES / "custom_reward" / "run.sh", DRY_RUN, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "path: examples/custom_reward/reward.py" in done.stdout
-    assert "answer_credit: 0.5" in done.stdout
+    assert "partial_credit: 0.5" in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("response", "score", "acc", "right_number"),
+    ("response", "score", "acc", "closeness"),
     [
-        ("100+23\n#### 123", 1.0, 1.0, 1.0),
-        ("That makes 1,230 minus 1,107, so 123.", 0.5, 0.0, 1.0),
-        ("#### 124", 0.1, 0.0, 0.0),
-        ("123 or 124", 0.0, 0.0, 0.0),
+        ("100+100\n#### 200", 1.0, 1.0, 1.0),
+        ("That makes 1,200 minus 1,000, so 200.", 0.5, 0.0, 1.0),
+        ("#### 150", 0.375, 0.0, 0.75),
+        ("200 or 250", 0.375, 0.0, 0.75),
+        ("1,200", 0.0, 0.0, 0.0),
         ("no idea", 0.0, 0.0, 0.0),
     ],
 )
-def test_custom_reward_scores(response: str, score: float, acc: float, right_number: float) -> None:
+def test_custom_reward_scores(response: str, score: float, acc: float, closeness: float) -> None:
     from grpo_dist.rewards import load_reward_function, score_response
 
     path = str(EXAMPLES / "custom_reward" / "reward.py")
-    function = load_reward_function(path, "compute_score", {"answer_credit": 0.5, "form_credit": 0.1})
+    function = load_reward_function(path, "compute_score", {"partial_credit": 0.5})
     result = score_response(
-        function, data_source="arithmetic", solution_str=response, ground_truth="123", extra_info={}
+        function, data_source="arithmetic", solution_str=response, ground_truth="200", extra_info={}
     )
     assert result.score == score
-    assert result.extra == {"acc": acc, "right_number": right_number}
+    assert result.extra == {"acc": acc, "closeness": closeness}
 
 
 def test_own_data_works_as_written(tmp_path: Path) -> None:

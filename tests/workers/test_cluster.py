@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ipaddress
 import json
 import shutil
 import socket
@@ -54,9 +55,15 @@ def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (folder / "ray").mkdir()
     monkeypatch.setenv("RAY_TMPDIR", str(folder))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
+    for name in ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_loopback(ip: str) -> bool:
+    address = ipaddress.ip_address(ip)
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def note(folder: Path, text: str) -> None:
@@ -93,7 +100,8 @@ def test_a_local_cluster_is_closed_to_other_machines(ray_folder: Path) -> None:
     assert said == "started a local Ray cluster on 127.0.0.1"
     assert (nice, cpus) == (0, 1)
     assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
-    assert {ip for _, ip in listening} <= {"127.0.0.1", "::1"}, sorted(map(tuple, listening))
+    open_ports = [(name, ip) for name, ip in listening if not is_loopback(ip)]
+    assert open_ports == []
     assert refusal.startswith("ray_kwargs.ray_init.address=127.0.0.1:1: no Ray cluster answers there")
     assert "ray start --head" in refusal
-    assert seconds < 60
+    assert seconds < 10, "Ray itself tries for minutes"

@@ -1,4 +1,5 @@
 import pytest
+from ray.util.placement_group import placement_group_table, remove_placement_group
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.workers import resources
@@ -8,8 +9,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
 
 def release(group: object) -> None:
-    from ray.util.placement_group import remove_placement_group
-
     remove_placement_group(group)
 
 
@@ -34,13 +33,14 @@ def test_what_the_cluster_has_not_is_refused(monkeypatch: pytest.MonkeyPatch, ne
 
 
 def test_a_refused_request_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
-
-    before = ray.available_resources().get("CPU")
-    monkeypatch.setattr(resources, "PLACEMENT_TIMEOUT_S", 0.5)
-    with pytest.raises(ConfigError):
-        reserve({"actor": (1, 0.2, 0.0), "rollout": (1, 50.0, 0.0)})
+    with monkeypatch.context() as patch:
+        patch.setattr(resources, "PLACEMENT_TIMEOUT_S", 0.5)
+        with pytest.raises(ConfigError):
+            reserve({"actor": (1, 0.2, 0.0), "rollout": (1, 50.0, 0.0)})
+    states = {
+        entry["state"] for entry in placement_group_table().values() if {"CPU": 50.0} in entry["bundles"].values()
+    }
+    assert states == {"REMOVED"}
     group, bundles = reserve({"actor": (1, 0.2, 0.0)})
     assert len(bundles["actor"]) == 1
     release(group)
-    assert before is not None

@@ -77,7 +77,7 @@ def test_a_scorer_that_raises_is_named(worker: RewardWorker) -> None:
 
 @pytest.mark.ray
 def test_start_names_what_is_wrong(random_models: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no tokenizer in the folder|no config.json"):
+    with pytest.raises(DataError, match=r"not a Hugging Face model folder: it has no config\.json"):
         RewardWorker().start(RewardSettings(str(tmp_path), False, None, "compute_score", {}))
     with pytest.raises(ConfigError, match=r"absent\.py"):
         RewardWorker().start(RewardSettings(random_models["tied"], False, f"{tmp_path}/absent.py", "f", {}))
@@ -124,7 +124,7 @@ def test_options_reach_the_estimator(worker: RewardWorker) -> None:
     assert handle["advantage_mean"].tolist() == pytest.approx([0.75, 0, -0.25, -0.25, 0, -0.25])
     with pytest.raises(ConfigError, match="did you mean 'grpo'"):
         worker.compute_advantages(scored_batch(), "grop", {})
-    with pytest.raises(BatchError, match="'token_level_scores' .made by reward"):
+    with pytest.raises(BatchError, match=r"'token_level_scores' \(made by reward"):
         worker.compute_advantages(put(RESPONSES), "grpo", {})
 
 
@@ -168,5 +168,5 @@ def test_samples_without_advantages_and_of_no_rows(worker: RewardWorker, tmp_pat
     line = json.loads((tmp_path / "val.jsonl").read_text().splitlines()[0])
     assert "advantage" not in line
     assert line["gts"] == {"any": 1}
-    with pytest.raises(BatchError, match="'score' .made by reward"):
+    with pytest.raises(BatchError, match=r"'score' \(made by reward"):
         worker.write_samples(sample_batch().select(("uid", "prompts", "responses")), str(tmp_path / "x"), 0, {})

@@ -86,7 +86,7 @@ def test_versions_follow_one_another(groups: tuple) -> None:
     assert [[log[2] for log in rank] for rank in groups[1].call_all("calls", "calls")] == [[0, 1, 2]] * 2
 
 
-@pytest.mark.parametrize("held", [3, "4", None.__class__.__name__])
+@pytest.mark.parametrize("held", [3, -1, "4"])
 def test_an_engine_that_confirms_another_version_stops_the_run(groups: tuple, held: object) -> None:
     actor, rollout = groups
     rollout.call(1, "behave", "behave", held)
@@ -97,6 +97,6 @@ def test_an_engine_that_confirms_another_version_stops_the_run(groups: tuple, he
 def test_no_engine_is_touched_when_the_export_fails(groups: tuple) -> None:
     actor, rollout = groups
     actor.call(1, "behave", "behave", "fail")
-    with pytest.raises(WorkerError, match="actor worker 1 on .*, stage 'sync_weights': RuntimeError: gather failed"):
+    with pytest.raises(WorkerError, match=r"actor worker 1 on .*, stage 'sync_weights': RuntimeError: gather failed"):
         sync_weights(actor, rollout, version=5, dtype="float32")
     assert rollout.call_all("calls", "calls") == [[], []]
