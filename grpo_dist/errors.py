@@ -15,6 +15,10 @@ Every message says what failed, the value, the config key or the rank, and what 
 from __future__ import annotations
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: an interruption like Ctrl-C, by someone else. (Ray swallows a SystemExit raised by a signal handler.)"""
+
+
 class GrpoDistError(Exception):
     """Base of every error this package raises on purpose."""
 

@@ -13,7 +13,7 @@ import sys
 from grpo_dist.config.load import load_config
 from grpo_dist.config.plan import format_plan, format_summary
 from grpo_dist.config.usage import usage
-from grpo_dist.errors import GrpoDistError, WorkerError
+from grpo_dist.errors import GrpoDistError, Terminated, WorkerError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,9 +35,10 @@ def main(arguments: list[str] | None = None) -> int:
     except GrpoDistError as error:
         _report(error)
         return error.exit_code
-    except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted\n")
-        return 128 + signal.SIGINT
+    except KeyboardInterrupt as interrupt:
+        number = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
+        sys.stderr.write(f"\nstopped by {number.name}\n")
+        return 128 + number
     return 0
 
 

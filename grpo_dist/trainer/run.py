@@ -11,7 +11,7 @@ from types import FrameType
 
 from grpo_dist.config.load import dump_config
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.errors import ConfigError
+from grpo_dist.errors import ConfigError, Terminated
 from grpo_dist.tracking.base import Trackers, build_trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.summary import format_summary
@@ -101,7 +101,7 @@ def _say(config: RunConfig, text: str) -> None:
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)
+    raise Terminated
 
 
 def _disconnect() -> None:

@@ -31,6 +31,9 @@ TESTED_ELSEWHERE = {
     "engines/vllm_inproc_core.py": "engines/test_vllm_engine.py",  # how the engine starts on CPU
     "engines/vllm_weight_backend.py": "engines/test_vllm_engine.py",  # runs inside vLLM only
     "tracking/names.py": "tracking/test_summary.py",  # metric names
+    "trainer/pump.py": "trainer/test_trainer.py",  # every rollout there goes through it
+    "workers/groups.py": "trainer/test_trainer.py",  # likewise
+    "workers/policy.py": "e2e/test_main_job.py",  # its engine is tested in engines/, the process needs a model
     "trainer/build.py": "e2e/test_main_job.py",  # the composition root: needs all workers
     "trainer/run.py": "e2e/test_main_job.py",
     "workers/process.py": "workers/test_group.py",  # base class of the workers
