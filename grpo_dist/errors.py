@@ -16,7 +16,7 @@ from __future__ import annotations
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: an interruption like Ctrl-C, by someone else. (Ray swallows a SystemExit raised by a signal handler.)"""
+    """SIGTERM: an interruption like Ctrl-C, by someone else. It ends the run the same way."""
 
 
 class GrpoDistError(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -21,18 +22,36 @@ RESOLVED_CONFIG = "config.yaml"
 
 
 def run(config: RunConfig) -> None:
-    """Train as the config says. On the way out, whatever happened, every process that was started is ended.
+    """Train as the config says, until done or interrupted.
 
     Raises:
         GrpoDistError: the run failed; see errors.py.
+        Terminated: SIGTERM. (Ray's calls turn whatever a signal handler raises into a KeyboardInterrupt.)
     """
+    terminated = False
+
+    def terminate(signum: int, frame: FrameType | None) -> None:
+        nonlocal terminated
+        terminated = True
+        raise Terminated
+
+    try:
+        _run(config, terminate)
+    except KeyboardInterrupt:
+        if terminated:
+            raise Terminated from None
+        raise
+
+
+def _run(config: RunConfig, terminate: Callable[[int, FrameType | None], None]) -> None:
+    """Train. On the way out, whatever happened, every process that was started is ended."""
     started = time.monotonic()
     run_dir = _make_run_dir(config)
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, terminate)
     with ExitStack() as stack:
         stack.callback(_disconnect)
         message = connect(config.ray_kwargs.ray_init.address, config.ray_kwargs.ray_init.num_cpus)
-        signal.signal(signal.SIGTERM, _terminate)  # again: Ray has put one in its place that aborts the process
+        signal.signal(signal.SIGTERM, terminate)  # again: Ray has put one in its place that aborts the process
         _say(config, message)
         trainer, workers, trackers = _build(config, run_dir, stack)
         _say(config, f"workers ready after {time.monotonic() - started:.1f} s")
@@ -98,10 +117,6 @@ def _make_run_dir(config: RunConfig) -> Path:
 def _say(config: RunConfig, text: str) -> None:
     if "console" in config.trainer.logger:
         sys.stderr.write(text + "\n")
-
-
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise Terminated
 
 
 def _disconnect() -> None:

@@ -126,7 +126,7 @@ def test_each_rule(overrides, message):
     ],
 )
 def test_legal_settings_pass(overrides):
-    assert load(*overrides).trainer.total_training_steps == 40
+    assert load(*overrides).trainer.total_training_steps == 25
 
 
 @pytest.mark.parametrize(
