@@ -31,6 +31,7 @@ class Registry(Generic[F]):
     def __init__(self, kind: str, key: str) -> None:
         self.kind, self.key = kind, key
         self._functions: dict[str, F] = {}
+        self._custom: dict[str, F] = {}
 
     def register(self, *names: str) -> Callable[[F], F]:
         """Decorator: add a function under one or more names; a name can be taken once."""
@@ -61,8 +62,9 @@ class Registry(Generic[F]):
             return self._functions[name]
         if ":" in name:
             # kept, because a policy asks for its KL estimator in every micro-batch
-            self._functions[name] = load_attribute(name, key=self.key)
-            return self._functions[name]
+            if name not in self._custom:
+                self._custom[name] = load_attribute(name, key=self.key)
+            return self._custom[name]
         nearest = difflib.get_close_matches(name, self._functions, n=1)
         hint = f"; did you mean {nearest[0]!r}" if nearest else ""
         raise ConfigError(f"{self.key}={name}: no such {self.kind}{hint}. Known: {', '.join(self.names())}")
