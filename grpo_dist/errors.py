@@ -8,6 +8,7 @@
     ├── TrainingDiverged     a non-finite loss or gradient, found before the optimizer step
     ├── CheckpointError      a checkpoint cannot be written or read
     └── WorkerError          a worker process failed or died; carries role, rank, node, stage and its traceback
+    Terminated               SIGTERM, a KeyboardInterrupt by someone else: exit code 143
 
 Every message says what failed, the value, the config key or the rank, and what to do.
 """
