@@ -35,7 +35,7 @@ def main(out: str, *run_dirs: str) -> None:
             axis.grid(alpha=0.3)
     axes[0].set_ylim(0, 1.02)
     axes[1].set_ylim(0, 1.02)
-    axes[0].legend()
+    axes[0].legend(loc="lower right")
     figure.savefig(out, dpi=110)
 
 

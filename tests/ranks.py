@@ -12,6 +12,10 @@ import torch.multiprocessing as mp
 
 from grpo_dist.engines.fsdp_model import init_process_group
 
+# Imported once, by the server that the ranks are forked from: a rank then starts in a moment.
+PRELOADED = ["torch", "transformers.models.auto.modeling_auto", "grpo_dist.engines.fsdp_engine", "pytest"]
+PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")]
+
 
 def free_port() -> int:
     with socket.socket() as s:
@@ -35,7 +39,8 @@ def _entry(
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """`function(rank, *args)` on every rank; the results in rank order. An exception on a rank fails the caller."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     queue, port = context.Queue(), free_port()
     processes = [
         context.Process(target=_entry, args=(rank, world_size, port, function, args, queue), daemon=True)

@@ -42,7 +42,7 @@ def policy_objective(
     global_tokens: float | Tensor,
     global_sequences: float | Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of one micro-batch, ready for backward, and its token-mean metrics.
+    """Loss of one micro-batch, ready for backward, and its metrics.
 
     Args:
         log_probs: (N, T) float32, nats; current policy, carries the gradient.
@@ -61,7 +61,8 @@ def policy_objective(
         global_sequences: sequences of the mini-batch, all ranks.
 
     Returns:
-        (loss, metrics). Summed over the micro-batches of all ranks, loss is the mini-batch's loss.
+        (loss, metrics). Summed over the micro-batches of all ranks, loss and `actor/pg_loss` are the mini-batch's;
+        the other metrics are means over the tokens of this call.
     """
     counts: dict[str, Any] = {"global_tokens": global_tokens, "global_sequences": global_sequences}
     loss, metrics = compute_policy_loss(
@@ -74,6 +75,7 @@ def policy_objective(
         config=clip,
         **counts,
     )
+    metrics["actor/pg_loss"] = loss.detach()
     if ref_log_probs is not None:
         kl = kl_penalty(kl_loss_type, log_probs, ref_log_probs)
         loss = loss + kl_loss_coef * agg_loss(kl, response_mask, loss_agg_mode, **counts)

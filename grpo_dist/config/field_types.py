@@ -68,6 +68,8 @@ def builtin_or_custom(names: Sequence[str]) -> AfterValidator:
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[Float, Field(gt=0)]
 NonNegativeFloat = Annotated[Float, Field(ge=0)]
+Temperature = Annotated[Float, Field(ge=0, le=2)]  # vLLM accepts no more than 2
+PositiveTemperature = Annotated[Float, Field(gt=0, le=2)]
 Share = Annotated[Float, Field(ge=0, le=1)]
 DecayRate = Annotated[Float, Field(ge=0, lt=1)]
 PositiveShare = Annotated[Float, Field(gt=0, le=1)]

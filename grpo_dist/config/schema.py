@@ -24,8 +24,10 @@ from grpo_dist.config.field_types import (
     Pair,
     PositiveFloat,
     PositiveShare,
+    PositiveTemperature,
     Section,
     Share,
+    Temperature,
     Text,
     builtin_or_custom,
 )
@@ -145,7 +147,7 @@ class ValKwargsConfig(Section):
     """`actor_rollout_ref.rollout.val_kwargs`: sampling during validation."""
 
     do_sample: bool
-    temperature: NonNegativeFloat
+    temperature: Temperature
     top_p: PositiveShare
     top_k: CountOrMinusOne
     n: Count
@@ -156,7 +158,7 @@ class RolloutConfig(Section):
 
     name: Literal["vllm"]
     n: Count
-    temperature: PositiveFloat
+    temperature: PositiveTemperature
     top_p: PositiveShare
     top_k: CountOrMinusOne
     dtype: RolloutDtype | None

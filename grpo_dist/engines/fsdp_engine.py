@@ -26,6 +26,7 @@ from grpo_dist.errors import TrainingDiverged
 from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, Sum, merge_metrics
 
 SEQUENCE_COLUMNS = ("prompts", "responses", "response_mask")
+NOT_TAKEN = "the optimizer step was not taken"
 
 
 class FSDPEngine:
@@ -72,6 +73,9 @@ class FSDPEngine:
 
         Returns:
             Ragged float32, one row per row of `data`.
+
+        Raises:
+            TrainingDiverged: on all ranks, if any rank's log-probs are not finite.
         """
         self.model.eval()
         parts: list[Tensor] = [torch.empty(0)] * len(data)
@@ -81,6 +85,8 @@ class FSDPEngine:
             lengths = part["responses"].lengths.tolist() if len(rows) else []
             for row, values, length in zip(rows.tolist(), log_probs.cpu(), lengths, strict=False):
                 parts[row] = values[:length]
+        bad = [row for row, values in enumerate(parts) if not torch.isfinite(values).all()]
+        self._stop_if_any(f"log-probs of {_name_rows(data.index(bad))} are not finite" if bad else "")
         return Ragged.from_rows(parts, torch.float32)
 
     # --- training ----------------------------------------------------------------------------------------------
@@ -113,10 +119,11 @@ class FSDPEngine:
                 (loss * dist.get_world_size()).backward()  # FSDP2 averages gradients over ranks: undone here, only here
             metrics.append(self._micro_batch_metrics(micro_batch, loss, values))
             if not torch.isfinite(loss):
-                fault = fault or f"loss {loss.item()} in micro-batch {i + 1} of {len(plan)}, {_name_rows(part)}"
+                where = f"micro-batch {i + 1} of {len(plan)}, {_name_rows(part)}"
+                fault = fault or f"loss {loss.item()} in {where}; {NOT_TAKEN}"
         self._stop_if_any(fault)  # first: one rank's bad loss makes the gradient norm bad on every rank
         grad_norm = _full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip))
-        self._stop_if_any("" if torch.isfinite(grad_norm) else f"gradient norm {grad_norm.item()}")
+        self._stop_if_any("" if torch.isfinite(grad_norm) else f"gradient norm {grad_norm.item()}; {NOT_TAKEN}")
         lr = self.schedule.get_last_lr()[0]
         self.optimizer.step()
         self.schedule.step()
@@ -189,9 +196,11 @@ class FSDPEngine:
         self, micro_batch: MicroBatch, loss: Tensor, values: dict[str, Tensor]
     ) -> dict[str, Metric]:
         tokens = float(micro_batch.response_mask.sum())
-        metrics: dict[str, Metric] = {k: Mean(float(v) * tokens, tokens) for k, v in values.items()}
-        metrics["actor/loss"] = Sum(float(loss.detach()))
-        return metrics
+        sums = {"actor/loss": loss.detach(), "actor/pg_loss": values["actor/pg_loss"]}
+        means = {name: value for name, value in values.items() if name not in sums}
+        return {k: Sum(float(v)) for k, v in sums.items()} | {
+            k: Mean(float(v) * tokens, tokens) for k, v in means.items()
+        }
 
     def _stop_if_any(self, fault: str) -> None:
         """Raise on every rank if any rank found a fault, naming the first one."""
@@ -200,8 +209,8 @@ class FSDPEngine:
         faults: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(faults, fault)
         rank, first = next((rank, text) for rank, text in enumerate(faults) if text)
-        self.optimizer.zero_grad(set_to_none=True)
-        raise TrainingDiverged(f"actor rank {rank}: {first}; the optimizer step was not taken")
+        self.model.zero_grad(set_to_none=True)
+        raise TrainingDiverged(f"rank {rank}: {first}")
 
 
 def _full(tensor: Tensor) -> Tensor:

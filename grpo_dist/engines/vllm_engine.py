@@ -55,6 +55,8 @@ class VLLMEngine:
             ConfigError: vLLM is not installed or refuses the settings.
         """
         quiet_environment(self.settings.device)
+        self._sockets = tempfile.TemporaryDirectory(prefix="grpo_dist-")  # vLLM never deletes its own
+        os.environ["VLLM_RPC_BASE_PATH"] = self._sockets.name
         try:
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
@@ -115,6 +117,7 @@ class VLLMEngine:
         if self._llm is not None:
             self._llm.shutdown()
             self._llm = None
+            self._sockets.cleanup()
 
     async def _final_output(self, prompt: list[int], params: Any) -> Any:
         outputs = [o async for o in self._llm.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex)]

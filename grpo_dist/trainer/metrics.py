@@ -24,8 +24,8 @@ def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
         "training/rollout_probs_diff_max": float(batch["rollout_probs_diff"].max()),
         "perf/total_num_tokens": float(batch["prompt_length"].sum() + batch["response_length"].sum()),
     }
-    extras = [name for name in batch.small if name.startswith("reward_extra/")]
-    return metrics | {f"{name}/mean": float(np.nanmean(batch[name])) for name in extras}
+    extras = {name: values for name, values in batch.small.items() if name.startswith("reward_extra/")}
+    return metrics | {f"{name}/mean": float(np.nanmean(v)) for name, v in extras.items() if not np.isnan(v).all()}
 
 
 def performance_metrics(timings: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:

@@ -114,7 +114,7 @@ class DataProtoRef:
 
     @classmethod
     def concat(cls, parts: Sequence[DataProtoRef]) -> DataProtoRef:
-        """Rows of all parts, in order.
+        """Rows of all parts, in order. Small columns of numbers that a part does not have are nan there.
 
         Raises:
             BatchError: the parts were not made by the same producers (their columns are grouped differently).
@@ -123,8 +123,12 @@ class DataProtoRef:
         if any([frame.columns for frame in part.frames] != groups for part in parts):
             raise BatchError("concat: the handles' columns differ")
         frames = tuple(_concat_frames([part.frames[i] for part in parts]) for i in range(len(groups)))
-        small = {name: np.concatenate([part.small[name] for part in parts]) for name in parts[0].small}
+        names = dict.fromkeys(name for part in parts for name in part.small)
+        small = {name: np.concatenate([part._small_or_nan(name) for part in parts]) for name in names}
         return cls(frames, small, sum(len(part) for part in parts))
+
+    def _small_or_nan(self, name: str) -> np.ndarray:
+        return self.small[name] if name in self.small else np.full(len(self), np.nan, np.float32)
 
     def fetch(self, columns: Sequence[str]) -> DataProto:
         """Read columns from the object store, on the process that needs them. Blocks are mapped, not copied.

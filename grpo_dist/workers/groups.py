@@ -44,7 +44,7 @@ class PolicyGroup:
     def submit_log_probs(self, stage: str, batch: DataProtoRef) -> LogProbJob:
         """Compute log-probs of all rows, spread over the ranks, without waiting."""
         rows = balance(_lengths(batch), len(self.workers))
-        inputs = batch.select(("prompts", "responses", "response_mask"))
+        inputs = batch.select(("uid", "prompts", "responses", "response_mask"))
         calls = [
             self.workers.submit(rank, stage, "compute_log_probs", inputs.reorder(part))
             for rank, part in enumerate(rows)

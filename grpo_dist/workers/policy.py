@@ -11,6 +11,7 @@ import numpy as np
 import ray
 
 from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
+from grpo_dist.errors import TrainingDiverged
 from grpo_dist.protocol import DataProto, Metric
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.process import Process, use_threads
@@ -96,9 +97,12 @@ class PolicyWorker(Process):
         """Log-probs of this rank's rows, as a handle with one column: `old_log_probs` or `ref_log_probs`."""
         from grpo_dist.engines.fsdp_engine import SEQUENCE_COLUMNS
 
-        log_probs = self.engine.compute_log_probs(
-            rows.fetch(SEQUENCE_COLUMNS), micro_batch_size=self.settings.log_prob_micro_batch_size
-        )
+        try:
+            log_probs = self.engine.compute_log_probs(
+                rows.fetch((*SEQUENCE_COLUMNS, "uid")), micro_batch_size=self.settings.log_prob_micro_batch_size
+            )
+        except TrainingDiverged as error:
+            raise TrainingDiverged(f"{self.column}, {error}") from None
         return DataProtoRef.put(DataProto.from_dict({self.column: log_probs}), small=())
 
 
@@ -124,7 +128,6 @@ class ActorWorker(PolicyWorker):
             Metrics of this rank, one dict per mini-batch.
         """
         from grpo_dist.engines.fsdp_engine import SEQUENCE_COLUMNS
-        from grpo_dist.errors import TrainingDiverged
 
         objective = self.settings.objective
         assert objective is not None, "the actor is built with an objective"
@@ -140,7 +143,7 @@ class ActorWorker(PolicyWorker):
                     )
                 )
             except TrainingDiverged as error:
-                where = f"step {step}, mini-batch {number + 1} of {len(mini_batches)}"
+                where = f"step {step}, actor, mini-batch {number + 1} of {len(mini_batches)}"
                 raise TrainingDiverged(f"{where}: {error}") from None
         return metrics
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from grpo_dist.algorithms import compute_advantage
@@ -80,15 +81,11 @@ class RewardWorker(Process):
             for text in texts
         ]
         scores = torch.tensor([result.score for result in results], dtype=torch.float32)
-        extras = {name: [r.extra.get(name, float("nan")) for r in results] for r in results for name in r.extra}
-        data = DataProto.from_dict(
-            {
-                "token_level_scores": on_last_token(scores, responses),
-                "score": scores,
-                **{f"reward_extra/{k}": torch.tensor(v, dtype=torch.float32) for k, v in extras.items()},
-            }
-        )
-        return DataProtoRef.put(data, small=[name for name in data.columns() if name != "token_level_scores"])
+        data = DataProto.from_dict({"token_level_scores": on_last_token(scores, responses), "score": scores})
+        names = dict.fromkeys(name for result in results for name in result.extra)
+        extras = {f"reward_extra/{k}": np.array([r.extra.get(k, np.nan) for r in results], np.float32) for k in names}
+        handle = DataProtoRef.put(data, small=("score",))
+        return replace(handle, small=handle.small | extras)
 
     def compute_advantages(self, batch: DataProtoRef, estimator: str, options: Mapping[str, Any]) -> DataProtoRef:
         """Advantages and returns of a whole batch.

@@ -55,6 +55,8 @@ def test_a_whole_number_is_a_number():
     [
         (f"{ROLLOUT}.temperature=0", "must be greater than 0"),
         (f"{ROLLOUT}.temperature=nan", "must be a finite number"),
+        (f"{ROLLOUT}.temperature=2.5", "must be less than or equal to 2"),
+        (f"{ROLLOUT}.val_kwargs.temperature=2.5", "must be less than or equal to 2"),
         (f"{ROLLOUT}.n=0", "must be greater than or equal to 1"),
         (f"{ROLLOUT}.n=8.0", "must be a whole number"),
         (f"{ROLLOUT}.n=true", "must be a whole number"),

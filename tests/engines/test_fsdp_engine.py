@@ -205,7 +205,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_with_one_message(pair: list,
     if fault == "gradient overflows":
         assert "gradient norm inf" in first
     else:
-        assert first.startswith(f"actor rank {bad_rank}: loss ")
+        assert first.startswith(f"rank {bad_rank}: loss ")
         assert f"prompts p{2 * bad_rank}" in first or f"prompts p{2 * bad_rank + 1}" in first
     assert first.endswith("the optimizer step was not taken")
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,13 @@ def test_concat_keeps_the_order_over_blocks() -> None:
     assert mixed["score"].tolist() == [20, 0, 11, 1, 11]
     again = DataProtoRef.concat([mixed, joined.slice(2, 3)])
     assert firsts(again.fetch(("responses",))) == [20, 0, 11, 1, 11, 10]
+
+
+def test_a_small_column_that_a_part_lacks_is_nan_there() -> None:
+    part = replace(put(0, 1), small={"score": np.array([0.5]), "reward_extra/hit": np.array([1.0])})
+    joined = DataProtoRef.concat([put(5, 2), part])
+    assert joined["score"].tolist() == [5, 6, 0.5]
+    assert np.array_equal(joined["reward_extra/hit"], [np.nan, np.nan, 1.0], equal_nan=True)
 
 
 def test_union_of_columns_cut_differently() -> None:

@@ -20,7 +20,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, bonus):
     if "w13" in words:
         raise ValueError("unlucky")
     hit = bool(words) and words[0] == ground_truth
-    return {"score": len(words) + bonus * hit, "hit": hit, "text": solution_str, "seen": extra_info["index"]}
+    extra = {"lucky": 1} if "w5" in words else {}
+    return {"score": len(words) + bonus * hit, "hit": hit, "text": solution_str, "seen": extra_info["index"], **extra}
 '''
 RESPONSES = [[5, 6, 2], [6, 2], [5]]
 TASK = Task("words", "w5", {"index": 3})
@@ -65,6 +66,14 @@ def test_scores_and_extra_values(worker: RewardWorker) -> None:
     assert handle["reward_extra/seen"].tolist() == [3, 3, 3]
     assert "reward_extra/text" not in handle.small
     assert rows(handle.fetch(("token_level_scores",))["token_level_scores"]) == [[0, 0, 12], [0, 1], [11]]
+
+
+@pytest.mark.ray
+def test_groups_with_different_extra_values_join(worker: RewardWorker) -> None:
+    """Only responses that begin with w5 report `lucky`; the second group has none."""
+    both = DataProtoRef.concat([worker.score(put(group), TASK) for group in (RESPONSES, RESPONSES[1:2])])
+    assert np.array_equal(both["reward_extra/lucky"], [1, np.nan, 1, np.nan], equal_nan=True)
+    assert [len(row) for row in rows(both.fetch(("token_level_scores",))["token_level_scores"])] == [3, 2, 1, 2]
 
 
 @pytest.mark.ray
