@@ -196,11 +196,10 @@ class FSDPEngine:
         self, micro_batch: MicroBatch, loss: Tensor, values: dict[str, Tensor]
     ) -> dict[str, Metric]:
         tokens = float(micro_batch.response_mask.sum())
-        sums = {"actor/loss": loss.detach(), "actor/pg_loss": values["actor/pg_loss"]}
-        means = {name: value for name, value in values.items() if name not in sums}
-        return {k: Sum(float(v)) for k, v in sums.items()} | {
-            k: Mean(float(v) * tokens, tokens) for k, v in means.items()
-        }
+        metrics: dict[str, Metric] = {k: Mean(float(v) * tokens, tokens) for k, v in values.items()}
+        for name, value in {"actor/loss": loss.detach(), "actor/pg_loss": values["actor/pg_loss"]}.items():
+            metrics[name] = Sum(float(value))
+        return metrics
 
     def _stop_if_any(self, fault: str) -> None:
         """Raise on every rank if any rank found a fault, naming the first one."""
