@@ -113,7 +113,10 @@ def run_in_training(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, Path, li
     log = tmp_path / "log"
     arguments = command(tmp_path / "run", "trainer.val_before_train=false")
     with log.open("w") as stream:
-        run = subprocess.Popen(arguments, stderr=stream, stdout=stream)
+        # a background job of a script has SIGINT ignored, and its children inherit that
+        run = subprocess.Popen(
+            arguments, stderr=stream, stdout=stream, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+        )
     try:
         deadline = time.monotonic() + 400
         while "step 1/" not in log.read_text():
