@@ -6,7 +6,9 @@ really there is found out when Ray starts.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,15 @@ def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
             yield _missing(key, source, "file")
 
 
+def vllm_is_installed(config: RunConfig) -> Iterator[Problem]:
+    """On this machine, unless the workers run on a cluster that is already there."""
+    address = config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS") or "local"
+    if address == "local" and find_spec("vllm") is None:
+        key = f"{_ROLLOUT}.name"
+        text = f"{key}=vllm: vLLM is not installed here; pip install -e '.[cpu]', or '.[gpu]' on a GPU machine"
+        yield Problem(text, (key,), missing_file=True)
+
+
 RULES: tuple[Rule, ...] = (
     groups_need_two_responses,
     mini_batches_divide_the_batch,
@@ -182,6 +193,7 @@ RULES: tuple[Rule, ...] = (
     data_files_exist,
     model_folder_exists,
     custom_code_exists,
+    vllm_is_installed,
 )
 
 

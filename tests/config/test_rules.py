@@ -204,3 +204,13 @@ def test_notes(overrides, part):
 def test_the_default_run_has_no_notes():
     assert notes() == []
     assert notes(f"{ACTOR}.kl_loss_type=k1", f"{ACTOR}.use_kl_loss=false") == []
+
+
+def test_a_missing_vllm_is_told_before_anything_starts(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("grpo_dist.config.rules.find_spec", lambda name: None)
+    assert refused() == (
+        f"{ROLLOUT}.name=vllm: vLLM is not installed here; pip install -e '.[cpu]', or '.[gpu]' on a GPU machine"
+    )
+    assert any("vLLM is not installed" in note for note in notes("trainer.dry_run=true"))
+    load("ray_kwargs.ray_init.address=10.0.0.1:6379")
