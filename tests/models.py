@@ -64,10 +64,7 @@ def objective(**changes: object) -> ObjectiveSettings:
     settings = {
         "loss_mode": "vanilla",
         "loss_agg_mode": "token-mean",
-        "clip_ratio": 0.2,
-        "clip_ratio_low": None,
-        "clip_ratio_high": None,
-        "clip_ratio_c": 3.0,
+        "options": {"clip_ratio": 0.2, "clip_ratio_c": 3.0},
         "use_kl_loss": True,
         "kl_loss_type": "k3",
         "kl_loss_coef": 0.1,

@@ -1,8 +1,17 @@
-"""Per-token KL(policy || reference) from the log-probs of the sampled tokens (k1, k2, k3).
+"""Per-token KL(policy || reference).
 
-Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html). Every estimator takes two (N, T)
-float32 tensors in nats and returns (N, T); multiply by the mask before reducing. As a loss, k2's gradient is that of
-the KL; k1's gradient has mean zero, so it regularises nothing; k3 is unbiased in value and low in variance.
+From the log-probs of the sampled tokens, two (N, T) tensors in nats (Schulman 2020, "Approximating KL Divergence",
+joschu.net/blog/kl-approx.html), with d = log p - log q:
+
+    name (alias)      value            as a loss
+    k1 (kl)           d                its gradient has mean zero: it regularises nothing
+    abs               |d|              a constant pull, whatever the distance
+    k2 (mse)          d^2 / 2          the gradient of the KL
+    k3 (low_var_kl)   e^-d + d - 1     unbiased in value and low in variance; its gradient is biased
+    NAME+             that of NAME     the gradient of k2, straight through
+
+or exactly, over the vocabulary: `full` takes logits or log-softmax, (..., V), and returns (...).
+Multiply by the mask before reducing.
 """
 
 from __future__ import annotations
@@ -12,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from grpo_dist.errors import BatchError
+from grpo_dist.errors import BatchError, ConfigError
 from grpo_dist.registry import Registry
 
 KL: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry("KL estimator", "actor_rollout_ref.actor.kl_loss_type")
@@ -29,6 +38,12 @@ def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return log_probs - ref_log_probs
 
 
+@KL.register("abs")
+def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """|log p - log q|."""
+    return (log_probs - ref_log_probs).abs()
+
+
 @KL.register("k2", "mse")
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """(log p - log q)^2 / 2: biased, low variance, the right gradient."""
@@ -42,13 +57,32 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return torch.clamp(log_ratio.exp() - log_ratio - 1, -MAX_K3, MAX_K3)
 
 
+@KL.register("full")
+def full(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """Sum over the vocabulary of p (log p - log q): exact, and so is its gradient. (..., V) -> (...) float32."""
+    log_p, log_q = torch.log_softmax(logits.float(), -1), torch.log_softmax(ref_logits.float(), -1)
+    difference = (log_p - log_q).where(~log_p.isneginf(), 0.0)  # a token that p rules out adds nothing
+    return (log_p.exp() * difference).sum(-1)
+
+
 def kl_penalty(name: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Per-token KL by the estimator called `name`.
+    """Per-token KL by the estimator called `name`, float32.
+
+    Args:
+        name: a name or alias of the table above, with or without `+`, or `pkg.module:function`.
+        log_probs: (N, T) log-probs of the sampled tokens, nats; for `full` (..., V) logits or log-softmax.
+        ref_log_probs: the same of the reference.
 
     Raises:
         BatchError: the shapes differ.
-        ConfigError: no such estimator.
+        ConfigError: no such estimator, or `full+` (its gradient is exact already).
     """
     if log_probs.shape != ref_log_probs.shape:
         raise BatchError(f"log_probs {tuple(log_probs.shape)} and ref_log_probs {tuple(ref_log_probs.shape)} differ")
-    return KL.get(name)(log_probs, ref_log_probs)
+    log_probs, ref_log_probs = log_probs.float(), ref_log_probs.float()
+    if not name.endswith("+"):
+        return KL.get(name)(log_probs, ref_log_probs)
+    if name == "full+":
+        raise ConfigError(f"{KL.key}=full+: the gradient of full is exact already; use full")
+    value, with_gradient = KL.get(name[:-1])(log_probs, ref_log_probs), k2(log_probs, ref_log_probs)
+    return value.detach() + with_gradient - with_gradient.detach()

@@ -1,15 +1,41 @@
-"""Masked means, and the log-prob and entropy of tokens under logits."""
+"""Masked means, whitening and discounted sums, and the log-prob and entropy of tokens under logits."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+# Keeps whitening finite where all values are equal; verl's value.
+WHITEN_EPS = 1e-8
+
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean of (N, T) `values` where `mask` is 1, detached; 0 where nothing is."""
     values = values.detach().where(mask.bool(), 0.0)
     return values.sum() / mask.sum().clamp_min(1)
+
+
+def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """(values - mean) / sqrt(variance + 1e-8) over the masked entries, 0 elsewhere; sample variance."""
+    count = mask.sum().clamp_min(1)
+    centred = (values - values.where(mask.bool(), 0.0).sum() / count).where(mask.bool(), 0.0)
+    variance = centred.square().sum() / (count - 1).clamp_min(1)
+    return centred * torch.rsqrt(variance + WHITEN_EPS)
+
+
+def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Return to go, G_t = r_t + gamma G_{t+1}, of (N, T) rewards; 0 off the mask.
+
+    Tokens off the mask (a tool's words) pass the return on undiscounted.
+    """
+    if gamma == 1.0:
+        return rewards.flip(-1).cumsum(-1).flip(-1) * mask
+    returns = torch.zeros_like(rewards)
+    running = rewards.new_zeros(len(rewards))
+    for t in reversed(range(rewards.shape[-1])):
+        running = rewards[:, t] + running * torch.where(mask[:, t] > 0, gamma, 1.0)
+        returns[:, t] = running
+    return returns * mask
 
 
 def token_log_probs(logits: Tensor, token_ids: Tensor, temperature: float) -> Tensor:

@@ -35,12 +35,16 @@ def policy_objective(
     entropy: Tensor | None,
     loss_mode: str,
     loss_agg_mode: str,
-    clip: Mapping[str, Any],
+    options: Mapping[str, Any],
     kl_loss_type: str,
     kl_loss_coef: float,
     entropy_coeff: float,
     global_tokens: float | Tensor,
     global_sequences: float | Tensor,
+    loss_scale_factor: float | None = None,
+    exact_kl: Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
+    selected: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of one micro-batch, ready for backward, and its metrics.
 
@@ -49,22 +53,30 @@ def policy_objective(
         old_log_probs: (N, T) float32, nats.
         advantages: (N, T) float32.
         response_mask: (N, T), 1 on the tokens that train.
-        ref_log_probs: (N, T) float32, nats, or None: no KL term.
+        ref_log_probs: (N, T) float32, nats, or None: no KL term, unless `exact_kl` is there.
         entropy: (N, T) float32, nats, or None: no entropy term.
         loss_mode: policy loss.
         loss_agg_mode: aggregation mode of all terms.
-        clip: clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c.
+        options: of the policy loss, by verl's names (clip_ratio, tau_pos, ...).
         kl_loss_type: KL estimator.
         kl_loss_coef: weight of the KL term.
         entropy_coeff: weight of the entropy bonus.
         global_tokens: response tokens of the mini-batch, all ranks.
         global_sequences: sequences of the mini-batch, all ranks.
+        loss_scale_factor: see `agg_loss`.
+        exact_kl: (N, T) float32, nats: kl_loss_type `full`, computed next to the vocabulary.
+        rollout_is_weights: (N, T) importance weights against the sampler, or None.
+        selected: (N, T), 1 on the tokens that the policy loss treats apart, or None.
 
     Returns:
         (loss, metrics). Summed over the micro-batches of all ranks, loss and `actor/pg_loss` are the mini-batch's;
         the other metrics are means over the tokens of this call.
     """
-    counts: dict[str, Any] = {"global_tokens": global_tokens, "global_sequences": global_sequences}
+    counts: dict[str, Any] = {
+        "global_tokens": global_tokens,
+        "global_sequences": global_sequences,
+        "loss_scale_factor": loss_scale_factor,
+    }
     loss, metrics = compute_policy_loss(
         loss_mode,
         old_log_probs=old_log_probs,
@@ -72,12 +84,14 @@ def policy_objective(
         advantages=advantages,
         response_mask=response_mask,
         loss_agg_mode=loss_agg_mode,
-        config=clip,
+        config=options,
+        rollout_is_weights=rollout_is_weights,
+        selected=selected,
         **counts,
     )
     metrics["actor/pg_loss"] = loss.detach()
-    if ref_log_probs is not None:
-        kl = kl_penalty(kl_loss_type, log_probs, ref_log_probs)
+    kl = exact_kl if ref_log_probs is None else kl_penalty(kl_loss_type, log_probs, ref_log_probs)
+    if kl is not None:
         loss = loss + kl_loss_coef * agg_loss(kl, response_mask, loss_agg_mode, **counts)
         metrics["actor/kl_loss"] = masked_mean(kl, response_mask)
     if entropy is not None:

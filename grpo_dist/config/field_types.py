@@ -65,6 +65,17 @@ def builtin_or_custom(names: Sequence[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def one_of(names: Sequence[str]) -> AfterValidator:
+    """Accepts one of `names`."""
+
+    def check(value: str) -> str:
+        if value not in names:
+            raise ValueError(not_one_of(value, names))
+        return value
+
+    return AfterValidator(check)
+
+
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[Float, Field(gt=0)]
 NonNegativeFloat = Annotated[Float, Field(ge=0)]

@@ -15,13 +15,14 @@ from typing import Any
 from grpo_dist.assets import BUILTIN, resolve_model_path
 from grpo_dist.config.placement import placement
 from grpo_dist.config.problems import Problem, shown
-from grpo_dist.config.schema import GROUP_ADV_ESTIMATORS, RunConfig
+from grpo_dist.config.schema import GROUP_ADV_ESTIMATORS, SEQUENCE_LOSSES, RunConfig
 from grpo_dist.errors import ConfigError
 
 Rule = Callable[[RunConfig], Iterator[Problem]]
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
+_CORRECTION = "algorithm.rollout_correction"
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
 _CLUSTER = ("cluster.actor_world_size", "cluster.rollout_world_size", "cluster.ref_world_size")
 
@@ -37,6 +38,32 @@ def groups_need_two_responses(config: RunConfig) -> Iterator[Problem]:
     if config.algorithm.adv_estimator in GROUP_ADV_ESTIMATORS and n < 2:
         why = "the estimator compares the responses of one prompt; set rollout.n to 2 or more"
         yield _problem(config, why, f"{_ROLLOUT}.n", "algorithm.adv_estimator")
+
+
+def estimators_get_what_they_need(config: RunConfig) -> Iterator[Problem]:
+    """Settings that an estimator or loss cannot work with."""
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    correction, quantile = algorithm.rollout_correction, f"{_ACTOR}.top_entropy_quantile"
+    if correction.bypass_mode and correction.rollout_is is not None:
+        why = "with the sampler's log-probs as the old ones the ratio corrects already; set one of the two"
+        keys = f"{_CORRECTION}.bypass_mode", f"{_CORRECTION}.rollout_is"
+        yield _problem(config, why, *keys)
+    if (correction.rollout_rs is None) != (correction.rollout_rs_threshold is None):
+        yield _problem(config, "set both or none", f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.rollout_rs_threshold")
+    if correction.bypass_mode and actor.top_entropy_quantile < 1:
+        why = "entropies come from the pass that bypass_mode leaves out"
+        yield _problem(config, why, quantile, f"{_CORRECTION}.bypass_mode")
+    if actor.policy_loss.loss_mode in SEQUENCE_LOSSES[:2] and actor.top_entropy_quantile < 1:
+        why = "the loss has one ratio for the whole sequence; choose another loss_mode or set the share to 1"
+        yield _problem(config, why, quantile, f"{_ACTOR}.policy_loss.loss_mode")
+
+
+def overlong_buffer_fits(config: RunConfig) -> Iterator[Problem]:
+    """The buffer lies within the longest response."""
+    buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
+    if buffer.enable and buffer.len > longest:
+        why = "the buffer is part of the longest response"
+        yield _problem(config, why, "reward.overlong_buffer.len", "data.max_response_length")
 
 
 def mini_batches_divide_the_batch(config: RunConfig) -> Iterator[Problem]:
@@ -166,6 +193,7 @@ def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
         "custom_reward_function.path": config.custom_reward_function.path,
         "algorithm.adv_estimator": config.algorithm.adv_estimator.rpartition(":")[0],
         f"{_ACTOR}.kl_loss_type": config.actor_rollout_ref.actor.kl_loss_type.rpartition(":")[0],
+        f"{_ACTOR}.policy_loss.loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode.rpartition(":")[0],
     }
     for key, source in named.items():
         if source and (source.endswith(".py") or "/" in source) and not Path(source).expanduser().is_file():
@@ -183,6 +211,8 @@ def vllm_is_installed(config: RunConfig) -> Iterator[Problem]:
 
 RULES: tuple[Rule, ...] = (
     groups_need_two_responses,
+    estimators_get_what_they_need,
+    overlong_buffer_fits,
     mini_batches_divide_the_batch,
     actor_ranks_divide_the_mini_batch,
     engines_use_whole_groups_of_gpus,
@@ -207,6 +237,13 @@ def config_notes(config: RunConfig) -> list[str]:
             f"{_ACTOR}.kl_loss_type={actor.kl_loss_type}: as a loss its gradient has mean zero, so it "
             "regularises nothing; k2 and k3 (low_var_kl) do"
         )
+    if actor.policy_loss.loss_mode in SEQUENCE_LOSSES and actor.loss_agg_mode != "seq-mean-token-mean":
+        notes.append(
+            f"{_ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode} is published with loss_agg_mode="
+            f"seq-mean-token-mean; loss_agg_mode={actor.loss_agg_mode} weighs long responses differently"
+        )
+    if config.algorithm.adv_estimator == "gae":
+        notes.append("algorithm.adv_estimator=gae: there is no critic here, so its values are 0")
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         notes.append(f"{_ACTOR}.kl_loss_coef=0: the reference runs only to report KL; use_kl_loss=false saves it")
     if actor.optim.lr_warmup_steps >= 0 and actor.optim.lr_warmup_steps_ratio > 0:

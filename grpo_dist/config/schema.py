@@ -16,6 +16,7 @@ from grpo_dist.config.field_types import (
     CountOrMinusOne,
     DecayRate,
     Files,
+    Float,
     Names,
     NonNegativeFloat,
     NonNegativeInt,
@@ -30,16 +31,72 @@ from grpo_dist.config.field_types import (
     Temperature,
     Text,
     builtin_or_custom,
+    one_of,
 )
 
 # The built-in names. The functions are in algorithms/, which needs torch; a test keeps the two equal.
-ADV_ESTIMATORS = ("grpo", "rloo")
-GROUP_ADV_ESTIMATORS = ("grpo", "rloo")  # compare the responses of one prompt with each other
-KL_LOSS_TYPES = ("k1", "kl", "k2", "mse", "k3", "low_var_kl")
+# Those that compare the responses of one prompt with each other ...
+GROUP_ADV_ESTIMATORS = (
+    "grpo",
+    "grpo_passk",
+    "grpo_process",
+    "rloo",
+    "opo",
+    "gpg",
+    "gdpo",
+    "reinforce_plus_plus_baseline",
+)
+# ... and those that do not.
+ADV_ESTIMATORS = (*GROUP_ADV_ESTIMATORS, "reinforce_plus_plus", "remax", "gae")
+SAMPLED_KL_TYPES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
+KL_LOSS_TYPES = (*SAMPLED_KL_TYPES, *(f"{name}+" for name in SAMPLED_KL_TYPES), "full")
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+LOSS_MODES = (
+    "vanilla",
+    "gspo",
+    "geo_mean",
+    "cispo",
+    "sapo",
+    "gpg",
+    "dro",
+    "dppo_tv",
+    "dppo_kl",
+    "clip_cov",
+    "kl_cov",
+)
+SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")  # published as a mean over sequences
 
 Device = Literal["cpu", "cuda"]
 TrainDtype = Literal["fp32", "bf16"]
 RolloutDtype = Literal["float32", "bfloat16", "float16"]
+
+
+class KLCtrlConfig(Section):
+    """`algorithm.kl_ctrl`: the coefficient of the KL penalty in the reward."""
+
+    type: Literal["fixed", "adaptive"]
+    kl_coef: NonNegativeFloat
+    target_kl: PositiveFloat
+    horizon: PositiveFloat
+
+
+class RolloutCorrectionConfig(Section):
+    """`algorithm.rollout_correction`: the sampler is not quite the policy that trains."""
+
+    rollout_is: Literal["token", "sequence"] | None
+    rollout_is_threshold: PositiveFloat | Text
+    rollout_is_batch_normalize: bool
+    rollout_rs: Text | None
+    rollout_rs_threshold: PositiveFloat | Text | None
+    bypass_mode: bool
+
+
+class FilterGroupsConfig(Section):
+    """`algorithm.filter_groups`: DAPO's dynamic sampling."""
+
+    enable: bool
+    metric: Text
+    max_num_gen_batches: NonNegativeInt
 
 
 class AlgorithmConfig(Section):
@@ -47,6 +104,17 @@ class AlgorithmConfig(Section):
 
     adv_estimator: Annotated[str, builtin_or_custom(ADV_ESTIMATORS)]
     norm_adv_by_std_in_grpo: bool
+    gamma: Share
+    lam: Share
+    f_norm: PositiveFloat
+    gdpo_reward_keys: Annotated[tuple[Text, ...], Names] | None
+    gdpo_reward_weights: Annotated[tuple[Float, ...], Pair] | None
+    use_kl_in_reward: bool
+    kl_penalty: Annotated[str, builtin_or_custom(SAMPLED_KL_TYPES)]
+    kl_ctrl: KLCtrlConfig
+    rollout_correction: RolloutCorrectionConfig
+    filter_groups: FilterGroupsConfig
+    mask_truncated_responses: bool
 
 
 class DataConfig(Section):
@@ -77,9 +145,15 @@ class ModelConfig(Section):
 
 
 class PolicyLossConfig(Section):
-    """`actor_rollout_ref.actor.policy_loss`."""
+    """`actor_rollout_ref.actor.policy_loss`: which loss, and options that only some of them read."""
 
-    loss_mode: Literal["vanilla"]
+    loss_mode: Annotated[str, builtin_or_custom(LOSS_MODES)]
+    clip_cov_ratio: Share
+    clip_cov_lb: Float
+    clip_cov_ub: Float
+    kl_cov_ratio: Share
+    ppo_kl_coef: NonNegativeFloat
+    dro_beta: NonNegativeFloat
 
 
 class OptimConfig(Section):
@@ -123,8 +197,12 @@ class ActorConfig(Section):
     clip_ratio_low: PositiveFloat | None
     clip_ratio_high: PositiveFloat | None
     clip_ratio_c: Annotated[PositiveFloat, Field(gt=1)]
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+    tau_pos: PositiveFloat
+    tau_neg: PositiveFloat
+    loss_agg_mode: Annotated[str, one_of(LOSS_AGG_MODES)]
+    loss_scale_factor: PositiveFloat | None
     entropy_coeff: NonNegativeFloat
+    top_entropy_quantile: PositiveShare
     use_kl_loss: bool
     kl_loss_coef: NonNegativeFloat
     kl_loss_type: Annotated[str, builtin_or_custom(KL_LOSS_TYPES)]
@@ -213,11 +291,20 @@ class CustomRewardFunctionConfig(Section):
     reward_kwargs: dict[str, Any]
 
 
+class OverlongBufferConfig(Section):
+    """`reward.overlong_buffer`: DAPO's soft overlong punishment."""
+
+    enable: bool
+    len: Count
+    penalty_factor: NonNegativeFloat
+
+
 class RewardConfig(Section):
     """`reward`: the processes that score."""
 
     num_workers: Count
     timeout_s: PositiveFloat
+    overlong_buffer: OverlongBufferConfig
 
 
 class TrainerConfig(Section):
@@ -292,7 +379,7 @@ class RunConfig(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether reference workers are started."""
-        return self.actor_rollout_ref.actor.use_kl_loss
+        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
     def data_seed(self) -> int:

@@ -7,8 +7,7 @@ result does not depend on micro-batch size or rank count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_dist.algorithms import policy_objective
 from grpo_dist.algorithms.masking import token_entropy, token_log_probs
+from grpo_dist.engines.exact_kl import ReferenceHead, at_responses, output_layer_input
 from grpo_dist.engines.fsdp_model import DTYPES, full_parameters, gradient_sync, load_sharded_model
 from grpo_dist.engines.micro_batch import MicroBatch, make_micro_batch, plan_micro_batches
 from grpo_dist.engines.optimizer import build_optimizer
@@ -56,6 +56,7 @@ class FSDPEngine:
             grad_clip,
         )
         self.model: Any = load_sharded_model(model, device)
+        self.reference_head: ReferenceHead | None = None  # set for kl_loss_type=full
         self.padding_id: int = self.model.config.pad_token_id or 0
         if optimizer is None:
             self.model.requires_grad_(False)
@@ -63,31 +64,47 @@ class FSDPEngine:
             self.optimizer, self.schedule = build_optimizer(self.model.parameters(), optimizer)
 
     # --- log-probs ---------------------------------------------------------------------------------------------
-    @torch.no_grad()
     def compute_log_probs(self, data: DataProto, *, micro_batch_size: int) -> Ragged:
-        """Log-probs of the response tokens, in nats, at the sampling temperature.
+        """Log-probs of the response tokens, in nats, at the sampling temperature; see `compute_columns`."""
+        return self.compute_columns(data, ("log_probs",), micro_batch_size=micro_batch_size)["log_probs"]
+
+    @torch.no_grad()
+    def compute_columns(self, data: DataProto, names: Sequence[str], *, micro_batch_size: int) -> dict[str, Ragged]:
+        """What a forward pass tells about the response tokens.
 
         Args:
             data: `prompts`, `responses`, `response_mask`.
+            names: of "log_probs" (nats, at the sampling temperature), "entropies" (nats, likewise) and "hidden_states"
+                (H numbers a token: what the output layer sees, in the compute type).
             micro_batch_size: sequences per forward pass.
 
         Returns:
-            Ragged float32, one row per row of `data`.
+            Ragged by name, one row per row of `data`; float32 but for hidden states.
 
         Raises:
             TrainingDiverged: on all ranks, if any rank's log-probs are not finite.
         """
         self.model.eval()
-        parts: list[Tensor] = [torch.empty(0)] * len(data)
+        parts: dict[str, list[Tensor]] = {name: [torch.empty(0)] * len(data) for name in names}
         for rows in self._plan(data, micro_batch_size):
             part = data.index(rows)
-            log_probs, _ = self._forward(make_micro_batch(part, (), self.padding_id).to(self.device), entropy=False)
+            micro_batch = make_micro_batch(part, (), self.padding_id).to(self.device)
+            with output_layer_input(self.model, enabled="hidden_states" in names) as seen:
+                log_probs, entropies, _ = self._forward(micro_batch, entropy="entropies" in names)
+            found = {"log_probs": log_probs}
+            if entropies is not None:
+                found["entropies"] = entropies
+            if seen:
+                found["hidden_states"] = at_responses(seen[0], micro_batch.response_index)
             lengths = part["responses"].lengths.tolist() if len(rows) else []
-            for row, values, length in zip(rows.tolist(), log_probs.cpu(), lengths, strict=False):
-                parts[row] = values[:length]
-        bad = [row for row, values in enumerate(parts) if not torch.isfinite(values).all()]
+            for name in names:
+                for row, values, length in zip(rows.tolist(), found[name].cpu(), lengths, strict=False):
+                    parts[name][row] = values[:length]
+        bad = [row for row, values in enumerate(parts.get("log_probs", ())) if not torch.isfinite(values).all()]
         self._stop_if_any(f"log-probs of {_name_rows(data.index(bad))} are not finite" if bad else "")
-        return Ragged.from_rows(parts, torch.float32)
+        hidden = DTYPES[self.settings.compute_dtype]
+        dtypes = {name: hidden if name == "hidden_states" else torch.float32 for name in names}
+        return {name: Ragged.from_rows(parts[name], dtypes[name]) for name in names}
 
     # --- training ----------------------------------------------------------------------------------------------
     def train_mini_batch(
@@ -142,19 +159,24 @@ class FSDPEngine:
         return state if dist.get_rank() == 0 else {}
 
     # --- parts -------------------------------------------------------------------------------------------------
-    def _forward(self, micro_batch: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """(B, T) log-probs, and entropy if asked for, of the response tokens."""
+    def _forward(self, micro_batch: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(B, T) log-probs, and entropy if asked for, of the response tokens; and the (B, K, V) logits."""
         logits = self.model(
             input_ids=micro_batch.input_ids, logits_to_keep=micro_batch.logit_positions, use_cache=False
         ).logits
         log_probs = token_log_probs(logits, micro_batch.targets, self.temperature)
         entropies = token_entropy(logits, self.temperature).gather(1, micro_batch.response_index) if entropy else None
-        return log_probs.gather(1, micro_batch.response_index), entropies
+        return log_probs.gather(1, micro_batch.response_index), entropies, logits
 
     def _objective(
         self, micro_batch: MicroBatch, settings: ObjectiveSettings, tokens: Tensor, sequences: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        log_probs, entropy = self._forward(micro_batch, entropy=settings.entropy_coeff != 0)
+        log_probs, entropy, logits = self._forward(micro_batch, entropy=settings.entropy_coeff != 0)
+        exact_kl = None
+        if settings.exact_kl:
+            assert self.reference_head is not None, "start with `exact_kl`"
+            hidden = micro_batch.columns["ref_hidden_states"]
+            exact_kl = self.reference_head.kl(logits, micro_batch.response_index, hidden, self.temperature)
         return policy_objective(
             log_probs=log_probs,
             old_log_probs=micro_batch.columns["old_log_probs"],
@@ -164,12 +186,16 @@ class FSDPEngine:
             entropy=entropy,
             loss_mode=settings.loss_mode,
             loss_agg_mode=settings.loss_agg_mode,
-            clip={k: v for k, v in asdict(settings).items() if k.startswith("clip_ratio")},
+            options=settings.options,
             kl_loss_type=settings.kl_loss_type,
             kl_loss_coef=settings.kl_loss_coef,
             entropy_coeff=settings.entropy_coeff,
             global_tokens=tokens,
             global_sequences=sequences,
+            loss_scale_factor=settings.loss_scale_factor,
+            exact_kl=exact_kl,
+            rollout_is_weights=micro_batch.columns.get("rollout_is_weights"),
+            selected=micro_batch.columns.get("selected_tokens"),
         )
 
     def _plan(self, data: DataProto, micro_batch_size: int) -> list[Any]:

@@ -27,7 +27,7 @@ class MicroBatch:
         targets: (B, K) int64, the token that follows each kept position.
         response_index: (B, T) int64, which of the K positions predicts response token t.
         response_mask: (B, T) float32, 1 on response tokens that train.
-        columns: per-token columns of the batch, padded to (B, T) float32.
+        columns: per-token columns of the batch, padded to (B, T), or (B, T, H).
     """
 
     input_ids: Tensor
@@ -80,7 +80,7 @@ def make_micro_batch(data: DataProto, columns: Sequence[str], padding_id: int) -
         targets=input_ids[:, first + 1 : last + 1],
         response_index=((prompt_lengths - 1 - first).unsqueeze(-1) + offsets).clamp_max(len(positions) - 1),
         response_mask=data["response_mask"].to_padded(0).float(),
-        columns={name: data[name].to_padded(0.0).float() for name in columns},
+        columns={name: data[name].to_padded(0.0) for name in columns},
     )
 
 

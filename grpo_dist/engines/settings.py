@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -32,23 +33,41 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
-    """The options of `algorithms.objective.policy_objective`, under verl's names."""
+    """The options of `algorithms.objective.policy_objective`, under verl's names.
+
+    Attributes:
+        options: of the policy loss (clip_ratio, tau_pos, ...).
+        loss_scale_factor: constant length for seq-mean-token-sum-norm.
+        weighted: whether the batch has importance weights against the sampler.
+        selects_tokens: whether the policy loss treats some tokens apart.
+    """
 
     loss_mode: str
     loss_agg_mode: str
-    clip_ratio: float
-    clip_ratio_low: float | None
-    clip_ratio_high: float | None
-    clip_ratio_c: float
+    options: Mapping[str, float | None]
     use_kl_loss: bool
     kl_loss_type: str
     kl_loss_coef: float
     entropy_coeff: float
+    loss_scale_factor: float | None = None
+    weighted: bool = False
+    selects_tokens: bool = False
+
+    @property
+    def exact_kl(self) -> bool:
+        """Whether the KL is taken over the vocabulary, from the reference's hidden states."""
+        return self.use_kl_loss and self.kl_loss_type == "full"
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Per-token columns the objective reads."""
-        return ("old_log_probs", "advantages") + (("ref_log_probs",) if self.use_kl_loss else ())
+        optional = {
+            "ref_log_probs": self.use_kl_loss and not self.exact_kl,
+            "ref_hidden_states": self.exact_kl,
+            "rollout_is_weights": self.weighted,
+            "selected_tokens": self.selects_tokens,
+        }
+        return ("old_log_probs", "advantages", *(name for name, wanted in optional.items() if wanted))
 
 
 @dataclass(frozen=True)

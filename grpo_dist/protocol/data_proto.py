@@ -195,11 +195,15 @@ class DataProto:
 
     # --- wire and disk -----------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
-        tensors = {k: tuple(t.numpy() for t in _parts(v)) for k, v in self.batch.items()}
-        return {"tensors": tensors, "objects": self.non_tensor_batch, "meta_info": self.meta_info}
+        tensors = {k: tuple(_to_array(t) for t in _parts(v)) for k, v in self.batch.items()}
+        bf16 = [k for k, v in self.batch.items() if _parts(v)[0].dtype == torch.bfloat16]
+        return {"tensors": tensors, "bf16": bf16, "objects": self.non_tensor_batch, "meta_info": self.meta_info}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        batch = {k: _column([_from_shared(a) for a in arrays]) for k, arrays in state["tensors"].items()}
+        parts = {k: [_from_shared(a) for a in arrays] for k, arrays in state["tensors"].items()}
+        for name in state["bf16"]:
+            parts[name][0] = parts[name][0].view(torch.bfloat16)
+        batch = {k: _column(v) for k, v in parts.items()}
         fields = {"batch": batch, "non_tensor_batch": state["objects"], "meta_info": state["meta_info"]}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -246,6 +250,11 @@ def _parts(column: TensorColumn) -> tuple[Tensor, ...]:
 
 def _column(parts: Sequence[Tensor]) -> TensorColumn:
     return Ragged(parts[0], parts[1]) if len(parts) == 2 else parts[0]
+
+
+def _to_array(tensor: Tensor) -> np.ndarray:
+    """The tensor's memory; numpy has no bfloat16, so that travels as int16."""
+    return tensor.contiguous().view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def _from_shared(array: np.ndarray) -> Tensor:

@@ -39,15 +39,19 @@ FIELDS: dict[str, Field] = {
         "ragged (N, R_i)", "float32", "raw reward; an outcome reward sits on the last token", "reward"
     ),
     "score": Field("(N,)", "float32", "raw reward of the sequence: sum of token_level_scores", "reward"),
-    "token_level_rewards": Field("ragged (N, R_i)", "float32", "what the advantage sees", "advantage"),
+    "token_level_rewards": Field("ragged (N, R_i)", "float32", "scores less the KL penalty", "targets"),
     "old_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the policy before the update; nats", "actor"),
     "ref_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the reference; nats", "ref"),
-    "advantages": Field("ragged (N, R_i)", "float32", "advantage of each token", "advantage"),
-    "advantage_mean": Field("(N,)", "float32", "mean advantage of the sequence's tokens", "advantage"),
-    "rollout_probs_diff": Field(
-        "(N,)", "float32", "mean |p_trainer - p_sampler| of the sequence's tokens", "advantage"
-    ),
-    "returns": Field("ragged (N, R_i)", "float32", "return of each token", "advantage"),
+    "advantages": Field("ragged (N, R_i)", "float32", "advantage of each token", "targets"),
+    "reward": Field("(N,)", "float32", "score less the KL penalty: sum of token_level_rewards", "targets"),
+    "advantage_mean": Field("(N,)", "float32", "mean advantage of the sequence's tokens", "targets"),
+    "reward_baseline": Field("(N,)", "float32", "score of the greedy response to the same prompt", "rollout"),
+    "step_mask": Field("ragged (N, R_i)", "int8", "1 on the last token of each step that has a reward", "reward"),
+    "old_entropies": Field("ragged (N, R_i)", "float32", "entropy of the policy before the update; nats", "actor"),
+    "ref_hidden_states": Field("ragged (N, R_i, H)", "compute type", "what the reference's output layer sees", "ref"),
+    "rollout_is_weights": Field("ragged (N, R_i)", "float32", "importance weights against the sampler", "targets"),
+    "selected_tokens": Field("ragged (N, R_i)", "float32", "1 on tokens that the policy loss treats apart", "targets"),
+    "returns": Field("ragged (N, R_i)", "float32", "return of each token", "targets"),
 }
 
 

@@ -17,7 +17,7 @@ class Ragged:
     """N rows of L_i values each.
 
     Attributes:
-        values: (sum L_i,) any dtype.
+        values: (sum L_i,) any dtype, or (sum L_i, H): then every entry is H numbers.
         offsets: (N + 1,) int64; row i is values[offsets[i] : offsets[i + 1]].
     """
 
@@ -68,13 +68,13 @@ class Ragged:
         return list(torch.split(self.values, self.lengths.tolist()))
 
     def to_padded(self, padding: float, width: int | None = None) -> Tensor:
-        """(N, T) with `padding` behind each row; T is `width` or the longest row."""
+        """(N, T), or (N, T, H), with `padding` behind each row; T is `width` or the longest row."""
         lengths = self.lengths
         longest = int(lengths.max()) if len(lengths) else 0
         width = longest if width is None else width
         if width < longest:
             raise BatchError(f"ragged column: a row of {longest} does not fit in width {width}")
-        padded = torch.full((len(self), width), padding, dtype=self.values.dtype)
+        padded = torch.full((len(self), width, *self.values.shape[1:]), padding, dtype=self.values.dtype)
         padded[torch.arange(width) < lengths.unsqueeze(-1)] = self.values
         return padded
 

@@ -5,12 +5,11 @@ All names in the config are resolved, and all prompts read, before a worker does
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from grpo_dist.algorithms.advantage import ADVANTAGE
+from grpo_dist.algorithms.correction import KEY, read_bounds, read_rejections
 from grpo_dist.algorithms.kl import KL
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS
 from grpo_dist.assets import resolve_model_path
@@ -19,23 +18,24 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import load_prompts
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.data.tokenize import load_tokenizer, tokenize_prompts
-from grpo_dist.engines.settings import (
-    EngineSettings,
-    ModelSettings,
-    ObjectiveSettings,
-    OptimizerSettings,
-    SamplingSettings,
-)
-from grpo_dist.registry import absolute
+from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.rewards import check_data_sources, load_reward_function
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
+from grpo_dist.trainer.settings import (
+    engine_settings,
+    objective_settings,
+    policy_settings,
+    reference_settings,
+    reward_settings,
+    target_settings,
+)
 from grpo_dist.trainer.trainer import GRPOTrainer, Prompts, Roles
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.groups import ActorGroup, PolicyGroup, RewardPool, RolloutGroup
-from grpo_dist.workers.policy import ActorWorker, PolicySettings, PolicyWorker
+from grpo_dist.workers.policy import ActorWorker, PolicyWorker
 from grpo_dist.workers.resources import reserve
-from grpo_dist.workers.reward import RewardSettings, RewardWorker
+from grpo_dist.workers.reward import RewardWorker
 from grpo_dist.workers.rollout import RolloutWorker
 
 # Ray's limit on concurrent calls of one rollout worker; the engine itself queues what it cannot run yet.
@@ -50,9 +50,22 @@ def resolve_names(config: RunConfig) -> None:
     """
     actor, reward = config.actor_rollout_ref.actor, config.custom_reward_function
     ADVANTAGE.get(config.algorithm.adv_estimator)
-    KL.get(actor.kl_loss_type)
+    KL.get(config.algorithm.kl_penalty)
+    read_correction(config)
+    KL.get(actor.kl_loss_type.removesuffix("+"))
     POLICY_LOSS.get(actor.policy_loss.loss_mode)
     load_reward_function(reward.path, reward.name, reward.reward_kwargs)
+
+
+def read_correction(config: RunConfig) -> None:
+    """Check the bounds of `algorithm.rollout_correction`.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    correction = config.algorithm.rollout_correction
+    read_bounds(correction.rollout_is_threshold, key=f"{KEY}.rollout_is_threshold")
+    read_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
 
 
 def load_run_prompts(config: RunConfig) -> tuple[Prompts, list[str]]:
@@ -131,7 +144,7 @@ class Workers:
         config, place = self.config, self.place
         ref = PolicyGroup(self.ref) if self.ref is not None else None
         roles = Roles(ActorGroup(self.actor), RolloutGroup(self.rollout), RewardPool(self.reward), ref)
-        engines = [_engine_settings(config, place, i) for i in range(place.num_engines)]
+        engines = [engine_settings(config, place, i) for i in range(place.num_engines)]
         calls = roles.rollout.submit_start(engines)
         calls += roles.actor.submit_start(policy_settings(config, place, num_steps))
         calls += ref.submit_start(reference_settings(config, place)) if ref is not None else []
@@ -172,93 +185,19 @@ def build_trainer(config: RunConfig, roles: Roles, prompts: Prompts, steps: int)
     val_seed = config.trainer.seed if val.do_sample else None
     val_sampling = SamplingSettings(val.n, temperature, val.top_p, val.top_k, most, val_seed)
     silent = Progress(steps, 0, None)
+    objective = objective_settings(config)
+    targets = target_settings(config)
     return GRPOTrainer(
-        config, roles, prompts, sampling, val_sampling, Trackers({}, resumed_step=None), silent, total_steps=steps
-    )
-
-
-def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> PolicySettings:
-    """What the actor's ranks are built from."""
-    actor, data = config.actor_rollout_ref.actor, config.data
-    optim = actor.optim
-    steps = num_steps * actor.ppo_epochs * (data.train_batch_size // actor.ppo_mini_batch_size)
-    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else math.floor(optim.lr_warmup_steps_ratio * steps)
-    return PolicySettings(
-        model=_model_settings(config, actor.fsdp_config.model_dtype, actor.fsdp_config.resolved_dtype(config.device)),
-        device=place.device,
-        num_threads=place.num_threads_per_worker,
-        temperature=config.actor_rollout_ref.rollout.temperature,
-        log_prob_micro_batch_size=config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,
-        seed=config.trainer.seed,
-        optimizer=OptimizerSettings(
-            optim.lr, optim.weight_decay, optim.betas, optim.lr_scheduler_type, warmup, steps, optim.min_lr_ratio
-        ),
-        objective=ObjectiveSettings(
-            loss_mode=actor.policy_loss.loss_mode,
-            loss_agg_mode=actor.loss_agg_mode,
-            clip_ratio=actor.clip_ratio,
-            clip_ratio_low=actor.clip_ratio_low,
-            clip_ratio_high=actor.clip_ratio_high,
-            clip_ratio_c=actor.clip_ratio_c,
-            use_kl_loss=actor.use_kl_loss,
-            kl_loss_type=absolute(actor.kl_loss_type),
-            kl_loss_coef=actor.kl_loss_coef,
-            entropy_coeff=actor.entropy_coeff,
-        ),
-        train_micro_batch_size=actor.ppo_micro_batch_size_per_gpu,
-        grad_clip=actor.grad_clip,
-    )
-
-
-def reference_settings(config: RunConfig, place: Placement) -> PolicySettings:
-    """What the reference's ranks are built from: the same model, frozen, held in its compute type."""
-    ref = config.actor_rollout_ref.ref
-    dtype = ref.fsdp_config.resolved_dtype(config.device)
-    return PolicySettings(
-        model=_model_settings(config, dtype, dtype),
-        device=place.device,
-        num_threads=place.num_threads_per_worker,
-        temperature=config.actor_rollout_ref.rollout.temperature,
-        log_prob_micro_batch_size=ref.log_prob_micro_batch_size_per_gpu,
-        seed=config.trainer.seed,
-    )
-
-
-def reward_settings(config: RunConfig) -> RewardSettings:
-    """What a reward process is built from."""
-    model, custom = config.actor_rollout_ref.model, config.custom_reward_function
-    path = str(Path(custom.path).absolute()) if custom.path and custom.path.endswith(".py") else custom.path
-    return RewardSettings(model.path, model.trust_remote_code, path, custom.name, custom.reward_kwargs)
-
-
-def _model_settings(config: RunConfig, model_dtype: str, compute_dtype: str) -> ModelSettings:
-    model = config.actor_rollout_ref.model
-    return ModelSettings(
-        path=model.path,
-        trust_remote_code=model.trust_remote_code,
-        model_dtype=model_dtype,
-        compute_dtype=compute_dtype,
-        gradient_checkpointing=model.enable_gradient_checkpointing,
-        reshard_after_forward=config.actor_rollout_ref.actor.fsdp_config.reshard_after_forward,
-    )
-
-
-def _engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSettings:
-    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    return EngineSettings(
-        model_path=model.path,
-        device=place.device,
-        dtype=rollout.resolved_dtype(config.device),
-        trust_remote_code=model.trust_remote_code,
-        tensor_parallel_size=place.tensor_parallel,
-        max_model_len=rollout.resolved_max_model_len(config.data),
-        max_num_seqs=rollout.max_num_seqs,
-        max_num_batched_tokens=rollout.max_num_batched_tokens,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        kv_cache_memory_gib=rollout.kv_cache_memory_gib,
-        enforce_eager=rollout.enforce_eager,
-        enable_chunked_prefill=rollout.enable_chunked_prefill,
-        seed=config.trainer.seed + index,  # with equal seeds, engines would sample the same
+        config,
+        roles,
+        prompts,
+        sampling,
+        val_sampling,
+        objective,
+        targets,
+        Trackers({}, resumed_step=None),
+        silent,
+        total_steps=steps,
     )
 
 

@@ -1,7 +1,7 @@
 """What a run's checkpoint is, and how one is written without ever leaving a broken newest one.
 
     RUN_DIR/global_step_N/actor/      model, optimizer and schedule (torch.distributed.checkpoint)
-    RUN_DIR/global_step_N/state.json  step, weight version, sampler position, model path
+    RUN_DIR/global_step_N/state.json  step, weight version, sampler position, model path, KL coefficient
     RUN_DIR/latest_checkpointed_iteration.txt   N
 
 A checkpoint is written into `global_step_N.tmp`, flushed to disk and renamed; the pointer is replaced last.
@@ -31,6 +31,7 @@ class RunState:
     weight_version: int
     sampler: dict[str, Any]
     model_path: str
+    kl_coef: float = 0.0
 
 
 def save_checkpoint(run_dir: Path, state: RunState, write_actor: Callable[[str], None], keep: int | None) -> Path:

@@ -14,14 +14,12 @@ def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
     scores, uids = batch["score"], batch["uid"]
     metrics = {
         **_spread("critic/score", scores),
-        **_spread("critic/rewards", scores),
+        **_spread("critic/rewards", batch["reward"]),
         **_spread("critic/advantages", batch["advantage_mean"]),
         **_spread("response_length", batch["response_length"]),
         **_spread("prompt_length", batch["prompt_length"]),
         "response_length/clip_ratio": float(batch["truncated"].mean()),
         "critic/zero_variance_groups": zero_variance_share(scores, uids),
-        "training/rollout_probs_diff_mean": float(batch["rollout_probs_diff"].mean()),
-        "training/rollout_probs_diff_max": float(batch["rollout_probs_diff"].max()),
         "perf/total_num_tokens": float(batch["prompt_length"].sum() + batch["response_length"].sum()),
     }
     extras = {name: values for name, values in batch.small.items() if name.startswith("reward_extra/")}

@@ -27,12 +27,15 @@ POLL_S = 0.5
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One prompt to sample for: its group id, token ids, sampling, and what the reward function is told."""
+    """One prompt to sample for: its group id, token ids, sampling, what the reward function is told, and whether the
+    reference's log-probs are wanted (if there is a reference).
+    """
 
     uid: str
     token_ids: np.ndarray
     sampling: SamplingSettings
     task: Task
+    needs_ref: bool = True
 
 
 class RolloutPump:
@@ -58,11 +61,11 @@ class RolloutPump:
         self.rollout, self.reward, self.ref = rollout, reward, ref
         self.reward_timeout_s, self.generate_timeout_s = reward_timeout_s, generate_timeout_s
 
-    def run(self, requests: Sequence[GroupRequest]) -> tuple[DataProtoRef, dict[str, float]]:
+    def run(self, requests: Sequence[GroupRequest]) -> tuple[list[DataProtoRef], dict[str, float]]:
         """Sample and score all requests.
 
         Returns:
-            (batch, timings): the rows of all groups in the order of `requests`; and the seconds until the last group
+            (groups, timings): a handle for each request, in order; and the seconds until the last group
             was generated (`gen`) and scored (`reward`), and those the reference took beyond that (`ref`).
 
         Raises:
@@ -74,7 +77,7 @@ class RolloutPump:
             for call in wait_any(flow.in_flight, POLL_S):
                 flow.collect(call)
             flow.check_deadlines()
-        return flow.batch(), flow.timings
+        return flow.results(), flow.timings
 
 
 class _Flow:
@@ -98,8 +101,8 @@ class _Flow:
     @property
     def finished(self) -> bool:
         """Whether every group has everything."""
-        count = len(self.requests)
-        return len(self.scores) == count and (self.pump.ref is None or len(self.ref_log_probs) == count)
+        with_ref = sum(request.needs_ref for request in self.requests) if self.pump.ref is not None else 0
+        return len(self.scores) == len(self.requests) and len(self.ref_log_probs) == with_ref
 
     @property
     def in_flight(self) -> list[Call]:
@@ -124,7 +127,8 @@ class _Flow:
             i = self.generating.pop(call)
             self.groups[i] = self.pump.rollout.collect(call)
             self.to_score.append(i)
-            self.to_ref.append(i)
+            if self.requests[i].needs_ref:
+                self.to_ref.append(i)
             self.timings["gen"] = elapsed
         elif call in self.scoring:
             self.scores[self.scoring.pop(call)] = self.pump.reward.collect(call)
@@ -151,10 +155,7 @@ class _Flow:
                     f"{request.uid} (data_source {request.task.data_source!r}): {error}"
                 ) from None
 
-    def batch(self) -> DataProtoRef:
+    def results(self) -> list[DataProtoRef]:
         """All groups, with scores and reference log-probs, in the order of the requests."""
-        parts = []
-        for i in range(len(self.requests)):
-            group = self.groups[i].union(self.scores[i])
-            parts.append(group if self.pump.ref is None else group.union(self.ref_log_probs[i]))
-        return DataProtoRef.concat(parts)
+        groups = [self.groups[i].union(self.scores[i]) for i in range(len(self.requests))]
+        return [g.union(self.ref_log_probs[i]) if i in self.ref_log_probs else g for i, g in enumerate(groups)]

@@ -8,7 +8,8 @@ import hashlib
 _SEED_BITS = 30
 
 
-def group_seed(run_seed: int, step: int, prompt_index: int) -> int:
-    """Seed of a group's first response, from run seed, training step and prompt."""
-    digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt_index}".encode(), digest_size=8).digest()
+def group_seed(run_seed: int, step: int, prompt_index: int, attempt: int = 0) -> int:
+    """Seed of a group's first response, from run seed, training step, prompt, and batch of prompts in the step."""
+    again = f"/{attempt}" if attempt else ""
+    digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt_index}{again}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - _SEED_BITS)

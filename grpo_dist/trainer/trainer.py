@@ -12,29 +12,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from grpo_dist.config.schema import RunConfig
+from grpo_dist.algorithms.kl_control import KLController
+from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.config.schema import KLCtrlConfig, RunConfig
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt
-from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
 from grpo_dist.errors import CheckpointError, GrpoDistError
 from grpo_dist.protocol import metric_values
-from grpo_dist.registry import absolute
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.checkpoint import RunState, find_checkpoint, read_state, save_checkpoint
 from grpo_dist.trainer.metrics import batch_metrics, performance_metrics, validation_metrics
 from grpo_dist.trainer.pump import GroupRequest, RolloutPump
+from grpo_dist.trainer.sampling import TrainingSampler, make_request
 from grpo_dist.trainer.seeds import group_seed
 from grpo_dist.trainer.stage import stage
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call
 from grpo_dist.workers.groups import ActorGroup, PolicyGroup, RewardPool, RolloutGroup
-from grpo_dist.workers.reward import Task
 from grpo_dist.workers.weight_sync import sync_weights
 
 
@@ -67,6 +68,8 @@ class GRPOTrainer:
         prompts: training and validation prompts.
         sampling: how to sample while training; the seed is set per prompt.
         val_sampling: how to sample while validating.
+        objective: the loss.
+        targets: what comes before it: rewards, advantages, corrections.
         trackers: where metrics go.
         progress: what the person at the terminal sees.
         total_steps: training steps of the run.
@@ -77,6 +80,8 @@ class GRPOTrainer:
     prompts: Prompts
     sampling: SamplingSettings
     val_sampling: SamplingSettings
+    objective: ObjectiveSettings
+    targets: TargetSettings
     trackers: Trackers
     progress: Progress
     total_steps: int
@@ -91,8 +96,10 @@ class GRPOTrainer:
     def __post_init__(self) -> None:
         trainer = self.config.trainer
         self.run_dir = Path(trainer.default_local_dir)
+        self.kl_controller = kl_controller(self.config.algorithm.kl_ctrl)
         limits = {"reward_timeout_s": self.config.reward.timeout_s, "generate_timeout_s": trainer.worker_timeout_s}
-        self.pump = RolloutPump(self.roles.rollout, self.roles.reward, self.roles.ref, **limits)
+        pump = RolloutPump(self.roles.rollout, self.roles.reward, self.roles.ref, **limits)
+        self.sampler = TrainingSampler(self.config, pump, self.prompts.train, self.prompts.sampler, self.sampling)
         self.val_pump = RolloutPump(self.roles.rollout, self.roles.reward, None, **limits)
 
     def fit(self) -> None:
@@ -105,8 +112,9 @@ class GRPOTrainer:
             self.timings, self.metrics = {}, {}
             started = time.perf_counter()
             batch = self.rollout()  # prompts, responses, scores, ref_log_probs: N = train_batch_size * n rows
-            batch = self.old_log_probs(batch)  # + old_log_probs (N, R_i)
-            batch = self.advantages(batch)  # + advantages (N, R_i)
+            if not self.targets.bypass_mode:
+                batch = self.old_log_probs(batch)  # + old_log_probs (N, R_i)
+            batch = self.compute_targets(batch)  # + advantages (N, R_i)
             self.update(batch)  # ppo_epochs x mini-batches on the actor
             self.sync_weights()  # the engines now hold the new policy
             self.timings["step"] = time.perf_counter() - started
@@ -124,9 +132,10 @@ class GRPOTrainer:
     @stage("rollout", adds=("responses", "token_level_scores"))
     def rollout(self) -> DataProtoRef:
         """Sample and score a group for each of the next prompts; with a reference, its log-probs too."""
-        self._requests = self._training_requests()
-        batch, timings = self.pump.run(self._requests)
-        self.timings |= timings
+        result = self.sampler.rollout(self.step + 1)
+        self._requests, batch = result.requests, result.batch
+        self.timings |= result.timings
+        self.metrics |= result.metrics
         if (batch["weight_version"] != self.weight_version).any():
             raise GrpoDistError(f"responses came from weights other than version {self.weight_version}")
         return batch
@@ -137,17 +146,20 @@ class GRPOTrainer:
         job = self.roles.actor.submit_log_probs("old_log_prob", batch)
         return batch.union(self.roles.actor.collect_log_probs(job))
 
-    @stage("adv", needs=("token_level_scores", "old_log_probs"), adds=("advantages",))
-    def advantages(self, batch: DataProtoRef) -> DataProtoRef:
-        """How much better each response is than its group."""
-        algorithm = self.config.algorithm
-        options = {"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo}
-        return batch.union(self.roles.reward.compute_advantages(batch, absolute(algorithm.adv_estimator), options))
+    @stage("adv", needs=("token_level_scores", "rollout_log_probs"), adds=("advantages", "old_log_probs"))
+    def compute_targets(self, batch: DataProtoRef) -> DataProtoRef:
+        """How much better each response is than its group, and what else the update trains on."""
+        seed = group_seed(self.config.trainer.seed, self.step + 1, -1)
+        targets, metrics = self.roles.reward.compute_targets(batch, self.targets, self.kl_controller.coef, seed)
+        if "actor/reward_kl_penalty" in metrics:
+            self.kl_controller.update(metrics["actor/reward_kl_penalty"], len(batch))
+        self.metrics |= metrics
+        return batch.replace(targets)
 
     @stage("update_actor", needs=("responses", "old_log_probs", "advantages"))
     def update(self, batch: DataProtoRef) -> None:
         """One optimizer step per mini-batch, `ppo_epochs` times over."""
-        metrics = self.roles.actor.update(batch, self._mini_batches(len(batch)), self.step + 1)
+        metrics = self.roles.actor.update(batch, self._mini_batches(len(batch)), self.objective, self.step + 1)
         self.metrics |= metric_values(metrics)
 
     @stage("update_weights")
@@ -163,8 +175,12 @@ class GRPOTrainer:
         """Score the validation prompts with the current weights."""
         if not self.prompts.validation:
             return
-        requests = [_request(f"val-{p.prompt.index}", p, self.val_sampling) for p in self.prompts.validation]
-        batch, _ = self.val_pump.run(requests)
+        requests = [
+            make_request(f"val-{p.prompt.index}", p, self.val_sampling, validation=True)
+            for p in self.prompts.validation
+        ]
+        groups, _ = self.val_pump.run(requests)
+        batch = DataProtoRef.concat(groups)
         sources = {request.uid: request.task.data_source for request in requests}
         self.metrics |= validation_metrics(batch, sources, self.val_sampling.n)
         self._write_samples(batch, requests, "validation")
@@ -172,9 +188,9 @@ class GRPOTrainer:
     @stage("save_checkpoint")
     def save(self) -> None:
         """Write a checkpoint."""
-        state = RunState(
-            self.step, self.weight_version, self.prompts.sampler.state_dict(), self.config.actor_rollout_ref.model.path
-        )
+        model_path = self.config.actor_rollout_ref.model.path
+        order = self.prompts.sampler.state_dict()
+        state = RunState(self.step, self.weight_version, order, model_path, self.kl_controller.coef)
         keep = self.config.trainer.max_actor_ckpt_to_keep
         save_checkpoint(self.run_dir, state, self.roles.actor.save_checkpoint, keep)
 
@@ -194,6 +210,8 @@ class GRPOTrainer:
         self.roles.actor.load_checkpoint(str(folder / "actor"))
         self.prompts.sampler.load_state_dict(state.sampler)
         self.step, self.weight_version = state.step, state.weight_version - 1
+        if self.kl_controller.target_kl is not None:
+            self.kl_controller.coef = state.kl_coef
         return folder
 
     def due(self, frequency: int) -> bool:
@@ -224,16 +242,6 @@ class GRPOTrainer:
             self.roles.actor.export_hf_model(str(self.run_dir / "huggingface"))
 
     # --- parts -------------------------------------------------------------------------------------------------
-    def _training_requests(self) -> list[GroupRequest]:
-        step, seed = self.step + 1, self.config.trainer.seed
-        picked = [self.prompts.train[i] for i in self.prompts.sampler.next_batch()]
-        requests = []
-        for prompt in picked:
-            index = prompt.prompt.index
-            chosen = group_seed(seed, step, index) if self.sampling.seed is not None else None
-            requests.append(_request(f"step{step}-prompt{index}", prompt, replace(self.sampling, seed=chosen)))
-        return requests
-
     def _mini_batches(self, num_rows: int) -> list[np.ndarray]:
         """Row positions of each mini-batch of each epoch; a group is never cut, so its responses meet one policy."""
         actor, n = self.config.actor_rollout_ref.actor, self.sampling.n
@@ -260,7 +268,7 @@ class GRPOTrainer:
         self._writing.clear()
 
 
-def _request(uid: str, prompt: TokenizedPrompt, sampling: SamplingSettings) -> GroupRequest:
-    source = prompt.prompt
-    task = Task(source.data_source, source.ground_truth, source.extra_info)
-    return GroupRequest(uid, prompt.token_ids, sampling, task)
+def kl_controller(config: KLCtrlConfig) -> KLController:
+    """The controller of the KL penalty in the reward."""
+    target = config.target_kl if config.type == "adaptive" else None
+    return KLController(config.kl_coef, target, config.horizon)

@@ -7,8 +7,9 @@ small columns the driver needs (one number or string per row): they never grow w
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import ray
@@ -81,8 +82,8 @@ class DataProtoRef:
         """Only these stored columns."""
         wanted = set(columns)
         require("select", self.columns, wanted)
-        frames = (replace(f, columns=tuple(c for c in f.columns if c in wanted)) for f in self.frames)
-        return replace(self, frames=tuple(f for f in frames if f.columns))
+        frames = (dataclasses.replace(f, columns=tuple(c for c in f.columns if c in wanted)) for f in self.frames)
+        return dataclasses.replace(self, frames=tuple(f for f in frames if f.columns))
 
     def union(self, other: DataProtoRef) -> DataProtoRef:
         """The columns of both; rows correspond by position.
@@ -96,6 +97,10 @@ class DataProtoRef:
         if both:
             raise BatchError(f"union: both handles have a column {sorted(both)[0]!r}")
         return DataProtoRef(self.frames + other.frames, {**self.small, **other.small}, len(self))
+
+    def replace(self, other: DataProtoRef) -> DataProtoRef:
+        """The columns of both; where both have one, `other`'s."""
+        return self.select(set(self.columns) - set(other.columns)).union(other)
 
     def reorder(self, rows: Sequence[int] | np.ndarray) -> DataProtoRef:
         """These rows, in this order."""

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.engines.settings import EngineSettings, SamplingSettings
+from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.engines.settings import EngineSettings, ObjectiveSettings, SamplingSettings
 from grpo_dist.protocol import Mean, Metric, Sum, merge_metrics
 from grpo_dist.workers.balance import balance
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.policy import PolicySettings
-from grpo_dist.workers.reward import RewardSettings, Task
+from grpo_dist.workers.reward import TARGET_COLUMNS, RewardSettings, Task
 
 LOOPBACK = "127.0.0.1"
 
@@ -60,7 +61,9 @@ class PolicyGroup:
 class ActorGroup(PolicyGroup):
     """The policy that trains."""
 
-    def update(self, batch: DataProtoRef, mini_batches: Sequence[np.ndarray], step: int) -> dict[str, Metric]:
+    def update(
+        self, batch: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: ObjectiveSettings, step: int
+    ) -> dict[str, Metric]:
         """One optimizer step per mini-batch (arrays of row positions), each spread over the ranks.
 
         Returns:
@@ -73,7 +76,7 @@ class ActorGroup(PolicyGroup):
         for rank in range(ranks):
             own = np.unique(np.concatenate([share[rank] for share in shares]))
             positions = [np.searchsorted(own, share[rank]) for share in shares]
-            arguments.append((batch.reorder(own), positions, step))
+            arguments.append((batch.reorder(own), positions, objective, step))
         results = self.workers.call_each("update", "update", arguments)
         merged = [merge_metrics(parts) for parts in zip(*results, strict=True)]
         return merge_metrics([_per_mini_batch(metrics) for metrics in merged])
@@ -141,10 +144,12 @@ class RewardPool:
         self._free.append(call.rank)
         return call.result()
 
-    def compute_advantages(self, batch: DataProtoRef, estimator: str, options: Mapping[str, Any]) -> DataProtoRef:
-        """Advantages of the whole batch."""
-        inputs = batch.select(("uid", "token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs"))
-        return self.workers.call(0, "advantages", "compute_advantages", inputs, estimator, options)
+    def compute_targets(
+        self, batch: DataProtoRef, settings: TargetSettings, kl_coef: float, seed: int
+    ) -> tuple[DataProtoRef, dict[str, float]]:
+        """What the update trains on, from the whole batch; and metrics."""
+        inputs = batch.select(("uid", *TARGET_COLUMNS, *settings.columns))
+        return self.workers.call(0, "targets", "compute_targets", inputs, settings, kl_coef, seed)
 
     def submit_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> Call:
         """Write the batch down as text, without waiting."""

@@ -32,24 +32,26 @@ class PolicySettings:
         device: "cpu" or "cuda".
         num_threads: compute threads on CPU.
         temperature: the sampling temperature.
+        columns: what a log-prob pass computes: `old_` or `ref_` and a name of `FSDPEngine.compute_columns`.
         log_prob_micro_batch_size: sequences per forward pass.
         seed: of torch's random state.
         optimizer: None for the reference.
-        objective: the loss; None for the reference.
         train_micro_batch_size: sequences per forward/backward pass.
         grad_clip: largest gradient norm.
+        exact_kl: the loss takes the KL over the vocabulary, and needs the reference's output layer.
     """
 
     model: ModelSettings
     device: str
     num_threads: int
     temperature: float
+    columns: tuple[str, ...]
     log_prob_micro_batch_size: int
     seed: int
     optimizer: OptimizerSettings | None = None
-    objective: ObjectiveSettings | None = None
     train_micro_batch_size: int = 0
     grad_clip: float = float("inf")
+    exact_kl: bool = False
 
 
 class PolicyWorker(Process):
@@ -58,7 +60,7 @@ class PolicyWorker(Process):
     Every method is collective over the ranks of the role.
     """
 
-    column = "ref_log_probs"
+    prefix = "ref_"
 
     settings: PolicySettings
     engine: FSDPEngine
@@ -72,6 +74,7 @@ class PolicyWorker(Process):
         import torch
 
         from grpo_dist.assets import resolve_model_path
+        from grpo_dist.engines.exact_kl import ReferenceHead
         from grpo_dist.engines.fsdp_engine import FSDPEngine
         from grpo_dist.engines.fsdp_model import init_process_group
 
@@ -85,25 +88,32 @@ class PolicyWorker(Process):
             master_address=master_address,
             master_port=master_port,
         )
+        model = replace(settings.model, path=resolve_model_path(settings.model.path))
         self.engine = FSDPEngine(
-            replace(settings.model, path=resolve_model_path(settings.model.path)),
+            model,
             device=settings.device,
             temperature=settings.temperature,
             optimizer=settings.optimizer,
             grad_clip=settings.grad_clip,
         )
+        if settings.exact_kl:
+            self.engine.reference_head = ReferenceHead.load(model, settings.device)
 
     def compute_log_probs(self, rows: DataProtoRef) -> DataProtoRef:
-        """Log-probs of this rank's rows, as a handle with one column: `old_log_probs` or `ref_log_probs`."""
+        """The columns `settings.columns` of this rank's rows: `old_log_probs`, `ref_hidden_states`, ..."""
         from grpo_dist.engines.fsdp_engine import SEQUENCE_COLUMNS
 
+        names = {column.removeprefix(self.prefix): column for column in self.settings.columns}
         try:
-            log_probs = self.engine.compute_log_probs(
-                rows.fetch((*SEQUENCE_COLUMNS, "uid")), micro_batch_size=self.settings.log_prob_micro_batch_size
+            found = self.engine.compute_columns(
+                rows.fetch((*SEQUENCE_COLUMNS, "uid")),
+                tuple(names),
+                micro_batch_size=self.settings.log_prob_micro_batch_size,
             )
         except TrainingDiverged as error:
-            raise TrainingDiverged(f"{self.column}, {error}") from None
-        return DataProtoRef.put(DataProto.from_dict({self.column: log_probs}), small=())
+            raise TrainingDiverged(f"{', '.join(self.settings.columns)}, {error}") from None
+        columns = {names[name]: values for name, values in found.items()}
+        return DataProtoRef.put(DataProto.from_dict(columns), small=())
 
 
 def import_engine() -> None:
@@ -114,14 +124,17 @@ def import_engine() -> None:
 class ActorWorker(PolicyWorker):
     """One rank of the policy that trains."""
 
-    column = "old_log_probs"
+    prefix = "old_"
 
-    def update(self, rows: DataProtoRef, mini_batches: Sequence[np.ndarray], step: int) -> list[dict[str, Metric]]:
+    def update(
+        self, rows: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: ObjectiveSettings, step: int
+    ) -> list[dict[str, Metric]]:
         """One optimizer step per mini-batch.
 
         Args:
             rows: this rank's rows of the whole batch.
             mini_batches: for each mini-batch, the positions in `rows` that belong to it.
+            objective: the loss.
             step: training step, for messages.
 
         Returns:
@@ -129,8 +142,6 @@ class ActorWorker(PolicyWorker):
         """
         from grpo_dist.engines.fsdp_engine import SEQUENCE_COLUMNS
 
-        objective = self.settings.objective
-        assert objective is not None, "the actor is built with an objective"
         data = rows.fetch((*SEQUENCE_COLUMNS, *objective.columns, "uid"))
         metrics = []
         for number, mini_batch in enumerate(mini_batches):

@@ -11,10 +11,30 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_dist.algorithms import compute_advantage
+from grpo_dist.algorithms.targets import TargetSettings, compute_targets
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.process import Process, use_threads
+
+EXTRA = "reward_extra/"  # the reward function's other values, by name
+TARGET_COLUMNS = ("token_level_scores", "response_mask", "rollout_log_probs")
+
+
+@dataclass(frozen=True)
+class OverlongPenalty:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), lengths in tokens.
+
+    Nothing up to `max_length - buffer`, then linearly down to `-factor` at `max_length`.
+    """
+
+    max_length: int
+    buffer: int
+    factor: float
+
+    def __call__(self, lengths: torch.Tensor) -> torch.Tensor:
+        """(N,) lengths -> (N,) float32, at most 0."""
+        excess = (lengths - (self.max_length - self.buffer)).clamp_min(0)
+        return -self.factor * excess.float() / self.buffer
 
 
 @dataclass(frozen=True)
@@ -26,15 +46,17 @@ class RewardSettings:
     function_path: str | None
     function_name: str
     reward_kwargs: dict[str, Any]
+    overlong_penalty: OverlongPenalty | None = None
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the reward function is told about a prompt besides the response."""
+    """What the reward function is told about a prompt besides the response; validation knows no overlong penalty."""
 
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
+    validation: bool = False
 
 
 class RewardWorker(Process):
@@ -54,6 +76,7 @@ class RewardWorker(Process):
         self.tokenizer = load_tokenizer(
             resolve_model_path(settings.tokenizer_path), trust_remote_code=settings.trust_remote_code
         )
+        self.overlong_penalty = settings.overlong_penalty
         self.function = load_reward_function(settings.function_path, settings.function_name, settings.reward_kwargs)
 
     def score(self, group: DataProtoRef, task: Task) -> DataProtoRef:
@@ -81,33 +104,43 @@ class RewardWorker(Process):
             for text in texts
         ]
         scores = torch.tensor([result.score for result in results], dtype=torch.float32)
-        data = DataProto.from_dict({"token_level_scores": on_last_token(scores, responses), "score": scores})
         names = dict.fromkeys(name for result in results for name in result.extra)
-        extras = {f"reward_extra/{k}": np.array([r.extra.get(k, np.nan) for r in results], np.float32) for k in names}
+        extras = {EXTRA + name: np.array([r.extra.get(name, np.nan) for r in results], np.float32) for name in names}
+        if self.overlong_penalty is not None and not task.validation:
+            penalty = self.overlong_penalty(responses.lengths)
+            scores = scores + penalty
+            extras[f"{EXTRA}overlong_penalty"] = penalty.numpy()
+        data = DataProto.from_dict({"token_level_scores": on_last_token(scores, responses), "score": scores})
         handle = DataProtoRef.put(data, small=("score",))
         return replace(handle, small=handle.small | extras)
 
-    def compute_advantages(self, batch: DataProtoRef, estimator: str, options: Mapping[str, Any]) -> DataProtoRef:
-        """Advantages and returns of a whole batch.
+    def compute_targets(
+        self, batch: DataProtoRef, settings: TargetSettings, kl_coef: float, seed: int
+    ) -> tuple[DataProtoRef, dict[str, float]]:
+        """What the update trains on, from the whole batch; see `algorithms.targets`.
 
         Returns:
-            A handle with `token_level_rewards`, `advantages` and `returns`. Per sequence, `advantage_mean` and
-            `rollout_probs_diff` (mean |p_trainer - p_sampler| over its tokens) travel inside it.
+            (a handle with the columns that `compute_targets` makes, `advantage_mean` and `reward` per sequence inside it;
+            metrics).
         """
-        data = batch.fetch(("uid", "token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs"))
+        data = batch.fetch(("uid", *TARGET_COLUMNS, *settings.columns))
         lengths = data["token_level_scores"].lengths
-        rewards = data["token_level_scores"].to_padded(0.0)
-        mask = data["response_mask"].to_padded(0)
-        advantages, returns = compute_advantage(
-            estimator, token_level_rewards=rewards, response_mask=mask, index=data["uid"], config=options
+        small = {name: torch.as_tensor(values) for name, values in batch.small.items() if name != "uid"}
+        out, metrics = compute_targets(
+            {name: data[name].to_padded(0.0) for name in (*TARGET_COLUMNS, *settings.columns)},
+            settings,
+            index=data["uid"],
+            truncated=small["truncated"],
+            kl_coef=kl_coef,
+            reward_baselines=small.get("reward_baseline"),
+            reward_components={k.removeprefix(EXTRA): v for k, v in small.items() if k.startswith(EXTRA)},
+            generator=torch.Generator().manual_seed(seed),
         )
-        probs = {name: data[name].to_padded(0.0).exp() for name in ("old_log_probs", "rollout_log_probs")}
-        diff = (probs["old_log_probs"] - probs["rollout_log_probs"]).abs() * mask
-        columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
-        out: dict[str, Any] = {name: Ragged.from_padded(value, lengths) for name, value in columns.items()}
-        out["advantage_mean"] = advantages.sum(-1) / lengths.clamp_min(1)
-        out["rollout_probs_diff"] = diff.sum(-1) / lengths.clamp_min(1)
-        return DataProtoRef.put(DataProto.from_dict(out), small=("advantage_mean", "rollout_probs_diff"))
+        out["response_mask"] = out["response_mask"].to(torch.int8)
+        columns: dict[str, Any] = {name: Ragged.from_padded(value, lengths) for name, value in out.items()}
+        columns["advantage_mean"] = out["advantages"].sum(-1) / lengths.clamp_min(1)
+        columns["reward"] = out["token_level_rewards"].sum(-1)
+        return DataProtoRef.put(DataProto.from_dict(columns), small=("advantage_mean", "reward")), metrics
 
     def write_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> None:
         """Write prompt, response, score and advantage of every row to `path`, one JSON object per line."""

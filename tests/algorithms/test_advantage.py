@@ -1,8 +1,10 @@
+from typing import Any
+
 import pytest
 import torch
 
 from grpo_dist.algorithms import compute_advantage
-from grpo_dist.algorithms.advantage import STD_EPS
+from grpo_dist.algorithms.advantage import ADVANTAGE, STD_EPS
 from grpo_dist.errors import BatchError, ConfigError
 from tests.golden import cases, tensors
 
@@ -15,11 +17,20 @@ def outcome(rewards: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, mask
 
 
-@pytest.mark.parametrize("case", cases("advantage", ("grpo", "rloo")))
+GROUP_RELATIVE = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "grpo_process")
+# gdpo and grpo_process have no case: verl has no process supervision, and its gdpo has its own arguments.
+IN_GOLDEN = sorted(set(ADVANTAGE.names()) - {"gdpo", "grpo_process"})
+
+
+@pytest.mark.parametrize("case", cases("advantage", tuple(IN_GOLDEN)))
 def test_equals_verl(case: dict) -> None:
-    advantages, returns = compute_advantage(case["name"], **tensors(case["inputs"]), config=case["config"])
-    torch.testing.assert_close(advantages, torch.tensor(case["outputs"]["advantages"]), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(returns, torch.tensor(case["outputs"]["returns"]), rtol=1e-5, atol=1e-5)
+    """Off the mask ours is 0; verl's gae leaves whitened values there, which no loss reads."""
+    inputs = tensors(case["inputs"])
+    advantages, returns = compute_advantage(case["name"], **inputs, config=case["config"])
+    mask = inputs["response_mask"]
+    for ours, name in ((advantages, "advantages"), (returns, "returns")):
+        torch.testing.assert_close(ours * mask, torch.tensor(case["outputs"][name]) * mask, rtol=1e-5, atol=1e-5)
+        assert not ours[mask == 0].any()
 
 
 def test_grpo_by_hand() -> None:
@@ -49,14 +60,138 @@ def test_rloo_by_hand() -> None:
     torch.testing.assert_close(advantages, torch.tensor([[3.0], [-1.5], [-1.5]]) * mask)
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def advantage(name: str, scores: list[float], index: list[str], **more: Any) -> list[float]:
+    """The advantage of each response's first token."""
+    rewards, mask = outcome(scores)
+    if name == "grpo_process":
+        more["step_mask"] = rewards.cumsum(-1).diff(dim=-1, prepend=rewards[:, :1] * 0) != 0
+    advantages, _ = compute_advantage(name, token_level_rewards=rewards, response_mask=mask, index=index, **more)
+    assert torch.equal(advantages, advantages[:, :1] * mask), "the same on every token"
+    return advantages[:, 0].tolist()
+
+
+def test_grpo_passk_by_hand() -> None:
+    """Scores 5, 3, 1: only the best counts, by its lead of 2, over the standard deviation 2. Two best: no lead."""
+    assert advantage("grpo_passk", [5.0, 3.0, 1.0], ["a"] * 3) == pytest.approx([2 / (2 + STD_EPS), 0, 0])
+    plain = {"norm_adv_by_std_in_grpo": False}
+    assert advantage("grpo_passk", [5.0, 3.0, 5.0, 2.0, 7.0], ["a"] * 3 + ["b"] * 2, config=plain) == [0, 0, 0, 0, 5]
+
+
+def test_opo_by_hand() -> None:
+    """Lengths 1, 2, 3 and scores 6, 3, 0: baseline (6 + 6 + 0) / 6 = 2."""
+    assert advantage("opo", [6.0, 3.0, 0.0], ["a"] * 3) == pytest.approx([4, 1, -2])
+
+
+def test_gpg_by_hand() -> None:
+    """Scores 1, 0 and 0, 0: 4 responses, 1 non-zero, alpha 4; divided by f_norm 2."""
+    assert advantage("gpg", [1.0, 0, 0, 0], ["a", "a", "b", "b"], config={"f_norm": 2.0}) == pytest.approx(
+        [1, -1, 0, 0]
+    )
+
+
+def test_reinforce_plus_plus_by_hand() -> None:
+    """One response, rewards 1, 0, 4, gamma 1/2: returns 2, 2, 4; mean 8/3, sample variance 4/3."""
+    rewards, mask = torch.tensor([[1.0, 0.0, 4.0]]), torch.ones(1, 3)
+    advantages, returns = compute_advantage(
+        "reinforce_plus_plus", token_level_rewards=rewards, response_mask=mask, config={"gamma": 0.5}
+    )
+    assert returns.tolist() == [[2, 2, 4]]
+    expected = [[(g - 8 / 3) / (4 / 3) ** 0.5 for g in (2, 2, 4)]]
+    torch.testing.assert_close(advantages, torch.tensor(expected))
+
+
+def test_reinforce_plus_plus_baseline_by_hand() -> None:
+    """Scores 3, 1 in a group, lengths 1 and 2: centred 1 and -1, -1; mean -1/3, sample variance 4/3."""
+    expected = [(c + 1 / 3) / (4 / 3) ** 0.5 for c in (1, -1)]
+    rewards, mask = outcome([3.0, 1.0])
+    advantages, _ = compute_advantage(
+        "reinforce_plus_plus_baseline", token_level_rewards=rewards, response_mask=mask, index=["a", "a"]
+    )
+    torch.testing.assert_close(advantages, torch.tensor([[expected[0]], [expected[1]]]) * mask)
+
+
+def test_remax_by_hand() -> None:
+    """Score 3 against a greedy score of 1, and 0 against 2; with a token reward 1 in the middle, the return falls."""
+    assert advantage("remax", [3.0, 0.0], ["a", "b"], reward_baselines=torch.tensor([1.0, 2.0])) == [2, -2]
+    rewards = torch.tensor([[0.0, 1.0, 3.0]])
+    advantages, returns = compute_advantage(
+        "remax", token_level_rewards=rewards, response_mask=torch.ones(1, 3), reward_baselines=torch.tensor([1.0])
+    )
+    assert returns.tolist() == [[4, 4, 3]]
+    assert advantages.tolist() == [[3, 3, 2]]
+
+
+def test_gae_by_hand() -> None:
+    """Rewards 0, 2, values 1, 1, gamma 1, lam 1/2: deltas 0, 1; advantages 0 + 1/2, 1; returns 1.5, 2."""
+    arguments = {"token_level_rewards": torch.tensor([[0.0, 2.0]]), "response_mask": torch.ones(1, 2)}
+    advantages, returns = compute_advantage("gae", **arguments, values=torch.ones(1, 2), config={"lam": 0.5})
+    assert returns.tolist() == [[1.5, 2.0]]
+    torch.testing.assert_close(advantages, torch.tensor([[-0.5, 0.5]]) * 2**0.5)  # mean 3/4, sample variance 1/8
+
+
+def test_gae_passes_over_a_tools_words() -> None:
+    """A masked token in the middle changes nothing for the others."""
+    plain = {"token_level_rewards": torch.tensor([[0.0, 2.0]]), "response_mask": torch.ones(1, 2)}
+    tool = {"token_level_rewards": torch.tensor([[0.0, 0.0, 2.0]]), "response_mask": torch.tensor([[1.0, 0.0, 1.0]])}
+    options = {"gamma": 0.9, "lam": 0.5}
+    expected = compute_advantage("gae", **plain, values=torch.tensor([[1.0, 3.0]]), config=options)
+    found = compute_advantage("gae", **tool, values=torch.tensor([[1.0, 9.0, 3.0]]), config=options)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours[:, [0, 2]], theirs)
+
+
+def test_gdpo_by_hand() -> None:
+    """Two components, each normalised to +-1/sqrt 2 in its group; the second weighs 3. Summed: +-4/sqrt 2, whitened.
+
+    The plain sum of the rewards, 100 + 0 against 0 + 1, would have drowned the second component.
+    """
+    components = {"big": torch.tensor([100.0, 0.0]), "small": torch.tensor([0.0, 1.0])}
+    mask = torch.ones(2, 1)
+    arguments = {"token_level_rewards": mask * 0, "response_mask": mask, "index": ["a", "a"]}
+    opposed, _ = compute_advantage("gdpo", **arguments, reward_components=components)
+    torch.testing.assert_close(opposed, torch.zeros(2, 1), atol=1e-1, rtol=0)
+    options = {"gdpo_reward_keys": ["small", "big"], "gdpo_reward_weights": [3.0, 1.0]}
+    weighted, _ = compute_advantage("gdpo", **arguments, reward_components=components, config=options)
+    torch.testing.assert_close(weighted, torch.tensor([[-1.0], [1.0]]) * 0.5**0.5)
+    with pytest.raises(ConfigError, match="1 weights for 2"):
+        compute_advantage("gdpo", **arguments, reward_components=components, config={"gdpo_reward_weights": [1.0]})
+    with pytest.raises(BatchError, match="gdpo_reward_keys=huge: the rewards have big, small"):
+        compute_advantage("gdpo", **arguments, reward_components=components, config={"gdpo_reward_keys": ["huge"]})
+
+
+def test_grpo_process_by_hand() -> None:
+    """Step rewards 1, 3 and 2, 0, 4 of two responses: mean 2, sample variance (1 + 1 + 0 + 4 + 4) / 4 = 2.5.
+
+    The first response's steps end at tokens 1 and 3, normalised -1 and 1 (over sqrt 2.5): its first two tokens see
+    both, the last two the second. The second response's steps end at 0, 1, 2: 0 - 2 + 2, then -2 + 2, then 2.
+    """
+    rewards = torch.tensor([[7.0, 1, 0, 3], [2, 0, 4, 0]])
+    steps = torch.tensor([[0, 1, 0, 1], [1, 1, 1, 0]])
+    mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 0]])
+    advantages, _ = compute_advantage(
+        "grpo_process", token_level_rewards=rewards, response_mask=mask, index=["a", "a"], step_mask=steps
+    )
+    expected = torch.tensor([[0.0, 0, 1, 1], [0, 0, 2, 0]]) / (2.5**0.5 + STD_EPS)
+    torch.testing.assert_close(advantages, expected)
+
+
+def test_grpo_process_with_one_step_is_grpo() -> None:
+    scores, index = [1.0, 0.0, 0.5, 2.0], ["a", "b", "a", "b"]
+    rewards, mask = outcome(scores)
+    last = torch.zeros_like(mask)
+    last[torch.arange(4), mask.sum(-1).long() - 1] = 1
+    arguments = {"token_level_rewards": rewards, "response_mask": mask, "index": index}
+    process, _ = compute_advantage("grpo_process", **arguments, step_mask=last)
+    torch.testing.assert_close(process, compute_advantage("grpo", **arguments)[0])
+
+
+@pytest.mark.parametrize("name", GROUP_RELATIVE)
 def test_equal_rewards_and_single_responses_teach_nothing(name: str) -> None:
-    rewards, mask = outcome([0.5, 0.5, 0.5, 2.0])
-    advantages, _ = compute_advantage(name, token_level_rewards=rewards, response_mask=mask, index=["a"] * 3 + ["b"])
-    torch.testing.assert_close(advantages, torch.zeros_like(mask))
+    """0.1 has no exact float: the mean of three must still be itself."""
+    assert advantage(name, [0.1, 0.1, 0.1, 2.0], ["a"] * 3 + ["b"]) == [0] * 4
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "grpo_passk"])
 def test_groups_may_be_interleaved(name: str) -> None:
     rewards, mask = outcome([1.0, 0.0, 0.0, 5.0])
     mixed, _ = compute_advantage(name, token_level_rewards=rewards, response_mask=mask, index=["a", "b", "a", "b"])
@@ -67,13 +202,44 @@ def test_groups_may_be_interleaved(name: str) -> None:
     torch.testing.assert_close(mixed[order], sorted_)
 
 
+@pytest.mark.parametrize("name", ADVANTAGE.names())
+def test_bf16_empty_responses_and_masked_rows(name: str) -> None:
+    """float32 comes out, finite, 0 off the mask; the last row has no token that trains."""
+    rewards = torch.tensor([[0.0, 1.0], [0.5, 0.0], [0.0, 0.25], [0.0, 0.0]], dtype=torch.bfloat16)
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1], [0, 0]])
+    advantages, returns = compute_advantage(
+        name,
+        token_level_rewards=rewards,
+        response_mask=mask,
+        index=torch.tensor([0, 0, 1, 1]),
+        values=torch.zeros(4, 2, dtype=torch.bfloat16),
+        reward_baselines=torch.zeros(4),
+        step_mask=rewards != 0,
+        reward_components={"all": rewards.sum(-1)},
+    )
+    for values in (advantages, returns):
+        assert values.dtype == torch.float32
+        assert torch.isfinite(values).all()
+        assert not values[mask == 0].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("gae", "values"), ("remax", "reward_baselines"), ("grpo_process", "step_mask"), ("gdpo", "reward_components")],
+)
+def test_a_missing_input_is_named(name: str, argument: str) -> None:
+    rewards, mask = outcome([1.0, 0.0])
+    with pytest.raises(BatchError, match=f"`{argument}` is missing"):
+        compute_advantage(name, token_level_rewards=rewards, response_mask=mask, index=["a", "a"])
+
+
 def test_mistakes_are_named() -> None:
     rewards, mask = outcome([1.0, 0.0])
-    with pytest.raises(BatchError, match="needs `index`"):
+    with pytest.raises(BatchError, match="`index` is missing"):
         compute_advantage("grpo", token_level_rewards=rewards, response_mask=mask)
     with pytest.raises(BatchError, match="1 entries for 2"):
         compute_advantage("grpo", token_level_rewards=rewards, response_mask=mask, index=["a"])
-    with pytest.raises(BatchError, match="differ"):
+    with pytest.raises(BatchError, match=r"response_mask is \(2, 3\), token_level_rewards \(2, 2\)"):
         compute_advantage("grpo", token_level_rewards=rewards[:, :2], response_mask=mask, index=["a", "a"])
     with pytest.raises(ConfigError, match=r"algorithm\.adv_estimator=grp: .*did you mean 'grpo'"):
         compute_advantage("grp", token_level_rewards=rewards, response_mask=mask, index=["a", "a"])

@@ -12,15 +12,30 @@ MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
 
 @pytest.mark.parametrize("case", cases("agg", LOSS_AGG_MODES))
 def test_equals_verl(case: dict) -> None:
-    loss = agg_loss(**tensors(case["inputs"]), loss_agg_mode=case["name"])
+    scale = case["config"]["loss_scale_factor"]
+    loss = agg_loss(**tensors(case["inputs"]), loss_agg_mode=case["name"], loss_scale_factor=scale)
     torch.testing.assert_close(loss, torch.tensor(case["outputs"]["loss"]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"), [("token-mean", 10 / 4), ("seq-mean-token-mean", (2 + 4) / 2), ("seq-mean-token-sum", 10 / 2)]
+    ("mode", "expected"),
+    [
+        ("token-mean", 10 / 4),
+        ("token-sum", 10),
+        ("seq-mean-token-mean", (2 + 4) / 2),
+        ("seq-mean-token-sum", 10 / 2),
+        ("seq-mean-token-sum-norm", 10 / (2 * 3)),
+    ],
 )
 def test_by_hand(mode: str, expected: float) -> None:
     assert agg_loss(LOSS, MASK, mode).item() == pytest.approx(expected)
+
+
+def test_the_scale_is_a_constant_not_the_padding() -> None:
+    mode = "seq-mean-token-sum-norm"
+    assert agg_loss(LOSS, MASK, mode, loss_scale_factor=8).item() == pytest.approx(10 / (2 * 8))
+    padded = [torch.nn.functional.pad(values, (0, 5)) for values in (LOSS, MASK)]
+    assert agg_loss(*padded, mode, loss_scale_factor=8).item() == pytest.approx(10 / (2 * 8))
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)

@@ -7,12 +7,65 @@ from grpo_dist.algorithms import kl_penalty
 from grpo_dist.errors import BatchError, ConfigError
 from tests.golden import cases
 
+NAMES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 
-@pytest.mark.parametrize("case", cases("kl", ("k1", "kl", "k2", "mse", "k3", "low_var_kl")))
-def test_equals_verl(case: dict) -> None:
-    inputs = case["inputs"]
-    kl = kl_penalty(case["name"], torch.tensor(inputs["log_prob"]), torch.tensor(inputs["ref_log_prob"]))
-    torch.testing.assert_close(kl, torch.tensor(case["outputs"]["kl"]), rtol=1e-5, atol=1e-6)
+
+@pytest.mark.parametrize("case", cases("kl", (*NAMES, "k1+", "k3+")))
+def test_equals_verl_in_value_and_gradient(case: dict) -> None:
+    log_probs = torch.tensor(case["inputs"]["log_prob"], requires_grad=True)
+    kl = kl_penalty(case["name"], log_probs, torch.tensor(case["inputs"]["ref_log_prob"]))
+    torch.testing.assert_close(kl.detach(), torch.tensor(case["outputs"]["kl"]), rtol=1e-5, atol=1e-6)
+    if "grad" in case["outputs"]:
+        kl.sum().backward()
+        torch.testing.assert_close(log_probs.grad, torch.tensor(case["outputs"]["grad"]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plus_has_the_value_of_the_name_and_the_gradient_of_k2(name: str) -> None:
+    """p = 0.5, q = 0.25: the gradient of d^2 / 2 is d = ln 2."""
+    p, q = torch.tensor([[0.5]]).log().requires_grad_(), torch.tensor([[0.25]]).log()
+    kl = kl_penalty(f"{name}+", p, q)
+    assert kl.item() == pytest.approx(kl_penalty(name, p, q).item())
+    kl.sum().backward()
+    assert p.grad.item() == pytest.approx(math.log(2))
+
+
+def test_full_by_hand_and_its_gradient() -> None:
+    """p = (3/4, 1/4), q = (1/2, 1/2): 3/4 ln 3/2 + 1/4 ln 1/2; logits may be shifted.
+
+    d KL / d logit = p (log p/q - KL).
+    """
+    p, q = torch.tensor([[[0.75, 0.25]]]).log().add(3.0).requires_grad_(), torch.zeros(1, 1, 2)
+    kl = kl_penalty("full", p, q)
+    expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    assert kl.shape == (1, 1)
+    assert kl.item() == pytest.approx(expected, abs=1e-6)
+    kl.sum().backward()
+    assert p.grad.flatten().tolist() == pytest.approx(
+        [0.75 * (math.log(1.5) - expected), 0.25 * (math.log(0.5) - expected)], abs=1e-6
+    )
+
+
+def test_full_survives_tokens_that_are_ruled_out() -> None:
+    p = torch.tensor([[0.0, -math.inf]], requires_grad=True)
+    kl = kl_penalty("full", p, torch.zeros(1, 2))
+    kl.sum().backward()
+    assert kl.item() == pytest.approx(math.log(2))
+    assert torch.isfinite(p.grad).all()
+
+
+def test_full_is_what_the_sampled_estimators_estimate() -> None:
+    p, q = torch.tensor([0.7, 0.2, 0.1]).log(), torch.tensor([0.3, 0.3, 0.4]).log()
+    for name in ("k1", "k3"):
+        torch.testing.assert_close((p.exp() * kl_penalty(name, p[None], q[None])[0]).sum(), kl_penalty("full", p, q))
+
+
+@pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3", "k3+", "full"])
+def test_bf16_is_computed_in_float32(name: str) -> None:
+    p, q = torch.randn(2, 3, 4).to(torch.bfloat16), torch.randn(2, 3, 4).to(torch.bfloat16)
+    kl = kl_penalty(name, p, q)
+    assert kl.dtype == torch.float32
+    torch.testing.assert_close(kl, kl_penalty(name, p.float(), q.float()))
 
 
 def test_by_hand() -> None:
@@ -41,5 +94,7 @@ def test_k3_stays_finite() -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(ConfigError, match=r"kl_loss_type=k4: no such KL estimator"):
         kl_penalty("k4", torch.zeros(1, 1), torch.zeros(1, 1))
+    with pytest.raises(ConfigError, match="use full"):
+        kl_penalty("full+", torch.zeros(1, 1, 2), torch.zeros(1, 1, 2))
     with pytest.raises(BatchError, match="differ"):
         kl_penalty("k1", torch.zeros(1, 1), torch.zeros(1, 2))

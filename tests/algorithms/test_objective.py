@@ -13,7 +13,7 @@ ARGUMENTS = {
     "entropy": torch.full(SHAPE, 2.0),
     "loss_mode": "vanilla",
     "loss_agg_mode": "token-mean",
-    "clip": {"clip_ratio": 0.2, "clip_ratio_c": 3.0},
+    "options": {"clip_ratio": 0.2, "clip_ratio_c": 3.0},
     "kl_loss_type": "k1",
     "kl_loss_coef": 0.1,
     "entropy_coeff": 0.01,

@@ -48,7 +48,7 @@ def model_folder(tmp_path):
         ("lr", f"{ACTOR}.optim.lr"),
         ("actor.lr", f"{ACTOR}.optim.lr"),
         ("algoritm.adv_estimator", "algorithm.adv_estimator"),
-        ("algorithm.kl_ctrl.kl_coef", f"{ACTOR}.kl_loss_coef"),
+        ("algorithm.kl_loss_coef", f"{ACTOR}.kl_loss_coef"),
         (f"{ACTOR}.kl_los_type", f"{ACTOR}.kl_loss_type"),
         ("trainer.epochs", "trainer.total_epochs"),
     ],
@@ -84,7 +84,7 @@ def test_everything_wrong_is_said_at_once():
     assert lines[0] == "the config has 9 problems:"
     assert len(lines) == 10
     for part in (
-        "algorithm.adv_estimator=grpoo: not one of grpo, rloo; did you mean 'grpo'?",
+        "algorithm.adv_estimator=grpoo: not one of grpo, grpo_passk, grpo_process,",
         "data.shufle: no such key; did you mean data.shuffle?",
         f"{ROLLOUT}.temperature=0: must be greater than 0",
         f"data.train_batch_size=32, {ACTOR}.ppo_mini_batch_size=5: the batch must be a multiple",

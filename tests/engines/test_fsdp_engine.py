@@ -43,7 +43,7 @@ def plain_step(path: str, data: DataProto, entropy_coeff: float) -> dict[str, An
         entropy=entropy,
         loss_mode="vanilla",
         loss_agg_mode="token-mean",
-        clip={"clip_ratio": 0.2, "clip_ratio_c": 3.0},
+        options={"clip_ratio": 0.2, "clip_ratio_c": 3.0},
         kl_loss_type="k3",
         kl_loss_coef=0.1,
         entropy_coeff=entropy_coeff,

@@ -5,7 +5,7 @@ from grpo_dist.errors import BatchError
 from grpo_dist.protocol.fields import FIELDS, require
 from tests.models import random_batch
 
-MAKERS = {"sampler", "data", "rollout", "reward", "actor", "ref", "advantage"}
+MAKERS = {"sampler", "data", "rollout", "reward", "actor", "ref", "targets"}
 
 
 def test_a_batch_that_has_the_columns_passes() -> None:
@@ -33,7 +33,7 @@ def test_every_field_is_complete() -> None:
     for name, field in FIELDS.items():
         assert field.made_by in MAKERS, name
         assert field.meaning, name
-        assert field.shape in ("(N,)", "ragged (N, P_i)", "ragged (N, R_i)"), name
+        assert field.shape in ("(N,)", "ragged (N, P_i)", "ragged (N, R_i)", "ragged (N, R_i, H)"), name
 
 
 def test_the_test_batch_follows_the_contract() -> None:

@@ -61,7 +61,7 @@ class FakeActorWorker(FakePolicyWorker):
 
     column = "old_log_probs"
 
-    def update(self, rows: DataProtoRef, mini_batches: list[np.ndarray], step: int) -> list[dict]:
+    def update(self, rows: DataProtoRef, mini_batches: list[np.ndarray], objective: object, step: int) -> list[dict]:
         data = rows.fetch(("responses", "advantages", "old_log_probs", "uid"))
         self.updates.append([data["uid"][positions].tolist() for positions in mini_batches])
         return [{"actor/loss": Sum(len(p)), "actor/grad_norm": Mean(1.0, 1)} for p in mini_batches]

@@ -171,7 +171,7 @@ def bytes_on_driver(tmp_path: Path, groups: dict, length: int, monkeypatch: pyte
     trainer.sync_weights()
     with monkeypatch.context() as patch:
         patch.setattr(WorkerGroup, "resolve", counting)
-        batch = trainer.advantages(trainer.old_log_probs(trainer.rollout()))
+        batch = trainer.compute_targets(trainer.old_log_probs(trainer.rollout()))
         trainer.update(batch)
     assert batch["response_length"].max() == length + 3
     with pytest.raises(BatchError, match="'responses' is not on the driver"):

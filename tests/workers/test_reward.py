@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,11 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.advantage import STD_EPS
+from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.errors import BatchError, ConfigError, DataError, RewardError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.reward import RewardSettings, RewardWorker, Task, on_last_token
+from grpo_dist.workers.reward import OverlongPenalty, RewardSettings, RewardWorker, Task, on_last_token
 
 SCORER = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info, bonus):
@@ -110,13 +112,14 @@ def scored_batch() -> DataProtoRef:
         },
         {"uid": ["a", "b", "a", "a", "b", "a"]},
     )
-    return DataProtoRef.put(data, small=("uid",))
+    handle = DataProtoRef.put(data, small=("uid",))
+    return replace(handle, small=handle.small | {"truncated": np.array([0, 0, 0, 1, 0, 0])})
 
 
 @pytest.mark.ray
 def test_advantages_by_hand(worker: RewardWorker) -> None:
     """Group a: mean 1/4, std 1/2 (as in tests/algorithms/test_advantage.py). Group b: equal rewards, no advantage."""
-    handle = worker.compute_advantages(scored_batch(), "grpo", {"norm_adv_by_std_in_grpo": True})
+    handle, metrics = worker.compute_targets(scored_batch(), TargetSettings("grpo"), 0.0, 0)
     high, low = 0.75 / (0.5 + STD_EPS), -0.25 / (0.5 + STD_EPS)
     data = handle.fetch(("advantages", "returns", "token_level_rewards"))
     expected = [[high] * 2, [0, 0], [low] * 2, [low] * 2, [0, 0], [low]]
@@ -124,17 +127,52 @@ def test_advantages_by_hand(worker: RewardWorker) -> None:
         assert row == pytest.approx(values)
     assert rows(data["token_level_rewards"]) == [[0, 1], [0, 5], [0, 0], [0, 0], [0, 5], [0]]
     assert handle["advantage_mean"].tolist() == pytest.approx([high, 0, low, low, 0, low])
-    assert handle["rollout_probs_diff"].tolist() == pytest.approx([0.25, 0, 0, 0, 0, 0], abs=1e-6)
+    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(2 * 0.25 / 11, abs=1e-6)
+    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.25, abs=1e-6)
 
 
 @pytest.mark.ray
 def test_options_reach_the_estimator(worker: RewardWorker) -> None:
-    handle = worker.compute_advantages(scored_batch(), "grpo", {"norm_adv_by_std_in_grpo": False})
-    assert handle["advantage_mean"].tolist() == pytest.approx([0.75, 0, -0.25, -0.25, 0, -0.25])
+    settings = TargetSettings("grpo", {"norm_adv_by_std_in_grpo": False}, mask_truncated=True)
+    handle, _ = worker.compute_targets(scored_batch(), settings, 0.0, 0)
+    assert handle["advantage_mean"].tolist() == pytest.approx([0.75, 0, -0.25, 0, 0, -0.25]), "the fourth was cut short"
+    assert rows(handle.fetch(("response_mask",))["response_mask"])[3] == [0, 0]
     with pytest.raises(ConfigError, match="did you mean 'grpo'"):
-        worker.compute_advantages(scored_batch(), "grop", {})
+        worker.compute_targets(scored_batch(), TargetSettings("grop"), 0.0, 0)
     with pytest.raises(BatchError, match=r"'token_level_scores' \(made by reward"):
-        worker.compute_advantages(put(RESPONSES), "grpo", {})
+        worker.compute_targets(put(RESPONSES), TargetSettings("grpo"), 0.0, 0)
+
+
+@pytest.mark.ray
+def test_components_and_baselines_come_with_the_handle(worker: RewardWorker) -> None:
+    """ReMax subtracts the greedy score 1; gdpo sees the reward function's other values."""
+    batch = scored_batch()
+    small = {"reward_baseline": np.ones(6, np.float32), "reward_extra/style": np.array([1.0, 0, 0, 0, 0, 0])}
+    batch = replace(batch, small=batch.small | small)
+    handle, _ = worker.compute_targets(batch, TargetSettings("remax"), 0.0, 0)
+    assert handle["advantage_mean"].tolist() == [0, 4, -1, -1, 4, -1]
+    handle, _ = worker.compute_targets(batch, TargetSettings("gdpo"), 0.0, 0)
+    assert handle["advantage_mean"][0] > 1 > 0 > handle["advantage_mean"][2]
+
+
+def test_the_overlong_penalty_by_hand() -> None:
+    """Longest 100, buffer 20, factor 0.5: nothing up to 80, half of it at 90, all at 100."""
+    penalty = OverlongPenalty(100, 20, 0.5)
+    assert penalty(torch.tensor([10, 80, 90, 100])).tolist() == [0, 0, -0.25, -0.5]
+
+
+@pytest.mark.ray
+def test_the_overlong_penalty_is_part_of_the_score(worker: RewardWorker) -> None:
+    plain = worker.score(put(RESPONSES), TASK)["score"]
+    worker.overlong_penalty = OverlongPenalty(3, 2, 1.0)
+    try:
+        handle = worker.score(put(RESPONSES), TASK)
+        validation = worker.score(put(RESPONSES), replace(TASK, validation=True))
+    finally:
+        worker.overlong_penalty = None
+    assert (handle["score"] - plain).tolist() == [-1, -0.5, 0]
+    assert handle["reward_extra/overlong_penalty"].tolist() == [-1, -0.5, 0]
+    assert validation["score"].tolist() == plain.tolist()
 
 
 # --- samples -----------------------------------------------------------------------------------------------------

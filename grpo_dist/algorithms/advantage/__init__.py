@@ -1,0 +1,83 @@
+"""Advantages: how much better a response is than what the group (or batch) would have done.
+
+    outcome.py   one number per response, against its group: grpo (Dr. GRPO), grpo_passk, rloo, opo, gpg, gdpo
+    process.py   a reward per step: grpo_process
+    returns.py   the rewards that follow a token: reinforce_plus_plus(_baseline), remax, gae
+
+Call them through `compute_advantage`. inputs.py has their one signature, groups.py the statistics of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# The imports fill the registry.
+from grpo_dist.algorithms.advantage import outcome, process, returns  # noqa: F401
+from grpo_dist.algorithms.advantage.groups import STD_EPS, Groups
+from grpo_dist.algorithms.advantage.inputs import ADVANTAGE, AdvantageInputs
+from grpo_dist.errors import BatchError
+
+__all__ = ["ADVANTAGE", "DEFAULTS", "STD_EPS", "AdvantageInputs", "Groups", "compute_advantage"]
+
+# Options that are not given.
+DEFAULTS = {"norm_adv_by_std_in_grpo": True, "gamma": 1.0, "lam": 1.0, "f_norm": 1.0}
+
+
+def compute_advantage(
+    name: str,
+    *,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Sequence[Any] | np.ndarray | Tensor | None = None,
+    values: Tensor | None = None,
+    reward_baselines: Tensor | None = None,
+    step_mask: Tensor | None = None,
+    reward_components: Mapping[str, Tensor] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns by the estimator called `name`.
+
+    Args:
+        name: a registered estimator, or `pkg.module:function`.
+        token_level_rewards: (N, T) floats; an outcome reward sits on the last response token.
+        response_mask: (N, T), 1 on the tokens that train.
+        index: group of each sequence, N hashable entries (`uid`).
+        values: (N, T), a critic's values (gae).
+        reward_baselines: (N,), scores of the greedy responses (remax).
+        step_mask: (N, T), 1 on the last token of each step (grpo_process).
+        reward_components: scores (N,) by name (gdpo).
+        config: verl's option names; `DEFAULTS` has those that are not given.
+
+    Returns:
+        (advantages, returns), each (N, T) float32, 0 off the mask.
+
+    Raises:
+        BatchError: shapes disagree, or an input that the estimator needs is missing.
+        ConfigError: no such estimator, or an option does not fit.
+    """
+    estimator = ADVANTAGE.get(name)
+    shape = tuple(token_level_rewards.shape)
+    for column, value, wanted in (
+        ("response_mask", response_mask, shape),
+        ("values", values, shape),
+        ("step_mask", step_mask, shape),
+        ("reward_baselines", reward_baselines, shape[:1]),
+    ):
+        if value is not None and tuple(torch.as_tensor(value).shape) != wanted:
+            raise BatchError(f"{column} is {tuple(torch.as_tensor(value).shape)}, token_level_rewards {shape}")
+    if index is not None and len(index) != shape[0]:
+        raise BatchError(f"index has {len(index)} entries for {shape[0]} sequences")
+    optional = {
+        "groups": None if index is None else Groups.of(index).to(token_level_rewards.device),
+        "values": values,
+        "reward_baselines": reward_baselines,
+        "step_mask": step_mask,
+        "reward_components": reward_components,
+    }
+    batch = AdvantageInputs(token_level_rewards.float(), response_mask.float(), optional)
+    return estimator(batch, {**DEFAULTS, **(config or {})})

@@ -1,0 +1,63 @@
+"""Advantages from the rewards that follow a token: returns less a baseline, over the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_dist.algorithms.advantage.inputs import ADVANTAGE, AdvantageInputs
+from grpo_dist.algorithms.masking import discounted_returns, masked_whiten
+
+
+@ADVANTAGE.register("reinforce_plus_plus")
+def reinforce_plus_plus(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Discounted return to go, whitened over the tokens of the batch. REINFORCE++ (arXiv 2501.03262)."""
+    returns = discounted_returns(batch.token_level_rewards, batch.response_mask, config["gamma"])
+    return masked_whiten(returns, batch.response_mask), returns
+
+
+@ADVANTAGE.register("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """S - mean(group), whitened over the tokens of the batch. REINFORCE++-baseline (arXiv 2501.03262).
+
+    A group of one has itself as baseline (verl: none).
+    """
+    centred = batch.on_tokens(batch.groups.normalise(batch.scores, by_std=False))
+    whitened = masked_whiten(centred, batch.response_mask)
+    return whitened, whitened
+
+
+@ADVANTAGE.register("remax")
+def remax(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return to go less the score of the greedy response to the same prompt. ReMax (arXiv 2310.10505).
+
+    `reward_baselines` is (N,): each response's greedy score.
+    """
+    baselines = batch.need("reward_baselines", "reward_baselines", "subtracts the greedy response's score")
+    returns = discounted_returns(batch.token_level_rewards, batch.response_mask, 1.0)
+    return returns - batch.on_tokens(torch.as_tensor(baselines, device=returns.device)), returns
+
+
+@ADVANTAGE.register("gae")
+def gae(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation, whitened over the tokens of the batch. arXiv 1506.02438.
+
+    A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t; returns are A + V before whitening.
+    `values` is (N, T). Tokens off the mask (a tool's words) pass value and advantage on unchanged.
+    """
+    values = batch.need("values", "values", "needs a critic's values").float()
+    gamma, lam = config["gamma"], config["lam"]
+    rewards, mask = batch.token_level_rewards, batch.response_mask
+    advantages = torch.zeros_like(rewards)
+    next_value = next_advantage = rewards.new_zeros(len(rewards))
+    for t in reversed(range(rewards.shape[-1])):
+        trains = mask[:, t] > 0
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(trains, delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(trains, values[:, t], next_value)
+        advantages[:, t] = next_advantage
+    returns = (advantages + values) * mask
+    return masked_whiten(advantages, mask), returns

@@ -1,0 +1,216 @@
+"""Rollout correction: the sampler is not quite the policy that trains.
+
+The sampler has its own kernels, and with asynchronous training older weights. With lambda_t = log pi_old - log
+pi_rollout of each token (clamped to +-20), two remedies, alone or together:
+
+    importance weights (`rollout_is`)   token: w_t = e^lambda_t;  sequence: w = e^(sum of lambda)
+        truncated at `rollout_is_threshold` = C          TIS (Yao et al. 2025)
+        zero outside "lower_upper"                       IcePop (Ring-1T, arXiv 2510.18855)
+    rejection (`rollout_rs`)            tokens or whole sequences leave the mask; a comma-separated list of
+        token_k1|k2|k3                  each token by its own divergence
+        seq_sum_k1|k2|k3                the sequence by the sum over its tokens
+        seq_mean_k1|k2|k3               by the mean: k1 is the geometric mean of the ratios
+        seq_max_k2|k3                   by its worst token
+
+k1 is lambda, bounded by ratios ("0.5_2.0"; one number C means 1/C to C); k2 = lambda^2 / 2 and k3 = e^lambda - 1 -
+lambda are bounded above by one number. Option names and formulas are verl's (`algorithm.rollout_correction`).
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from grpo_dist.algorithms.masking import masked_mean
+from grpo_dist.errors import BatchError, ConfigError
+
+MAX_LOG_RATIO = 20.0  # keeps exp() finite; such a token is cut by any threshold
+KEY = "algorithm.rollout_correction"
+LEVELS = ("token", "sequence")
+REJECTIONS = (
+    *(f"{what}_{k}" for what in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3")),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+
+
+def compute_rollout_correction(
+    *,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    rollout_is: str | None = None,
+    rollout_is_threshold: float | str = 2.0,
+    rollout_is_batch_normalize: bool = False,
+    rollout_rs: str | None = None,
+    rollout_rs_threshold: float | str | None = None,
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+    """Weights for the policy loss, the mask that is left, and diagnostics.
+
+    Args:
+        old_log_probs: (N, T) float32, nats; the trainer's log-probs of the sampled tokens.
+        rollout_log_probs: (N, T) float32, nats; the sampler's.
+        response_mask: (N, T), 1 on the tokens that train.
+        rollout_is: "token", "sequence" or None.
+        rollout_is_threshold: an upper bound, or "lower_upper".
+        rollout_is_batch_normalize: divide the weights by their mean over the batch (tokens or sequences).
+        rollout_rs: names of `REJECTIONS`, comma-separated, or None.
+        rollout_rs_threshold: a bound for all of them, or one each, comma-separated.
+
+    Returns:
+        (weights, mask, metrics): weights (N, T) float32, 1 off the mask, or None without `rollout_is`; mask (N, T)
+        like `response_mask`; metrics under `training/rollout_*` and `rollout_corr/*`, always.
+
+    Raises:
+        BatchError: shapes differ.
+        ConfigError: an option is not one of those above.
+    """
+    for column, value in {"rollout_log_probs": rollout_log_probs, "response_mask": response_mask}.items():
+        if value.shape != old_log_probs.shape:
+            raise BatchError(f"{column} {tuple(value.shape)} and old_log_probs {tuple(old_log_probs.shape)} differ")
+    mask = response_mask.bool()
+    old, rollout = (values.float().where(mask, 0.0) for values in (old_log_probs, rollout_log_probs))
+    log_ratio = (old - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    metrics = _diagnostics(old, rollout, log_ratio, mask)
+    kept = _reject(log_ratio, mask, rollout_rs, rollout_rs_threshold)
+    if rollout_rs:
+        metrics["rollout_corr/rs_masked_fraction"] = 1.0 - float(kept.sum() / mask.sum().clamp_min(1))
+    weights = None
+    if rollout_is is not None:
+        weights = _importance_weights(log_ratio, mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize)
+        metrics |= _weight_metrics(weights, mask)
+    return weights, response_mask * kept, metrics
+
+
+def read_bounds(threshold: float | str, *, key: str) -> tuple[float | None, float]:
+    """(lower, upper) from 2.0, "2.0" (lower None) or "0.5_2.0".
+
+    Raises:
+        ConfigError: not numbers, not positive, or in the wrong order.
+    """
+    try:
+        numbers = [float(part) for part in str(threshold).split("_")]
+    except ValueError:
+        numbers = []
+    ascending = all(a < b for a, b in pairwise(numbers))
+    if not 1 <= len(numbers) <= 2 or not ascending or not all(0 < n < math.inf for n in numbers):
+        raise ConfigError(f"{key}={threshold}: a positive number, or two as lower_upper such as 0.5_2.0")
+    return (numbers[0] if len(numbers) == 2 else None), numbers[-1]
+
+
+def read_rejections(
+    rollout_rs: str | None, threshold: float | str | None
+) -> list[tuple[str, tuple[float | None, float]]]:
+    """The names of `rollout_rs`, each with its (lower, upper).
+
+    Raises:
+        ConfigError: an unknown name, a number of thresholds that does not fit, or a lower bound for k2 or k3.
+    """
+    if not rollout_rs:
+        return []
+    names = [name.strip() for name in rollout_rs.split(",")]
+    unknown = [name for name in names if name not in REJECTIONS]
+    if unknown:
+        raise ConfigError(f"{KEY}.rollout_rs={unknown[0]}: not one of {', '.join(REJECTIONS)}")
+    texts = [text.strip() for text in str(threshold).split(",")]
+    if threshold is None or len(texts) not in (1, len(names)):
+        raise ConfigError(
+            f"{KEY}.rollout_rs_threshold={threshold}: one threshold for all, or one each for {rollout_rs}"
+        )
+    found = []
+    for name, text in zip(names, texts * len(names) if len(texts) == 1 else texts, strict=False):
+        lower, upper = read_bounds(text, key=f"{KEY}.rollout_rs_threshold")
+        if name.endswith("k1"):
+            lower = 1 / upper if lower is None else lower
+        elif lower is not None:
+            raise ConfigError(f"{KEY}.rollout_rs_threshold={text}: {name} takes one upper bound")
+        found.append((name, (lower, upper)))
+    return found
+
+
+def _importance_weights(log_ratio: Tensor, mask: Tensor, level: str, threshold: float | str, normalize: bool) -> Tensor:
+    if level not in LEVELS:
+        raise ConfigError(f"{KEY}.rollout_is={level}: not one of {', '.join(LEVELS)}")
+    lower, upper = read_bounds(threshold, key=f"{KEY}.rollout_is_threshold")
+    if level == "sequence":
+        log_ratio = log_ratio.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expand_as(log_ratio)
+    weights = log_ratio.exp()
+    if lower is None:
+        weights = weights.clamp_max(upper)
+    else:
+        weights = weights.where((weights >= lower) & (weights <= upper), 0.0)
+    if normalize:
+        per_unit = mask.float() if level == "token" else mask / mask.sum(-1, keepdim=True).clamp_min(1)
+        mean = (weights * per_unit).sum() / per_unit.sum().clamp_min(1)
+        weights = weights / mean.clamp_min(1e-8)
+    return weights.where(mask, 1.0)
+
+
+def _reject(log_ratio: Tensor, mask: Tensor, rollout_rs: str | None, threshold: float | str | None) -> Tensor:
+    kept = mask.clone()
+    divergence = {"k1": log_ratio, "k2": 0.5 * log_ratio.square(), "k3": log_ratio.exp() - 1 - log_ratio}
+    length = mask.sum(-1, keepdim=True).clamp_min(1)
+    for name, (lower, upper) in read_rejections(rollout_rs, threshold):
+        scope, k = name.rsplit("_", 1)
+        value = divergence[k].where(mask, 0.0)
+        if scope == "seq_max":
+            value = value.amax(-1, keepdim=True)
+        elif scope != "token":
+            value = value.sum(-1, keepdim=True) / (length if scope == "seq_mean" else 1)
+        if lower is not None:  # k1: the bounds are ratios
+            kept &= (value >= math.log(lower)) & (value <= math.log(upper))
+        else:
+            kept &= value <= upper
+    return kept
+
+
+def _diagnostics(old: Tensor, rollout: Tensor, log_ratio: Tensor, mask: Tensor) -> dict[str, float]:
+    """How far sampler and trainer are apart; never to be trusted to be 0."""
+    tokens = mask.sum(-1)
+    rows = tokens > 0
+    count = tokens[rows].clamp_min(1)
+    diff = (old.exp() - rollout.exp()).abs()[mask]
+    log_ppl_old, log_ppl_rollout = (
+        (-values.sum(-1)[rows] / count).clamp_max(MAX_LOG_RATIO) for values in (old, rollout)
+    )
+    sequence = log_ratio.sum(-1)[rows].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = log_ratio.exp()
+    weights = ratio[mask]
+    values = {
+        "training/rollout_probs_diff_mean": diff.mean() if len(diff) else diff.sum(),
+        "training/rollout_probs_diff_max": diff.max() if len(diff) else diff.sum(),
+        "training/rollout_probs_diff_std": diff.std() if len(diff) > 1 else torch.zeros(()),
+        "rollout_corr/kl": masked_mean(-log_ratio, mask),  # KL(rollout || old): tokens are the sampler's
+        "rollout_corr/k3_kl": masked_mean(ratio - 1 - log_ratio, mask),
+        "rollout_corr/reverse_kl": masked_mean(ratio * log_ratio, mask),  # KL(old || rollout), by importance weight
+        "rollout_corr/training_ppl": log_ppl_old.exp().mean() if rows.any() else torch.ones(()),
+        "rollout_corr/rollout_ppl": log_ppl_rollout.exp().mean() if rows.any() else torch.ones(()),
+        "rollout_corr/ppl_ratio": (log_ppl_old - log_ppl_rollout).exp().mean() if rows.any() else torch.ones(()),
+        "rollout_corr/chi2_token": masked_mean(ratio.square(), mask) - 1,
+        "rollout_corr/chi2_seq": (sequence.square().mean() - 1) if rows.any() else torch.zeros(()),
+        "rollout_corr/eff_sample_size": _effective_sample_size(weights),
+    }
+    return {name: float(value) for name, value in values.items()}
+
+
+def _weight_metrics(weights: Tensor, mask: Tensor) -> dict[str, float]:
+    chosen = weights[mask] if mask.any() else weights.flatten()[:0]
+    if not len(chosen):
+        return {}
+    return {
+        "rollout_corr/rollout_is_mean": float(chosen.mean()),
+        "rollout_corr/rollout_is_std": float(chosen.std()) if len(chosen) > 1 else 0.0,
+        "rollout_corr/rollout_is_min": float(chosen.min()),
+        "rollout_corr/rollout_is_max": float(chosen.max()),
+        "rollout_corr/rollout_is_eff_sample_size": float(_effective_sample_size(chosen)),
+    }
+
+
+def _effective_sample_size(weights: Tensor) -> Tensor:
+    """(sum w)^2 / (n sum w^2): 1 where all weights are equal."""
+    if not len(weights):
+        return torch.ones(())
+    return weights.sum().square() / (len(weights) * weights.square().sum()).clamp_min(1e-30)

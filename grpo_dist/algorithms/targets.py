@@ -1,0 +1,142 @@
+"""From scores and log-probs to what the update trains on. Everything here sees the whole batch at once.
+
+response_mask        less truncated responses (`mask_truncated`) and rejected ones (`rollout_correction`)
+token_level_rewards  = scores - kl_coef * KL(policy || reference), token by token (`kl_penalty`)
+advantages, returns  by the estimator; 0 on tokens of low entropy (`top_entropy_quantile`)
+rollout_is_weights   importance weights against the sampler (`rollout_correction`)
+selected_tokens      what clip_cov and kl_cov treat apart
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_dist.algorithms.advantage import compute_advantage
+from grpo_dist.algorithms.correction import compute_rollout_correction
+from grpo_dist.algorithms.kl import kl_penalty
+from grpo_dist.algorithms.masking import masked_mean
+from grpo_dist.algorithms.policy_loss import DEFAULTS, token_selection
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    """How a batch is prepared for the update, under verl's names.
+
+    Attributes:
+        adv_estimator: the advantage estimator.
+        options: its options (norm_adv_by_std_in_grpo, gamma, ...).
+        kl_penalty: KL estimator of the penalty in the reward; None: no penalty.
+        rollout_correction: rollout_is, rollout_is_threshold, ...: arguments of `compute_rollout_correction`.
+        bypass_mode: the sampler's log-probs are the old ones.
+        mask_truncated: responses that were cut at their longest length do not train.
+        top_entropy_quantile: only this share of the tokens, those of the highest entropy, earns an advantage.
+        loss_mode: the policy loss, which may select tokens.
+        loss_options: its options.
+    """
+
+    adv_estimator: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    kl_penalty: str | None = None
+    rollout_correction: Mapping[str, Any] = field(default_factory=dict)
+    bypass_mode: bool = False
+    mask_truncated: bool = False
+    top_entropy_quantile: float = 1.0
+    loss_mode: str = "vanilla"
+    loss_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Per-token columns that `compute_targets` reads, besides scores, mask and the sampler's log-probs."""
+        optional = {
+            "old_log_probs": not self.bypass_mode,
+            "ref_log_probs": self.kl_penalty is not None,
+            "old_entropies": self.top_entropy_quantile < 1,
+            "step_mask": self.adv_estimator == "grpo_process",
+        }
+        return tuple(name for name, wanted in optional.items() if wanted)
+
+
+def compute_targets(
+    columns: Mapping[str, Tensor],
+    settings: TargetSettings,
+    *,
+    index: Any,
+    truncated: Tensor,
+    kl_coef: float = 0.0,
+    reward_baselines: Tensor | None = None,
+    reward_components: Mapping[str, Tensor] | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Prepare a batch of N responses of up to T tokens.
+
+    Args:
+        columns: (N, T) tensors: `token_level_scores`, `response_mask`, `rollout_log_probs` and `settings.columns`.
+        settings: what to do.
+        index: (N,) group of each response.
+        truncated: (N,), 1 where the response was cut short.
+        kl_coef: weight of the KL penalty in the reward.
+        reward_baselines: (N,) scores of the greedy responses, for remax.
+        reward_components: (N,) scores by name, for gdpo.
+        generator: for selections at random.
+
+    Returns:
+        ((N, T) tensors by name as above, with `old_log_probs` in bypass mode; metrics).
+    """
+    rollout = columns["rollout_log_probs"]
+    old = rollout if settings.bypass_mode else columns["old_log_probs"]
+    mask = columns["response_mask"].float()
+    if settings.mask_truncated:
+        mask = mask * (1 - truncated.float()).unsqueeze(-1)
+    weights, mask, metrics = compute_rollout_correction(
+        old_log_probs=old, rollout_log_probs=rollout, response_mask=mask, **settings.rollout_correction
+    )
+    rewards = columns["token_level_scores"].float()
+    if settings.kl_penalty is not None:
+        kl = kl_penalty(settings.kl_penalty, old, columns["ref_log_probs"])
+        rewards = rewards - kl_coef * kl.where(mask > 0, 0.0)
+        metrics |= {"actor/reward_kl_penalty": float(masked_mean(kl, mask)), "actor/reward_kl_penalty_coeff": kl_coef}
+    advantages, returns = compute_advantage(
+        settings.adv_estimator,
+        token_level_rewards=rewards,
+        response_mask=mask,
+        index=index,
+        values=torch.zeros_like(rewards) if settings.adv_estimator == "gae" else None,  # there is no critic
+        reward_baselines=reward_baselines,
+        step_mask=columns.get("step_mask"),
+        reward_components=reward_components,
+        config=settings.options,
+    )
+    if settings.top_entropy_quantile < 1:
+        advantages = advantages * high_entropy(columns["old_entropies"], mask, settings.top_entropy_quantile)
+    selected = token_selection(
+        settings.loss_mode,
+        log_probs=old,
+        advantages=advantages,
+        response_mask=mask,
+        config={**DEFAULTS, **settings.loss_options},
+        generator=generator,
+    )
+    out = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns, "response_mask": mask}
+    optional = {
+        "old_log_probs": old if settings.bypass_mode else None,
+        "rollout_is_weights": weights,
+        "selected_tokens": None if selected is None else selected.float(),
+    }
+    return out | {name: value for name, value in optional.items() if value is not None}, metrics
+
+
+def high_entropy(entropies: Tensor, mask: Tensor, share: float) -> Tensor:
+    """(N, T): 1 on the `share` of the masked tokens with the highest entropy. arXiv 2506.01939.
+
+    The loss still counts all tokens: as in the paper and TRL's `top_entropy_quantile`, the others add zeros.
+    """
+    values = entropies[mask > 0]
+    if not len(values):
+        return mask
+    threshold = values.sort(descending=True).values[max(1, round(len(values) * share)) - 1]
+    return ((entropies >= threshold) & (mask > 0)).float()

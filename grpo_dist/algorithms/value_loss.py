@@ -1,0 +1,58 @@
+"""The clipped value loss of PPO, for those who bring a critic; GRPO has none."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_dist.algorithms.aggregate import agg_loss
+from grpo_dist.algorithms.masking import masked_mean
+from grpo_dist.errors import BatchError
+
+
+def compute_value_loss(
+    *,
+    vpreds: Tensor,
+    values: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    cliprange_value: float,
+    loss_agg_mode: str = "token-mean",
+    global_tokens: float | Tensor | None = None,
+    global_sequences: float | Tensor | None = None,
+    loss_scale_factor: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """max((v - R)^2, (clip(v, v_old +- cliprange) - R)^2) / 2, aggregated. PPO (arXiv 1707.06347); as verl's.
+
+    Args:
+        vpreds: (N, T), the critic's values; carries the gradient.
+        values: (N, T), its values before the update.
+        returns: (N, T), what they should have been.
+        response_mask: (N, T), 1 on the tokens that train.
+        cliprange_value: how far a value may move.
+        loss_agg_mode: see `aggregate`, as are the remaining arguments.
+        global_tokens: of the whole mini-batch.
+        global_sequences: of the whole mini-batch.
+        loss_scale_factor: for seq-mean-token-sum-norm.
+
+    Returns:
+        (loss, metrics): a float32 scalar, and `critic/vf_clipfrac`, the share of tokens for which the clip decides.
+
+    Raises:
+        BatchError: shapes differ.
+    """
+    for column, value in {"values": values, "returns": returns, "response_mask": response_mask}.items():
+        if value.shape != vpreds.shape:
+            raise BatchError(f"{column} {tuple(value.shape)} and vpreds {tuple(vpreds.shape)} differ")
+    vpreds, values, returns = vpreds.float(), values.detach().float(), returns.detach().float()
+    clipped = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
+    plain_error, clipped_error = (vpreds - returns).square(), (clipped - returns).square()
+    loss = 0.5 * agg_loss(
+        torch.maximum(plain_error, clipped_error),
+        response_mask.float(),
+        loss_agg_mode,
+        global_tokens=global_tokens,
+        global_sequences=global_sequences,
+        loss_scale_factor=loss_scale_factor,
+    )
+    return loss, {"critic/vf_clipfrac": masked_mean((clipped_error > plain_error).float(), response_mask)}

@@ -1,0 +1,151 @@
+"""From the config's sections to what each part is built from: plain settings, without the config itself."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from grpo_dist.algorithms.policy_loss import TOKEN_SELECTING
+from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.config.placement import Placement
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.engines.settings import EngineSettings, ModelSettings, ObjectiveSettings, OptimizerSettings
+from grpo_dist.registry import absolute
+from grpo_dist.workers.policy import PolicySettings
+from grpo_dist.workers.reward import OverlongPenalty, RewardSettings
+
+
+def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> PolicySettings:
+    """What the actor's ranks are built from."""
+    actor, data = config.actor_rollout_ref.actor, config.data
+    optim = actor.optim
+    steps = num_steps * actor.ppo_epochs * (data.train_batch_size // actor.ppo_mini_batch_size)
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else math.floor(optim.lr_warmup_steps_ratio * steps)
+    return PolicySettings(
+        model=_model_settings(config, actor.fsdp_config.model_dtype, actor.fsdp_config.resolved_dtype(config.device)),
+        device=place.device,
+        num_threads=place.num_threads_per_worker,
+        temperature=config.actor_rollout_ref.rollout.temperature,
+        columns=("old_log_probs", "old_entropies") if actor.top_entropy_quantile < 1 else ("old_log_probs",),
+        log_prob_micro_batch_size=config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,
+        seed=config.trainer.seed,
+        optimizer=OptimizerSettings(
+            optim.lr, optim.weight_decay, optim.betas, optim.lr_scheduler_type, warmup, steps, optim.min_lr_ratio
+        ),
+        train_micro_batch_size=actor.ppo_micro_batch_size_per_gpu,
+        grad_clip=actor.grad_clip,
+        exact_kl=objective_settings(config).exact_kl,
+    )
+
+
+def target_settings(config: RunConfig) -> TargetSettings:
+    """What comes before the loss."""
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    correction = algorithm.rollout_correction
+    options = {"norm_adv_by_std_in_grpo", "gamma", "lam", "f_norm", "gdpo_reward_keys", "gdpo_reward_weights"}
+    return TargetSettings(
+        adv_estimator=absolute(algorithm.adv_estimator),
+        options=algorithm.model_dump(include=options),
+        kl_penalty=absolute(algorithm.kl_penalty) if algorithm.use_kl_in_reward else None,
+        rollout_correction=correction.model_dump(exclude={"bypass_mode"}),
+        bypass_mode=correction.bypass_mode,
+        mask_truncated=algorithm.mask_truncated_responses,
+        top_entropy_quantile=actor.top_entropy_quantile,
+        loss_mode=absolute(actor.policy_loss.loss_mode),
+        loss_options=actor.policy_loss.model_dump(exclude={"loss_mode"}),
+    )
+
+
+def objective_settings(config: RunConfig) -> ObjectiveSettings:
+    """The loss."""
+    actor = config.actor_rollout_ref.actor
+    loss = actor.policy_loss
+    options = {
+        **loss.model_dump(exclude={"loss_mode"}),
+        "clip_ratio": actor.clip_ratio,
+        "clip_ratio_low": actor.clip_ratio_low,
+        "clip_ratio_high": actor.clip_ratio_high,
+        "clip_ratio_c": actor.clip_ratio_c,
+        "tau_pos": actor.tau_pos,
+        "tau_neg": actor.tau_neg,
+    }
+    return ObjectiveSettings(
+        loss_mode=absolute(loss.loss_mode),
+        loss_agg_mode=actor.loss_agg_mode,
+        options=options,
+        use_kl_loss=actor.use_kl_loss,
+        kl_loss_type=absolute(actor.kl_loss_type),
+        kl_loss_coef=actor.kl_loss_coef,
+        entropy_coeff=actor.entropy_coeff,
+        loss_scale_factor=actor.loss_scale_factor or config.data.max_response_length,
+        weighted=config.algorithm.rollout_correction.rollout_is is not None,
+        selects_tokens=loss.loss_mode in TOKEN_SELECTING,
+    )
+
+
+def reference_settings(config: RunConfig, place: Placement) -> PolicySettings:
+    """What the reference's ranks are built from: the same model, frozen, held in its compute type."""
+    ref = config.actor_rollout_ref.ref
+    dtype = ref.fsdp_config.resolved_dtype(config.device)
+    return PolicySettings(
+        model=_model_settings(config, dtype, dtype),
+        device=place.device,
+        num_threads=place.num_threads_per_worker,
+        temperature=config.actor_rollout_ref.rollout.temperature,
+        columns=reference_columns(config),
+        log_prob_micro_batch_size=ref.log_prob_micro_batch_size_per_gpu,
+        seed=config.trainer.seed,
+    )
+
+
+def reference_columns(config: RunConfig) -> tuple[str, ...]:
+    """What the reference is asked for."""
+    wanted = {*objective_settings(config).columns, *target_settings(config).columns}
+    return tuple(name for name in ("ref_log_probs", "ref_hidden_states") if name in wanted)
+
+
+def reward_settings(config: RunConfig) -> RewardSettings:
+    """What a reward process is built from."""
+    model, custom = config.actor_rollout_ref.model, config.custom_reward_function
+    path = str(Path(custom.path).absolute()) if custom.path and custom.path.endswith(".py") else custom.path
+    buffer = config.reward.overlong_buffer
+    penalty = OverlongPenalty(config.data.max_response_length, buffer.len, buffer.penalty_factor)
+    return RewardSettings(
+        model.path,
+        model.trust_remote_code,
+        path,
+        custom.name,
+        custom.reward_kwargs,
+        penalty if buffer.enable else None,
+    )
+
+
+def _model_settings(config: RunConfig, model_dtype: str, compute_dtype: str) -> ModelSettings:
+    model = config.actor_rollout_ref.model
+    return ModelSettings(
+        path=model.path,
+        trust_remote_code=model.trust_remote_code,
+        model_dtype=model_dtype,
+        compute_dtype=compute_dtype,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+        reshard_after_forward=config.actor_rollout_ref.actor.fsdp_config.reshard_after_forward,
+    )
+
+
+def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSettings:
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    return EngineSettings(
+        model_path=model.path,
+        device=place.device,
+        dtype=rollout.resolved_dtype(config.device),
+        trust_remote_code=model.trust_remote_code,
+        tensor_parallel_size=place.tensor_parallel,
+        max_model_len=rollout.resolved_max_model_len(config.data),
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        kv_cache_memory_gib=rollout.kv_cache_memory_gib,
+        enforce_eager=rollout.enforce_eager,
+        enable_chunked_prefill=rollout.enable_chunked_prefill,
+        seed=config.trainer.seed + index,  # with equal seeds, engines would sample the same
+    )

@@ -1,0 +1,154 @@
+"""Every number here is worked out from the ratios e^lambda = pi_old / pi_rollout of the tokens."""
+
+import math
+
+import pytest
+import torch
+
+from grpo_dist.algorithms import compute_rollout_correction
+from grpo_dist.algorithms.correction import REJECTIONS, read_bounds, read_rejections
+from grpo_dist.errors import BatchError, ConfigError
+
+# Two responses: ratios 2, 0.5, 4 and 1, (masked). The sampler gave every token 0.1.
+RATIOS = torch.tensor([[2.0, 0.5, 4.0], [1.0, 7.0, 7.0]])
+MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
+ROLLOUT = torch.full((2, 3), math.log(0.1))
+OLD = ROLLOUT + RATIOS.log()
+
+
+def correct(**options: object) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
+    return compute_rollout_correction(old_log_probs=OLD, rollout_log_probs=ROLLOUT, response_mask=MASK, **options)
+
+
+def kept(name: str, threshold: float | str) -> list[list[int]]:
+    return correct(rollout_rs=name, rollout_rs_threshold=threshold)[1].tolist()
+
+
+def test_token_weights_are_truncated() -> None:
+    weights, mask, _ = correct(rollout_is="token", rollout_is_threshold=3.0)
+    torch.testing.assert_close(weights, torch.tensor([[2.0, 0.5, 3.0], [1.0, 1.0, 1.0]]))
+    assert mask.tolist() == MASK.tolist()
+
+
+def test_sequence_weights_are_the_product() -> None:
+    """2 * 0.5 * 4 = 4, truncated at 3."""
+    weights, _, _ = correct(rollout_is="sequence", rollout_is_threshold=3.0)
+    torch.testing.assert_close(weights, torch.tensor([[3.0, 3.0, 3.0], [1.0, 1.0, 1.0]]))
+
+
+def test_icepop_zeroes_what_is_outside() -> None:
+    weights, mask, _ = correct(rollout_is="token", rollout_is_threshold="0.6_3")
+    torch.testing.assert_close(weights, torch.tensor([[2.0, 0.0, 0.0], [1.0, 1.0, 1.0]]))
+    assert mask.tolist() == MASK.tolist(), "the tokens still count"
+
+
+def test_weights_are_normalised_over_the_batch() -> None:
+    """Tokens: mean (2 + 0.5 + 3 + 1) / 4; sequences: mean (3 + 1) / 2."""
+    weights, _, _ = correct(rollout_is="token", rollout_is_threshold=3.0, rollout_is_batch_normalize=True)
+    torch.testing.assert_close(weights[0], torch.tensor([2.0, 0.5, 3.0]) / 1.625)
+    weights, _, metrics = correct(rollout_is="sequence", rollout_is_threshold=3.0, rollout_is_batch_normalize=True)
+    torch.testing.assert_close(weights[:, 0], torch.tensor([1.5, 0.5]))
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "threshold", "expected"),
+    [
+        ("token_k1", 3.0, [[1, 1, 0], [1, 0, 0]]),  # 1/3 to 3
+        ("token_k1", "0.6_5", [[1, 0, 1], [1, 0, 0]]),
+        ("token_k2", 0.5, [[1, 1, 0], [1, 0, 0]]),  # ln(2)^2 / 2 = 0.24 twice, ln(4)^2 / 2 = 0.96
+        ("token_k3", 0.25, [[0, 1, 0], [1, 0, 0]]),  # 2 - 1 - ln 2 = 0.307, 0.5 - 1 + ln 2 = 0.193, 4 - 1 - ln 4
+        ("seq_sum_k1", 3.9, [[0, 0, 0], [1, 0, 0]]),  # the product is 4
+        ("seq_sum_k1", 4.1, [[1, 1, 1], [1, 0, 0]]),
+        ("seq_mean_k1", 1.5, [[0, 0, 0], [1, 0, 0]]),  # the geometric mean is 4^(1/3) = 1.587
+        ("seq_mean_k1", 1.6, [[1, 1, 1], [1, 0, 0]]),
+        ("seq_sum_k2", 1.4, [[0, 0, 0], [1, 0, 0]]),  # 0.24 + 0.24 + 0.961 = 1.441
+        ("seq_mean_k2", 0.49, [[1, 1, 1], [1, 0, 0]]),  # / 3 = 0.480
+        ("seq_mean_k3", 0.7, [[0, 0, 0], [1, 0, 0]]),  # (0.307 + 0.193 + 1.614) / 3 = 0.705
+        ("seq_max_k2", 0.97, [[1, 1, 1], [1, 0, 0]]),
+        ("seq_max_k3", 1.6, [[0, 0, 0], [1, 0, 0]]),
+        ("token_k2,seq_max_k3", "0.5,2", [[1, 1, 0], [1, 0, 0]]),
+    ],
+)
+def test_rejection(name: str, threshold: float | str, expected: list) -> None:
+    assert kept(name, threshold) == expected
+
+
+def test_the_share_of_rejected_tokens_is_reported() -> None:
+    assert correct(rollout_rs="seq_sum_k1", rollout_rs_threshold=3.9)[2]["rollout_corr/rs_masked_fraction"] == 0.75
+
+
+def test_diagnostics_by_hand() -> None:
+    """Probabilities 0.2, 0.05, 0.4, 0.1 against 0.1 each; perplexities: (0.2 0.05 0.4)^(-1/3) and 10, against 10."""
+    weights, _, metrics = correct()
+    assert weights is None
+    logs = [math.log(2), -math.log(2), math.log(4), 0.0]
+    ratios = [2.0, 0.5, 4.0, 1.0]
+    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx((0.1 + 0.05 + 0.3 + 0) / 4)
+    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.3)
+    assert metrics["rollout_corr/kl"] == pytest.approx(-sum(logs) / 4)
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(sum(r - 1 - x for r, x in zip(ratios, logs, strict=True)) / 4)
+    assert metrics["rollout_corr/reverse_kl"] == pytest.approx(
+        sum(r * x for r, x in zip(ratios, logs, strict=True)) / 4
+    )
+    first = 0.004 ** (-1 / 3)
+    assert metrics["rollout_corr/training_ppl"] == pytest.approx((first + 10) / 2)
+    assert metrics["rollout_corr/rollout_ppl"] == pytest.approx(10)
+    assert metrics["rollout_corr/ppl_ratio"] == pytest.approx((first / 10 + 1) / 2)
+    assert metrics["rollout_corr/chi2_token"] == pytest.approx((4 + 0.25 + 16 + 1) / 4 - 1)
+    assert metrics["rollout_corr/chi2_seq"] == pytest.approx((16 + 1) / 2 - 1)
+    assert metrics["rollout_corr/eff_sample_size"] == pytest.approx(7.5**2 / (4 * 21.25))
+
+
+def test_equal_policies_need_nothing() -> None:
+    weights, mask, metrics = compute_rollout_correction(
+        old_log_probs=OLD,
+        rollout_log_probs=OLD,
+        response_mask=MASK,
+        rollout_is="sequence",
+        rollout_rs="token_k1",
+        rollout_rs_threshold=1.001,
+    )
+    assert torch.equal(weights, torch.ones(2, 3))
+    assert mask.tolist() == MASK.tolist()
+    assert metrics["training/rollout_probs_diff_max"] == 0
+    assert metrics["rollout_corr/eff_sample_size"] == 1
+
+
+def test_an_empty_mask_and_huge_differences_stay_finite() -> None:
+    empty = compute_rollout_correction(
+        old_log_probs=OLD, rollout_log_probs=ROLLOUT, response_mask=MASK * 0, rollout_is="token"
+    )
+    far = compute_rollout_correction(
+        old_log_probs=OLD - 1000, rollout_log_probs=ROLLOUT, response_mask=MASK, rollout_is="sequence"
+    )
+    for weights, _, metrics in (empty, far):
+        assert torch.isfinite(weights).all()
+        assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_bounds_are_read() -> None:
+    assert read_bounds(2.0, key="k") == (None, 2.0)
+    assert read_bounds("0.5_5", key="k") == (0.5, 5.0)
+    assert read_rejections("token_k1, seq_max_k2", "2,0.1") == [("token_k1", (0.5, 2.0)), ("seq_max_k2", (None, 0.1))]
+    assert len(read_rejections(",".join(REJECTIONS), 0.1)) == len(REJECTIONS)
+    assert read_rejections(None, None) == []
+
+
+@pytest.mark.parametrize("text", ["two", "5_0.5", "1_2_3", "-1", "0", "nan", ""])
+def test_bounds_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="lower_upper"):
+        read_bounds(text, key="algorithm.rollout_correction.rollout_is_threshold")
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"rollout_is=tokens: not one of token, sequence"):
+        correct(rollout_is="tokens")
+    with pytest.raises(ConfigError, match="rollout_rs=token_k4: not one of"):
+        correct(rollout_rs="token_k4", rollout_rs_threshold=1)
+    with pytest.raises(ConfigError, match="rollout_rs_threshold=None: one threshold for all"):
+        correct(rollout_rs="token_k1")
+    with pytest.raises(ConfigError, match="token_k2 takes one upper bound"):
+        correct(rollout_rs="token_k2", rollout_rs_threshold="0.1_0.2")
+    with pytest.raises(BatchError, match="rollout_log_probs"):
+        compute_rollout_correction(old_log_probs=OLD, rollout_log_probs=ROLLOUT[:1], response_mask=MASK)

@@ -1,0 +1,94 @@
+import math
+
+import pytest
+import torch
+
+from grpo_dist.algorithms.targets import TargetSettings, compute_targets, high_entropy
+
+# Two responses to one prompt, 2 and 3 tokens, scores 1 and 0; the second was cut short.
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1]], dtype=torch.int8)
+COLUMNS = {
+    "token_level_scores": torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]),
+    "response_mask": MASK,
+    "rollout_log_probs": torch.full((2, 3), -1.0),
+    "old_log_probs": torch.full((2, 3), -1.5),
+    "ref_log_probs": torch.full((2, 3), -2.0),
+    "old_entropies": torch.tensor([[0.1, 0.5, 9.0], [0.3, 0.2, 0.4]]),
+}
+ROWS = {"index": ["a", "a"], "truncated": torch.tensor([0, 1])}
+PLAIN = {"norm_adv_by_std_in_grpo": False}
+
+
+def test_without_options_only_advantages_are_made() -> None:
+    out, metrics = compute_targets(COLUMNS, TargetSettings("grpo", PLAIN), **ROWS)
+    assert out.keys() == {"token_level_rewards", "advantages", "returns", "response_mask"}
+    torch.testing.assert_close(out["advantages"], torch.tensor([[0.5], [-0.5]]) * MASK)
+    assert metrics["rollout_corr/kl"] == pytest.approx(0.5)
+
+
+def test_kl_in_the_reward() -> None:
+    """k1 is 0.5 on every token; with coefficient 0.1 the rewards sum to 1 - 0.1 and -0.15, and differ by 1.05."""
+    settings = TargetSettings("grpo", PLAIN, kl_penalty="k1")
+    out, metrics = compute_targets(COLUMNS, settings, **ROWS, kl_coef=0.1)
+    torch.testing.assert_close(out["token_level_rewards"], torch.tensor([[-0.05, 0.95, 0.0], [-0.05, -0.05, -0.05]]))
+    torch.testing.assert_close(out["advantages"][:, 0], torch.tensor([0.525, -0.525]))
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
+
+
+def test_truncated_responses_do_not_train_but_count_in_their_group() -> None:
+    out, _ = compute_targets(COLUMNS, TargetSettings("grpo", PLAIN, mask_truncated=True), **ROWS)
+    assert out["response_mask"].tolist() == [[1, 1, 0], [0, 0, 0]]
+    torch.testing.assert_close(out["advantages"], torch.tensor([[0.5, 0.5, 0], [0, 0, 0]]))
+
+
+def test_correction_weighs_and_rejects() -> None:
+    """Every ratio is e^-0.5 = 0.61."""
+    weigh = TargetSettings("grpo", PLAIN, rollout_correction={"rollout_is": "token"})
+    out, _ = compute_targets(COLUMNS, weigh, **ROWS)
+    torch.testing.assert_close(out["rollout_is_weights"][MASK == 1], torch.full((5,), math.exp(-0.5)))
+    reject = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": math.exp(1.2)}
+    out, _ = compute_targets(COLUMNS, TargetSettings("grpo", PLAIN, rollout_correction=reject), **ROWS)
+    assert out["response_mask"].tolist() == [[1, 1, 0], [0, 0, 0]], "the products are e^-1 and e^-1.5"
+
+
+def test_bypass_takes_the_samplers_log_probs() -> None:
+    columns = {name: values for name, values in COLUMNS.items() if name != "old_log_probs"}
+    out, metrics = compute_targets(columns, TargetSettings("grpo", PLAIN, bypass_mode=True), **ROWS)
+    assert torch.equal(out["old_log_probs"], COLUMNS["rollout_log_probs"])
+    assert metrics["training/rollout_probs_diff_max"] == 0
+
+
+def test_only_tokens_of_high_entropy_earn_an_advantage() -> None:
+    """40 % of 5 tokens are those with 0.5 and 0.4; the masked 9.0 is not one."""
+    out, _ = compute_targets(COLUMNS, TargetSettings("grpo", PLAIN, top_entropy_quantile=0.4), **ROWS)
+    torch.testing.assert_close(out["advantages"], torch.tensor([[0.0, 0.5, 0.0], [0.0, 0.0, -0.5]]))
+    assert out["response_mask"].tolist() == MASK.tolist(), "all tokens still count in the loss"
+    assert not high_entropy(COLUMNS["old_entropies"], MASK * 0, 0.4).any()
+
+
+def test_selected_tokens_are_reproducible() -> None:
+    covariances = torch.tensor([[1.0, -1.0, 0.0], [-1.0, 1.0, 1.0]])
+    columns = COLUMNS | {"old_log_probs": covariances - 3}
+    options = {"clip_cov_ratio": 0.2, "clip_cov_lb": -9.0, "clip_cov_ub": 9.0}
+    settings = TargetSettings("grpo", PLAIN, loss_mode="clip_cov", loss_options=options)
+    picks = [
+        compute_targets(columns, settings, **ROWS, generator=torch.Generator().manual_seed(seed))[0]["selected_tokens"]
+        for seed in (3, 3, *range(20))
+    ]
+    assert torch.equal(picks[0], picks[1])
+    assert {int(pick.sum()) for pick in picks} == {1}
+    assert len({tuple(pick.flatten().tolist()) for pick in picks}) > 2
+
+
+def test_gae_has_no_critic() -> None:
+    """Values of 0: the return to go, whitened; 1 on the first response, 0 on the second."""
+    out, _ = compute_targets(COLUMNS, TargetSettings("gae"), **ROWS)
+    assert out["returns"].tolist() == [[1, 1, 0], [0, 0, 0]]
+
+
+def test_columns_are_those_that_are_read() -> None:
+    assert TargetSettings("grpo").columns == ("old_log_probs",)
+    everything = TargetSettings("grpo_process", kl_penalty="k1", top_entropy_quantile=0.2)
+    assert everything.columns == ("old_log_probs", "ref_log_probs", "old_entropies", "step_mask")
+    assert TargetSettings("grpo", bypass_mode=True).columns == ()

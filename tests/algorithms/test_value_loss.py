@@ -1,0 +1,30 @@
+import pytest
+import torch
+
+from grpo_dist.algorithms import compute_value_loss
+from grpo_dist.errors import BatchError
+from tests.golden import cases, tensors
+
+
+@pytest.mark.parametrize("case", cases("value_loss", ("clipped",)))
+def test_equals_verl(case: dict) -> None:
+    loss, metrics = compute_value_loss(**tensors(case["inputs"]), **case["config"])
+    torch.testing.assert_close(loss, torch.tensor(case["outputs"]["loss"]), rtol=1e-5, atol=1e-6)
+    assert metrics["critic/vf_clipfrac"].item() == pytest.approx(case["outputs"]["clipfrac"])
+
+
+def test_by_hand() -> None:
+    """Value 1, was 0, may move by 1/2, return 0 and 3: errors max(1, 1/4) and max(4, 6.25); half their mean."""
+    arguments = {"values": torch.zeros(1, 2), "response_mask": torch.ones(1, 2), "cliprange_value": 0.5}
+    vpreds = torch.ones(1, 2, requires_grad=True)
+    loss, metrics = compute_value_loss(vpreds=vpreds, returns=torch.tensor([[0.0, 3.0]]), **arguments)
+    assert loss.item() == pytest.approx((1 + 6.25) / 4)
+    assert metrics["critic/vf_clipfrac"].item() == 0.5
+    loss.backward()
+    assert vpreds.grad.tolist() == [[0.5, 0.0]]  # the clipped one does not move
+
+
+def test_mistakes_are_named() -> None:
+    ones = torch.ones(1, 2)
+    with pytest.raises(BatchError, match="returns"):
+        compute_value_loss(vpreds=ones, values=ones, returns=ones[:, :1], response_mask=ones, cliprange_value=1)

@@ -1,0 +1,113 @@
+"""Dynamic sampling and greedy baselines, on a pump that answers at once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from grpo_dist.config.load import load_config
+from grpo_dist.data.sampler import PromptSampler
+from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.errors import GrpoDistError, RewardError
+from grpo_dist.trainer.pump import GroupRequest
+from grpo_dist.trainer.sampling import TrainingSampler, informative
+from grpo_dist.workers.batch_ref import DataProtoRef
+
+N = 4
+
+
+class InstantPump:
+    """Scores prompt i of the data set with `scores[i]`; a greedy response scores 9."""
+
+    def __init__(self, scores: dict[int, list[float]]) -> None:
+        self.scores, self.requests = scores, []
+
+    def run(self, requests: list[GroupRequest]) -> tuple[list[DataProtoRef], dict[str, float]]:
+        self.requests += requests
+        groups = []
+        for request in requests:
+            greedy = request.sampling.temperature == 0
+            scores = [9.0] if greedy else self.scores[request.task.extra_info["index"]]
+            small = {"uid": np.array([request.uid] * len(scores)), "score": np.array(scores)}
+            groups.append(DataProtoRef(small=small | {"reward_extra/acc": np.array(scores) > 0}, num_rows=len(scores)))
+        return groups, {"gen": 1.0}
+
+
+def make_sampler(scores: dict[int, list[float]], *overrides: str) -> TrainingSampler:
+    """2 prompts a step, in order."""
+    config, _ = load_config(
+        [
+            "data.train_batch_size=2",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            f"actor_rollout_ref.rollout.n={N}",
+            *overrides,
+        ]
+    )
+    prompts = [
+        SimpleNamespace(
+            token_ids=np.array([i]),
+            prompt=SimpleNamespace(index=i, data_source="d", ground_truth="", extra_info={"index": i}),
+        )
+        for i in scores
+    ]
+    order = PromptSampler(len(prompts), 2, shuffle=False, seed=0)
+    sampling = SamplingSettings(N, 1.0, 1.0, -1, 8, 0)
+    return TrainingSampler(config, InstantPump(scores), prompts, order, sampling)  # type: ignore[arg-type]
+
+
+MIXED, EQUAL = [1.0, 0, 0, 0], [1.0, 1, 1, 1]
+FILTER = "algorithm.filter_groups.enable=true"
+
+
+def test_without_filtering_one_batch_is_sampled() -> None:
+    result = make_sampler({0: MIXED, 1: EQUAL}).rollout(1)
+    assert [request.uid for request in result.requests] == ["step1-prompt0", "step1-prompt1"]
+    assert result.batch["score"].tolist() == MIXED + EQUAL
+    assert result.metrics == {}
+
+
+def test_groups_that_teach_nothing_are_replaced() -> None:
+    """Prompts 0, 1: one is equal. 2, 3: both differ, of which one fills the batch and one is too many."""
+    sampler = make_sampler({0: EQUAL, 1: MIXED, 2: MIXED, 3: MIXED}, FILTER)
+    result = sampler.rollout(1)
+    assert [request.uid for request in result.requests] == ["step1-prompt1", "step1-prompt2-try2"]
+    assert result.batch["score"].tolist() == MIXED + MIXED
+    assert result.metrics == {"train/num_gen_batches": 2, "train/filtered_groups": 1 / 4}
+    assert result.timings == {"gen": 2.0}
+    seeds = [request.sampling.seed for request in sampler.pump.requests]
+    assert len(set(seeds)) == 4
+
+
+def test_a_prompt_that_comes_again_within_a_step_is_sampled_anew() -> None:
+    sampler = make_sampler({0: EQUAL, 1: MIXED}, FILTER)
+    result = sampler.rollout(1)
+    assert [request.uid for request in result.requests] == ["step1-prompt1", "step1-prompt1-try2"]
+    seeds = [request.sampling.seed for request in result.requests]
+    assert seeds[0] != seeds[1]
+
+
+def test_the_search_for_groups_has_an_end() -> None:
+    sampler = make_sampler(
+        {0: EQUAL, 1: MIXED, 2: EQUAL, 3: EQUAL}, FILTER, "algorithm.filter_groups.max_num_gen_batches=2"
+    )
+    with pytest.raises(GrpoDistError, match=r"max_num_gen_batches=2: of 4 groups only 1 of the 2 needed"):
+        sampler.rollout(1)
+
+
+def test_remax_samples_every_prompt_once_more_greedily() -> None:
+    sampler = make_sampler({0: MIXED, 1: EQUAL}, "algorithm.adv_estimator=remax")
+    result = sampler.rollout(1)
+    assert result.batch["reward_baseline"].tolist() == [9.0] * 2 * N
+    assert len(result.batch) == 2 * N
+    greedy = sampler.pump.requests[2:]
+    assert [(r.sampling.n, r.sampling.temperature, r.needs_ref) for r in greedy] == [(1, 0.0, False)] * 2
+
+
+def test_the_metric_may_be_an_extra_value() -> None:
+    group = DataProtoRef(small={"score": np.array([1.0, 2.0]), "reward_extra/acc": np.array([1.0, 1.0])}, num_rows=2)
+    assert informative(group, "score")
+    assert not informative(group, "acc")
+    with pytest.raises(RewardError, match=r"metric=accuracy: the reward function returns score, acc"):
+        informative(group, "accuracy")
