@@ -133,6 +133,7 @@ def _model_settings(config: RunConfig, model_dtype: str, compute_dtype: str) -> 
 
 
 def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSettings:
+    """What rollout engine `index` is started with."""
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     return EngineSettings(
         model_path=model.path,

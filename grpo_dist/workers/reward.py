@@ -120,7 +120,7 @@ class RewardWorker(Process):
         """What the update trains on, from the whole batch; see `algorithms.targets`.
 
         Returns:
-            (a handle with the columns that `compute_targets` makes, `advantage_mean` and `reward` per sequence inside it;
+            (a handle with the columns of `algorithms.targets`, `advantage_mean` and `reward` per sequence inside it;
             metrics).
         """
         data = batch.fetch(("uid", *TARGET_COLUMNS, *settings.columns))

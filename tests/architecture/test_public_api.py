@@ -19,7 +19,15 @@ EXTENDING = DOCS / "extending.md"
 
 # A name that leaves this list is a breaking change and belongs in CHANGELOG.md.
 PUBLIC = {
-    "grpo_dist.algorithms": {"agg_loss", "compute_advantage", "compute_policy_loss", "kl_penalty", "policy_objective"},
+    "grpo_dist.algorithms": {
+        "agg_loss",
+        "compute_advantage",
+        "compute_policy_loss",
+        "compute_rollout_correction",
+        "compute_value_loss",
+        "kl_penalty",
+        "policy_objective",
+    },
     "grpo_dist.protocol": {"DataProto", "Max", "Mean", "Metric", "Ragged", "Sum", "merge_metrics", "metric_values"},
     "grpo_dist.data": {
         "Prompt",
@@ -40,9 +48,20 @@ PUBLIC = {
 }
 # Signatures that a user's own function has to fit, or that stand for a formula.
 SIGNATURES = {
-    "grpo_dist.algorithms:compute_advantage": ["name", "token_level_rewards", "response_mask", "index", "config"],
+    "grpo_dist.algorithms:compute_advantage": [
+        "name",
+        "token_level_rewards",
+        "response_mask",
+        "index",
+        "values",
+        "reward_baselines",
+        "step_mask",
+        "reward_components",
+        "config",
+    ],
     "grpo_dist.algorithms:kl_penalty": ["name", "log_probs", "ref_log_probs"],
-    "grpo_dist.algorithms.advantage:grpo": ["token_level_rewards", "response_mask", "index", "config"],
+    "grpo_dist.algorithms.advantage.outcome:grpo": ["batch", "config"],
+    "grpo_dist.algorithms.policy_loss.clipped:clipped_surrogate": ["batch", "config"],
     "grpo_dist.algorithms.kl:k3": ["log_probs", "ref_log_probs"],
     "grpo_dist.rewards.gsm8k:compute_score": ["data_source", "solution_str", "ground_truth", "extra_info"],
 }

@@ -1,0 +1,100 @@
+"""What parts of the config reach what parts of the run."""
+
+import pytest
+
+from grpo_dist.config.load import load_config
+from grpo_dist.config.placement import placement
+from grpo_dist.trainer.settings import (
+    objective_settings,
+    policy_settings,
+    reference_columns,
+    reference_settings,
+    reward_settings,
+    target_settings,
+)
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+def load(*overrides: str):
+    return load_config(list(overrides))[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "objective", "reference"),
+    [
+        ([], ("old_log_probs", "advantages", "ref_log_probs"), ("ref_log_probs",)),
+        ([f"{ACTOR}.use_kl_loss=false"], ("old_log_probs", "advantages"), ()),
+        ([f"{ACTOR}.kl_loss_type=full"], ("old_log_probs", "advantages", "ref_hidden_states"), ("ref_hidden_states",)),
+        (
+            [f"{ACTOR}.kl_loss_type=full", "algorithm.use_kl_in_reward=true"],
+            ("old_log_probs", "advantages", "ref_hidden_states"),
+            ("ref_log_probs", "ref_hidden_states"),
+        ),
+        (
+            [
+                f"{ACTOR}.use_kl_loss=false",
+                "algorithm.rollout_correction.rollout_is=token",
+                f"{ACTOR}.policy_loss.loss_mode=kl_cov",
+            ],
+            ("old_log_probs", "advantages", "rollout_is_weights", "selected_tokens"),
+            (),
+        ),
+    ],
+)
+def test_columns_follow_the_objective(overrides: list, objective: tuple, reference: tuple) -> None:
+    config = load(*overrides)
+    assert objective_settings(config).columns == objective
+    assert reference_columns(config) == reference
+    assert config.needs_reference == bool(reference)
+
+
+def test_the_scale_of_seq_mean_token_sum_norm_is_the_longest_response() -> None:
+    assert objective_settings(load()).loss_scale_factor == 64
+    assert objective_settings(load(f"{ACTOR}.loss_scale_factor=100")).loss_scale_factor == 100
+
+
+def test_options_of_the_loss_arrive() -> None:
+    options = objective_settings(load(f"{ACTOR}.tau_pos=2", f"{ACTOR}.policy_loss.dro_beta=0.5")).options
+    assert (options["tau_pos"], options["dro_beta"], options["clip_ratio"], options["clip_ratio_low"]) == (
+        2,
+        0.5,
+        0.2,
+        None,
+    )
+
+
+def test_options_of_the_targets_arrive() -> None:
+    targets = target_settings(
+        load(
+            "algorithm.adv_estimator=gdpo",
+            "algorithm.gdpo_reward_keys=[format,acc]",
+            "algorithm.gdpo_reward_weights=[1,0.5]",
+            "algorithm.use_kl_in_reward=true",
+            "algorithm.rollout_correction.rollout_rs=token_k1",
+            "algorithm.rollout_correction.rollout_rs_threshold=2",
+            "algorithm.mask_truncated_responses=true",
+        )
+    )
+    assert targets.options["gdpo_reward_keys"] == ("format", "acc")
+    assert targets.options["gdpo_reward_weights"] == (1.0, 0.5)
+    assert targets.kl_penalty == "kl"
+    assert targets.rollout_correction["rollout_rs"] == "token_k1"
+    assert targets.mask_truncated
+
+
+def test_the_roles_get_what_they_need() -> None:
+    config = load(f"{ACTOR}.top_entropy_quantile=0.2", f"{ACTOR}.kl_loss_type=full")
+    actor, ref = policy_settings(config, placement(config), 10), reference_settings(config, placement(config))
+    assert actor.columns == ("old_log_probs", "old_entropies")
+    assert actor.exact_kl
+    assert not ref.exact_kl
+    assert ref.optimizer is None
+
+
+def test_the_overlong_buffer_is_off_unless_asked_for() -> None:
+    assert reward_settings(load()).overlong_penalty is None
+    penalty = reward_settings(
+        load("reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=16")
+    ).overlong_penalty
+    assert (penalty.max_length, penalty.buffer, penalty.factor) == (64, 16, 1.0)
