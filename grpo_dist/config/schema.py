@@ -305,6 +305,7 @@ class RewardConfig(Section):
     num_workers: Count
     timeout_s: PositiveFloat
     overlong_buffer: OverlongBufferConfig
+    step_separator: Text
 
 
 class TrainerConfig(Section):

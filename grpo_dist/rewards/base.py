@@ -3,6 +3,8 @@
     compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)
         -> a finite number, or {"score": a finite number, "any_other_name": value, ...}
 
+`step_scores`, a list of numbers, are the rewards of the response's steps (steps.py), for process supervision.
+
 verl's contract: arguments are passed by keyword; `solution_str` is the decoded response without the prompt.
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,10 +43,12 @@ class RewardResult:
     Attributes:
         score: the reward, finite.
         extra: the other numbers that the function returned, finite; logged as metrics.
+        step_scores: the rewards of its steps, finite; None where the function judges the whole only.
     """
 
     score: float
     extra: dict[str, float]
+    step_scores: tuple[float, ...] | None = None
 
 
 def score_response(
@@ -95,11 +99,15 @@ def _checked(returned: Any) -> RewardResult:
     if "score" not in returned:
         raise ValueError(f"returned a dict without 'score': {_show(returned)}")
     score = _finite(returned["score"], "'score' must be a finite number, is")
-    extra = {}
+    extra, steps = {}, returned.get("step_scores")
+    if steps is not None:
+        if isinstance(steps, str | Mapping) or not isinstance(steps, Iterable):
+            raise ValueError(f"'step_scores' must be a list of numbers, is {_show(steps)}")
+        steps = tuple(_finite(value, "'step_scores' must be finite numbers, one is") for value in steps)
     for name, value in returned.items():
-        if name != "score" and _number(value) is not None:
+        if name not in ("score", "step_scores") and _number(value) is not None:
             extra[str(name)] = _finite(value, f"{name!r} must be finite, is")
-    return RewardResult(score, extra)
+    return RewardResult(score, extra, steps)
 
 
 def _finite(value: Any, complaint: str) -> float:

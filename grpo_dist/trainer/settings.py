@@ -117,6 +117,7 @@ def reward_settings(config: RunConfig) -> RewardSettings:
         custom.name,
         custom.reward_kwargs,
         penalty if buffer.enable else None,
+        config.reward.step_separator if config.algorithm.adv_estimator == "grpo_process" else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,14 @@ import numpy as np
 import torch
 
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
+from grpo_dist.errors import RewardError
 from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.rewards.base import RewardResult
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.process import Process, use_threads
 
 EXTRA = "reward_extra/"  # the reward function's other values, by name
+TEXT_CONTEXT = 4  # tokens before one that can change how it is written
 TARGET_COLUMNS = ("token_level_scores", "response_mask", "rollout_log_probs")
 
 
@@ -39,7 +42,10 @@ class OverlongPenalty:
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """What a reward worker is built from: the tokenizer's folder, and the reward function (path None: built-in)."""
+    """What a reward worker is built from: the tokenizer's folder, and the reward function (path None: built-in).
+
+    With a `step_separator` the steps between separators have rewards of their own (rewards/steps.py).
+    """
 
     tokenizer_path: str
     trust_remote_code: bool
@@ -47,6 +53,7 @@ class RewardSettings:
     function_name: str
     reward_kwargs: dict[str, Any]
     overlong_penalty: OverlongPenalty | None = None
+    step_separator: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,14 +83,15 @@ class RewardWorker(Process):
         self.tokenizer = load_tokenizer(
             resolve_model_path(settings.tokenizer_path), trust_remote_code=settings.trust_remote_code
         )
-        self.overlong_penalty = settings.overlong_penalty
+        self.overlong_penalty, self.step_separator = settings.overlong_penalty, settings.step_separator
         self.function = load_reward_function(settings.function_path, settings.function_name, settings.reward_kwargs)
 
     def score(self, group: DataProtoRef, task: Task) -> DataProtoRef:
         """Score the responses to one prompt.
 
         Returns:
-            A handle with `token_level_scores` (the score on the last token); `score` and the function's extra
+            A handle with `token_level_scores` (the score on the last token, or a score on the last token of each
+            step, with `step_mask` 1 there); `score` and the function's extra
             values (as `reward_extra/NAME`) travel inside it.
 
         Raises:
@@ -104,15 +112,42 @@ class RewardWorker(Process):
             for text in texts
         ]
         scores = torch.tensor([result.score for result in results], dtype=torch.float32)
+        penalties = torch.zeros_like(scores)
         names = dict.fromkeys(name for result in results for name in result.extra)
         extras = {EXTRA + name: np.array([r.extra.get(name, np.nan) for r in results], np.float32) for name in names}
         if self.overlong_penalty is not None and not task.validation:
-            penalty = self.overlong_penalty(responses.lengths)
-            scores = scores + penalty
-            extras[f"{EXTRA}overlong_penalty"] = penalty.numpy()
-        data = DataProto.from_dict({"token_level_scores": on_last_token(scores, responses), "score": scores})
+            penalties = self.overlong_penalty(responses.lengths)
+            extras[f"{EXTRA}overlong_penalty"] = penalties.numpy()
+        columns: dict[str, Any] = {"score": scores + penalties}
+        if self.step_separator is None:
+            columns["token_level_scores"] = on_last_token(scores + penalties, responses)
+        else:
+            steps, columns["step_mask"] = self._on_steps(results, responses)
+            penalty = on_last_token(penalties, responses)
+            columns["token_level_scores"] = Ragged(steps.values + penalty.values, steps.offsets)
+        data = DataProto.from_dict(columns)
         handle = DataProtoRef.put(data, small=("score",))
         return replace(handle, small=handle.small | extras)
+
+    def _on_steps(self, results: Sequence[RewardResult], responses: Ragged) -> tuple[Ragged, Ragged]:
+        """Each step's score on its last token, and a mask of those; one step where there are no `step_scores`."""
+        from grpo_dist.rewards.steps import step_ends
+
+        assert self.step_separator is not None
+        scores, mask = (torch.zeros(len(responses.values), dtype=dtype) for dtype in (torch.float32, torch.int8))
+        for result, row, start in zip(results, responses.rows(), responses.offsets.tolist(), strict=False):
+            texts = self._token_texts(row.tolist())
+            ends = step_ends(texts, self.step_separator) if result.step_scores is not None else [len(row) - 1]
+            values = (result.score,) if result.step_scores is None else result.step_scores
+            if len(ends) != len(values):
+                raise RewardError(
+                    f"reward function {self.function.name} returned {len(values)} step_scores for a response of "
+                    f"{len(ends)} steps (reward.step_separator={self.step_separator!r}): {''.join(texts)[:200]!r}"
+                )
+            for end, value in zip(ends, values, strict=True):  # steps that end in one token add up
+                scores[start + end] += value
+                mask[start + end] = 1
+        return Ragged(scores, responses.offsets), Ragged(mask, responses.offsets)
 
     def compute_targets(
         self, batch: DataProtoRef, settings: TargetSettings, kl_coef: float, seed: int
@@ -158,6 +193,13 @@ class RewardWorker(Process):
         temporary = target.with_suffix(".tmp")
         temporary.write_text("\n".join(lines) + "\n")
         temporary.replace(target)
+
+    def _token_texts(self, token_ids: list[int]) -> list[str]:
+        """What each token adds to the text. Its neighbours before it decide about spaces and split characters."""
+        windows = [token_ids[max(0, i - TEXT_CONTEXT) : i + 1] for i in range(len(token_ids))]
+        with_token = self.tokenizer.batch_decode(windows, skip_special_tokens=True)
+        without = self.tokenizer.batch_decode([window[:-1] for window in windows], skip_special_tokens=True)
+        return [text[len(before) :] for text, before in zip(with_token, without, strict=True)]
 
     def _decode(self, column: Ragged) -> list[str]:
         return self.tokenizer.batch_decode([row.tolist() for row in column.rows()], skip_special_tokens=True)

@@ -155,6 +155,33 @@ def test_components_and_baselines_come_with_the_handle(worker: RewardWorker) -> 
     assert handle["advantage_mean"][0] > 1 > 0 > handle["advantage_mean"][2]
 
 
+STEPS = '''
+from grpo_dist.rewards.steps import split_steps
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    """A step is a word, scored by its number."""
+    words = split_steps(solution_str, " ")
+    return {"score": len(words), "step_scores": [float(word[1:]) for word in words][: 2 if "w9" in words else None]}
+'''
+
+
+@pytest.mark.ray
+def test_step_scores_sit_on_the_last_token_of_their_step(
+    local_ray: None, random_models: dict[str, str], tmp_path: Path
+) -> None:
+    """The end-of-sequence token belongs to the last step."""
+    (tmp_path / "steps.py").write_text(STEPS)
+    worker = RewardWorker()
+    settings = RewardSettings(random_models["tied"], False, str(tmp_path / "steps.py"), "compute_score", {})
+    worker.start(replace(settings, step_separator=" "))
+    data = worker.score(put([[5, 6, 7, 2], [7]]), TASK).fetch(("token_level_scores", "step_mask"))
+    assert rows(data["token_level_scores"]) == [[0, 5, 6, 7], [7]], "a word ends where the space of the next one comes"
+    assert rows(data["step_mask"]) == [[0, 1, 1, 1], [1]]
+    with pytest.raises(RewardError, match="returned 2 step_scores for a response of 3 steps"):
+        worker.score(put([[5, 6, 9]]), TASK)
+
+
 def test_the_overlong_penalty_by_hand() -> None:
     """Longest 100, buffer 20, factor 0.5: nothing up to 80, half of it at 90, all at 100."""
     penalty = OverlongPenalty(100, 20, 0.5)
