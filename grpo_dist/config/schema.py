@@ -271,6 +271,8 @@ class RefConfig(Section):
     """`actor_rollout_ref.ref`: the frozen reference."""
 
     log_prob_micro_batch_size_per_gpu: Count
+    ref_model_sync_steps: CountOrMinusOne
+    ref_model_mixup_alpha: PositiveShare
     fsdp_config: ForwardConfig
 
 

@@ -9,7 +9,12 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from grpo_dist.engines.fsdp_engine import FSDPEngine
 from grpo_dist.errors import CheckpointError
@@ -29,12 +34,31 @@ def load_engine(engine: FSDPEngine, folder: Path) -> None:
     """
     model, optimizer = get_state_dict(engine.model, engine.optimizer)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": engine.schedule.state_dict()}
+    _load(state, folder)
+    set_state_dict(engine.model, engine.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    engine.schedule.load_state_dict(state["schedule"])
+
+
+def save_model(engine: FSDPEngine, folder: Path) -> None:
+    """Write shards of the weights alone. Collective."""
+    dcp.save({"model": get_model_state_dict(engine.model)}, checkpoint_id=folder)
+
+
+def load_model(engine: FSDPEngine, folder: Path) -> None:
+    """Read what `save_model` wrote, on any number of ranks. Collective.
+
+    Raises:
+        CheckpointError: the folder is not a readable checkpoint of this model.
+    """
+    _load({"model": (model := get_model_state_dict(engine.model))}, folder)
+    set_model_state_dict(engine.model, model)
+
+
+def _load(state: dict[str, Any], folder: Path) -> None:
     try:
         dcp.load(state, checkpoint_id=folder)
     except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
         raise CheckpointError(f"{folder} cannot be read as a checkpoint of this model: {_reason(error)}") from error
-    set_state_dict(engine.model, engine.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    engine.schedule.load_state_dict(state["schedule"])
 
 
 def _reason(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from grpo_dist.algorithms.kl import kl_penalty
@@ -38,6 +39,10 @@ class ReferenceHead:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
 
+    def to(self, device: str) -> ReferenceHead:
+        """The same on another device."""
+        return ReferenceHead(self.weight.to(device), None if self.bias is None else self.bias.to(device))
+
     @classmethod
     def load(cls, settings: ModelSettings, device: str) -> ReferenceHead:
         """Read it from the model's folder.
@@ -51,11 +56,20 @@ class ReferenceHead:
             raise ConfigError(
                 f"actor_rollout_ref.actor.kl_loss_type=full: models with {changes[0]} are not supported; use low_var_kl"
             )
-        head: Any = model.get_output_embeddings()
-        dtype = DTYPES[settings.compute_dtype]
-        bias = getattr(head, "bias", None)
-        moved = [None if p is None else p.detach().clone().to(device, dtype) for p in (head.weight, bias)]
-        return cls(moved[0], moved[1])  # type: ignore[arg-type]
+        return cls.of(model, device, DTYPES[settings.compute_dtype])
+
+    @classmethod
+    def of(cls, model: Any, device: str, dtype: torch.dtype) -> ReferenceHead:
+        """A copy of a model's output layer, gathered from its shards. Collective if the model is sharded."""
+        head = model.get_output_embeddings()
+
+        def copy(parameter: Tensor | None) -> Tensor | None:
+            if parameter is None:
+                return None
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            return whole.detach().clone().to(device, dtype)
+
+        return cls(copy(head.weight), copy(getattr(head, "bias", None)))  # type: ignore[arg-type]
 
     def kl(self, logits: Tensor, response_index: Tensor, hidden: Tensor, temperature: float) -> Tensor:
         """KL(policy || reference) of each response token.

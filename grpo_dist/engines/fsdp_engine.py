@@ -7,13 +7,13 @@ result does not depend on micro-batch size or rank count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_dist.algorithms import policy_objective
 from grpo_dist.algorithms.masking import token_entropy, token_log_probs
@@ -152,6 +152,22 @@ class FSDPEngine:
     def full_parameters(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
         """The whole weights, tensor by tensor, on CPU; dtype is a torch name such as "bfloat16"."""
         return full_parameters(self.model, getattr(torch, dtype))
+
+    @torch.no_grad()
+    def mix_parameters(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
+        """Move the weights towards others: w = share * other + (1 - share) * w. Collective.
+
+        Args:
+            tensors: whole tensors by name, as `full_parameters` gives them.
+            share: 1 replaces the weights.
+        """
+        own = dict(self.model.named_parameters())
+        for name, tensor in tensors:
+            parameter = own[name]
+            other = tensor.to(self.device, parameter.dtype)
+            if isinstance(parameter, DTensor):
+                other = distribute_tensor(other, parameter.device_mesh, parameter.placements)
+            parameter.mul_(1 - share).add_(other, alpha=share)
 
     def export_state(self) -> dict[str, Tensor]:
         """The whole weights in the model's own type on rank 0; {} elsewhere."""

@@ -32,7 +32,7 @@ from grpo_dist.trainer.settings import (
 )
 from grpo_dist.trainer.trainer import GRPOTrainer, Prompts, Roles
 from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.groups import ActorGroup, PolicyGroup, RewardPool, RolloutGroup
+from grpo_dist.workers.groups import ActorGroup, ReferenceGroup, RewardPool, RolloutGroup
 from grpo_dist.workers.policy import ActorWorker, PolicyWorker
 from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.reward import RewardWorker
@@ -142,7 +142,7 @@ class Workers:
     def start(self, num_steps: int) -> Roles:
         """Load models and engines, all at the same time, and wait until every process is ready."""
         config, place = self.config, self.place
-        ref = PolicyGroup(self.ref) if self.ref is not None else None
+        ref = ReferenceGroup(self.ref) if self.ref is not None else None
         roles = Roles(ActorGroup(self.actor), RolloutGroup(self.rollout), RewardPool(self.reward), ref)
         engines = [engine_settings(config, place, i) for i in range(place.num_engines)]
         calls = roles.rollout.submit_start(engines)

@@ -1,6 +1,7 @@
 """What a run's checkpoint is, and how one is written without ever leaving a broken newest one.
 
     RUN_DIR/global_step_N/actor/      model, optimizer and schedule (torch.distributed.checkpoint)
+    RUN_DIR/global_step_N/ref/        the reference's weights, if it moves (iterative GRPO)
     RUN_DIR/global_step_N/state.json  step, weight version, sampler position, model path, KL coefficient
     RUN_DIR/latest_checkpointed_iteration.txt   N
 
@@ -13,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,15 @@ class RunState:
     kl_coef: float = 0.0
 
 
-def save_checkpoint(run_dir: Path, state: RunState, write_actor: Callable[[str], None], keep: int | None) -> Path:
+def save_checkpoint(
+    run_dir: Path, state: RunState, write: Mapping[str, Callable[[str], None]], keep: int | None
+) -> Path:
     """Write `global_step_N` and point to it; then remove all but the `keep` newest.
 
     Args:
         run_dir: the run directory.
         state: goes into state.json.
-        write_actor: writes the actor's shards into the folder it is given.
+        write: by sub-folder, what writes a role's shards into the folder it is given.
         keep: how many to keep; None: all.
 
     Raises:
@@ -51,7 +54,8 @@ def save_checkpoint(run_dir: Path, state: RunState, write_actor: Callable[[str],
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        write_actor(str(temporary / "actor"))
+        for name, write_role in write.items():
+            write_role(str(temporary / name))
         (temporary / "state.json").write_text(json.dumps(asdict(state), indent=2))
         _flush(temporary)
         shutil.rmtree(final, ignore_errors=True)  # from an earlier life of this run

@@ -35,7 +35,7 @@ from grpo_dist.trainer.seeds import group_seed
 from grpo_dist.trainer.stage import stage
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call
-from grpo_dist.workers.groups import ActorGroup, PolicyGroup, RewardPool, RolloutGroup
+from grpo_dist.workers.groups import ActorGroup, ReferenceGroup, RewardPool, RolloutGroup
 from grpo_dist.workers.weight_sync import sync_weights
 
 
@@ -46,7 +46,7 @@ class Roles:
     actor: ActorGroup
     rollout: RolloutGroup
     reward: RewardPool
-    ref: PolicyGroup | None
+    ref: ReferenceGroup | None
 
 
 @dataclass
@@ -117,6 +117,8 @@ class GRPOTrainer:
             batch = self.compute_targets(batch)  # + advantages (N, R_i)
             self.update(batch)  # ppo_epochs x mini-batches on the actor
             self.sync_weights()  # the engines now hold the new policy
+            if self.reference_is_due():
+                self.sync_reference()  # iterative GRPO: so does the reference, or some of it
             self.timings["step"] = time.perf_counter() - started
             self.step += 1
             self.measure(batch)
@@ -170,6 +172,13 @@ class GRPOTrainer:
         sync_weights(self.roles.actor.workers, self.roles.rollout.workers, version=version, dtype=dtype)
         self.weight_version = version
 
+    @stage("sync_reference")
+    def sync_reference(self) -> None:
+        """Move the reference towards the policy (DeepSeekMath, algorithm 1)."""
+        assert self.roles.ref is not None
+        self.roles.ref.move_towards(self.roles.actor, self.config.actor_rollout_ref.ref.ref_model_mixup_alpha)
+        self._refresh_reference_head()
+
     @stage("testing")
     def validate(self) -> None:
         """Score the validation prompts with the current weights."""
@@ -191,8 +200,11 @@ class GRPOTrainer:
         model_path = self.config.actor_rollout_ref.model.path
         order = self.prompts.sampler.state_dict()
         state = RunState(self.step, self.weight_version, order, model_path, self.kl_controller.coef)
+        write = {"actor": self.roles.actor.save_checkpoint}
+        if self.roles.ref is not None and self.config.actor_rollout_ref.ref.ref_model_sync_steps > 0:
+            write["ref"] = self.roles.ref.save_checkpoint
         keep = self.config.trainer.max_actor_ckpt_to_keep
-        save_checkpoint(self.run_dir, state, self.roles.actor.save_checkpoint, keep)
+        save_checkpoint(self.run_dir, state, write, keep)
 
     # --- around the stages -------------------------------------------------------------------------------------
     def resume(self) -> Path | None:
@@ -208,11 +220,19 @@ class GRPOTrainer:
                 f"{self.config.actor_rollout_ref.model.path}; choose another trainer.default_local_dir or resume_mode"
             )
         self.roles.actor.load_checkpoint(str(folder / "actor"))
+        if self.roles.ref is not None and (folder / "ref").is_dir():
+            self.roles.ref.load_checkpoint(str(folder / "ref"))
+            self._refresh_reference_head()
         self.prompts.sampler.load_state_dict(state.sampler)
         self.step, self.weight_version = state.step, state.weight_version - 1
         if self.kl_controller.target_kl is not None:
             self.kl_controller.coef = state.kl_coef
         return folder
+
+    def reference_is_due(self) -> bool:
+        """Whether the reference moves after the step that is being finished."""
+        every = self.config.actor_rollout_ref.ref.ref_model_sync_steps
+        return self.roles.ref is not None and every > 0 and (self.step + 1) % every == 0
 
     def due(self, frequency: int) -> bool:
         """Whether something done every `frequency` steps (-1: never) is due: also after the last step."""
@@ -242,6 +262,10 @@ class GRPOTrainer:
             self.roles.actor.export_hf_model(str(self.run_dir / "huggingface"))
 
     # --- parts -------------------------------------------------------------------------------------------------
+    def _refresh_reference_head(self) -> None:
+        if self.objective.exact_kl and self.roles.ref is not None:
+            self.roles.actor.take_reference_head(self.roles.ref)
+
     def _mini_batches(self, num_rows: int) -> list[np.ndarray]:
         """Row positions of each mini-batch of each epoch; a group is never cut, so its responses meet one policy."""
         actor, n = self.config.actor_rollout_ref.actor, self.sampling.n

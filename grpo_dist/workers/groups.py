@@ -58,8 +58,30 @@ class PolicyGroup:
         return DataProtoRef.concat(parts).reorder(np.argsort(np.concatenate(job.rows)))
 
 
+class ReferenceGroup(PolicyGroup):
+    """The reference of the KL term. It moves only when told to (iterative GRPO)."""
+
+    def move_towards(self, actor: ActorGroup, share: float) -> None:
+        """Take `share` of the actor's weights, and the rest of its own."""
+        buckets = actor.workers.call_all("sync_reference", "export_weights", "float32")[0]
+        self.workers.call_all("sync_reference", "load_weights", buckets, share)
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write the weights."""
+        self.workers.call_all("save_checkpoint", "save_checkpoint", folder)
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Read the weights."""
+        self.workers.call_all("load_checkpoint", "load_checkpoint", folder)
+
+
 class ActorGroup(PolicyGroup):
     """The policy that trains."""
+
+    def take_reference_head(self, ref: ReferenceGroup) -> None:
+        """Copy the reference's present output layer, for the exact KL."""
+        head = ref.workers.call_all("sync_reference", "export_output_layer")[0]
+        self.workers.call_all("sync_reference", "load_reference_head", head)
 
     def update(
         self, batch: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: ObjectiveSettings, step: int

@@ -115,6 +115,33 @@ class PolicyWorker(Process):
         columns = {names[name]: values for name, values in found.items()}
         return DataProtoRef.put(DataProto.from_dict(columns), small=())
 
+    def load_weights(self, buckets: Sequence[ray.ObjectRef], share: float) -> None:
+        """Move this role's weights towards those in the buckets: `share` of them, the rest of its own."""
+        from grpo_dist.engines.weight_buckets import unpack
+
+        for bucket in ray.get(list(buckets)):
+            self.engine.mix_parameters(unpack(bucket.data, bucket.entries), share)
+
+    def export_output_layer(self) -> list[ray.ObjectRef]:
+        """Put the output layer into the object store, for actors that take the exact KL; rank 0 returns it."""
+        from grpo_dist.engines.exact_kl import ReferenceHead
+        from grpo_dist.engines.fsdp_model import DTYPES
+
+        head = ReferenceHead.of(self.engine.model, "cpu", DTYPES[self.settings.model.compute_dtype])
+        return [ray.put(head)] if self.rank == 0 else []
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write this rank's shard of the weights into `folder`."""
+        from grpo_dist.engines.checkpoint import save_model
+
+        save_model(self.engine, Path(folder))
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Read the weights from `folder`; the number of ranks may differ."""
+        from grpo_dist.engines.checkpoint import load_model
+
+        load_model(self.engine, Path(folder))
+
 
 def import_engine() -> None:
     """The slow imports of a policy worker: its constructor makes them while the driver still reads the prompts."""
@@ -157,6 +184,10 @@ class ActorWorker(PolicyWorker):
                 where = f"step {step}, actor, mini-batch {number + 1} of {len(mini_batches)}"
                 raise TrainingDiverged(f"{where}: {error}") from None
         return metrics
+
+    def load_reference_head(self, head: Sequence[ray.ObjectRef]) -> None:
+        """Take the reference's present output layer for the exact KL."""
+        self.engine.reference_head = ray.get(head[0]).to(self.settings.device)
 
     def export_weights(self, dtype: str) -> list[ray.ObjectRef]:
         """Put the whole weights into the object store, bucket by bucket; rank 0 returns the references."""

@@ -47,6 +47,23 @@ class FakePolicyWorker(Process):
 
     def start(self, *args: object) -> None: ...
 
+    def load_weights(self, buckets: list, share: float) -> None:
+        self.updates.append(share)
+
+    def seen(self) -> list:
+        return self.updates
+
+    def forget(self) -> None:
+        self.updates = []
+
+    def save_checkpoint(self, folder: str) -> None:
+        os.makedirs(folder, exist_ok=True)
+        with open(f"{folder}/rank{self.rank}", "w") as file:
+            file.write("weights")
+
+    def load_checkpoint(self, folder: str) -> None:
+        assert open(f"{folder}/rank{self.rank}").read() == "weights"
+
     def compute_log_probs(self, rows: DataProtoRef) -> DataProtoRef:
         responses = rows.fetch(("responses",))["responses"]
         log_probs = [np.full(length, -1.25) for length in responses.lengths.tolist()]
@@ -66,22 +83,8 @@ class FakeActorWorker(FakePolicyWorker):
         self.updates.append([data["uid"][positions].tolist() for positions in mini_batches])
         return [{"actor/loss": Sum(len(p)), "actor/grad_norm": Mean(1.0, 1)} for p in mini_batches]
 
-    def seen(self) -> list:
-        return self.updates
-
-    def forget(self) -> None:
-        self.updates = []
-
     def export_weights(self, dtype: str) -> list:
         return []
-
-    def save_checkpoint(self, folder: str) -> None:
-        os.makedirs(folder, exist_ok=True)
-        with open(f"{folder}/rank{self.rank}", "w") as file:
-            file.write("weights")
-
-    def load_checkpoint(self, folder: str) -> None:
-        assert open(f"{folder}/rank{self.rank}").read() == "weights"
 
     def export_hf_model(self, folder: str) -> None: ...
 

@@ -16,7 +16,7 @@ from grpo_dist.errors import BatchError, CheckpointError, RewardError, WorkerErr
 from grpo_dist.trainer.build import build_trainer, load_run_prompts, reward_settings
 from grpo_dist.trainer.trainer import GRPOTrainer, Roles
 from grpo_dist.workers.group import Call, WorkerGroup
-from grpo_dist.workers.groups import ActorGroup, PolicyGroup, RewardPool, RolloutGroup
+from grpo_dist.workers.groups import ActorGroup, ReferenceGroup, RewardPool, RolloutGroup
 from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.reward import RewardWorker
 from tests.trainer.fakes import FakeActorWorker, FakePolicyWorker, FakeRolloutWorker, StuckRewardWorker
@@ -76,7 +76,7 @@ def make_trainer(
     groups["reward"].gather(pool.submit_start(reward_settings(config)))
     groups["rollout"].call_all("test", "set_length", length)
     groups["actor"].call_all("test", "forget")
-    roles = Roles(ActorGroup(groups["actor"]), RolloutGroup(groups["rollout"]), pool, PolicyGroup(groups["ref"]))
+    roles = Roles(ActorGroup(groups["actor"]), RolloutGroup(groups["rollout"]), pool, ReferenceGroup(groups["ref"]))
     prompts, _ = load_run_prompts(config)
     return build_trainer(config, roles, prompts, 3)
 
@@ -184,7 +184,9 @@ def test_bytes_on_the_driver_do_not_grow_with_response_length(
 ) -> None:
     short, long = (bytes_on_driver(tmp_path, groups, length, monkeypatch) for length in (8, 4000))
     assert short > 1000
-    assert abs(long - short) < 0.02 * short, (short, long)
+    # The reference takes its rows in one to four batches, as they come: up to 1.5 kB. One column of 16 x 4,000 tokens
+    # would be 64 kB at least.
+    assert abs(long - short) < 2_000, (short, long)
 
 
 def test_a_reward_function_that_raises_is_shown(groups: dict, tmp_path: Path) -> None:
@@ -213,3 +215,37 @@ def test_a_dead_worker_is_named(groups: dict, tmp_path: Path) -> None:
     dead["ref"].kill()
     with pytest.raises(WorkerError, match=r"ref worker 0 .*stage 'ref_log_prob': its process died"):
         trainer.rollout()
+
+
+def test_iterative_grpo_moves_the_reference_and_saves_it(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+    """3 steps, every 2nd: once, after step 2. The checkpoint after step 3 has it."""
+    groups["ref"].call_all("forget", "forget")
+    key = "actor_rollout_ref.ref.ref_model"
+    overrides = (f"{key}_sync_steps=2", f"{key}_mixup_alpha=0.6", "trainer.save_freq=3")
+    trainer = make_trainer(tmp_path, groups, *overrides)
+    trainer.fit()
+    assert groups["ref"].call_all("seen", "seen") == [[0.6]]
+    assert (tmp_path / "run" / "global_step_3" / "ref" / "rank0").is_file()
+    assert make_trainer(tmp_path, groups, *overrides).resume() is not None
+
+
+def test_the_kl_controller_goes_on_where_it_was(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+    """The KL is 0, far below the target: three times 1 - 0.2 * 16 / 100."""
+    key = "algorithm.kl_ctrl"
+    overrides = ("algorithm.use_kl_in_reward=true", f"{key}.type=adaptive", f"{key}.horizon=100", f"{key}.kl_coef=0.5")
+    trainer = make_trainer(tmp_path, groups, *overrides, "trainer.save_freq=3")
+    trainer.fit()
+    assert trainer.kl_controller.coef == pytest.approx(0.5 * (1 - 0.2 * 16 / 100) ** 3)
+    resumed = make_trainer(tmp_path, groups, *overrides)
+    resumed.resume()
+    assert resumed.kl_controller.coef == trainer.kl_controller.coef
+    fixed = make_trainer(tmp_path, groups, "algorithm.use_kl_in_reward=true", f"{key}.kl_coef=0.25")
+    fixed.resume()
+    assert fixed.kl_controller.coef == 0.25, "a fixed coefficient is the config's"
+
+
+def test_bypass_mode_leaves_the_old_log_probs_out(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+    trainer = make_trainer(tmp_path, groups, "algorithm.rollout_correction.bypass_mode=true")
+    trainer.fit()
+    assert "timing_s/old_log_prob" not in trainer.history[-1]
+    assert trainer.history[-1]["training/rollout_probs_diff_max"] == 0
