@@ -17,7 +17,7 @@ from grpo_dist.config.placement import Placement, placement
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import load_prompts
 from grpo_dist.data.sampler import PromptSampler
-from grpo_dist.data.tokenize import load_tokenizer, tokenize_prompts
+from grpo_dist.data.tokenize import TokenizedPrompt, load_tokenizer, tokenize_prompts
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.rewards import check_data_sources, load_reward_function
 from grpo_dist.tracking.base import Trackers
@@ -77,11 +77,15 @@ def load_run_prompts(config: RunConfig) -> tuple[Prompts, list[str]]:
     """
     data, model = config.data, config.actor_rollout_ref.model
     tokenizer = load_tokenizer(resolve_model_path(model.path), trust_remote_code=model.trust_remote_code)
-    loaded, notes = [], []
+    loaded: list[list[TokenizedPrompt]] = []
+    notes: list[str] = []
     for key, files, most in (
         ("data.train_files", data.train_files, data.train_max_samples),
-        ("data.val_files", data.val_files or (), data.val_max_samples),
+        ("data.val_files", data.val_files, data.val_max_samples),
     ):
+        if not files:  # no validation
+            loaded.append([])
+            continue
         prompts = load_prompts(
             files,
             key=key,

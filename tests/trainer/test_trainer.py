@@ -249,3 +249,9 @@ def test_bypass_mode_leaves_the_old_log_probs_out(tmp_path: Path, groups: dict[s
     trainer.fit()
     assert "timing_s/old_log_prob" not in trainer.history[-1]
     assert trainer.history[-1]["training/rollout_probs_diff_max"] == 0
+
+
+def test_without_validation_files_nothing_is_validated(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+    trainer = make_trainer(tmp_path, groups, "data.val_files=null")
+    trainer.fit()
+    assert not any(name.startswith("val-") for row in trainer.history for name in row)

@@ -1,0 +1,74 @@
+"""Every estimator, KL type, aggregation mode and policy loss trains one step of the built-in model on real workers.
+
+The workers start once: actor ranks, vLLM, reference and reward process that give every column any method may ask for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.config.load import load_config
+from grpo_dist.config.schema import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
+from grpo_dist.trainer.build import Workers, build_trainer, load_run_prompts
+from grpo_dist.trainer.trainer import Roles
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+ACTOR = "actor_rollout_ref.actor"
+CORRECTION = "algorithm.rollout_correction"
+SMALL = (
+    "data.train_batch_size=4",
+    f"{ACTOR}.ppo_mini_batch_size=4",
+    "actor_rollout_ref.rollout.n=4",
+    "data.val_files=null",
+    "trainer.save_freq=-1",
+    "trainer.export_hf_model=false",
+    "trainer.log_rollouts=false",
+    "trainer.total_training_steps=1",
+)
+# Together they make the roles give log-probs, entropies, hidden states and step masks.
+EVERY_COLUMN = (
+    "algorithm.adv_estimator=grpo_process",
+    "algorithm.use_kl_in_reward=true",
+    f"{ACTOR}.kl_loss_type=full",
+    f"{ACTOR}.top_entropy_quantile=0.5",
+)
+CASES = [
+    *([f"algorithm.adv_estimator={name}"] for name in ADV_ESTIMATORS),
+    *([f"{ACTOR}.kl_loss_type={name}"] for name in KL_LOSS_TYPES),
+    *([f"{ACTOR}.loss_agg_mode={name}"] for name in LOSS_AGG_MODES),
+    *([f"{ACTOR}.policy_loss.loss_mode={name}"] for name in LOSS_MODES),
+    ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", f"{ACTOR}.use_kl_loss=false"],
+    [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_2"],
+    [f"{CORRECTION}.rollout_rs=seq_mean_k3", f"{CORRECTION}.rollout_rs_threshold=0.1", f"{ACTOR}.entropy_coeff=0.01"],
+    [f"{CORRECTION}.bypass_mode=true"],
+    ["algorithm.filter_groups.enable=true", "algorithm.mask_truncated_responses=true"],
+    [f"{ACTOR}.top_entropy_quantile=0.2"],
+    ["actor_rollout_ref.ref.ref_model_sync_steps=1", f"{ACTOR}.kl_loss_type=full"],
+]
+
+
+@pytest.fixture(scope="module")
+def roles(local_ray: None) -> Iterator[Roles]:
+    workers = Workers(load_config([*SMALL, *EVERY_COLUMN])[0])
+    try:
+        yield workers.start(num_steps=len(CASES))
+    finally:
+        workers.shutdown()
+
+
+@pytest.mark.parametrize("overrides", CASES, ids=lambda overrides: ",".join(o.rpartition(".")[2] for o in overrides))
+def test_one_step(roles: Roles, overrides: list[str], tmp_path: Path) -> None:
+    config, _ = load_config([*SMALL, f"trainer.default_local_dir={tmp_path}", *overrides])
+    trainer = build_trainer(config, roles, load_run_prompts(config)[0], 1)
+    trainer.fit()
+    step = trainer.history[-1]
+    assert step["step"] == 1
+    assert all(math.isfinite(value) for value in step.values()), step
+    assert step["training/rollout_probs_diff_max"] < 1e-3, "the sampler had the trainer's weights"
+    assert step["actor/grad_norm"] > 0 or step["critic/zero_variance_groups"] == 1
+    assert ("actor/kl_loss" in step) == config.actor_rollout_ref.actor.use_kl_loss

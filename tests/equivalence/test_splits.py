@@ -1,0 +1,109 @@
+"""The objective over a batch equals its sum over any split, in loss and gradient: every mode, term and correction."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_dist.algorithms import kl_penalty, policy_objective
+from grpo_dist.algorithms.aggregate import LOSS_AGG_MODES
+from grpo_dist.algorithms.policy_loss import POLICY_LOSS
+
+N, T, V = 8, 5, 7
+LENGTHS = torch.tensor([5, 1, 3, 0, 4, 2, 5, 3])  # one response is masked whole
+MASK = (torch.arange(T) < LENGTHS.unsqueeze(-1)).float()
+SPLITS = {
+    "2": [[0, 1, 2, 3], [4, 5, 6, 7]],
+    "5": [[0, 1], [2], [3], [4, 5], [6, 7]],
+    "8": [[i] for i in range(N)],
+    "uneven, shuffled, one empty": [[5, 0, 7, 2, 6], [], [3], [4, 1]],
+}
+KLS = ("none", "k1", "abs", "k2", "k3", "k1+", "k3+", "full")
+
+
+def columns(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "logits": normal(N, T, V),
+        "ref_logits": normal(N, T, V),
+        "old": -2 + 0.3 * normal(N, T),
+        "advantages": normal(N, T),
+        "weights": normal(N, T).exp(),
+        "selected": (normal(N, T) > 1).float(),
+    }
+
+
+def loss_and_gradient(
+    parts: list[list[int]], *, mode: str, kl: str, entropy: bool, corrected: bool, loss_mode: str = "vanilla"
+) -> tuple[float, torch.Tensor]:
+    data = columns()
+    logits = data["logits"].requires_grad_()
+    total = torch.zeros(())
+    for part in parts:
+        log_softmax = torch.log_softmax(logits[part], -1)
+        reference = torch.log_softmax(data["ref_logits"][part], -1)
+        optional: dict[str, Any] = {}
+        if kl == "full":
+            optional["exact_kl"] = kl_penalty("full", log_softmax, reference)
+        if corrected:
+            optional["rollout_is_weights"] = data["weights"][part]
+        loss, _ = policy_objective(
+            log_probs=log_softmax[..., 0],
+            old_log_probs=data["old"][part],
+            advantages=data["advantages"][part],
+            response_mask=MASK[part],
+            ref_log_probs=reference[..., 0] if kl not in ("none", "full") else None,
+            entropy=-(log_softmax.exp() * log_softmax).sum(-1) if entropy else None,
+            loss_mode=loss_mode,
+            loss_agg_mode=mode,
+            options={},
+            kl_loss_type=kl,
+            kl_loss_coef=0.3,
+            entropy_coeff=0.1,
+            global_tokens=MASK.sum(),
+            global_sequences=(MASK.sum(-1) > 0).sum(),
+            loss_scale_factor=T,
+            selected=data["selected"][part],
+            **optional,
+        )
+        total = total + loss
+    total.backward()
+    assert logits.grad is not None
+    return total.item(), logits.grad
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_every_term_and_correction(mode: str, split: str) -> None:
+    for kl, entropy, corrected in product(KLS, (False, True), (False, True)):
+        case = {"mode": mode, "kl": kl, "entropy": entropy, "corrected": corrected}
+        whole, gradient = loss_and_gradient([list(range(N))], **case)  # type: ignore[arg-type]
+        cut, cut_gradient = loss_and_gradient(SPLITS[split], **case)  # type: ignore[arg-type]
+        assert cut == pytest.approx(whole, rel=1e-5, abs=1e-6), case
+        torch.testing.assert_close(cut_gradient, gradient, rtol=1e-5, atol=1e-6, msg=str(case))
+        assert gradient.abs().max() > 1e-3, case
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("loss_mode", POLICY_LOSS.names())
+def test_every_policy_loss(loss_mode: str, split: str) -> None:
+    case: dict[str, Any] = {"mode": "seq-mean-token-mean", "kl": "k3", "entropy": True, "corrected": True}
+    whole, gradient = loss_and_gradient([list(range(N))], loss_mode=loss_mode, **case)
+    cut, cut_gradient = loss_and_gradient(SPLITS[split], loss_mode=loss_mode, **case)
+    assert cut == pytest.approx(whole, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(cut_gradient, gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_counts_of_the_part_would_change_the_loss() -> None:
+    """Without global counts the parts do not add up: the comparison above is about something."""
+    case: dict[str, Any] = {"mode": "token-sum", "kl": "none", "entropy": False, "corrected": False}
+    whole, _ = loss_and_gradient([list(range(N))], **case)
+    cut, _ = loss_and_gradient([[0, 1, 2, 3]], **case)
+    assert abs(cut - whole) > 1e-2
