@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from grpo_dist.protocol import merge_metrics, metric_values
+from grpo_dist.engines.exact_kl import ReferenceHead
+from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from tests.models import objective, random_batch, random_qwen3, trainable_engine
 from tests.ranks import run_ranks
 
-MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+# Every aggregation mode; with them the exact KL, importance weights and selected tokens take their turns.
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "token-mean": {},
+    "seq-mean-token-mean": {"kl_loss_type": "full", "entropy_coeff": 0.0},
+    "seq-mean-token-sum": {"weighted": True, "loss_mode": "gspo"},
+    "seq-mean-token-sum-norm": {"kl_loss_type": "k3+", "loss_scale_factor": 12.0, "loss_mode": "cispo"},
+    "token-sum": {"loss_mode": "kl_cov", "selects_tokens": True},
+}
+MODES = tuple(OBJECTIVES)
+HIDDEN = 32
+
+
+def batch() -> DataProto:
+    """16 rows with every column that an objective may read."""
+    data = random_batch(num_groups=4, n=4)
+    rng = np.random.default_rng(5)
+    lengths = data["responses"].lengths.tolist()
+    extra = {
+        "ref_hidden_states": [rng.normal(size=(length, HIDDEN)) for length in lengths],
+        "rollout_is_weights": [rng.uniform(0.5, 2, length) for length in lengths],
+        "selected_tokens": [(rng.random(length) < 0.3) for length in lengths],
+    }
+    columns = {name: Ragged.from_rows(rows, torch.float32) for name, rows in extra.items()}
+    return data.union(DataProto.from_dict(columns))
 
 
 def train(rank: int, path: str, shards: list[list[int]], micro_batch_size: int) -> dict:
     """Two optimizer steps per aggregation mode on this rank's rows; returns metrics and final weights."""
     out = {}
-    data = random_batch(num_groups=4, n=4)
-    for mode in MODES:
+    data = batch()
+    for mode, changes in OBJECTIVES.items():
         engine = trainable_engine(path)
         # plain SGD: Adam divides by the size of the gradient, which turns rounding of near-zero ones into real steps
+        engine.reference_head = ReferenceHead.load(engine.settings, "cpu")
         engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
         steps = [
             engine.train_mini_batch(
-                data.index(shards[rank]), micro_batch_size=micro_batch_size, objective=objective(loss_agg_mode=mode)
+                data.index(shards[rank]),
+                micro_batch_size=micro_batch_size,
+                objective=objective(loss_agg_mode=mode, **changes),
             )
             for _ in range(2)
         ]
