@@ -33,6 +33,13 @@ def tag_contents(text: str, tags: Sequence[str]) -> list[str] | None:
     return None if rest else contents
 
 
+def last_tag_content(text: str, tag: str) -> str | None:
+    """What stands in the last complete `<tag>...</tag>`, stripped; None if there is none."""
+    before, closing, _ = text.rpartition(f"</{tag}>")
+    content = before.rpartition(f"<{tag}>")
+    return content[2].strip() if closing and content[1] else None
+
+
 def compute_score(
     data_source: str,
     solution_str: str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str
         source = str(Path(source).expanduser())
     function = load_attribute(f"{source}:{name}", key="custom_reward_function.path/name")
     _check_callable(function, f"{path}:{name}", reward_kwargs)
+    check = getattr(sys.modules.get(function.__module__), "check_reward_kwargs", None)
+    if check is not None:  # a module may look at its arguments once, before anything starts
+        check(**reward_kwargs)
     return RewardFunction(f"{path}:{name}", function, dict(reward_kwargs))
 
 

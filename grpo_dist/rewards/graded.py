@@ -1,0 +1,60 @@
+"""Reward by how near the answer comes: exact, equal as a number, contained, or wrong.
+
+    custom_reward_function.path=grpo_dist.rewards.graded
+    custom_reward_function.reward_kwargs='{tag: answer}'                                2.0, 1.5, 0
+    custom_reward_function.reward_kwargs='{tag: answer, exact: 1.0, numeric: 1.0, partial: 0.5, wrong: 0.01}'
+
+The first scale is that of the widely copied GRPO demo on GSM8K (W. Brown, 2025), the second tiny-grpo's. Used with the
+format rewards of xml_tags.py by weighted.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_dist.rewards.format import last_tag_content
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any],
+    *,
+    tag: str | None = None,
+    exact: float = 2.0,
+    numeric: float = 1.5,
+    partial: float = 0.0,
+    wrong: float = 0.0,
+) -> dict[str, float]:
+    """Grade the answer.
+
+    Args:
+        data_source: not used.
+        solution_str: the response.
+        ground_truth: the answer, compared as text without surrounding white space.
+        extra_info: not used.
+        tag: the answer is what stands in the last `<tag>...</tag>`; without one in the response it is wrong. None: the
+            whole response.
+        exact: for the same text.
+        numeric: for the same number, written differently ("1,000.0" for "1000").
+        partial: for an answer that contains the truth.
+        wrong: for anything else.
+
+    Returns:
+        score, and `acc`: 1 for an exact or numerically equal answer.
+    """
+    answer = solution_str.strip() if tag is None else last_tag_content(solution_str, tag)
+    truth = str(ground_truth).strip()
+    if answer == truth:
+        return {"score": exact, "acc": 1.0}
+    if answer is not None and (number := _number(answer)) is not None and number == _number(truth):
+        return {"score": numeric, "acc": 1.0}
+    return {"score": partial if answer and truth and truth in answer else wrong, "acc": 0.0}
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text.replace(",", "").replace("$", "").strip().rstrip("."))
+    except ValueError:
+        return None

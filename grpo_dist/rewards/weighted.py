@@ -1,0 +1,95 @@
+"""Several reward functions at once: the score is their weighted sum, each one's score is logged.
+
+    custom_reward_function.path=grpo_dist.rewards.weighted
+    custom_reward_function.reward_kwargs='{functions: [
+        {path: grpo_dist.rewards.graded, weight: 1.0, reward_kwargs: {tag: answer}},
+        {path: grpo_dist.rewards.xml_tags, weight: 0.5},
+        {path: my_reward.py, name: politeness, weight: 0.1, label: polite}]}'
+
+`path: null` is the built-in scorer of the row's data source. The components are what `adv_estimator=gdpo` normalises.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from grpo_dist.errors import ConfigError
+from grpo_dist.rewards.base import RewardFunction, score_response
+
+KEY = "custom_reward_function.reward_kwargs.functions"
+FIELDS = {"path", "name", "weight", "reward_kwargs", "label"}
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any],
+    *,
+    functions: Sequence[Mapping[str, Any]],
+) -> dict[str, float]:
+    """The weighted sum.
+
+    Args:
+        data_source: of the row.
+        solution_str: the response.
+        ground_truth: of the row.
+        extra_info: of the row.
+        functions: each with `path`, `name` (compute_score), `weight` (1), `reward_kwargs` ({}) and `label` (the last
+            part of its path), as in `custom_reward_function`.
+
+    Returns:
+        score, each function's score under its label, and their extra values as `LABEL.NAME`.
+
+    Raises:
+        RewardError: one of them failed; see `score_response`.
+    """
+    total = 0.0
+    found: dict[str, float] = {}
+    for label, function, weight in _load(json.dumps([dict(each) for each in functions], default=str)):
+        result = score_response(
+            function,
+            data_source=data_source,
+            solution_str=solution_str,
+            ground_truth=ground_truth,
+            extra_info=extra_info,
+        )
+        total += weight * result.score
+        found |= {label: result.score, **{f"{label}.{name}": value for name, value in result.extra.items()}}
+    return found | {"score": total}
+
+
+def check_reward_kwargs(*, functions: Sequence[Mapping[str, Any]]) -> None:
+    """Load all functions before a run starts.
+
+    Raises:
+        ConfigError: one of them cannot be loaded, or has a field that does not exist.
+    """
+    _load(json.dumps([dict(each) for each in functions], default=str))
+
+
+@cache
+def _load(text: str) -> list[tuple[str, RewardFunction, float]]:
+    from grpo_dist.rewards.load import load_reward_function
+
+    loaded: dict[str, tuple[str, RewardFunction, float]] = {}
+    for i, each in enumerate(json.loads(text)):
+        unknown = sorted(each.keys() - FIELDS)
+        if unknown or "path" not in each:
+            what = f"has no field {unknown[0]!r}" if unknown else "needs a path"
+            raise ConfigError(f"{KEY}[{i}] {what}; the fields are {', '.join(sorted(FIELDS))}")
+        path = each["path"]
+        label = each.get("label") or (str(path).removesuffix(".py").replace("/", ".").rpartition(".")[2])
+        weight = each.get("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise ConfigError(f"{KEY}[{i}].weight={weight!r}: must be a number")
+        if label in loaded or label == "score":
+            raise ConfigError(f"{KEY}[{i}]: a second reward called {label!r}; give it another label")
+        function = load_reward_function(path, each.get("name", "compute_score"), each.get("reward_kwargs") or {})
+        loaded[label] = (label, function, float(weight))
+    if not loaded:
+        raise ConfigError(f"{KEY}: names no function")
+    return list(loaded.values())

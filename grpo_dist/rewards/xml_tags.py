@@ -1,0 +1,37 @@
+"""Reward for tags, each on its own: a first step for a model that does not know the format yet.
+
+    custom_reward_function.path=grpo_dist.rewards.xml_tags
+    custom_reward_function.reward_kwargs='{tags: [think, answer], per_tag: 0.2}'
+
+`format` (format.py) asks for the whole format at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any],
+    *,
+    tags: Sequence[str] = ("think", "answer"),
+    per_tag: float = 0.2,
+) -> float:
+    """`per_tag` for every opening and every closing tag that stands in the response exactly once.
+
+    Args:
+        data_source: not used.
+        solution_str: the response.
+        ground_truth: not used.
+        extra_info: not used.
+        tags: names of the tags.
+        per_tag: for each of the 2 * len(tags) tags.
+    """
+    if isinstance(tags, str) or not tags or len(set(tags)) != len(tags):
+        raise ValueError(f"reward_kwargs.tags={tags!r}: must be a list of different tag names")
+    wanted = [form for tag in tags for form in (f"<{tag}>", f"</{tag}>")]
+    return per_tag * sum(solution_str.count(form) == 1 for form in wanted)

@@ -1,0 +1,57 @@
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.errors import ConfigError, RewardError
+from grpo_dist.rewards import load_reward_function
+
+PATH = "grpo_dist.rewards.weighted"
+TEXT = "<think>2 + 2</think><answer>4.0</answer>"
+
+
+def load(functions: list) -> object:
+    return load_reward_function(PATH, "compute_score", {"functions": functions})
+
+
+def score(functions: list, text: str = TEXT) -> dict:
+    reward = load(functions)
+    return reward.function("d", text, "4", {}, **reward.reward_kwargs)
+
+
+def test_the_sum_and_its_parts(tmp_path: Path) -> None:
+    """Graded 1.5 * 2, four tags at 0.2 * 0.5, ten characters at 0.1."""
+    (tmp_path / "own.py").write_text(
+        "def length(data_source, solution_str, ground_truth, extra_info):\n    return 10\n"
+    )
+    result = score(
+        [
+            {"path": "grpo_dist.rewards.graded", "weight": 2, "reward_kwargs": {"tag": "answer"}},
+            {"path": "grpo_dist.rewards.xml_tags", "weight": 0.5},
+            {"path": str(tmp_path / "own.py"), "name": "length", "weight": 0.1, "label": "long"},
+        ]
+    )
+    assert result == pytest.approx(
+        {"score": 3.0 + 0.4 + 1.0, "graded": 1.5, "graded.acc": 1.0, "xml_tags": 0.8, "long": 10.0}
+    )
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ([], "names no function"),
+        ([{"name": "f"}], r"functions\[0\] needs a path"),
+        ([{"path": "x.py", "wieght": 1}], r"functions\[0\] has no field 'wieght'"),
+        ([{"path": "nowhere.py"}], "cannot import nowhere.py"),
+        ([{"path": "grpo_dist.rewards.graded", "weight": "2"}], "weight='2': must be a number"),
+        ([{"path": "grpo_dist.rewards.graded"}] * 2, "a second reward called 'graded'"),
+    ],
+)
+def test_mistakes_are_told_before_a_run(functions: list, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(functions)
+
+
+def test_a_function_that_fails_is_named(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def f(data_source, solution_str, ground_truth, extra_info):\n    return None\n")
+    with pytest.raises(RewardError, match=r"own.py:f.*must return a finite number"):
+        score([{"path": str(tmp_path / "own.py"), "name": "f"}])
