@@ -89,12 +89,21 @@ def format_summary(config: RunConfig, notes: list[str]) -> str:
 
 def _run_rows(config: RunConfig) -> Rows:
     actor, trainer = config.actor_rollout_ref.actor, config.trainer
-    kl = f", KL {actor.kl_loss_coef:g} * {actor.kl_loss_type}" if actor.use_kl_loss else ", no KL"
+    algorithm = config.algorithm
+    terms = [algorithm.adv_estimator, *([loss] if (loss := actor.policy_loss.loss_mode) != "vanilla" else [])]
+    terms.append(actor.loss_agg_mode)
+    if actor.use_kl_loss:
+        terms.append(f"KL {actor.kl_loss_coef:g} * {actor.kl_loss_type}")
+    if algorithm.use_kl_in_reward:
+        terms.append(f"KL {algorithm.kl_ctrl.kl_coef:g} * {algorithm.kl_penalty} in the reward")
+    if not config.needs_reference:
+        terms.append("no KL")
+    terms.append(f"lr {actor.optim.lr:g}")
     limit = _many(trainer.total_epochs, "epoch")
     if trainer.total_training_steps is not None:
         limit = _many(trainer.total_training_steps, "training step")
     return [
-        ("algorithm", f"{config.algorithm.adv_estimator}, {actor.loss_agg_mode}{kl}, lr {actor.optim.lr:g}"),
+        ("algorithm", ", ".join(terms)),
         ("model", config.actor_rollout_ref.model.path),
         ("train data", ", ".join(config.data.train_files)),
         ("validation data", ", ".join(config.data.val_files) or "none"),

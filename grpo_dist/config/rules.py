@@ -61,7 +61,7 @@ def estimators_get_what_they_need(config: RunConfig) -> Iterator[Problem]:
 def overlong_buffer_fits(config: RunConfig) -> Iterator[Problem]:
     """The buffer lies within the longest response."""
     buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
-    if buffer.enable and buffer.len > longest:
+    if buffer.enable and buffer.resolved_len(config.data) > longest:
         why = "the buffer is part of the longest response"
         yield _problem(config, why, "reward.overlong_buffer.len", "data.max_response_length")
 

@@ -297,8 +297,12 @@ class OverlongBufferConfig(Section):
     """`reward.overlong_buffer`: DAPO's soft overlong punishment."""
 
     enable: bool
-    len: Count
+    len: Count | None
     penalty_factor: NonNegativeFloat
+
+    def resolved_len(self, data: DataConfig) -> int:
+        """Tokens of the buffer; null means a fifth of the longest response."""
+        return max(1, data.max_response_length // 5) if self.len is None else self.len
 
 
 class RewardConfig(Section):

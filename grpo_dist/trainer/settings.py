@@ -109,7 +109,7 @@ def reward_settings(config: RunConfig) -> RewardSettings:
     model, custom = config.actor_rollout_ref.model, config.custom_reward_function
     path = str(Path(custom.path).absolute()) if custom.path and custom.path.endswith(".py") else custom.path
     buffer = config.reward.overlong_buffer
-    penalty = OverlongPenalty(config.data.max_response_length, buffer.len, buffer.penalty_factor)
+    penalty = OverlongPenalty(config.data.max_response_length, buffer.resolved_len(config.data), buffer.penalty_factor)
     return RewardSettings(
         model.path,
         model.trust_remote_code,

@@ -19,7 +19,7 @@ def score(functions: list, text: str = TEXT) -> dict:
 
 
 def test_the_sum_and_its_parts(tmp_path: Path) -> None:
-    """Graded 1.5 * 2, four tags at 0.2 * 0.5, ten characters at 0.1."""
+    """Graded 1.5 * 2, four tags at 0.2 * 0.5, 10 at 0.1."""
     (tmp_path / "own.py").write_text(
         "def length(data_source, solution_str, ground_truth, extra_info):\n    return 10\n"
     )
