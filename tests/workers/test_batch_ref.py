@@ -147,7 +147,7 @@ def test_mistakes_are_named() -> None:
         BatchError, match=r"stage 'fetch' needs 'ref_log_probs' \(made by ref\); the batch has responses"
     ):
         batch.fetch(("responses", "ref_log_probs"))
-    with pytest.raises(BatchError, match=r"'advantages' \(made by advantage\)"):
+    with pytest.raises(BatchError, match=r"'advantages' \(made by targets\)"):
         batch.select(("advantages",))
     with pytest.raises(BatchError, match="handles with 2 and 3 rows"):
         batch.union(log_probs(0, 3))
