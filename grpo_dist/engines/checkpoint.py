@@ -39,13 +39,13 @@ def load_engine(engine: FSDPEngine, folder: Path) -> None:
     engine.schedule.load_state_dict(state["schedule"])
 
 
-def save_model(engine: FSDPEngine, folder: Path) -> None:
+def save_parameters(engine: FSDPEngine, folder: Path) -> None:
     """Write shards of the weights alone. Collective."""
     dcp.save({"model": get_model_state_dict(engine.model)}, checkpoint_id=folder)
 
 
-def load_model(engine: FSDPEngine, folder: Path) -> None:
-    """Read what `save_model` wrote, on any number of ranks. Collective.
+def load_parameters(engine: FSDPEngine, folder: Path) -> None:
+    """Read what `save_parameters` wrote, on any number of ranks. Collective.
 
     Raises:
         CheckpointError: the folder is not a readable checkpoint of this model.

@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from grpo_dist.algorithms.kl import kl_penalty
-from grpo_dist.engines.fsdp_model import DTYPES, load_model
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.errors import ConfigError
 
 # Logits in float32 that exist at once for one micro-batch, in numbers (64 MiB).
@@ -44,23 +42,17 @@ class ReferenceHead:
         return ReferenceHead(self.weight.to(device), None if self.bias is None else self.bias.to(device))
 
     @classmethod
-    def load(cls, settings: ModelSettings, device: str) -> ReferenceHead:
-        """Read it from the model's folder.
+    def of(cls, model: Any, device: str, dtype: torch.dtype) -> ReferenceHead:
+        """A copy of a model's output layer, gathered from its shards. Collective if the model is sharded.
 
         Raises:
             ConfigError: the model changes its logits after the output layer.
         """
-        model = load_model(settings)
         changes = [name for name in CHANGES_LOGITS if getattr(model.config, name, None)]
         if changes:
             raise ConfigError(
                 f"actor_rollout_ref.actor.kl_loss_type=full: models with {changes[0]} are not supported; use low_var_kl"
             )
-        return cls.of(model, device, DTYPES[settings.compute_dtype])
-
-    @classmethod
-    def of(cls, model: Any, device: str, dtype: torch.dtype) -> ReferenceHead:
-        """A copy of a model's output layer, gathered from its shards. Collective if the model is sharded."""
         head = model.get_output_embeddings()
 
         def copy(parameter: Tensor | None) -> Tensor | None:

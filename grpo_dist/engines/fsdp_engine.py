@@ -169,6 +169,10 @@ class FSDPEngine:
                 other = distribute_tensor(other, parameter.device_mesh, parameter.placements)
             parameter.mul_(1 - share).add_(other, alpha=share)
 
+    def output_layer(self, device: str) -> ReferenceHead:
+        """A copy of the output layer in the compute type. Collective."""
+        return ReferenceHead.of(self.model, device, DTYPES[self.settings.compute_dtype])
+
     def export_state(self) -> dict[str, Tensor]:
         """The whole weights in the model's own type on rank 0; {} elsewhere."""
         state = dict(full_parameters(self.model, DTYPES[self.settings.model_dtype]))

@@ -14,6 +14,16 @@ from collections.abc import Sequence
 from typing import Any
 
 
+def check_tags(tags: Sequence[str]) -> None:
+    """Check the `tags` of a reward function.
+
+    Raises:
+        ValueError: they are no list of different names.
+    """
+    if isinstance(tags, str) or not tags or len(set(tags)) != len(tags):
+        raise ValueError(f"reward_kwargs.tags={tags!r}: must be a list of different tag names")
+
+
 def tag_contents(text: str, tags: Sequence[str]) -> list[str] | None:
     """What stands in the tags, stripped; None unless the text is these tags, once each, in this order.
 
@@ -63,8 +73,7 @@ def compute_score(
         score: 1 for the right answer in the right format, `format_score` for the right format, else 0; and
         its parts `format` and `acc`, each 0 or 1.
     """
-    if isinstance(tags, str) or not tags or len(set(tags)) != len(tags):
-        raise ValueError(f"reward_kwargs.tags={tags!r}: must be a list of different tag names")
+    check_tags(tags)
     contents = tag_contents(solution_str, tags)
     correct = contents is not None and contents[-1] == str(ground_truth).strip()
     score = 1.0 if correct else format_score if contents is not None else 0.0

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_dist.rewards.format import check_tags
+
 
 def compute_score(
     data_source: str,
@@ -31,7 +33,6 @@ def compute_score(
         tags: names of the tags.
         per_tag: for each of the 2 * len(tags) tags.
     """
-    if isinstance(tags, str) or not tags or len(set(tags)) != len(tags):
-        raise ValueError(f"reward_kwargs.tags={tags!r}: must be a list of different tag names")
+    check_tags(tags)
     wanted = [form for tag in tags for form in (f"<{tag}>", f"</{tag}>")]
     return per_tag * sum(solution_str.count(form) == 1 for form in wanted)

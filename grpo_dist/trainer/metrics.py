@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.reward import EXTRA
 
 
 def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
@@ -22,7 +23,7 @@ def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
         "critic/zero_variance_groups": zero_variance_share(scores, uids),
         "perf/total_num_tokens": float(batch["prompt_length"].sum() + batch["response_length"].sum()),
     }
-    extras = {name: values for name, values in batch.small.items() if name.startswith("reward_extra/")}
+    extras = {name: values for name, values in batch.small.items() if name.startswith(EXTRA)}
     return metrics | {f"{name}/mean": float(np.nanmean(v)) for name, v in extras.items() if not np.isnan(v).all()}
 
 

@@ -71,7 +71,7 @@ class TrainingSampler:
         kept: list[tuple[GroupRequest, DataProtoRef]] = []
         while len(kept) < wanted:
             attempt = sampled // wanted
-            if filtering.enable and attempt and attempt == filtering.max_num_gen_batches:
+            if attempt and attempt == filtering.max_num_gen_batches:
                 raise GrpoDistError(
                     f"algorithm.filter_groups.max_num_gen_batches={attempt}: of {sampled} groups only {len(kept)} of "
                     f"the {wanted} needed have responses that differ in {filtering.metric}: the prompts are too easy, "
@@ -82,14 +82,11 @@ class TrainingSampler:
             sampled += len(groups)
             pairs = zip(requests, groups, strict=True)
             kept += [pair for pair in pairs if not filtering.enable or informative(pair[1], filtering.metric)]
-            if not filtering.enable:
-                break
-        informative_groups = len(kept)
         result.requests = [request for request, _ in kept[:wanted]]
         result.batch = DataProtoRef.concat([group for _, group in kept[:wanted]])
         if filtering.enable:
             result.metrics["train/num_gen_batches"] = sampled / wanted
-            result.metrics["train/filtered_groups"] = 1 - informative_groups / sampled
+            result.metrics["train/filtered_groups"] = 1 - len(kept) / sampled
         return result
 
     def _sample(self, requests: list[GroupRequest], timings: dict[str, float]) -> list[DataProtoRef]:
@@ -127,7 +124,7 @@ def informative(group: DataProtoRef, metric: str) -> bool:
     Raises:
         RewardError: the reward function did not return it.
     """
-    name = metric if metric in ("score", *group.small) else EXTRA + metric
+    name = metric if metric in group.small else EXTRA + metric
     if name not in group.small:
         known = [key.removeprefix(EXTRA) for key in group.small if key.startswith(EXTRA)]
         raise RewardError(

@@ -74,7 +74,6 @@ class PolicyWorker(Process):
         import torch
 
         from grpo_dist.assets import resolve_model_path
-        from grpo_dist.engines.exact_kl import ReferenceHead
         from grpo_dist.engines.fsdp_engine import FSDPEngine
         from grpo_dist.engines.fsdp_model import init_process_group
 
@@ -97,7 +96,8 @@ class PolicyWorker(Process):
             grad_clip=settings.grad_clip,
         )
         if settings.exact_kl:
-            self.engine.reference_head = ReferenceHead.load(model, settings.device)
+            # before the first step, and before a checkpoint is read, the policy is the reference
+            self.engine.reference_head = self.engine.output_layer(settings.device)
 
     def compute_log_probs(self, rows: DataProtoRef) -> DataProtoRef:
         """The columns `settings.columns` of this rank's rows: `old_log_probs`, `ref_hidden_states`, ..."""
@@ -124,23 +124,20 @@ class PolicyWorker(Process):
 
     def export_output_layer(self) -> list[ray.ObjectRef]:
         """Put the output layer into the object store, for actors that take the exact KL; rank 0 returns it."""
-        from grpo_dist.engines.exact_kl import ReferenceHead
-        from grpo_dist.engines.fsdp_model import DTYPES
-
-        head = ReferenceHead.of(self.engine.model, "cpu", DTYPES[self.settings.model.compute_dtype])
+        head = self.engine.output_layer("cpu")
         return [ray.put(head)] if self.rank == 0 else []
 
     def save_checkpoint(self, folder: str) -> None:
         """Write this rank's shard of the weights into `folder`."""
-        from grpo_dist.engines.checkpoint import save_model
+        from grpo_dist.engines.checkpoint import save_parameters
 
-        save_model(self.engine, Path(folder))
+        save_parameters(self.engine, Path(folder))
 
     def load_checkpoint(self, folder: str) -> None:
         """Read the weights from `folder`; the number of ranks may differ."""
-        from grpo_dist.engines.checkpoint import load_model
+        from grpo_dist.engines.checkpoint import load_parameters
 
-        load_model(self.engine, Path(folder))
+        load_parameters(self.engine, Path(folder))
 
 
 def import_engine() -> None:

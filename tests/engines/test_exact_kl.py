@@ -9,7 +9,6 @@ import transformers
 from grpo_dist.algorithms import kl_penalty
 from grpo_dist.engines import exact_kl
 from grpo_dist.engines.exact_kl import ReferenceHead, at_responses, output_layer_input
-from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.errors import ConfigError
 
 TEMPERATURE = 0.7
@@ -29,7 +28,7 @@ def test_value_and_gradient_equal_the_logits_own(
         ref_logits = reference(input_ids=ids).logits
     generator = torch.Generator().manual_seed(1)
     logits = (ref_logits + torch.randn(ref_logits.shape, generator=generator)).requires_grad_()
-    head = ReferenceHead.load(ModelSettings(path, False, "fp32", "fp32", False, True), "cpu")
+    head = ReferenceHead.of(reference, "cpu", torch.float32)
     kl = head.kl(logits, RESPONSE_INDEX, at_responses(seen[0], RESPONSE_INDEX), TEMPERATURE)
     kl.sum().backward()
     found, logits.grad = logits.grad.clone(), None
@@ -61,11 +60,8 @@ def test_hooks_are_gone_afterwards(random_models: dict[str, str]) -> None:
     assert seen == []
 
 
-def test_a_model_that_changes_its_logits_is_refused(
-    random_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_changes_its_logits_is_refused(random_models: dict[str, str]) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(random_models["untied"])
     model.config.final_logit_softcapping = 30.0
-    monkeypatch.setattr(exact_kl, "load_model", lambda settings: model)
     with pytest.raises(ConfigError, match="kl_loss_type=full: models with final_logit_softcapping"):
-        ReferenceHead.load(ModelSettings("x", False, "fp32", "fp32", False, True), "cpu")
+        ReferenceHead.of(model, "cpu", torch.float32)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.engines.checkpoint import load_model, save_model
-from grpo_dist.engines.exact_kl import ReferenceHead
+from grpo_dist.engines.checkpoint import load_parameters, save_parameters
 from grpo_dist.engines.fsdp_engine import FSDPEngine
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.errors import CheckpointError
@@ -27,13 +26,13 @@ def move(rank: int, path: str, folder: Path) -> dict[str, Any]:
     first = weights(engine)
     engine.mix_parameters(((name, torch.full(value.shape, 2.0)) for name, value in first.items()), 0.25)
     mixed = weights(engine)
-    head = ReferenceHead.of(engine.model, "cpu", torch.float32)
-    save_model(engine, folder / "ref")
+    head = engine.output_layer("cpu")
+    save_parameters(engine, folder / "ref")
     engine.mix_parameters(((name, torch.full(value.shape, 3.0)) for name, value in first.items()), 1.0)
     replaced = weights(engine)
-    load_model(engine, folder / "ref")
+    load_parameters(engine, folder / "ref")
     try:
-        load_model(engine, folder / "nowhere")
+        load_parameters(engine, folder / "nowhere")
         message = ""
     except CheckpointError as error:
         message = str(error)

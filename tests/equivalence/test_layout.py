@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.engines.exact_kl import ReferenceHead
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from tests.models import objective, random_batch, random_qwen3, trainable_engine
 from tests.ranks import run_ranks
@@ -46,7 +45,7 @@ def train(rank: int, path: str, shards: list[list[int]], micro_batch_size: int) 
     for mode, changes in OBJECTIVES.items():
         engine = trainable_engine(path)
         # plain SGD: Adam divides by the size of the gradient, which turns rounding of near-zero ones into real steps
-        engine.reference_head = ReferenceHead.load(engine.settings, "cpu")
+        engine.reference_head = engine.output_layer("cpu")
         engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
         steps = [
             engine.train_mini_batch(
