@@ -19,7 +19,9 @@ lambda are bounded above by one number. Option names and formulas are verl's (`a
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,6 +85,30 @@ def compute_rollout_correction(
         weights = _importance_weights(log_ratio, mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize)
         metrics |= _weight_metrics(weights, mask)
     return weights, response_mask * kept, metrics
+
+
+def bypass_weights(
+    log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, config: Mapping[str, Any]
+) -> Tensor:
+    """In bypass mode there is no old policy to compare with: the policy being trained is compared as it moves.
+
+    Args:
+        log_probs: (N, T) float32, nats; the current policy. The weights carry no gradient.
+        rollout_log_probs: (N, T) float32, nats; the sampler's.
+        response_mask: (N, T), 1 on the tokens that train.
+        config: rollout_is, rollout_is_threshold, rollout_rs and rollout_rs_threshold.
+
+    Returns:
+        (N, T) float32 weights of the token losses, 0 on rejected tokens, which still count in the loss's mean (verl
+        leaves them out of it, with a mean per micro-batch).
+    """
+    weights, kept, _ = compute_rollout_correction(
+        old_log_probs=log_probs.detach(),
+        rollout_log_probs=rollout_log_probs,
+        response_mask=response_mask,
+        **config,
+    )
+    return kept.float() if weights is None else weights * kept
 
 
 def read_bounds(threshold: float | str, *, key: str) -> tuple[float | None, float]:

@@ -32,7 +32,7 @@ class TargetSettings:
         options: its options (norm_adv_by_std_in_grpo, gamma, ...).
         kl_penalty: KL estimator of the penalty in the reward; None: no penalty.
         rollout_correction: rollout_is, rollout_is_threshold, ...: arguments of `compute_rollout_correction`.
-        bypass_mode: the sampler's log-probs are the old ones.
+        bypass_mode: the sampler's log-probs are the old ones; corrections, if any, are the objective's.
         mask_truncated: responses that were cut at their longest length do not train.
         top_entropy_quantile: only this share of the tokens, those of the highest entropy, earns an advantage.
         loss_mode: the policy loss, which may select tokens.
@@ -92,9 +92,12 @@ def compute_targets(
     mask = columns["response_mask"].float()
     if settings.mask_truncated:
         mask = mask * (1 - truncated.float()).unsqueeze(-1)
-    weights, mask, metrics = compute_rollout_correction(
-        old_log_probs=old, rollout_log_probs=rollout, response_mask=mask, **settings.rollout_correction
-    )
+    weights: Tensor | None = None
+    metrics: dict[str, float] = {}
+    if not settings.bypass_mode:
+        weights, mask, metrics = compute_rollout_correction(
+            old_log_probs=old, rollout_log_probs=rollout, response_mask=mask, **settings.rollout_correction
+        )
     rewards = columns["token_level_scores"].float()
     if settings.kl_penalty is not None:
         kl = kl_penalty(settings.kl_penalty, old, columns["ref_log_probs"])

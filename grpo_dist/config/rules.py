@@ -44,15 +44,24 @@ def estimators_get_what_they_need(config: RunConfig) -> Iterator[Problem]:
     """Settings that an estimator or loss cannot work with."""
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     correction, quantile = algorithm.rollout_correction, f"{_ACTOR}.top_entropy_quantile"
-    if correction.bypass_mode and correction.rollout_is is not None:
+    bypass, reinforce = f"{_CORRECTION}.bypass_mode", correction.loss_type == "reinforce"
+    if correction.bypass_mode and correction.rollout_is is not None and not reinforce:
         why = "with the sampler's log-probs as the old ones the ratio corrects already; set one of the two"
-        keys = f"{_CORRECTION}.bypass_mode", f"{_CORRECTION}.rollout_is"
-        yield _problem(config, why, *keys)
+        yield _problem(config, why, bypass, f"{_CORRECTION}.rollout_is")
+    if correction.bypass_mode and correction.rollout_is_batch_normalize:
+        why = "these weights change during the update, so there is no mean over the batch; set one of the two"
+        yield _problem(config, why, bypass, f"{_CORRECTION}.rollout_is_batch_normalize")
+    if reinforce and not correction.bypass_mode:
+        why = "reinforce is a loss of bypass_mode; set bypass_mode=true, or actor.policy_loss.loss_mode=gpg"
+        yield _problem(config, why, f"{_CORRECTION}.loss_type", bypass)
+    if reinforce and actor.policy_loss.loss_mode != "vanilla":
+        why = "two losses; leave one of them at its default"
+        yield _problem(config, why, f"{_CORRECTION}.loss_type", f"{_ACTOR}.policy_loss.loss_mode")
     if (correction.rollout_rs is None) != (correction.rollout_rs_threshold is None):
         yield _problem(config, "set both or none", f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.rollout_rs_threshold")
     if correction.bypass_mode and actor.top_entropy_quantile < 1:
         why = "entropies come from the pass that bypass_mode leaves out"
-        yield _problem(config, why, quantile, f"{_CORRECTION}.bypass_mode")
+        yield _problem(config, why, quantile, bypass)
     if actor.policy_loss.loss_mode in SEQUENCE_LOSSES[:2] and actor.top_entropy_quantile < 1:
         why = "the loss has one ratio for the whole sequence; choose another loss_mode or set the share to 1"
         yield _problem(config, why, quantile, f"{_ACTOR}.policy_loss.loss_mode")

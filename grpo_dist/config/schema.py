@@ -89,6 +89,7 @@ class RolloutCorrectionConfig(Section):
     rollout_rs: Text | None
     rollout_rs_threshold: PositiveFloat | Text | None
     bypass_mode: bool
+    loss_type: Literal["ppo_clip", "reinforce"]
 
 
 class FilterGroupsConfig(Section):

@@ -216,6 +216,7 @@ class FSDPEngine:
             exact_kl=exact_kl,
             rollout_is_weights=micro_batch.columns.get("rollout_is_weights"),
             selected=micro_batch.columns.get("selected_tokens"),
+            bypass=settings.bypass,
         )
 
     def _plan(self, data: DataProto, micro_batch_size: int) -> list[Any]:

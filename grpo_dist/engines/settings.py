@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class ObjectiveSettings:
         loss_scale_factor: constant length for seq-mean-token-sum-norm.
         weighted: whether the batch has importance weights against the sampler.
         selects_tokens: whether the policy loss treats some tokens apart.
+        bypass: options of `algorithms.correction.bypass_weights`, or None: no such weights.
     """
 
     loss_mode: str
@@ -52,6 +54,7 @@ class ObjectiveSettings:
     loss_scale_factor: float | None = None
     weighted: bool = False
     selects_tokens: bool = False
+    bypass: Mapping[str, Any] | None = None
 
     @property
     def exact_kl(self) -> bool:

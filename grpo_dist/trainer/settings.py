@@ -47,7 +47,7 @@ def target_settings(config: RunConfig) -> TargetSettings:
         adv_estimator=absolute(algorithm.adv_estimator),
         options=algorithm.model_dump(include=options),
         kl_penalty=absolute(algorithm.kl_penalty) if algorithm.use_kl_in_reward else None,
-        rollout_correction=correction.model_dump(exclude={"bypass_mode"}),
+        rollout_correction=correction.model_dump(exclude={"bypass_mode", "loss_type"}),
         bypass_mode=correction.bypass_mode,
         mask_truncated=algorithm.mask_truncated_responses,
         top_entropy_quantile=actor.top_entropy_quantile,
@@ -69,8 +69,11 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
         "tau_pos": actor.tau_pos,
         "tau_neg": actor.tau_neg,
     }
+    correction = config.algorithm.rollout_correction
+    reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
+    bypass = correction.model_dump(include={"rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold"})
     return ObjectiveSettings(
-        loss_mode=absolute(loss.loss_mode),
+        loss_mode="gpg" if reinforce else absolute(loss.loss_mode),  # -A log pi, weighted
         loss_agg_mode=actor.loss_agg_mode,
         options=options,
         use_kl_loss=actor.use_kl_loss,
@@ -78,8 +81,9 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
         kl_loss_coef=actor.kl_loss_coef,
         entropy_coeff=actor.entropy_coeff,
         loss_scale_factor=actor.loss_scale_factor or config.data.max_response_length,
-        weighted=config.algorithm.rollout_correction.rollout_is is not None,
+        weighted=correction.rollout_is is not None and not correction.bypass_mode,
         selects_tokens=loss.loss_mode in TOKEN_SELECTING,
+        bypass=bypass if correction.bypass_mode and (reinforce or correction.rollout_rs) else None,
     )
 
 

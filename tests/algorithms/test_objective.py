@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -39,3 +41,19 @@ def test_terms_without_a_column_are_left_out() -> None:
     loss, metrics = policy_objective(**ARGUMENTS | {"ref_log_probs": None, "entropy": None})
     assert loss.item() == pytest.approx(1 / 3)
     assert not {"actor/kl_loss", "actor/entropy"} & metrics.keys()
+
+
+def test_bypass_weighs_by_the_policy_as_it_trains() -> None:
+    """-A log pi with ratios e^0.5 and e^1, truncated at 2: (1.6487 + 2 * 0.5 - 3 * 1.6487) / 3; no gradient in w."""
+    log_probs = torch.tensor([[-1.0, -0.5], [-1.0, 0.0]], requires_grad=True)
+    options = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": None, "rollout_rs_threshold": None}
+    loss, _ = policy_objective(
+        **ARGUMENTS
+        | {"log_probs": log_probs, "old_log_probs": torch.full(SHAPE, -1.5), "loss_mode": "gpg", "bypass": options}
+        | {"ref_log_probs": None, "entropy": None}
+    )
+    root = math.exp(0.5)
+    assert loss.item() == pytest.approx((root + 2 * 0.5 - 3 * root) / 3, rel=1e-5)
+    loss.backward()
+    expected = torch.tensor([[-root, -2.0], [3 * root, 0.0]]) / 3
+    torch.testing.assert_close(log_probs.grad, expected)

@@ -56,7 +56,7 @@ def test_bypass_takes_the_samplers_log_probs() -> None:
     columns = {name: values for name, values in COLUMNS.items() if name != "old_log_probs"}
     out, metrics = compute_targets(columns, TargetSettings("grpo", PLAIN, bypass_mode=True), **ROWS)
     assert torch.equal(out["old_log_probs"], COLUMNS["rollout_log_probs"])
-    assert metrics["training/rollout_probs_diff_max"] == 0
+    assert metrics == {}, "nothing to compare: zeros would be no measurement"
 
 
 def test_only_tokens_of_high_entropy_earn_an_advantage() -> None:

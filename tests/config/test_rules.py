@@ -129,6 +129,51 @@ def test_legal_settings_pass(overrides):
     assert load(*overrides).trainer.total_training_steps == 25
 
 
+CORRECTION = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"],
+            f"{CORRECTION}.bypass_mode=true, {CORRECTION}.rollout_is=token: with the sampler's log-probs",
+        ),
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true"],
+            f"{CORRECTION}.bypass_mode=true, {CORRECTION}.rollout_is_batch_normalize=true: these weights change",
+        ),
+        (
+            [f"{CORRECTION}.loss_type=reinforce"],
+            f"{CORRECTION}.loss_type=reinforce, {CORRECTION}.bypass_mode=false: reinforce is a loss of bypass_mode",
+        ),
+        (
+            [
+                f"{CORRECTION}.bypass_mode=true",
+                f"{CORRECTION}.loss_type=reinforce",
+                f"{ACTOR}.policy_loss.loss_mode=gspo",
+                f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+            ],
+            f"{CORRECTION}.loss_type=reinforce, {ACTOR}.policy_loss.loss_mode=gspo: two losses",
+        ),
+        (
+            [f"{CORRECTION}.rollout_rs=token_k1"],
+            f"{CORRECTION}.rollout_rs=token_k1, {CORRECTION}.rollout_rs_threshold=null: set both or none",
+        ),
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.top_entropy_quantile=0.2"],
+            f"{ACTOR}.top_entropy_quantile=0.2, {CORRECTION}.bypass_mode=true: entropies come from the pass",
+        ),
+        (
+            [f"{ACTOR}.top_entropy_quantile=0.2", f"{ACTOR}.policy_loss.loss_mode=geo_mean"],
+            f"{ACTOR}.top_entropy_quantile=0.2, {ACTOR}.policy_loss.loss_mode=geo_mean: the loss has one ratio",
+        ),
+    ],
+)
+def test_corrections_and_selections_that_do_not_go_together(overrides, message):
+    assert refused(*overrides).startswith(message)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "what"),
     [

@@ -45,7 +45,12 @@ CASES = [
     ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", f"{ACTOR}.use_kl_loss=false"],
     [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_2"],
     [f"{CORRECTION}.rollout_rs=seq_mean_k3", f"{CORRECTION}.rollout_rs_threshold=0.1", f"{ACTOR}.entropy_coeff=0.01"],
-    [f"{CORRECTION}.bypass_mode=true"],
+    [
+        f"{CORRECTION}.bypass_mode=true",
+        f"{CORRECTION}.rollout_rs=seq_mean_k1",
+        f"{CORRECTION}.rollout_rs_threshold=2.0",
+    ],
+    [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=reinforce", f"{CORRECTION}.rollout_is=token"],
     ["algorithm.filter_groups.enable=true", "algorithm.mask_truncated_responses=true"],
     [f"{ACTOR}.top_entropy_quantile=0.2"],
     ["actor_rollout_ref.ref.ref_model_sync_steps=1", f"{ACTOR}.kl_loss_type=full"],

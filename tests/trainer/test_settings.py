@@ -83,6 +83,21 @@ def test_options_of_the_targets_arrive() -> None:
     assert targets.mask_truncated
 
 
+@pytest.mark.parametrize(
+    ("overrides", "loss_mode", "bypass"),
+    [
+        ((), "vanilla", False),
+        (("bypass_mode=true",), "vanilla", False),
+        (("bypass_mode=true", "rollout_rs=token_k1", "rollout_rs_threshold=2"), "vanilla", True),
+        (("bypass_mode=true", "loss_type=reinforce", "rollout_is=token"), "gpg", True),
+    ],
+)
+def test_bypass_mode_corrects_in_the_objective(overrides: tuple, loss_mode: str, bypass: bool) -> None:
+    config = load(*(f"algorithm.rollout_correction.{override}" for override in overrides))
+    objective = objective_settings(config)
+    assert (objective.loss_mode, objective.bypass is not None, objective.weighted) == (loss_mode, bypass, False)
+
+
 def test_the_roles_get_what_they_need() -> None:
     config = load(f"{ACTOR}.top_entropy_quantile=0.2", f"{ACTOR}.kl_loss_type=full")
     actor, ref = policy_settings(config, placement(config), 10), reference_settings(config, placement(config))
