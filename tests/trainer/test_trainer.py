@@ -248,7 +248,7 @@ def test_bypass_mode_leaves_the_old_log_probs_out(tmp_path: Path, groups: dict[s
     trainer = make_trainer(tmp_path, groups, "algorithm.rollout_correction.bypass_mode=true")
     trainer.fit()
     assert "timing_s/old_log_prob" not in trainer.history[-1]
-    assert trainer.history[-1]["training/rollout_probs_diff_max"] == 0
+    assert "training/rollout_probs_diff_max" not in trainer.history[-1], "nothing was compared"
 
 
 def test_without_validation_files_nothing_is_validated(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:

@@ -17,7 +17,7 @@ PROB_EPS = 1e-8
 @POLICY_LOSS.register("gpg")
 def gpg(batch: PolicyInputs, config: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """-A log pi: no ratio, no clip. GPG (arXiv 2504.02546)."""
-    return batch.weighted(-batch.advantages * batch.log_probs), {}
+    return batch.weighted(-batch.advantages * batch.log_probs), batch.ppo_kl()
 
 
 @POLICY_LOSS.register("dro")
