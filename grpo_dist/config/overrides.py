@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from grpo_dist.assets import BUILTIN
 from grpo_dist.config.keys import is_free_form, leaf_keys, nearest_keys, section_keys, unknown_key
 from grpo_dist.config.problems import Problem
+from grpo_dist.config.verl_keys import FLAGS, RENAMED, Foreign, foreign_key
 
 CONFIG_DIR = Path(__file__).parent
 
@@ -63,6 +64,14 @@ def read_command_line(overrides: list[str]) -> CommandLine:
 
 def _add(line: CommandLine, override: Override, text: str) -> None:
     key = override.key_or_group
+    if key in RENAMED and not override.is_sweep_override():
+        line.notes.append(f"{key} is called {RENAMED[key]} here")
+        key = RENAMED[key]
+        text = f"{key}={text.partition('=')[2]}"
+    foreign = None if key in leaf_keys() or override.is_delete() else foreign_key(key)
+    if foreign is not None:
+        _add_foreign(line, foreign, text)
+        return
     options = group_options().get(key)
     problem: Problem | None = None
     if override.is_delete():
@@ -88,6 +97,19 @@ def _add(line: CommandLine, override: Override, text: str) -> None:
         line.problems.append(problem)
 
 
+def _add_foreign(line: CommandLine, foreign: Foreign, text: str) -> None:
+    """A key of verl's that does nothing here: said once, or refused where the run would not be what was asked for."""
+    key, _, value = text.partition("=")
+    written = value.strip("'\"").lower()
+    if foreign.refused:
+        line.problems.append(Problem(f"{text}: not supported here: {foreign.text}", (key,)))
+    elif foreign.only and written not in (*foreign.only, "none" if "null" in foreign.only else ""):
+        allowed = " or ".join(foreign.only)
+        line.problems.append(Problem(f"{text}: only {allowed} is supported here: {foreign.text}", (key,)))
+    else:
+        line.notes.append(f"no effect here: {text}: {foreign.text}")
+
+
 def _choose_groups(line: CommandLine) -> None:
     for key, (group, option) in _GROUP_FOR_KEY.items():
         text = line.values.get(key)
@@ -99,6 +121,8 @@ def _choose_groups(line: CommandLine) -> None:
 
 def _unreadable(text: str, error: HydraException) -> Problem:
     key, equals, _ = text.lstrip("+").partition("=")
+    if key in FLAGS:
+        return Problem(f"{text}: {FLAGS[key]}; the keys are the same", (key,))
     if not equals:
         known = " (the only flag is --help)" if text.startswith("-") else ""
         return Problem(f"{text or repr(text)}: not an override; write key=value{known}", (key,))

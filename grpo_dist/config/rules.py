@@ -67,6 +67,20 @@ def estimators_get_what_they_need(config: RunConfig) -> Iterator[Problem]:
         yield _problem(config, why, quantile, f"{_ACTOR}.policy_loss.loss_mode")
 
 
+def prompts_are_sampled_for_use(config: RunConfig) -> Iterator[Problem]:
+    """Without a filter, groups beyond the batch would be thrown away."""
+    data = config.data
+    if (data.gen_batch_size or 0) > data.train_batch_size and not config.algorithm.filter_groups.enable:
+        why = "only algorithm.filter_groups.enable=true needs more prompts than the batch has; set it to null"
+        yield _problem(config, why, "data.gen_batch_size", "data.train_batch_size")
+
+
+def something_to_validate(config: RunConfig) -> Iterator[Problem]:
+    """`val_only` validates."""
+    if config.trainer.val_only and not config.data.val_files:
+        yield _problem(config, "there is nothing to validate on; set data.val_files", "trainer.val_only")
+
+
 def overlong_buffer_fits(config: RunConfig) -> Iterator[Problem]:
     """The buffer lies within the longest response."""
     buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
@@ -221,6 +235,8 @@ def vllm_is_installed(config: RunConfig) -> Iterator[Problem]:
 RULES: tuple[Rule, ...] = (
     groups_need_two_responses,
     estimators_get_what_they_need,
+    prompts_are_sampled_for_use,
+    something_to_validate,
     overlong_buffer_fits,
     mini_batches_divide_the_batch,
     actor_ranks_divide_the_mini_batch,

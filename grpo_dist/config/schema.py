@@ -126,6 +126,7 @@ class DataConfig(Section):
     prompt_key: Text
     reward_fn_key: Text
     train_batch_size: Count
+    gen_batch_size: Count | None
     train_max_samples: CountOrMinusOne
     val_max_samples: CountOrMinusOne
     max_prompt_length: Count
@@ -143,6 +144,7 @@ class ModelConfig(Section):
     path: Text
     trust_remote_code: bool
     enable_gradient_checkpointing: bool
+    override_config: dict[str, Any]
 
 
 class PolicyLossConfig(Section):
@@ -232,6 +234,12 @@ class ValKwargsConfig(Section):
     n: Count
 
 
+class EngineKwargsConfig(Section):
+    """`actor_rollout_ref.rollout.engine_kwargs`: what the engine itself is given."""
+
+    vllm: dict[str, Any]
+
+
 class RolloutConfig(Section):
     """`actor_rollout_ref.rollout`: the engine and how it samples."""
 
@@ -251,6 +259,8 @@ class RolloutConfig(Section):
     enable_chunked_prefill: bool
     deterministic: bool | None
     log_prob_micro_batch_size_per_gpu: Count
+    ignore_eos: bool
+    engine_kwargs: EngineKwargsConfig
     startup_timeout_s: PositiveFloat
     val_kwargs: ValKwargsConfig
 
@@ -327,6 +337,7 @@ class TrainerConfig(Section):
     default_local_dir: Text
     test_freq: CountOrMinusOne
     val_before_train: bool
+    val_only: bool
     save_freq: CountOrMinusOne
     max_actor_ckpt_to_keep: Count | None
     resume_mode: Literal["auto", "disable", "resume_path"]

@@ -30,7 +30,7 @@ def usage() -> str:
     for group, options in group_options().items():
         for option in options:
             mark = "*" if defaults[group] == option else " "
-            lines.append(f" {mark} {f'{group}={option}':<22} {_first_comment(group, option)}")
+            lines.append(f" {mark} {f'{group}={option}':<22} {first_comment(group, option)}")
     lines += ["", "examples:"]
     for what, overrides in _EXAMPLES:
         lines += [f"  # {what}", f"  {_COMMAND} {overrides}"]
@@ -44,6 +44,7 @@ def _default_options() -> dict[str, str]:
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
-def _first_comment(group: str, option: str) -> str:
+def first_comment(group: str, option: str) -> str:
+    """What the option of a group is, by the comment at the top of its file."""
     lines = (CONFIG_DIR / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
     return next(line.removeprefix("#").strip() for line in lines if line.startswith("# ") and "@package" not in line)

@@ -63,8 +63,11 @@ def load_model(settings: ModelSettings) -> Any:
 
     transformers.utils.logging.disable_progress_bar()
     try:
+        config = transformers.AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
+        config.update(dict(settings.override_config))
         model = transformers.AutoModelForCausalLM.from_pretrained(
             settings.path,
+            config=config,
             dtype=DTYPES[settings.model_dtype],
             trust_remote_code=settings.trust_remote_code,
             attn_implementation="sdpa",

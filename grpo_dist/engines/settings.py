@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """How a model is loaded and sharded; dtypes are "fp32" or "bf16"."""
+    """How a model is loaded, with which entries of its config changed, and sharded; dtypes are "fp32" or "bf16"."""
 
     path: str
     trust_remote_code: bool
@@ -17,6 +17,7 @@ class ModelSettings:
     compute_dtype: str
     gradient_checkpointing: bool
     reshard_after_forward: bool
+    override_config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,10 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is started with; lengths in tokens, memory in GiB (None: what vLLM finds free)."""
+    """What an engine is started with; lengths in tokens, memory in GiB (None: what vLLM finds free).
+
+    `override_config` changes entries of the model's config, `engine_kwargs` are more arguments of vLLM's.
+    """
 
     model_path: str
     device: str
@@ -90,6 +94,8 @@ class EngineSettings:
     enforce_eager: bool
     enable_chunked_prefill: bool
     seed: int
+    override_config: Mapping[str, Any] = field(default_factory=dict)
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,7 @@ class SamplingSettings:
         top_k: k likeliest tokens; -1 is off.
         max_tokens: most tokens of a response, end-of-sequence included.
         seed: response i of a prompt is sampled with seed + i; None: the engine's own random state.
+        ignore_eos: sample on past the end-of-sequence token.
     """
 
     n: int
@@ -111,3 +118,4 @@ class SamplingSettings:
     top_k: int
     max_tokens: int
     seed: int | None
+    ignore_eos: bool = False

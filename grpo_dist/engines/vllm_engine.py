@@ -201,7 +201,13 @@ def _engine_args(settings: EngineSettings) -> Any:
     if memory_gib is not None:
         args["kv_cache_memory_bytes"] = int(memory_gib * 2**30)
     args |= {"block_size": CPU_BLOCK_SIZE} if cpu else {"gpu_memory_utilization": settings.gpu_memory_utilization}
-    return AsyncEngineArgs(**args)
+    if settings.override_config:
+        args["hf_overrides"] = dict(settings.override_config)
+    try:
+        return AsyncEngineArgs(**args | dict(settings.engine_kwargs))
+    except TypeError as error:  # an argument that vLLM does not have
+        names = ", ".join(settings.engine_kwargs)
+        raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {error}; given: {names}") from None
 
 
 def _sampling_params(sampling: SamplingSettings, stop_token_ids: list[int]) -> Any:
@@ -215,7 +221,7 @@ def _sampling_params(sampling: SamplingSettings, stop_token_ids: list[int]) -> A
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            stop_token_ids=stop_token_ids,
+            stop_token_ids=[] if sampling.ignore_eos else stop_token_ids,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
     except (ValueError, VLLMError) as error:

@@ -110,13 +110,17 @@ def load_run_prompts(config: RunConfig) -> tuple[Prompts, list[str]]:
         if config.custom_reward_function.path is None:
             check_data_sources(prompt.data_source for prompt in prompts)
         loaded.append(tokenized)
-    sampler = PromptSampler(len(loaded[0]), data.train_batch_size, shuffle=data.shuffle, seed=config.data_seed)
+    batch_size = data.gen_batch_size or data.train_batch_size
+    sampler = PromptSampler(len(loaded[0]), batch_size, shuffle=data.shuffle, seed=config.data_seed)
     return Prompts(loaded[0], loaded[1], sampler), notes
 
 
 def total_steps(config: RunConfig, prompts: Prompts) -> int:
-    """Training steps: trainer.total_training_steps, else total_epochs over the prompts."""
-    return config.trainer.total_training_steps or config.trainer.total_epochs * prompts.sampler.steps_per_epoch
+    """Training steps: trainer.total_training_steps, else total_epochs over the prompts (at least one step)."""
+    wanted = config.data.train_batch_size
+    sampled = config.data.gen_batch_size or wanted
+    per_epoch = prompts.sampler.steps_per_epoch * sampled // max(sampled, wanted)
+    return config.trainer.total_training_steps or max(1, config.trainer.total_epochs * per_epoch)
 
 
 class Workers:
@@ -183,7 +187,9 @@ def build_trainer(config: RunConfig, roles: Roles, prompts: Prompts, steps: int)
     rollout = config.actor_rollout_ref.rollout
     most = config.data.max_response_length
     seed = 0 if rollout.resolved_deterministic(config.device) else None
-    sampling = SamplingSettings(rollout.n, rollout.temperature, rollout.top_p, rollout.top_k, most, seed)
+    sampling = SamplingSettings(
+        rollout.n, rollout.temperature, rollout.top_p, rollout.top_k, most, seed, rollout.ignore_eos
+    )
     val = rollout.val_kwargs
     temperature = val.temperature if val.do_sample else 0.0
     val_seed = config.trainer.seed if val.do_sample else None

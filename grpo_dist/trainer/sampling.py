@@ -67,11 +67,10 @@ class TrainingSampler:
             GrpoDistError: a worker failed, or too few groups with different rewards were found.
         """
         filtering, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
-        result, sampled = Rollout(), 0
+        result, sampled, attempt = Rollout(), 0, 0
         kept: list[tuple[GroupRequest, DataProtoRef]] = []
         while len(kept) < wanted:
-            attempt = sampled // wanted
-            if attempt and attempt == filtering.max_num_gen_batches:
+            if filtering.enable and attempt and attempt == filtering.max_num_gen_batches:
                 raise GrpoDistError(
                     f"algorithm.filter_groups.max_num_gen_batches={attempt}: of {sampled} groups only {len(kept)} of "
                     f"the {wanted} needed have responses that differ in {filtering.metric}: the prompts are too easy, "
@@ -79,13 +78,13 @@ class TrainingSampler:
                 )
             requests = self._requests(step, attempt)
             groups = self._sample(requests, result.timings)
-            sampled += len(groups)
+            sampled, attempt = sampled + len(groups), attempt + 1
             pairs = zip(requests, groups, strict=True)
             kept += [pair for pair in pairs if not filtering.enable or informative(pair[1], filtering.metric)]
         result.requests = [request for request, _ in kept[:wanted]]
         result.batch = DataProtoRef.concat([group for _, group in kept[:wanted]])
         if filtering.enable:
-            result.metrics["train/num_gen_batches"] = sampled / wanted
+            result.metrics["train/num_gen_batches"] = attempt
             result.metrics["train/filtered_groups"] = 1 - len(kept) / sampled
         return result
 

@@ -134,6 +134,7 @@ def _model_settings(config: RunConfig, model_dtype: str, compute_dtype: str) -> 
         compute_dtype=compute_dtype,
         gradient_checkpointing=model.enable_gradient_checkpointing,
         reshard_after_forward=config.actor_rollout_ref.actor.fsdp_config.reshard_after_forward,
+        override_config=model.override_config,
     )
 
 
@@ -154,4 +155,6 @@ def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSe
         enforce_eager=rollout.enforce_eager,
         enable_chunked_prefill=rollout.enable_chunked_prefill,
         seed=config.trainer.seed + index,  # with equal seeds, engines would sample the same
+        override_config=model.override_config,
+        engine_kwargs={name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None},
     )

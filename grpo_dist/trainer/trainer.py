@@ -103,11 +103,14 @@ class GRPOTrainer:
         self.val_pump = RolloutPump(self.roles.rollout, self.roles.reward, None, **limits)
 
     def fit(self) -> None:
-        """Train until `total_steps`, validating and saving on the way."""
+        """Train until `total_steps`, validating and saving on the way; or only validate (`trainer.val_only`)."""
         self.sync_weights()
-        if self.config.trainer.val_before_train and self.step == 0:
+        if self.config.trainer.val_only or (self.config.trainer.val_before_train and self.step == 0):
             self.validate()
             self.report()
+        if self.config.trainer.val_only:
+            self._collect_writes()
+            return
         while self.step < self.total_steps:
             self.timings, self.metrics = {}, {}
             started = time.perf_counter()

@@ -1,0 +1,123 @@
+"""docs/config.md, from the comments of grpo.yaml, the schema and the tables of verl_keys.py.
+
+    python -m grpo_dist.config.reference > docs/config.md
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import yaml
+
+from grpo_dist.config.keys import free_form_keys
+from grpo_dist.config.overrides import CONFIG_DIR, group_options
+from grpo_dist.config.problems import shown
+from grpo_dist.config.usage import first_comment
+from grpo_dist.config.verl_keys import FOREIGN, RENAMED
+
+_HEAD = """# Config
+
+Every key, its default and its meaning, made from `grpo_dist/config/grpo.yaml` by `python -m grpo_dist.config.reference`.
+Names and meanings are verl's wherever verl has the key. A run is these defaults, changed by groups (`model=`, `data=`,
+`cluster=`, `+recipe=`), changed by single keys (`key=value`, `+key=value` or `++key=value`; lists are `[a,b]`, an empty
+value is `null`). `trainer.dry_run=true` shows the result and starts nothing.
+
+Unknown keys, wrong types, values out of range and keys that contradict each other are reported together, before anything
+is started, with exit code 2.
+"""
+_MIGRATION = """## Coming from verl
+
+A verl script for FSDP and vLLM runs with `verl.trainer.main_ppo` replaced by `grpo_dist.main`. What differs:
+
+- Roles have GPUs of their own: `cluster.actor_world_size`, `rollout_world_size` and `ref_world_size` split what
+  `trainer.nnodes * trainer.n_gpus_per_node` gives, and have sensible defaults.
+- Defaults are those of a GRPO script where verl's are those of PPO: `algorithm.adv_estimator=grpo`, `rollout.n=8`,
+  `actor.use_kl_loss=true`. What a script sets counts as in verl.
+- `trainer.logger` knows console, jsonl, tensorboard and wandb.
+"""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of grpo.yaml, its default, and the comment above it."""
+
+    name: str
+    default: object
+    comment: str
+
+
+def documented_keys() -> Iterator[Key]:
+    """The keys of grpo.yaml in its order."""
+    text = (CONFIG_DIR / "grpo.yaml").read_text(encoding="utf-8")
+    values = yaml.safe_load(text)
+    path: list[str] = []
+    comment: list[str] = []
+    for line in text.splitlines():
+        stripped = line.strip()
+        if stripped.startswith("#"):
+            comment.append(stripped.lstrip("# "))
+            continue
+        match = re.match(r"( *)(\w+):", line)
+        if match and match[2] != "defaults":
+            path = [*path[: len(match[1]) // 2], match[2]]
+            key = ".".join(path)
+            value = _value(values, path)
+            if not isinstance(value, dict) or key in free_form_keys():
+                yield Key(key, value, " ".join(comment))
+        comment = []
+
+
+def reference() -> str:
+    """The text of docs/config.md."""
+    blocks = [_HEAD, _groups()]
+    sections: dict[str, list[Key]] = {}
+    for key in documented_keys():
+        sections.setdefault(key.name.rpartition(".")[0], []).append(key)
+    for section, keys in sections.items():
+        rows = [f"| `{key.name.rpartition('.')[2]}` | {_default(key.default)} | {_cell(key.comment)} |" for key in keys]
+        blocks.append("\n".join([f"## `{section}`\n", "| key | default | meaning |", "|---|---|---|", *rows]) + "\n")
+    return "\n".join([*blocks, _MIGRATION, *_foreign()])
+
+
+def _groups() -> str:
+    lines = ["## Groups\n", "| group | what it is |", "|---|---|"]
+    for group, options in group_options().items():
+        lines += [f"| `{group}={option}` | {_cell(first_comment(group, option))} |" for option in options]
+    return "\n".join(lines) + "\n"
+
+
+def _foreign() -> Iterator[str]:
+    yield "### Renamed\n\n| verl | here |\n|---|---|"
+    yield "\n".join(f"| `{old}` | `{new}` |" for old, new in RENAMED.items()) + "\n"
+    yield "### Accepted, without effect\n\nSaid once at the start of a run.\n\n| verl | why |\n|---|---|"
+    for key, entry in FOREIGN.items():
+        if not entry.refused:
+            only = f" (other than {' or '.join(entry.only)}: refused)" if entry.only else ""
+            yield f"| `{key}` | {_cell(entry.text)}{only} |"
+    yield "\n### Refused\n\n| verl | instead |\n|---|---|"
+    for key, entry in FOREIGN.items():
+        if entry.refused:
+            yield f"| `{key}` | {_cell(entry.text)} |"
+
+
+def _value(values: dict, path: list[str]) -> object:
+    found: object = values
+    for name in path:
+        assert isinstance(found, dict)
+        found = found[name]
+    return found
+
+
+def _default(value: object) -> str:
+    return "required" if value == "???" else f"`{shown(value)}`".replace("|", "\\|")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference() + "\n")
