@@ -7,6 +7,7 @@ activations, the CUDA context, or Python itself.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,12 +53,27 @@ class RoleMemory:
 
 
 def model_config_at_hand(path: str) -> dict[str, Any] | None:
-    """The model's config.json, if the model is built in or a local folder; hub names are not looked up."""
+    """The model's config.json: built in, in a local folder, in the hub's cache, or of known_models.json.
+
+    Nothing is downloaded. The known ones hold only what `model_shape` needs; a name matches whoever its owner is.
+    """
     try:
         folder = Path(resolve_model_path(path) if path.startswith(BUILTIN) else path).expanduser()
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError, ConfigError):
+    except ConfigError:
         return None
+    for candidate in (folder, *_cached_snapshots(path)):
+        try:
+            return json.loads((candidate / "config.json").read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError):
+            continue
+    known = json.loads(Path(__file__).with_name("known_models.json").read_text(encoding="utf-8"))
+    return {name.rpartition("/")[2].lower(): entry for name, entry in known.items()}.get(folder.name.lower())
+
+
+def _cached_snapshots(path: str) -> list[Path]:
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    return sorted(cache.glob(f"models--{path.replace('/', '--')}/snapshots/*")) if path.count("/") == 1 else []
 
 
 def model_shape(model_config: dict[str, Any]) -> ModelShape | None:

@@ -1,6 +1,6 @@
 """docs/config.md, from the comments of grpo.yaml, the schema and the tables of verl_keys.py.
 
-    python -m grpo_dist.config.reference > docs/config.md
+python -m grpo_dist.config.reference > docs/config.md
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from grpo_dist.config.verl_keys import FOREIGN, RENAMED
 
 _HEAD = """# Config
 
-Every key, its default and its meaning, made from `grpo_dist/config/grpo.yaml` by `python -m grpo_dist.config.reference`.
+Every key, its default and its meaning: made from `grpo_dist/config/grpo.yaml` by
+`python -m grpo_dist.config.reference`.
 Names and meanings are verl's wherever verl has the key. A run is these defaults, changed by groups (`model=`, `data=`,
 `cluster=`, `+recipe=`), changed by single keys (`key=value`, `+key=value` or `++key=value`; lists are `[a,b]`, an empty
 value is `null`). `trainer.dry_run=true` shows the result and starts nothing.
 
-Unknown keys, wrong types, values out of range and keys that contradict each other are reported together, before anything
-is started, with exit code 2.
+Unknown keys, wrong types, values out of range and keys that contradict each other are reported together, before
+anything is started, with exit code 2.
 """
 _MIGRATION = """## Coming from verl
 
@@ -112,7 +113,7 @@ def _value(values: dict, path: list[str]) -> object:
 
 
 def _default(value: object) -> str:
-    return "required" if value == "???" else f"`{shown(value)}`".replace("|", "\\|")
+    return "required" if value == "???" else f"`{shown(value)}`".replace("|", "\\|").replace("\n", "\\n")
 
 
 def _cell(text: str) -> str:

@@ -321,6 +321,8 @@ class RewardConfig(Section):
 
     num_workers: Count
     timeout_s: PositiveFloat
+    failure_score: Float
+    max_failure_rate: Share
     overlong_buffer: OverlongBufferConfig
     step_separator: Text
 

@@ -15,10 +15,12 @@ import numbers
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from grpo_dist.errors import GrpoDistError, RewardError
 from grpo_dist.registry import Registry
+
+Form = Literal["response", "batch", "trl"]
 
 SHOWN_CHARACTERS = 200  # of a response, in messages
 SHOWN_FRAMES = 3  # innermost frames of a failing function, in messages
@@ -29,11 +31,13 @@ SCORERS: Registry[Callable[..., Any]] = Registry("built-in scorer", "data_source
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A scorer, the name to call it by in messages, and the keyword arguments from custom_reward_function."""
+    """A scorer, its name in messages, the keyword arguments from custom_reward_function, and its form (group.py)."""
 
     name: str
     function: Callable[..., Any]
     reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    form: Form = "response"
+    is_async: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,6 @@ def score_response(
         RewardError: the function raised, or returned something that is neither a finite number nor a dict
             with a finite "score"; the message names the function, the data source and the response.
     """
-    where = f"reward function {function.name}, data_source={data_source!r}"
-    more = "..." if len(solution_str) > SHOWN_CHARACTERS else ""
-    response = f"response: {solution_str[:SHOWN_CHARACTERS]!r}{more}"
     try:
         returned = function.function(
             data_source=data_source,
@@ -82,18 +83,48 @@ def score_response(
     except GrpoDistError:
         raise
     except (Exception, SystemExit) as error:  # sys.exit() in a scorer must not end its process without a word
-        tail = traceback.TracebackException.from_exception(error)
-        # The outermost frame is this one. An error in the call itself has no other.
-        tail.stack = traceback.StackSummary.from_list(list(tail.stack)[1:][-SHOWN_FRAMES:])
-        text = "".join(tail.format(chain=False)).rstrip()
-        raise RewardError(f"{where} raised {type(error).__name__}: {error}\n{response}\n{text}") from error
+        raise RewardError(describe_failure(function, data_source, solution_str, error)) from error
     try:
-        return _checked(returned)
+        return checked_result(returned)
     except ValueError as problem:
-        raise RewardError(f"{where}: {problem}\n{response}") from None
+        raise RewardError(describe_failure(function, data_source, solution_str, problem, returned=True)) from None
 
 
-def _checked(returned: Any) -> RewardResult:
+def describe_failure(
+    function: RewardFunction, data_source: str, solution_str: str, error: BaseException, *, returned: bool = False
+) -> str:
+    """What the user needs to find the fault: function, data source, response, and the end of the traceback.
+
+    Args:
+        function: that failed.
+        data_source: of the row.
+        solution_str: the response.
+        error: what it raised, or what is wrong with what it returned.
+        returned: the latter.
+    """
+    where = f"reward function {function.name}, data_source={data_source!r}"
+    response = shown_response(solution_str)
+    if returned:
+        return f"{where}: {error}\n{response}"
+    tail = traceback.TracebackException.from_exception(error)
+    # The outermost frame is ours. An error in the call itself has no other.
+    tail.stack = traceback.StackSummary.from_list(list(tail.stack)[1:][-SHOWN_FRAMES:])
+    text = "".join(tail.format(chain=False)).rstrip()
+    return f"{where} raised {type(error).__name__}: {error}\n{response}\n{text}"
+
+
+def shown_response(solution_str: str) -> str:
+    """A response as messages show it."""
+    more = "..." if len(solution_str) > SHOWN_CHARACTERS else ""
+    return f"response: {solution_str[:SHOWN_CHARACTERS]!r}{more}"
+
+
+def checked_result(returned: Any) -> RewardResult:
+    """What a reward function returned for one response, checked.
+
+    Raises:
+        ValueError: it is neither a finite number nor a dict with a finite "score".
+    """
     if not isinstance(returned, Mapping):
         return RewardResult(_finite(returned, "must return a finite number or a dict with 'score', returned"), {})
     if "score" not in returned:

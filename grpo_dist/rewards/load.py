@@ -11,10 +11,16 @@ from typing import Any
 import grpo_dist.rewards.gsm8k  # noqa: F401  (registers its data sources)
 from grpo_dist.errors import ConfigError
 from grpo_dist.registry import load_attribute
-from grpo_dist.rewards.base import SCORERS, RewardFunction
+from grpo_dist.rewards.base import SCORERS, Form, RewardFunction
+from grpo_dist.rewards.group import BATCH_ARGUMENTS, TRL_ARGUMENTS, form_of
 
 PATH_KEY = "custom_reward_function.path"
-ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+# What each form is always called with. TRL functions also get the row's columns, which they may leave to **kwargs.
+ARGUMENTS: dict[Form, tuple[str, ...]] = {
+    "response": ("data_source", "solution_str", "ground_truth", "extra_info"),
+    "batch": BATCH_ARGUMENTS,
+    "trl": (*TRL_ARGUMENTS, "data_source", "ground_truth", "extra_info"),
+}
 
 
 def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str, Any]) -> RewardFunction:
@@ -39,11 +45,14 @@ def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str
     if source.endswith(".py"):
         source = str(Path(source).expanduser())
     function = load_attribute(f"{source}:{name}", key="custom_reward_function.path/name")
-    _check_callable(function, f"{path}:{name}", reward_kwargs)
+    form = form_of(function)
+    _check_callable(function, form, f"{path}:{name}", reward_kwargs)
     check = getattr(sys.modules.get(function.__module__), "check_reward_kwargs", None)
     if check is not None:  # a module may look at its arguments once, before anything starts
         check(**reward_kwargs)
-    return RewardFunction(f"{path}:{name}", function, dict(reward_kwargs))
+    return RewardFunction(
+        f"{path}:{name}", function, dict(reward_kwargs), form, is_async=inspect.iscoroutinefunction(function)
+    )
 
 
 def score_by_data_source(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
@@ -72,20 +81,19 @@ def check_data_sources(data_sources: Iterable[str]) -> None:
         )
 
 
-def _check_callable(function: Any, spec: str, reward_kwargs: Mapping[str, Any]) -> None:
+def _check_callable(function: Any, form: Form, spec: str, reward_kwargs: Mapping[str, Any]) -> None:
     where = f"custom_reward_function.path/name={spec}"
     if not callable(function) or inspect.isclass(function):
         raise ConfigError(f"{where}: must be a function, is {type(function).__name__}")
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{where}: is an async function; write a plain one (it runs in a process of its own)")
+    arguments = ARGUMENTS[form]
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some C functions tell nothing; the first call will
         return
     try:
-        signature.bind(**dict.fromkeys(ARGUMENTS), **reward_kwargs)
+        signature.bind(**dict.fromkeys(arguments), **reward_kwargs)
     except TypeError as error:
         raise ConfigError(
-            f"{where}{signature}: cannot be called with keyword arguments {', '.join(ARGUMENTS)} and "
+            f"{where}{signature}: cannot be called with keyword arguments {', '.join(arguments)} and "
             f"reward_kwargs={dict(reward_kwargs)}: {error}"
         ) from None

@@ -89,6 +89,8 @@ def _load(text: str) -> list[tuple[str, RewardFunction, float]]:
         if label in loaded or label == "score":
             raise ConfigError(f"{KEY}[{i}]: a second reward called {label!r}; give it another label")
         function = load_reward_function(path, each.get("name", "compute_score"), each.get("reward_kwargs") or {})
+        if function.form != "response" or function.is_async:
+            raise ConfigError(f"{KEY}[{i}]: {function.name} must be a plain function of one response")
         loaded[label] = (label, function, float(weight))
     if not loaded:
         raise ConfigError(f"{KEY}: names no function")

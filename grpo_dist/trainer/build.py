@@ -19,7 +19,8 @@ from grpo_dist.data.prompts import load_prompts
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt, load_tokenizer, tokenize_prompts
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.rewards import check_data_sources, load_reward_function
+from grpo_dist.rewards import check_data_sources
+from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.settings import (
@@ -47,6 +48,7 @@ def resolve_names(config: RunConfig) -> None:
 
     Raises:
         ConfigError: one of them does not exist.
+        RewardError: importing the reward function hangs, or ends its process.
     """
     actor, reward = config.actor_rollout_ref.actor, config.custom_reward_function
     ADVANTAGE.get(config.algorithm.adv_estimator)
@@ -54,7 +56,11 @@ def resolve_names(config: RunConfig) -> None:
     read_correction(config)
     KL.get(actor.kl_loss_type.removesuffix("+"))
     POLICY_LOSS.get(actor.policy_loss.loss_mode)
-    load_reward_function(reward.path, reward.name, reward.reward_kwargs)
+    scorer = Scorer(reward.path, reward.name, reward.reward_kwargs, timeout_s=config.reward.timeout_s)
+    try:
+        scorer.start()  # the user's code runs in a process of its own, here as later
+    finally:
+        scorer.stop()
 
 
 def read_correction(config: RunConfig) -> None:

@@ -23,6 +23,8 @@ from grpo_dist.workers.reward import Task
 
 # How often deadlines are looked at while nothing finishes.
 POLL_S = 0.5
+# A reward process may have to start its scorer again in between.
+SCORER_START_S = 180.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,22 @@ class GroupRequest:
     needs_ref: bool = True
 
 
+@dataclass
+class Pumped:
+    """What came out of a run of the pump.
+
+    Attributes:
+        groups: a handle for each request, in order.
+        timings: the seconds until the last group was generated (`gen`) and scored (`reward`), and those that the
+            reference took beyond that (`ref`).
+        failures: why responses could not be scored, a text for each.
+    """
+
+    groups: list[DataProtoRef]
+    timings: dict[str, float]
+    failures: list[str]
+
+
 class RolloutPump:
     """Generates, scores and, with a reference, computes its log-probs.
 
@@ -45,7 +63,9 @@ class RolloutPump:
         rollout: the engines.
         reward: the reward processes.
         ref: the reference, or None where no KL term needs it.
-        reward_timeout_s: seconds one group may take to score.
+        reward_timeout_s: seconds one response may take to score. The reward process sees to that; here it bounds how
+            long that process itself may be silent.
+        max_failure_rate: share of the responses of a run that the reward function may fail on.
         generate_timeout_s: seconds one group may take to be generated.
     """
 
@@ -57,19 +77,17 @@ class RolloutPump:
         *,
         reward_timeout_s: float,
         generate_timeout_s: float,
+        max_failure_rate: float = 0.0,
     ) -> None:
         self.rollout, self.reward, self.ref = rollout, reward, ref
         self.reward_timeout_s, self.generate_timeout_s = reward_timeout_s, generate_timeout_s
+        self.max_failure_rate = max_failure_rate
 
-    def run(self, requests: Sequence[GroupRequest]) -> tuple[list[DataProtoRef], dict[str, float]]:
+    def run(self, requests: Sequence[GroupRequest]) -> Pumped:
         """Sample and score all requests.
 
-        Returns:
-            (groups, timings): a handle for each request, in order; and the seconds until the last group
-            was generated (`gen`) and scored (`reward`), and those the reference took beyond that (`ref`).
-
         Raises:
-            GrpoDistError: a worker failed; RewardError if a reward function did not return in time.
+            GrpoDistError: a worker failed; RewardError if too many responses could not be scored.
         """
         flow = _Flow(self, requests)
         while not flow.finished:
@@ -77,7 +95,7 @@ class RolloutPump:
             for call in wait_any(flow.in_flight, POLL_S):
                 flow.collect(call)
             flow.check_deadlines()
-        return flow.results(), flow.timings
+        return Pumped(flow.results(), flow.timings, flow.failures)
 
 
 class _Flow:
@@ -97,6 +115,7 @@ class _Flow:
         self.groups: dict[int, DataProtoRef] = {}
         self.scores: dict[int, DataProtoRef] = {}
         self.ref_log_probs: dict[int, DataProtoRef] = {}
+        self.failures: list[str] = []
 
     @property
     def finished(self) -> bool:
@@ -131,7 +150,9 @@ class _Flow:
                 self.to_ref.append(i)
             self.timings["gen"] = elapsed
         elif call in self.scoring:
-            self.scores[self.scoring.pop(call)] = self.pump.reward.collect(call)
+            self.scores[self.scoring.pop(call)], failures = self.pump.reward.collect(call)
+            self.failures += failures
+            self._check_failures()
             self.timings["reward"] = elapsed
         elif self.ref_job is not None and self.pump.ref is not None:
             job, queued = self.ref_job
@@ -146,14 +167,23 @@ class _Flow:
         for call in self.generating:
             call.check_deadline(self.pump.generate_timeout_s)
         for call, i in self.scoring.items():
+            request = self.requests[i]
+            limit = self.pump.reward_timeout_s * (request.sampling.n + 1) + SCORER_START_S
             try:
-                call.check_deadline(self.pump.reward_timeout_s)
+                call.check_deadline(limit)
             except WorkerError as error:
-                request, limit = self.requests[i], self.pump.reward_timeout_s
                 raise RewardError(
-                    f"the reward function did not return within reward.timeout_s={limit:g} seconds for prompt "
-                    f"{request.uid} (data_source {request.task.data_source!r}): {error}"
+                    f"the reward process did not answer for prompt {request.uid} (data_source "
+                    f"{request.task.data_source!r}): {error}"
                 ) from None
+
+    def _check_failures(self) -> None:
+        total, rate = sum(request.sampling.n for request in self.requests), self.pump.max_failure_rate
+        if len(self.failures) > rate * total:
+            raise RewardError(
+                f"{len(self.failures)} of {total} responses could not be scored, more than "
+                f"reward.max_failure_rate={rate:g} allows; the first of them:\n{self.failures[0]}"
+            )
 
     def results(self) -> list[DataProtoRef]:
         """All groups, with scores and reference log-probs, in the order of the requests."""

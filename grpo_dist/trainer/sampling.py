@@ -34,12 +34,14 @@ class Rollout:
         requests: what was asked for, group by group.
         timings: seconds by kind of work, summed over the batches that were sampled.
         metrics: how many batches of prompts it took, and which share of the groups was dropped.
+        failures: why responses could not be scored, a text for each.
     """
 
     batch: DataProtoRef = field(default_factory=DataProtoRef)
     requests: list[GroupRequest] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -77,7 +79,7 @@ class TrainingSampler:
                     "too hard, or their reward says too little"
                 )
             requests = self._requests(step, attempt)
-            groups = self._sample(requests, result.timings)
+            groups = self._sample(requests, result)
             sampled, attempt = sampled + len(groups), attempt + 1
             pairs = zip(requests, groups, strict=True)
             kept += [pair for pair in pairs if not filtering.enable or informative(pair[1], filtering.metric)]
@@ -88,13 +90,14 @@ class TrainingSampler:
             result.metrics["train/filtered_groups"] = 1 - len(kept) / sampled
         return result
 
-    def _sample(self, requests: list[GroupRequest], timings: dict[str, float]) -> list[DataProtoRef]:
+    def _sample(self, requests: list[GroupRequest], result: Rollout) -> list[DataProtoRef]:
         """One handle per request; for ReMax with the greedy score as `reward_baseline`."""
         greedy = list(self._greedy(requests)) if self.config.algorithm.adv_estimator == "remax" else []
-        groups, taken = self.pump.run([*requests, *greedy])
-        for name, seconds in taken.items():
-            timings[name] = timings.get(name, 0.0) + seconds
-        own, baselines = groups[: len(requests)], groups[len(requests) :]
+        pumped = self.pump.run([*requests, *greedy])
+        result.failures += pumped.failures
+        for name, seconds in pumped.timings.items():
+            result.timings[name] = result.timings.get(name, 0.0) + seconds
+        own, baselines = pumped.groups[: len(requests)], pumped.groups[len(requests) :]
         for i, baseline in enumerate(baselines):
             column = np.full(len(own[i]), baseline["score"][0], np.float32)
             own[i] = dataclasses.replace(own[i], small=own[i].small | {"reward_baseline": column})
@@ -136,5 +139,8 @@ def make_request(uid: str, prompt: TokenizedPrompt, sampling: SamplingSettings, 
     """Ask for a group of responses to a prompt."""
     source = prompt.prompt
     return GroupRequest(
-        uid, prompt.token_ids, sampling, Task(source.data_source, source.ground_truth, source.extra_info, **task)
+        uid,
+        prompt.token_ids,
+        sampling,
+        Task(source.data_source, source.ground_truth, source.extra_info, source.messages, **task),
     )

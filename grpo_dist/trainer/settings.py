@@ -120,8 +120,10 @@ def reward_settings(config: RunConfig) -> RewardSettings:
         path,
         custom.name,
         custom.reward_kwargs,
-        penalty if buffer.enable else None,
-        config.reward.step_separator if config.algorithm.adv_estimator == "grpo_process" else None,
+        timeout_s=config.reward.timeout_s,
+        failure_score=config.reward.failure_score,
+        overlong_penalty=penalty if buffer.enable else None,
+        step_separator=config.reward.step_separator if config.algorithm.adv_estimator == "grpo_process" else None,
     )
 
 

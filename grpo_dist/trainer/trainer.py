@@ -97,7 +97,12 @@ class GRPOTrainer:
         trainer = self.config.trainer
         self.run_dir = Path(trainer.default_local_dir)
         self.kl_controller = kl_controller(self.config.algorithm.kl_ctrl)
-        limits = {"reward_timeout_s": self.config.reward.timeout_s, "generate_timeout_s": trainer.worker_timeout_s}
+        reward = self.config.reward
+        limits = {
+            "reward_timeout_s": reward.timeout_s,
+            "generate_timeout_s": trainer.worker_timeout_s,
+            "max_failure_rate": reward.max_failure_rate,
+        }
         pump = RolloutPump(self.roles.rollout, self.roles.reward, self.roles.ref, **limits)
         self.sampler = TrainingSampler(self.config, pump, self.prompts.train, self.prompts.sampler, self.sampling)
         self.val_pump = RolloutPump(self.roles.rollout, self.roles.reward, None, **limits)
@@ -141,6 +146,7 @@ class GRPOTrainer:
         self._requests, batch = result.requests, result.batch
         self.timings |= result.timings
         self.metrics |= result.metrics
+        self._show_failures(result.failures)
         if (batch["weight_version"] != self.weight_version).any():
             raise GrpoDistError(f"responses came from weights other than version {self.weight_version}")
         return batch
@@ -191,8 +197,9 @@ class GRPOTrainer:
             make_request(f"val-{p.prompt.index}", p, self.val_sampling, validation=True)
             for p in self.prompts.validation
         ]
-        groups, _ = self.val_pump.run(requests)
-        batch = DataProtoRef.concat(groups)
+        pumped = self.val_pump.run(requests)
+        batch = DataProtoRef.concat(pumped.groups)
+        self._show_failures(pumped.failures)
         sources = {request.uid: request.task.data_source for request in requests}
         self.metrics |= validation_metrics(batch, sources, self.val_sampling.n)
         self._write_samples(batch, requests, "validation")
@@ -281,6 +288,13 @@ class GRPOTrainer:
             parts = np.array_split(order, len(groups) // actor.ppo_mini_batch_size)
             batches.extend(groups[part].reshape(-1) for part in parts)
         return batches
+
+    def _show_failures(self, failures: Sequence[str]) -> None:
+        """Count the responses that could not be scored, and show one of them."""
+        self.metrics["reward/failures"] = self.metrics.get("reward/failures", 0.0) + len(failures)
+        if failures:
+            earned = f"they earn reward.failure_score={self.config.reward.failure_score:g}"
+            self.progress.message(f"{len(failures)} responses could not be scored; {earned}. The first:\n{failures[0]}")
 
     def _write_samples(self, batch: DataProtoRef, requests: Sequence[GroupRequest], folder: str) -> None:
         """Have a reward process write the batch as text; at most one step behind, so failures show."""

@@ -161,8 +161,8 @@ class RewardPool:
         """Score one group on a free process, without waiting."""
         return self.workers.submit(self._free.pop(0), "score", "score", group.select(("responses",)), task)
 
-    def collect(self, call: Call) -> DataProtoRef:
-        """The handle of a finished group's scores."""
+    def collect(self, call: Call) -> tuple[DataProtoRef, list[str]]:
+        """The handle of a finished group's scores, and why responses of it could not be scored."""
         self._free.append(call.rank)
         return call.result()
 

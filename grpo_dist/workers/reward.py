@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,8 @@ class OverlongPenalty:
 class RewardSettings:
     """What a reward worker is built from: the tokenizer's folder, and the reward function (path None: built-in).
 
-    With a `step_separator` the steps between separators have rewards of their own (rewards/steps.py).
+    A call of the function may take `timeout_s` seconds; a response that it fails on earns `failure_score`. With a
+    `step_separator` the steps between separators have rewards of their own (rewards/steps.py).
     """
 
     tokenizer_path: str
@@ -52,6 +53,8 @@ class RewardSettings:
     function_path: str | None
     function_name: str
     reward_kwargs: dict[str, Any]
+    timeout_s: float = 60.0
+    failure_score: float = 0.0
     overlong_penalty: OverlongPenalty | None = None
     step_separator: str | None = None
 
@@ -63,6 +66,7 @@ class Task:
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
+    messages: list[dict[str, Any]] = field(default_factory=list)
     validation: bool = False
 
 
@@ -70,47 +74,40 @@ class RewardWorker(Process):
     """Text side of the pipeline; one process of a pool."""
 
     def start(self, settings: RewardSettings) -> None:
-        """Load tokenizer and reward function.
+        """Load tokenizer and reward function, the latter in a process of its own.
 
         Raises:
             ConfigError: the function cannot be imported.
+            RewardError: importing it hangs, or ends its process.
         """
         from grpo_dist.assets import resolve_model_path
         from grpo_dist.data.tokenize import load_tokenizer
-        from grpo_dist.rewards import load_reward_function
+        from grpo_dist.rewards.scorer import Scorer
 
         use_threads(1)
         self.tokenizer = load_tokenizer(
             resolve_model_path(settings.tokenizer_path), trust_remote_code=settings.trust_remote_code
         )
         self.overlong_penalty, self.step_separator = settings.overlong_penalty, settings.step_separator
-        self.function = load_reward_function(settings.function_path, settings.function_name, settings.reward_kwargs)
+        self.failure_score, self.function_name = settings.failure_score, settings.function_name
+        self.scorer = Scorer(
+            settings.function_path, settings.function_name, settings.reward_kwargs, timeout_s=settings.timeout_s
+        )
+        self.scorer.start()
 
-    def score(self, group: DataProtoRef, task: Task) -> DataProtoRef:
+    def score(self, group: DataProtoRef, task: Task) -> tuple[DataProtoRef, list[str]]:
         """Score the responses to one prompt.
 
         Returns:
-            A handle with `token_level_scores` (the score on the last token, or a score on the last token of each
-            step, with `step_mask` 1 there); `score` and the function's extra
-            values (as `reward_extra/NAME`) travel inside it.
+            (handle, failures): a handle with `token_level_scores` (the score on the last token, or a score on the last
+            token of each step, with `step_mask` 1 there); `score` and the function's extra values (as
+            `reward_extra/NAME`) travel inside it. And why responses could not be scored, one text for each.
 
         Raises:
-            RewardError: the function raised or returned nonsense.
+            RewardError: the function returned step scores that do not fit the steps.
         """
-        from grpo_dist.rewards import score_response
-
         responses = group.fetch(("responses",))["responses"]
-        texts = self._decode(responses)
-        results = [
-            score_response(
-                self.function,
-                data_source=task.data_source,
-                solution_str=text,
-                ground_truth=task.ground_truth,
-                extra_info=task.extra_info,
-            )
-            for text in texts
-        ]
+        results, failures = self._score_texts(self._decode(responses), task)
         scores = torch.tensor([result.score for result in results], dtype=torch.float32)
         penalties = torch.zeros_like(scores)
         names = dict.fromkeys(name for result in results for name in result.extra)
@@ -127,7 +124,20 @@ class RewardWorker(Process):
             columns["token_level_scores"] = Ragged(steps.values + penalty.values, steps.offsets)
         data = DataProto.from_dict(columns)
         handle = DataProtoRef.put(data, small=("score",))
-        return replace(handle, small=handle.small | extras)
+        return replace(handle, small=handle.small | extras), failures
+
+    def _score_texts(self, texts: Sequence[str], task: Task) -> tuple[list[RewardResult], list[str]]:
+        from grpo_dist.rewards.group import Failure, Sample
+
+        row = (task.data_source, task.ground_truth, task.extra_info, task.messages)
+        results: list[RewardResult] = []
+        failures: list[str] = []
+        for result in self.scorer.score([Sample(text, *row) for text in texts]):
+            if isinstance(result, Failure):
+                failures.append(result.text)
+                result = RewardResult(self.failure_score, {})
+            results.append(result)
+        return results, failures
 
     def _on_steps(self, results: Sequence[RewardResult], responses: Ragged) -> tuple[Ragged, Ragged]:
         """Each step's score on its last token, and a mask of those; one step where there are no `step_scores`."""
@@ -141,7 +151,7 @@ class RewardWorker(Process):
             values = (result.score,) if result.step_scores is None else result.step_scores
             if len(ends) != len(values):
                 raise RewardError(
-                    f"reward function {self.function.name} returned {len(values)} step_scores for a response of "
+                    f"reward function {self.function_name} returned {len(values)} step_scores for a response of "
                     f"{len(ends)} steps (reward.step_separator={self.step_separator!r}): {''.join(texts)[:200]!r}"
                 )
             for end, value in zip(ends, values, strict=True):  # steps that end in one token add up

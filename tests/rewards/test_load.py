@@ -23,6 +23,10 @@ def needy(data_source, solution_str, ground_truth, extra_info, api_key):
     return 1.0
 async def later(data_source, solution_str, ground_truth, extra_info):
     return 1.0
+def group(prompts, completions):
+    return [1.0 for _ in completions]
+def batch(data_sources, solution_strs, ground_truths, extra_infos):
+    return [1.0 for _ in solution_strs]
 class Scorer:
     pass
 """
@@ -95,7 +99,7 @@ def test_a_module(path: str) -> None:
         ("LIMIT", {}, "must be a function, is int"),
         ("os", {}, "must be a function, is module"),
         ("Scorer", {}, "must be a function, is type"),
-        ("later", {}, "is an async function"),
+        ("group", {}, r"cannot be called with keyword arguments prompts, completions, .*'data_source'"),
         (
             "short",
             {},
@@ -123,3 +127,9 @@ def test_files_that_cannot_be_imported(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words) as error:
             load_reward_function(path, "compute_score", {})
         assert str(error.value).startswith(f"custom_reward_function.path/name={path}:compute_score: cannot import")
+
+
+def test_the_form_is_found(file: str) -> None:
+    later, batch = (load_reward_function(file, name, {}) for name in ("later", "batch"))
+    assert (later.form, later.is_async) == ("response", True)
+    assert (batch.form, batch.is_async) == ("batch", False)

@@ -11,7 +11,7 @@ from grpo_dist.config.load import load_config
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import GrpoDistError, RewardError
-from grpo_dist.trainer.pump import GroupRequest
+from grpo_dist.trainer.pump import GroupRequest, Pumped
 from grpo_dist.trainer.sampling import TrainingSampler, informative
 from grpo_dist.workers.batch_ref import DataProtoRef
 
@@ -24,7 +24,7 @@ class InstantPump:
     def __init__(self, scores: dict[int, list[float]]) -> None:
         self.scores, self.requests = scores, []
 
-    def run(self, requests: list[GroupRequest]) -> tuple[list[DataProtoRef], dict[str, float]]:
+    def run(self, requests: list[GroupRequest]) -> Pumped:
         self.requests += requests
         groups = []
         for request in requests:
@@ -32,7 +32,7 @@ class InstantPump:
             scores = [9.0] if greedy else self.scores[request.task.extra_info["index"]]
             small = {"uid": np.array([request.uid] * len(scores)), "score": np.array(scores)}
             groups.append(DataProtoRef(small=small | {"reward_extra/acc": np.array(scores) > 0}, num_rows=len(scores)))
-        return groups, {"gen": 1.0}
+        return Pumped(groups, {"gen": 1.0}, [])
 
 
 def make_sampler(scores: dict[int, list[float]], *overrides: str) -> TrainingSampler:
@@ -48,7 +48,7 @@ def make_sampler(scores: dict[int, list[float]], *overrides: str) -> TrainingSam
     prompts = [
         SimpleNamespace(
             token_ids=np.array([i]),
-            prompt=SimpleNamespace(index=i, data_source="d", ground_truth="", extra_info={"index": i}),
+            prompt=SimpleNamespace(index=i, data_source="d", ground_truth="", extra_info={"index": i}, messages=[]),
         )
         for i in scores
     ]
@@ -111,3 +111,11 @@ def test_the_metric_may_be_an_extra_value() -> None:
     assert not informative(group, "acc")
     with pytest.raises(RewardError, match=r"metric=accuracy: the reward function returns score, acc"):
         informative(group, "accuracy")
+
+
+def test_smaller_batches_are_sampled_until_there_are_enough() -> None:
+    """One at a time for a batch of two."""
+    sampler = make_sampler({0: MIXED, 1: EQUAL}, "data.gen_batch_size=1")
+    sampler.order = PromptSampler(2, 1, shuffle=False, seed=0)
+    result = sampler.rollout(1)
+    assert [request.uid for request in result.requests] == ["step1-prompt0", "step1-prompt1-try2"]

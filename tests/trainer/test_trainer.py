@@ -192,16 +192,33 @@ def test_bytes_on_the_driver_do_not_grow_with_response_length(
 def test_a_reward_function_that_raises_is_shown(groups: dict, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, groups, "data.shuffle=false", bad=2)
     trainer.sync_weights()
-    with pytest.raises(RewardError, match="ValueError: no such thing") as caught:
+    message = r"of 16 responses could not be scored, more than reward.max_failure_rate=0.01 (.|\n)*: no such thing"
+    with pytest.raises(RewardError, match=message) as caught:
         trainer.rollout()
     assert caught.value.__notes__ == ["in stage 'rollout' of step 1"]
 
 
-def test_a_reward_function_that_hangs_ends_the_step(groups: dict, tmp_path: Path) -> None:
-    stuck = groups | {"reward": spawn("reward", StuckRewardWorker, [()])}
-    trainer = make_trainer(tmp_path, stuck, "reward.timeout_s=1")
+def test_a_few_failures_are_counted_and_shown(groups: dict, tmp_path: Path) -> None:
+    shown: list[str] = []
+    trainer = make_trainer(tmp_path, groups, "data.shuffle=false", "reward.max_failure_rate=0.5", bad=2)
+    trainer.progress.message = shown.append  # type: ignore[method-assign]
     trainer.sync_weights()
-    message = r"reward\.timeout_s=1 seconds for prompt step1-prompt\d+ \(data_source 'arithmetic'\)"
+    batch = trainer.rollout()
+    failed = int(trainer.metrics["reward/failures"])
+    assert failed == 4, "one group"
+    assert sorted(batch["score"].tolist())[:failed] == [0.0] * failed
+    assert f"{failed} responses could not be scored; they earn reward.failure_score=0" in shown[0]
+    assert "ValueError: no such thing" in shown[0]
+
+
+def test_a_reward_process_that_hangs_ends_the_step(
+    groups: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_dist.trainer.pump.SCORER_START_S", 0.0)
+    stuck = groups | {"reward": spawn("reward", StuckRewardWorker, [()])}
+    trainer = make_trainer(tmp_path, stuck, "reward.timeout_s=0.2")
+    trainer.sync_weights()
+    message = r"the reward process did not answer for prompt step1-prompt\d+ \(data_source 'arithmetic'\)"
     with pytest.raises(RewardError, match=message):
         trainer.rollout()
     stuck["reward"].kill()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def worker(local_ray: None, random_models: dict[str, str], tmp_path_factory: pyt
     file = tmp_path_factory.mktemp("scorer") / "scorer.py"
     file.write_text(SCORER)
     worker = RewardWorker()
-    worker.start(RewardSettings(random_models["tied"], False, str(file), "compute_score", {"bonus": 10}))
+    worker.start(
+        RewardSettings(random_models["tied"], False, str(file), "compute_score", {"bonus": 10}, failure_score=-0.5)
+    )
     return worker
 
 
@@ -62,7 +65,8 @@ def test_on_last_token_of_nothing() -> None:
 @pytest.mark.ray
 def test_scores_and_extra_values(worker: RewardWorker) -> None:
     """Word counts 2, 1, 1 (the end is a special token); w5 first earns 10 more."""
-    handle = worker.score(put(RESPONSES), TASK)
+    handle, failures = worker.score(put(RESPONSES), TASK)
+    assert not failures
     assert handle["score"].tolist() == [12, 1, 11]
     assert handle["reward_extra/hit"].tolist() == [1, 0, 1]
     assert handle["reward_extra/seen"].tolist() == [3, 3, 3]
@@ -73,15 +77,18 @@ def test_scores_and_extra_values(worker: RewardWorker) -> None:
 @pytest.mark.ray
 def test_groups_with_different_extra_values_join(worker: RewardWorker) -> None:
     """Only responses that begin with w5 report `lucky`; the second group has none."""
-    both = DataProtoRef.concat([worker.score(put(group), TASK) for group in (RESPONSES, RESPONSES[1:2])])
+    both = DataProtoRef.concat([worker.score(put(group), TASK)[0] for group in (RESPONSES, RESPONSES[1:2])])
     assert np.array_equal(both["reward_extra/lucky"], [1, np.nan, 1, np.nan], equal_nan=True)
     assert [len(row) for row in rows(both.fetch(("token_level_scores",))["token_level_scores"])] == [3, 2, 1, 2]
 
 
 @pytest.mark.ray
-def test_a_scorer_that_raises_is_named(worker: RewardWorker) -> None:
-    with pytest.raises(RewardError, match=r"data_source='words' raised ValueError: unlucky(.|\n)*w6 w13"):
-        worker.score(put([[6, 13]]), TASK)
+def test_a_response_that_the_function_fails_on(worker: RewardWorker) -> None:
+    """It earns `failure_score`, the others what they earn; why is told."""
+    handle, (failure,) = worker.score(put([[5, 2], [6, 13], [6, 2]]), TASK)
+    assert handle["score"].tolist() == [11, -0.5, 1]
+    assert np.array_equal(handle["reward_extra/hit"], [1, np.nan, 0], equal_nan=True)
+    assert re.search(r"data_source='words' raised ValueError: unlucky(.|\n)*w6 w13", failure)
     with pytest.raises(BatchError, match=r"'responses' \(made by rollout\)"):
         worker.score(DataProtoRef(), TASK)
 
@@ -175,7 +182,7 @@ def test_step_scores_sit_on_the_last_token_of_their_step(
     worker = RewardWorker()
     settings = RewardSettings(random_models["tied"], False, str(tmp_path / "steps.py"), "compute_score", {})
     worker.start(replace(settings, step_separator=" "))
-    data = worker.score(put([[5, 6, 7, 2], [7]]), TASK).fetch(("token_level_scores", "step_mask"))
+    data = worker.score(put([[5, 6, 7, 2], [7]]), TASK)[0].fetch(("token_level_scores", "step_mask"))
     assert rows(data["token_level_scores"]) == [[0, 5, 6, 7], [7]], "a word ends where the space of the next one comes"
     assert rows(data["step_mask"]) == [[0, 1, 1, 1], [1]]
     with pytest.raises(RewardError, match="returned 2 step_scores for a response of 3 steps"):
@@ -190,11 +197,11 @@ def test_the_overlong_penalty_by_hand() -> None:
 
 @pytest.mark.ray
 def test_the_overlong_penalty_is_part_of_the_score(worker: RewardWorker) -> None:
-    plain = worker.score(put(RESPONSES), TASK)["score"]
+    plain = worker.score(put(RESPONSES), TASK)[0]["score"]
     worker.overlong_penalty = OverlongPenalty(3, 2, 1.0)
     try:
-        handle = worker.score(put(RESPONSES), TASK)
-        validation = worker.score(put(RESPONSES), replace(TASK, validation=True))
+        handle, _ = worker.score(put(RESPONSES), TASK)
+        validation, _ = worker.score(put(RESPONSES), replace(TASK, validation=True))
     finally:
         worker.overlong_penalty = None
     assert (handle["score"] - plain).tolist() == [-1, -0.5, 0]

@@ -1,0 +1,162 @@
+"""A reward function in a process of its own, which may hang, crash or be killed without harm to anyone else.
+
+The parent (`Scorer`) sends the responses of a group and waits for one result at a time. What does not come in time,
+even from C code that never returns, is killed with its process; a process that dies on a response is replaced, and the
+rest of the group goes to the new one. Either way that one response has failed, and the caller decides what that means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from grpo_dist.errors import GrpoDistError, RewardError
+from grpo_dist.rewards.base import RewardFunction, RewardResult, shown_response
+from grpo_dist.rewards.group import Failure, Sample, score_group
+from grpo_dist.rewards.load import load_reward_function
+
+START_TIMEOUT_S = 120.0  # importing the user's file, with whatever it imports
+PARENT_DEATH = 1  # Linux: PR_SET_PDEATHSIG
+
+
+class Scorer:
+    """The parent's side: starts the process, and another one whenever it is gone.
+
+    Args:
+        path: `custom_reward_function.path`; None: the built-in scorers.
+        name: of the function.
+        reward_kwargs: its extra keyword arguments.
+        timeout_s: seconds one call of the function may take.
+    """
+
+    def __init__(self, path: str | None, name: str, reward_kwargs: Mapping[str, Any], *, timeout_s: float) -> None:
+        self._source, self.timeout_s = (path, name, dict(reward_kwargs)), timeout_s
+        self.num_starts = 0
+        self._one_by_one = True
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+
+    def start(self) -> None:
+        """Start the process and load the function.
+
+        Raises:
+            ConfigError: the function cannot be loaded.
+            RewardError: loading it hangs, or ends the process.
+        """
+        self.stop()
+        self._pipe, theirs = Pipe()
+        descriptor = theirs.fileno()
+        command = [sys.executable, "-m", "grpo_dist.rewards.scorer", str(descriptor)]
+        # The same modules as here: custom code may lie next to the command, or on a path that Ray has added.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self._process = subprocess.Popen(command, pass_fds=[descriptor], env=environment)
+        theirs.close()
+        self.num_starts += 1
+        self._pipe.send(self._source)
+        reply = self._receive(START_TIMEOUT_S)
+        if isinstance(reply, Failure):
+            raise RewardError(f"the reward function {self._source[0]}:{self._source[1]} cannot be loaded: {reply.text}")
+        self._one_by_one = bool(reply)
+
+    def score(self, samples: Sequence[Sample]) -> list[RewardResult | Failure]:
+        """One result per sample, in order.
+
+        Raises:
+            GrpoDistError: a mistake that is not about one response.
+        """
+        results: list[RewardResult | Failure] = []
+        while len(results) < len(samples):
+            if self._process is None or self._process.poll() is not None:
+                self.start()
+            assert self._pipe is not None
+            rest = samples[len(results) :]
+            try:
+                self._pipe.send(list(rest))
+            except (BrokenPipeError, ConnectionResetError):
+                self.stop()
+                continue
+            results += self._results(rest)
+        return results
+
+    def stop(self) -> None:
+        """End the process at once."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._pipe is not None:
+            self._pipe.close()
+        self._process = self._pipe = None
+
+    def _results(self, samples: Sequence[Sample]) -> list[RewardResult | Failure]:
+        """Results until all are there or the process is gone; a function that takes the group fails as a whole."""
+        results: list[RewardResult | Failure] = []
+        for sample in samples:
+            reply = self._receive(self.timeout_s)
+            if isinstance(reply, Failure) and self._pipe is None:  # it did not come from the process
+                where = f"reward function {self._source[1]}, data_source={sample.data_source!r}"
+                failure = Failure(f"{where}: {reply.text}\n{shown_response(sample.solution_str)}")
+                lost = [failure] if self._one_by_one else [failure] * (len(samples) - len(results))
+                return results + lost
+            results.append(reply)
+        return results
+
+    def _receive(self, timeout_s: float) -> Any:
+        """The next message; a Failure, with the process gone, if there is none."""
+        assert self._pipe is not None
+        assert self._process is not None
+        try:
+            if self._pipe.poll(timeout_s):
+                reply = self._pipe.recv()
+                if isinstance(reply, GrpoDistError):
+                    raise reply
+                return reply
+            problem = f"did not return within reward.timeout_s={timeout_s:g} seconds and was killed"
+        except (EOFError, ConnectionResetError):
+            code = self._process.wait()
+            died = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            problem = f"ended its process {died}"
+        self.stop()
+        return Failure(problem)
+
+
+def serve(pipe: Connection) -> None:
+    """The process's side: load the function, then score group after group until the parent is gone."""
+    path, name, reward_kwargs = pipe.recv()
+    try:
+        function = load_reward_function(path, name, reward_kwargs)
+    except GrpoDistError as error:
+        pipe.send(error)
+        return
+    pipe.send(takes_one(function))
+    while True:
+        samples = pipe.recv()
+        try:
+            for result in score_group(function, samples):
+                pipe.send(result)
+        except GrpoDistError as error:
+            pipe.send(error)
+
+
+def takes_one(function: RewardFunction) -> bool:
+    """Whether the function is called for one response after the other."""
+    return function.form == "response" and not function.is_async
+
+
+def main() -> None:
+    """Serve the pipe whose file descriptor is the only argument."""
+    if sys.platform == "linux":  # a function that never returns must not outlive a killed parent
+        ctypes.CDLL(None).prctl(PARENT_DEATH, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        serve(Connection(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""docs/config.md is what grpo.yaml and the tables say."""
+
+from pathlib import Path
+
+from grpo_dist.config.keys import leaf_keys
+from grpo_dist.config.reference import documented_keys, reference
+
+DOCS = Path(__file__).parents[2] / "docs/config.md"
+
+
+def test_the_page_is_fresh() -> None:
+    assert DOCS.read_text() == reference() + "\n", "run: python -m grpo_dist.config.reference > docs/config.md"
+
+
+def test_every_key_is_there_with_its_comment() -> None:
+    keys = {key.name: key for key in documented_keys()}
+    assert sorted(keys) == sorted(leaf_keys())
+    assert not [name for name, key in keys.items() if not key.comment]
+    assert keys["data.train_files"].default == "???"
+    assert keys["actor_rollout_ref.actor.clip_ratio_c"].default == 3.0
+    assert keys["actor_rollout_ref.actor.clip_ratio_c"].comment.startswith("Dual clip:")
+    assert keys["data.apply_chat_template_kwargs"].default == {}
+
+
+def test_cells_survive_a_table() -> None:
+    rows = [line for line in reference().splitlines() if line.startswith("| ")]
+    assert all(line.replace("\\|", "").count("|") in (3, 4) for line in rows)

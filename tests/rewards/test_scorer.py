@@ -1,0 +1,124 @@
+"""A reward function that hangs, crashes or ends its process harms one response only."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.errors import ConfigError, RewardError
+from grpo_dist.rewards.group import Failure, Sample
+from grpo_dist.rewards.scorer import Scorer
+
+FILE = """
+import ctypes, os, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, unit=1.0):
+    if solution_str == "hang":
+        time.sleep(1000)
+    if solution_str == "hang in C":  # holds the interpreter lock: no signal handler, no thread can end it
+        ctypes.PyDLL(None).sleep(1000)
+    if solution_str == "segfault":
+        ctypes.string_at(0)
+    if solution_str == "exit":
+        os._exit(3)
+    if solution_str == "raise":
+        raise ValueError("no")
+    return {"score": unit, "pid": os.getpid()}
+
+def batch(data_sources, solution_strs, ground_truths, extra_infos):
+    return [compute_score(*row) for row in zip(data_sources, solution_strs, ground_truths, extra_infos)]
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("scorer") / "mine.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+@pytest.fixture
+def scorer(file: str) -> Iterator[Scorer]:
+    scorer = Scorer(file, "compute_score", {"unit": 2.0}, timeout_s=1.0)
+    yield scorer
+    scorer.stop()
+
+
+def samples(*texts: str) -> list[Sample]:
+    return [Sample(text, "source", "truth", {}, []) for text in texts]
+
+
+def outcome(results: list) -> list[float | str]:
+    return [result.text.splitlines()[0] if isinstance(result, Failure) else result.score for result in results]
+
+
+def test_it_scores_in_another_process(scorer: Scorer) -> None:
+    first, second = scorer.score(samples("a", "b"))
+    assert first.score == second.score == 2.0
+    assert first.extra["pid"] == second.extra["pid"] != os.getpid()
+    assert scorer.num_starts == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "problem"),
+    [
+        ("hang", "did not return within reward.timeout_s=1 seconds and was killed"),
+        ("hang in C", "did not return within reward.timeout_s=1 seconds and was killed"),
+        ("segfault", "ended its process by SIGSEGV"),
+        ("exit", "ended its process with exit code 3"),
+    ],
+)
+def test_the_rest_of_the_group_goes_to_a_new_process(scorer: Scorer, bad: str, problem: str) -> None:
+    results = scorer.score(samples("a", bad, "b", "raise", "c"))
+    where = "reward function compute_score, data_source='source'"
+    assert outcome(results)[:3] == [2.0, f"{where}: {problem}", 2.0]
+    assert f"response: {bad!r}" in results[1].text
+    assert isinstance(results[3], Failure)
+    assert "raised ValueError: no" in results[3].text
+    assert outcome(results)[4] == 2.0
+    assert results[0].extra["pid"] != results[2].extra["pid"] == results[4].extra["pid"]
+    assert scorer.num_starts == 2
+
+
+def test_the_last_response_may_end_the_process_too(scorer: Scorer) -> None:
+    assert isinstance(scorer.score(samples("a", "exit"))[1], Failure)
+    assert outcome(scorer.score(samples("b"))) == [2.0]
+
+
+def test_a_process_that_was_killed_meanwhile_is_replaced(scorer: Scorer) -> None:
+    (before,) = scorer.score(samples("a"))
+    os.kill(int(before.extra["pid"]), signal.SIGKILL)
+    assert scorer._process is not None
+    scorer._process.wait()
+    assert outcome(scorer.score(samples("b", "c"))) == [2.0, 2.0]
+
+
+def test_a_function_of_the_whole_group_fails_as_a_whole(file: str) -> None:
+    scorer = Scorer(file, "batch", {}, timeout_s=1.0)
+    try:
+        assert outcome(scorer.score(samples("a", "b"))) == [1.0, 1.0]
+        assert all(isinstance(result, Failure) for result in scorer.score(samples("a", "hang in C", "b")))
+        assert outcome(scorer.score(samples("c"))) == [1.0]
+    finally:
+        scorer.stop()
+
+
+def test_a_group_of_none(scorer: Scorer) -> None:
+    assert scorer.score([]) == []
+
+
+def test_mistakes_of_the_run_are_raised(file: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="misses"):
+        Scorer(file, "misses", {}, timeout_s=1.0).start()
+    ending = tmp_path / "ending.py"
+    ending.write_text("import os\nos._exit(4)\n")
+    with pytest.raises(RewardError, match="cannot be loaded: ended its process with exit code 4"):
+        Scorer(str(ending), "compute_score", {}, timeout_s=1.0).start()
+    built_in = Scorer(None, "compute_score", {}, timeout_s=1.0)
+    try:
+        with pytest.raises(ConfigError, match="no built-in scorer for data_source 'source'"):
+            built_in.score(samples("a"))
+    finally:
+        built_in.stop()
