@@ -109,7 +109,7 @@ def test_rules_keep_quiet_about_keys_that_are_wrong_themselves():
     [
         (
             "model=qwen3_8",
-            "model=qwen3_8: no such option; there are hf, qwen3_8b, smollm2_135m, tiny; did you mean",
+            "model=qwen3_8: no such option; there are hf, qwen3_0_6b, qwen3_1_7b, qwen3_8b, smollm2_135m, tiny; did",
         ),
         ("model@actor=tiny", "packages (@) are not supported"),
         ("~trainer.seed", "~trainer.seed: keys cannot be removed"),

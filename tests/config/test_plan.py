@@ -5,7 +5,7 @@ import json
 import pytest
 
 from grpo_dist.config.load import load_config
-from grpo_dist.config.memory import GIB, kv_cache_tokens, memory_estimate, model_shape
+from grpo_dist.config.memory import GIB, kv_cache_tokens, memory_estimate, model_config_at_hand, model_shape
 from grpo_dist.config.plan import batch_arithmetic, format_plan, format_summary
 
 ACTOR = "actor_rollout_ref.actor"
@@ -115,7 +115,8 @@ def test_plan_of_a_local_model(tmp_path):
 
 
 def test_plan_without_the_models_sizes():
-    config, notes = load("model=qwen3_8b", "data=gsm8k", "cluster=node8", "trainer.dry_run=true")
+    path = "actor_rollout_ref.model.path=someone/something"
+    config, notes = load(path, "data=gsm8k", "cluster=node8", "trainer.dry_run=true")
     text = format_plan(config, notes)
     assert "unknown: model config not at hand" in text
     assert "8 of 8 used" in text
@@ -141,3 +142,16 @@ def test_summary_is_short_and_keeps_the_notes():
     assert "32 prompts * n=8 = 256 sequences; 1 optimizer step" in text
     assert "2 actor, 1 rollout engine, 1 ref, on CPU" in text
     assert "note: actor_rollout_ref.actor.kl_loss_type=k1" in text
+
+
+def test_sizes_of_hub_models(tmp_path, monkeypatch):
+    """From the hub's cache if it is there, else from known_models.json; nothing is downloaded."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    assert model_config_at_hand("Qwen/Qwen3-8B") == QWEN3_8B
+    assert model_config_at_hand("/models/Qwen3-8B") == QWEN3_8B
+    assert model_config_at_hand("someone/something") is None
+    snapshot = tmp_path / "hub/models--someone--something/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(SMOLLM2_135M))
+    assert model_config_at_hand("someone/something") == SMOLLM2_135M

@@ -45,6 +45,8 @@ def test_there_are_keys_of_all_sections():
     assert len(leaf_keys()) > 80
     assert "actor_rollout_ref.actor.optim" in section_keys()
     assert set(free_form_keys()) == {
+        "actor_rollout_ref.model.override_config",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm",
         "data.apply_chat_template_kwargs",
         "custom_reward_function.reward_kwargs",
     }
