@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """How a model is loaded and sharded; dtypes are "fp32" or "bf16"."""
+    """How a model is loaded, sharded and fed; dtypes are "fp32" or "bf16", layouts "padded", "packed" or "shared"."""
 
     path: str
     trust_remote_code: bool
@@ -17,6 +17,7 @@ class ModelSettings:
     compute_dtype: str
     gradient_checkpointing: bool
     reshard_after_forward: bool
+    layout: str = "shared"
 
 
 @dataclass(frozen=True)
