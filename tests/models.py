@@ -16,24 +16,29 @@ VOCAB = 96
 
 def random_qwen3(folder: Path) -> str:
     """A random Qwen3 of 2 layers on disk."""
+    return random_model("Qwen3", folder, head_dim=8)
+
+
+def random_model(family: str, folder: Path, **changes: object) -> str:
+    """A random model of 2 layers on disk, of a family of transformers: Llama, Qwen2, Qwen3, Gemma2, ..."""
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        eos_token_id=2,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    model = transformers.Qwen3ForCausalLM(config)
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
+    config = getattr(transformers, f"{family}Config")(**(sizes | changes))
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
     for parameter in model.parameters():  # the default init is so small that every distribution is uniform
         parameter.data.mul_(3.0)
     model.save_pretrained(folder)
@@ -73,8 +78,10 @@ def objective(**changes: object) -> ObjectiveSettings:
     return ObjectiveSettings(**(settings | changes))  # type: ignore[arg-type]
 
 
-def trainable_engine(path: str, *, lr: float = 1e-2, temperature: float = 0.7) -> FSDPEngine:
-    """An fp32 CPU engine with AdamW."""
-    model = ModelSettings(path, False, "fp32", "fp32", False, True)
+def trainable_engine(
+    path: str, *, lr: float = 1e-2, temperature: float = 0.7, layout: str = "shared", dtype: str = "fp32"
+) -> FSDPEngine:
+    """A CPU engine with AdamW."""
+    model = ModelSettings(path, False, "fp32", dtype, False, True, layout)
     optimizer = OptimizerSettings(lr, 0.01, (0.9, 0.999), "constant", 0, 10, 0.0)
     return FSDPEngine(model, device="cpu", temperature=temperature, optimizer=optimizer, grad_clip=1.0)

@@ -14,7 +14,7 @@ from grpo_dist.engines.fsdp_model import init_process_group
 
 # Imported once, by the server that the ranks are forked from: a rank then starts in a moment.
 PRELOADED = ["torch", "transformers.models.auto.modeling_auto", "grpo_dist.engines.fsdp_engine", "pytest"]
-PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")]
+PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")]
 
 
 def free_port() -> int:

@@ -2,7 +2,7 @@
 
 Every method is collective: all ranks of the process group call it together, each with its own rows (a rank may have
 none). Losses are divided by counts of the whole mini-batch, summed over ranks before the first backward pass, so the
-result does not depend on micro-batch size or rank count.
+result does not depend on micro-batches, layout or rank count.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_dist.algorithms import policy_objective
-from grpo_dist.algorithms.masking import token_entropy, token_log_probs
-from grpo_dist.engines.exact_kl import ReferenceHead, at_responses, output_layer_input
+from grpo_dist.engines.exact_kl import ReferenceHead
+from grpo_dist.engines.forward import PolicyForward
 from grpo_dist.engines.fsdp_model import DTYPES, full_parameters, gradient_sync, load_sharded_model
-from grpo_dist.engines.micro_batch import MicroBatch, make_micro_batch, plan_micro_batches
+from grpo_dist.engines.micro_batch import MicroBatch
+from grpo_dist.engines.micro_batch_plan import Lengths, group_rows, plan_micro_batches
 from grpo_dist.engines.optimizer import build_optimizer
 from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
 from grpo_dist.errors import TrainingDiverged
@@ -49,34 +51,39 @@ class FSDPEngine:
         optimizer: OptimizerSettings | None = None,
         grad_clip: float = float("inf"),
     ) -> None:
-        self.settings, self.device, self.temperature, self.grad_clip = (
-            model,
-            torch.device(device),
-            temperature,
-            grad_clip,
-        )
+        self.settings, self.device, self.grad_clip = model, torch.device(device), grad_clip
         self.model: Any = load_sharded_model(model, device)
         self.reference_head: ReferenceHead | None = None  # set for kl_loss_type=full
-        self.padding_id: int = self.model.config.pad_token_id or 0
+        self.forward = PolicyForward(
+            self.model,
+            layout=model.layout,
+            temperature=temperature,
+            compute_dtype=DTYPES[model.compute_dtype],
+            device=self.device,
+        )
         if optimizer is None:
             self.model.requires_grad_(False)
         else:
             self.optimizer, self.schedule = build_optimizer(self.model.parameters(), optimizer)
 
     # --- log-probs ---------------------------------------------------------------------------------------------
-    def compute_log_probs(self, data: DataProto, *, micro_batch_size: int) -> Ragged:
+    def compute_log_probs(self, data: DataProto, *, micro_batch_size: int, max_token_len: int | None = None) -> Ragged:
         """Log-probs of the response tokens, in nats, at the sampling temperature; see `compute_columns`."""
-        return self.compute_columns(data, ("log_probs",), micro_batch_size=micro_batch_size)["log_probs"]
+        limits = {"micro_batch_size": micro_batch_size, "max_token_len": max_token_len}
+        return self.compute_columns(data, ("log_probs",), **limits)["log_probs"]  # type: ignore[arg-type]
 
     @torch.no_grad()
-    def compute_columns(self, data: DataProto, names: Sequence[str], *, micro_batch_size: int) -> dict[str, Ragged]:
+    def compute_columns(
+        self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None
+    ) -> dict[str, Ragged]:
         """What a forward pass tells about the response tokens.
 
         Args:
             data: `prompts`, `responses`, `response_mask`.
             names: of "log_probs" (nats, at the sampling temperature), "entropies" (nats, likewise) and "hidden_states"
                 (H numbers a token: what the output layer sees, in the compute type).
-            micro_batch_size: sequences per forward pass.
+            micro_batch_size: sequences per forward pass, where there is no token budget.
+            max_token_len: tokens per forward pass; None: no token budget.
 
         Returns:
             Ragged by name, one row per row of `data`; float32 but for hidden states.
@@ -84,22 +91,20 @@ class FSDPEngine:
         Raises:
             TrainingDiverged: on all ranks, if any rank's log-probs are not finite.
         """
+        self._check_forward(data)
         self.model.eval()
         parts: dict[str, list[Tensor]] = {name: [torch.empty(0)] * len(data) for name in names}
-        for rows in self._plan(data, micro_batch_size):
+        for rows in self._plan(data, micro_batch_size, max_token_len):
             part = data.index(rows)
-            micro_batch = make_micro_batch(part, (), self.padding_id).to(self.device)
-            with output_layer_input(self.model, enabled="hidden_states" in names) as seen:
-                log_probs, entropies, _ = self._forward(micro_batch, entropy="entropies" in names)
-            found = {"log_probs": log_probs}
-            if entropies is not None:
-                found["entropies"] = entropies
-            if seen:
-                found["hidden_states"] = at_responses(seen[0], micro_batch.response_index)
+            micro_batch = self.forward.micro_batch(part, ())
+            values = self.forward(
+                micro_batch, entropies="entropies" in names, hidden_states="hidden_states" in names
+            )._asdict()
             lengths = part["responses"].lengths.tolist() if len(rows) else []
             for name in names:
-                for row, values, length in zip(rows.tolist(), found[name].cpu(), lengths, strict=False):
-                    parts[name][row] = values[:length]
+                found = micro_batch.to_rows(values[name]).cpu()
+                for row, numbers, length in zip(rows.tolist(), found, lengths, strict=False):
+                    parts[name][row] = numbers[:length]
         bad = [row for row, values in enumerate(parts.get("log_probs", ())) if not torch.isfinite(values).all()]
         self._stop_if_any(f"log-probs of {_name_rows(data.index(bad))} are not finite" if bad else "")
         hidden = DTYPES[self.settings.compute_dtype]
@@ -108,14 +113,20 @@ class FSDPEngine:
 
     # --- training ----------------------------------------------------------------------------------------------
     def train_mini_batch(
-        self, data: DataProto, *, micro_batch_size: int, objective: ObjectiveSettings
+        self,
+        data: DataProto,
+        *,
+        micro_batch_size: int,
+        objective: ObjectiveSettings,
+        max_token_len: int | None = None,
     ) -> dict[str, Metric]:
         """One optimizer step on this rank's rows of a mini-batch.
 
         Args:
             data: `prompts`, `responses`, `response_mask` and `objective.columns`.
-            micro_batch_size: sequences per forward/backward pass.
+            micro_batch_size: sequences per forward/backward pass, where there is no token budget.
             objective: the loss.
+            max_token_len: tokens per forward/backward pass; None: no token budget.
 
         Returns:
             Metrics of this rank's rows; merge them over ranks.
@@ -123,14 +134,15 @@ class FSDPEngine:
         Raises:
             TrainingDiverged: on all ranks, before the optimizer step, if any rank's loss or the gradient is not finite.
         """
+        self._check_forward(data)
         self.model.train()
         tokens, sequences = self._global_counts(data)
         metrics: list[dict[str, Metric]] = []
         fault = ""
-        plan = self._plan(data, micro_batch_size)
+        plan = self._plan(data, micro_batch_size, max_token_len)
         for i, rows in enumerate(plan):
             part = data.index(rows)
-            micro_batch = make_micro_batch(part, objective.columns, self.padding_id).to(self.device)
+            micro_batch = self.forward.micro_batch(part, objective.columns)
             with gradient_sync(self.model, enabled=i == len(plan) - 1):
                 loss, values = self._objective(micro_batch, objective, tokens, sequences)
                 (loss * dist.get_world_size()).backward()  # FSDP2 averages gradients over ranks: undone here, only here
@@ -179,24 +191,18 @@ class FSDPEngine:
         return state if dist.get_rank() == 0 else {}
 
     # --- parts -------------------------------------------------------------------------------------------------
-    def _forward(self, micro_batch: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(B, T) log-probs, and entropy if asked for, of the response tokens; and the (B, K, V) logits."""
-        logits = self.model(
-            input_ids=micro_batch.input_ids, logits_to_keep=micro_batch.logit_positions, use_cache=False
-        ).logits
-        log_probs = token_log_probs(logits, micro_batch.targets, self.temperature)
-        entropies = token_entropy(logits, self.temperature).gather(1, micro_batch.response_index) if entropy else None
-        return log_probs.gather(1, micro_batch.response_index), entropies, logits
-
     def _objective(
         self, micro_batch: MicroBatch, settings: ObjectiveSettings, tokens: Tensor, sequences: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        log_probs, entropy, logits = self._forward(micro_batch, entropy=settings.entropy_coeff != 0)
-        exact_kl = None
-        if settings.exact_kl:
-            assert self.reference_head is not None, "start with `exact_kl`"
-            hidden = micro_batch.columns["ref_hidden_states"]
-            exact_kl = self.reference_head.kl(logits, micro_batch.response_index, hidden, self.temperature)
+        assert self.reference_head is not None or not settings.exact_kl, "start with `exact_kl`"
+        values = self.forward(
+            micro_batch,
+            entropies=settings.entropy_coeff != 0,
+            reference=self.reference_head if settings.exact_kl else None,
+            reference_states=micro_batch.columns.get("ref_hidden_states"),
+        )
+        log_probs, entropy, exact_kl = (None if v is None else micro_batch.to_rows(v) for v in values[:3])
+        assert log_probs is not None
         return policy_objective(
             log_probs=log_probs,
             old_log_probs=micro_batch.columns["old_log_probs"],
@@ -219,11 +225,24 @@ class FSDPEngine:
             bypass=settings.bypass,
         )
 
-    def _plan(self, data: DataProto, micro_batch_size: int) -> list[Any]:
+    def _check_forward(self, data: DataProto) -> None:
+        """Before the first forward pass: does the layout give what each sequence alone gives?"""
+        self.forward.check(data, lambda difference: self._all_reduce([difference], dist.ReduceOp.MAX).item())
+
+    def _plan(self, data: DataProto, micro_batch_size: int, max_token_len: int | None) -> list[Any]:
         """Rows of each micro-batch; the number of micro-batches is the same on all ranks."""
-        lengths = (data["prompts"].lengths + data["responses"].lengths).numpy() if len(data) else []
-        count = self._all_reduce([-(-len(data) // micro_batch_size)], dist.ReduceOp.MAX)
-        return plan_micro_batches(lengths, int(count))
+        empty = np.empty(0, dtype=np.int64)
+        lengths = Lengths(empty, empty, empty)
+        if len(data):
+            prompts, responses = data["prompts"], data["responses"]
+            lengths = Lengths(group_rows(prompts), prompts.lengths.numpy(), responses.lengths.numpy())
+        return plan_micro_batches(
+            lengths,
+            micro_batch_size=micro_batch_size,
+            max_token_len=max_token_len,
+            shared=self.forward.layout == "shared",
+            agree=lambda count: int(self._all_reduce([count], dist.ReduceOp.MAX)),
+        )
 
     def _global_counts(self, data: DataProto) -> tuple[Tensor, Tensor]:
         """Response tokens and sequences with at least one token, over all ranks."""

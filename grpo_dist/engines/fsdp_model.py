@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from grpo_dist.engines.attention import attention_implementation
+from grpo_dist.engines.head import ResponseHead
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.errors import DataError
 
@@ -37,7 +39,8 @@ def load_sharded_model(settings: ModelSettings, device: str) -> Any:
     Raises:
         DataError: the model cannot be loaded.
     """
-    model = load_model(settings)
+    model = load_model(settings, device)
+    ResponseHead.install(model)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     compute, master = DTYPES[settings.compute_dtype], DTYPES[settings.model_dtype]
@@ -53,8 +56,8 @@ def load_sharded_model(settings: ModelSettings, device: str) -> Any:
     return model
 
 
-def load_model(settings: ModelSettings) -> Any:
-    """The unsharded model on CPU, in eval mode.
+def load_model(settings: ModelSettings, device: str) -> Any:
+    """The unsharded model on CPU, in eval mode, with the attention that its layout takes on `device`.
 
     Raises:
         DataError: there is no usable model at the path.
@@ -62,15 +65,16 @@ def load_model(settings: ModelSettings) -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    code = {"trust_remote_code": settings.trust_remote_code}
     try:
-        config = transformers.AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(settings.path, **code)
         config.update(dict(settings.override_config))
         model = transformers.AutoModelForCausalLM.from_pretrained(
             settings.path,
             config=config,
             dtype=DTYPES[settings.model_dtype],
-            trust_remote_code=settings.trust_remote_code,
-            attn_implementation="sdpa",
+            attn_implementation=attention_implementation(config, settings.layout, device),
+            **code,
         )
     except (OSError, ValueError) as error:
         raise DataError(f"actor_rollout_ref.model.path={settings.path}: cannot load a causal LM: {error}") from error

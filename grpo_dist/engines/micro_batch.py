@@ -1,96 +1,175 @@
-"""Rows of a batch as padded tensors for one forward pass.
+"""Rows of a batch as tensors for one forward pass, in one of three layouts.
 
-A sequence is its prompt followed by its response, padded on the right. Padding comes after every real token, so a
-causal model never attends to it and needs no attention mask. Padding stays in this file and its callers: what enters
-and leaves an engine is ragged.
+    padded  one sequence per tensor row, padded on the right; a causal model needs no mask. The reference.
+    packed  several sequences per tensor row; each attends to itself only.
+    shared  the responses of a prompt follow it once, [prompt | r1 | ... | rn]: a response attends to the prompt and to
+            itself, and its positions go on from the prompt's end. n(P + R) tokens become P + nR. (Prefix sharing as in
+            verl's prefix grouper and AReaL's tree training; here it is a mask, so that any rotary model takes it.)
+
+What enters and leaves an engine is ragged; padding stays in this file and its callers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.engines.micro_batch_plan import first_fit, group_rows
+from grpo_dist.protocol import DataProto
+
+# Segment of padding tokens; it is its own parent, so that their attention is defined.
+PADDING = -1
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """B sequences for one forward pass; K logit positions are kept, T is the longest response.
+    """N sequences for one forward pass in B tensor rows; M response tokens in all, T in the longest response.
 
     Attributes:
         input_ids: (B, L) int64.
-        logit_positions: (K,) int64, positions of the sequence whose logits predict some response token.
-        targets: (B, K) int64, the token that follows each kept position.
-        response_index: (B, T) int64, which of the K positions predicts response token t.
-        response_mask: (B, T) float32, 1 on response tokens that train.
-        columns: per-token columns of the batch, padded to (B, T), or (B, T, H).
+        position_ids: (B, L) int64.
+        segments: (2, B, L) int32, or None where the causal mask is enough: the segment of each token, and the segment
+            that it sees besides its own (its prompt's).
+        predictors: (M,) int64, which of the B * L tokens predicts each response token.
+        targets: (M,) int64, the response tokens.
+        slots: (M,) int64, where they are among the N * T.
+        response_mask: (N, T) float32, 1 on response tokens that train.
+        columns: per-token columns of the batch, padded to (N, T), or (N, T, H).
     """
 
     input_ids: Tensor
-    logit_positions: Tensor
+    position_ids: Tensor
+    segments: Tensor | None
+    predictors: Tensor
     targets: Tensor
-    response_index: Tensor
+    slots: Tensor
     response_mask: Tensor
     columns: dict[str, Tensor]
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return MicroBatch(**moved, columns={name: value.to(device) for name, value in self.columns.items()})
+        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+        return MicroBatch(**moved | {"columns": {name: value.to(device) for name, value in self.columns.items()}})
+
+    def to_rows(self, values: Tensor) -> Tensor:
+        """(M, ...) numbers of the response tokens -> (N, T, ...), 0 elsewhere; gradients flow."""
+        flat = values.new_zeros(self.response_mask.numel(), *values.shape[1:])
+        return flat.index_copy(0, self.slots, values).unflatten(0, self.response_mask.shape)
 
 
-def plan_micro_batches(lengths: Sequence[int] | np.ndarray, count: int) -> list[np.ndarray]:
-    """Cut rows into `count` micro-batches of nearly equal row counts, rows of like length together.
+@dataclass(frozen=True)
+class _Piece:
+    """A prompt and some of its responses: rows of the batch that lie in one tensor row."""
 
-    Args:
-        lengths: tokens of each row.
-        count: how many micro-batches to make: the same on all ranks, or their collectives would not match. A rank
-            with fewer rows gets empty ones.
-
-    Returns:
-        Row indices of each micro-batch. Every row appears once.
-    """
-    order = np.argsort(-np.asarray(lengths), kind="stable")
-    return [np.asarray(part, dtype=np.int64) for part in np.array_split(order, max(count, 1))]
+    rows: np.ndarray
+    length: int
 
 
-def make_micro_batch(data: DataProto, columns: Sequence[str], padding_id: int) -> MicroBatch:
-    """Pad the rows of `data`, which has `prompts`, `responses`, `response_mask` and the ragged `columns`.
+def make_micro_batch(
+    data: DataProto, columns: Sequence[str], padding_id: int, *, layout: str = "shared", row_width: int = 0
+) -> MicroBatch:
+    """Lay out the rows of `data`, which has `prompts`, `responses`, `response_mask` and the ragged `columns`.
 
     An empty `data` gives one sequence of two padding tokens whose mask is 0: a rank without rows still takes part in
     the collectives of the forward and backward pass.
+
+    Args:
+        data: the rows.
+        columns: per-token columns to pad.
+        padding_id: token id of padding.
+        layout: padded, packed or shared.
+        row_width: tokens that a tensor row may grow to, for packed and shared; 0: as long as the longest piece.
     """
     if len(data) == 0:
         return _empty_micro_batch(columns, padding_id)
-    prompts, responses = data["prompts"], data["responses"]
-    prompt_lengths, response_lengths = prompts.lengths, responses.lengths
-    rows = [torch.cat(pair) for pair in zip(prompts.rows(), responses.rows(), strict=True)]
-    input_ids = Ragged.from_rows(rows, torch.int64).to_padded(padding_id)
-    first = int(prompt_lengths.min()) - 1  # the last prompt token predicts the first response token
-    last = int((prompt_lengths + response_lengths).max()) - 1
-    positions = torch.arange(first, last)
-    offsets = torch.arange(int(response_lengths.max()))
+    pieces = _pieces(data, shared=layout == "shared")
+    lengths = [piece.length for piece in pieces]
+    if layout == "padded":
+        bins = [[i] for i in range(len(pieces))]
+    else:
+        bins = first_fit(lengths, max(row_width, *lengths))
+    builder = _Builder(data, len(bins), max(sum(lengths[i] for i in members) for members in bins), padding_id)
+    for row, members in enumerate(bins):
+        for i in members:
+            builder.add(row, pieces[i].rows)
+    mask = data["response_mask"].to_padded(0).float()
+    predictors, targets, slots = builder.response_tokens(mask.shape[1])
     return MicroBatch(
-        input_ids=input_ids,
-        logit_positions=positions,
-        targets=input_ids[:, first + 1 : last + 1],
-        response_index=((prompt_lengths - 1 - first).unsqueeze(-1) + offsets).clamp_max(len(positions) - 1),
-        response_mask=data["response_mask"].to_padded(0).float(),
+        input_ids=builder.input_ids,
+        position_ids=builder.position_ids,
+        segments=None if layout == "padded" else builder.segments,
+        predictors=predictors,
+        targets=targets,
+        slots=slots,
+        response_mask=mask,
         columns={name: data[name].to_padded(0.0) for name in columns},
     )
 
 
+class _Builder:
+    """Writes pieces into the tensors of a micro-batch, each row from left to right."""
+
+    def __init__(self, data: DataProto, num_rows: int, width: int, padding_id: int) -> None:
+        self.prompts, self.responses = data["prompts"].rows(), data["responses"].rows()
+        self.input_ids = torch.full((num_rows, width), padding_id, dtype=torch.int64)
+        self.position_ids = torch.arange(width).repeat(num_rows, 1)  # of padding: any that the model knows
+        self.segments = torch.full((2, num_rows, width), PADDING, dtype=torch.int32)
+        self._filled = [0] * num_rows
+        self._num_segments = 0
+        self._predictors: list[tuple[int, Tensor]] = []
+
+    def add(self, row: int, members: np.ndarray) -> None:
+        """Append a prompt and its responses to tensor row `row`."""
+        prompt = self.prompts[members[0]]
+        own = self._num_segments
+        start = self._append(row, prompt, 0, own, own)
+        for number, member in enumerate(members.tolist()):
+            response = self.responses[member]
+            first = self._append(row, response, len(prompt), own + 1 + number, own)
+            # the prompt's last token predicts the first response token, each response token the next one
+            before = torch.arange(first - 1, first - 1 + len(response))
+            before[:1] = start + len(prompt) - 1
+            self._predictors.append((member, row * self.input_ids.shape[1] + before))
+        self._num_segments += 1 + len(members)
+
+    def response_tokens(self, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`predictors`, `targets` and `slots`, in the order of the tokens."""
+        predictors = torch.cat([tokens for _, tokens in self._predictors])
+        targets = torch.cat([self.responses[member] for member, _ in self._predictors]).long()
+        slots = torch.cat([member * longest + torch.arange(len(tokens)) for member, tokens in self._predictors])
+        return predictors, targets, slots
+
+    def _append(self, row: int, tokens: Tensor, position: int, segment: int, parent: int) -> int:
+        start = self._filled[row]
+        end = self._filled[row] = start + len(tokens)
+        self.input_ids[row, start:end] = tokens
+        self.position_ids[row, start:end] = torch.arange(position, position + len(tokens))
+        self.segments[0, row, start:end] = segment
+        self.segments[1, row, start:end] = parent
+        return start
+
+
+def _pieces(data: DataProto, *, shared: bool) -> list[_Piece]:
+    prompts, responses = data["prompts"].lengths.numpy(), data["responses"].lengths.numpy()
+    groups = group_rows(data["prompts"]) if shared else np.arange(len(data))
+    members = [np.flatnonzero(groups == group) for group in np.unique(groups)]
+    return [_Piece(rows, int(prompts[rows[0]] + responses[rows].sum())) for rows in members]
+
+
 def _empty_micro_batch(columns: Sequence[str], padding_id: int) -> MicroBatch:
-    one = torch.zeros(1, 1, dtype=torch.int64)
+    one = torch.zeros(1, dtype=torch.int64)
     return MicroBatch(
         input_ids=torch.full((1, 2), padding_id, dtype=torch.int64),
-        logit_positions=torch.zeros(1, dtype=torch.int64),
+        position_ids=torch.arange(2).unsqueeze(0),
+        segments=torch.zeros(2, 1, 2, dtype=torch.int32),
+        predictors=one,
         targets=one,
-        response_index=one,
+        slots=one,
         response_mask=torch.zeros(1, 1),
         columns={name: torch.zeros(1, 1) for name in columns},
     )

@@ -9,7 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """How a model is loaded, with which entries of its config changed, and sharded; dtypes are "fp32" or "bf16"."""
+    """How a model is loaded, with which entries of its config changed, sharded and fed.
+
+    Types are "fp32" or "bf16", layouts "padded", "packed" or "shared".
+    """
 
     path: str
     trust_remote_code: bool
@@ -18,6 +21,7 @@ class ModelSettings:
     gradient_checkpointing: bool
     reshard_after_forward: bool
     override_config: Mapping[str, Any] = field(default_factory=dict)
+    layout: str = "shared"
 
 
 @dataclass(frozen=True)

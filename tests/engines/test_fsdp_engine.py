@@ -60,6 +60,7 @@ def plain_step(path: str, data: DataProto, entropy_coeff: float) -> dict[str, An
         "loss": loss.item(),
         "grad_norm": norm.item(),
         "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "gradients": {name: p.grad.numpy() for name, p in model.named_parameters()},
     }
 
 
@@ -122,10 +123,10 @@ def test_loss_gradient_and_step_equal_plain_pytorch(alone: dict[str, Any], case:
     assert metrics["actor/grad_norm"] > 1.0, "the norm is reported before clipping, and clipping was at work"
     assert metrics["actor/lr"] == 1e-2
     for name, weight in plain["weights"].items():
-        # Adam's first step is lr * sign(gradient): a gradient near zero turns rounding into part of it
-        torch.testing.assert_close(
-            torch.from_numpy(alone[case]["weights"][name]), torch.from_numpy(weight), atol=1e-4, rtol=0, msg=name
-        )
+        # Adam's first step is lr * sign(gradient), which turns the rounding of a gradient near zero into a real step
+        sure = np.abs(plain["gradients"][name]) > 1e-6
+        assert sure.mean() > 0.9 or "embed" in name
+        np.testing.assert_allclose(alone[case]["weights"][name][sure], weight[sure], atol=1e-4, rtol=0, err_msg=name)
 
 
 def test_entropy_is_a_bonus_of_its_own_metric(alone: dict[str, Any]) -> None:

@@ -1,85 +1,102 @@
-import numpy as np
 import pytest
 import torch
 
-from grpo_dist.engines.micro_batch import make_micro_batch, plan_micro_batches
+from grpo_dist.engines.attention import dense_mask
+from grpo_dist.engines.micro_batch import MicroBatch, make_micro_batch
 from grpo_dist.errors import BatchError
 from grpo_dist.protocol import DataProto, Ragged
 
 
-@pytest.mark.parametrize(("num_rows", "count"), [(7, 3), (7, 7), (2, 5), (0, 3), (1, 1)])
-def test_plan_covers_every_row_once_in_a_fixed_count(num_rows: int, count: int) -> None:
-    lengths = np.random.default_rng(0).integers(1, 50, num_rows)
-    plan = plan_micro_batches(lengths, count)
-    assert len(plan) == count
-    assert sorted(np.concatenate(plan).tolist()) == list(range(num_rows))
-    assert max(map(len, plan)) - min(map(len, plan)) <= 1
-    assert all(rows.dtype == np.int64 for rows in plan)
-
-
-def test_plan_puts_rows_of_like_length_together() -> None:
-    assert [rows.tolist() for rows in plan_micro_batches([3, 90, 4, 80], 2)] == [[1, 3], [2, 0]]
-
-
-def test_plan_has_at_least_one_micro_batch() -> None:
-    """All ranks empty: the collectives still run once."""
-    assert [rows.tolist() for rows in plan_micro_batches([], 0)] == [[]]
-
-
-def two_rows() -> DataProto:
-    """Row 0: prompt 11 12 13, response 21 22. Row 1: prompt 14 15, response 23 24 25 26; its second token is masked."""
+def three_rows() -> DataProto:
+    """Rows 0 and 2 answer prompt 11 12 13, row 1 answers 14 15; the second token of row 1 is masked."""
     return DataProto.from_dict(
         {
-            "prompts": Ragged.from_rows([[11, 12, 13], [14, 15]], torch.int32),
-            "responses": Ragged.from_rows([[21, 22], [23, 24, 25, 26]], torch.int32),
-            "response_mask": Ragged.from_rows([[1, 1], [1, 0, 1, 1]], torch.int8),
-            "advantages": Ragged.from_rows([[0.5, 0.5], [-1, -1, -1, -1]], torch.float32),
+            "prompts": Ragged.from_rows([[11, 12, 13], [14, 15], [11, 12, 13]], torch.int32),
+            "responses": Ragged.from_rows([[21, 22], [23, 24, 25, 26], [27]], torch.int32),
+            "response_mask": Ragged.from_rows([[1, 1], [1, 0, 1, 1], [1]], torch.int8),
+            "advantages": Ragged.from_rows([[0.5, 0.5], [-1, -1, -1, -1], [2]], torch.float32),
         }
     )
 
 
-def test_alignment_on_paper() -> None:
-    """
-    position        0   1   2   3   4   5      kept: 1 (last prompt token of row 1) to 4 (before the last token)
-    row 0          11  12  13  21  22  (0)     21 is predicted at 2 = kept[1]
-    row 1          14  15  23  24  25  26      23 is predicted at 1 = kept[0]
-    """
-    batch = make_micro_batch(two_rows(), ("advantages",), padding_id=0)
-    assert batch.input_ids.tolist() == [[11, 12, 13, 21, 22, 0], [14, 15, 23, 24, 25, 26]]
+def pairs(batch: MicroBatch) -> list[tuple[int, int]]:
+    """(token that predicts, token predicted), by id."""
+    return list(zip(batch.input_ids.flatten()[batch.predictors].tolist(), batch.targets.tolist(), strict=True))
+
+
+PAIRS = {(13, 21), (21, 22), (15, 23), (23, 24), (24, 25), (25, 26), (13, 27)}
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+def test_each_response_token_is_predicted_by_the_token_before_it(layout: str) -> None:
+    batch = make_micro_batch(three_rows(), ("advantages",), padding_id=0, layout=layout)
+    assert set(pairs(batch)) == PAIRS
+    assert len(pairs(batch)) == len(PAIRS)
+    assert batch.response_mask.tolist() == [[1, 1, 0, 0], [1, 0, 1, 1], [1, 0, 0, 0]]
+    assert batch.columns["advantages"].tolist() == [[0.5, 0.5, 0, 0], [-1, -1, -1, -1], [2, 0, 0, 0]]
+    assert batch.to_rows(batch.targets).tolist() == [[21, 22, 0, 0], [23, 24, 25, 26], [27, 0, 0, 0]]
     assert batch.input_ids.dtype == torch.int64
-    assert batch.logit_positions.tolist() == [1, 2, 3, 4]
-    assert batch.targets.tolist() == [[13, 21, 22, 0], [23, 24, 25, 26]]
-    assert batch.response_index.tolist() == [[1, 2, 3, 3], [0, 1, 2, 3]]
-    assert batch.response_mask.tolist() == [[1, 1, 0, 0], [1, 0, 1, 1]]
-    assert batch.columns["advantages"].tolist() == [[0.5, 0.5, 0, 0], [-1, -1, -1, -1]]
-    responses = batch.targets.gather(1, batch.response_index)
-    assert responses[0, :2].tolist() == [21, 22]
-    assert responses[1].tolist() == [23, 24, 25, 26]
 
 
-def test_one_row_keeps_its_own_positions_only() -> None:
-    batch = make_micro_batch(two_rows().slice(0, 1), (), padding_id=9)
-    assert batch.input_ids.tolist() == [[11, 12, 13, 21, 22]]
-    assert batch.logit_positions.tolist() == [2, 3]
-    assert batch.targets.tolist() == [[21, 22]]
-    assert batch.response_index.tolist() == [[0, 1]]
+def test_padded_on_paper() -> None:
+    batch = make_micro_batch(three_rows(), (), padding_id=9, layout="padded")
+    assert batch.input_ids.tolist() == [[11, 12, 13, 21, 22, 9], [14, 15, 23, 24, 25, 26], [11, 12, 13, 27, 9, 9]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]] * 3
+    assert batch.segments is None, "padding follows the real tokens: causal attention needs no mask"
 
 
-def test_padding_follows_the_real_tokens() -> None:
-    """Causal attention then needs no mask; the padding id may also be a real token."""
-    assert make_micro_batch(two_rows(), (), padding_id=22).input_ids[0].tolist() == [11, 12, 13, 21, 22, 22]
-    assert make_micro_batch(two_rows(), (), padding_id=22).response_mask[0].tolist() == [1, 1, 0, 0]
+def test_packed_on_paper() -> None:
+    """Longest first; 6 tokens, then 5 and 4 side by side in a row of 9."""
+    batch = make_micro_batch(three_rows(), (), padding_id=0, layout="packed", row_width=9)
+    assert batch.input_ids.tolist() == [[14, 15, 23, 24, 25, 26, 0, 0, 0], [11, 12, 13, 21, 22, 11, 12, 13, 27]]
+    assert batch.position_ids[1].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+    one = make_micro_batch(three_rows(), (), padding_id=0, layout="packed", row_width=15)
+    assert one.input_ids.shape == (1, 15), "no padding"
 
 
-def test_no_rows_give_one_masked_sequence() -> None:
-    batch = make_micro_batch(two_rows().slice(0, 0), ("advantages",), padding_id=7)
+def test_shared_on_paper() -> None:
+    """Rows 0 and 2 are [11 12 13 | 21 22 | 27]: 27 sees the prompt and itself."""
+    batch = make_micro_batch(three_rows(), (), padding_id=0, layout="shared")
+    assert batch.input_ids.tolist() == [[11, 12, 13, 21, 22, 27], [14, 15, 23, 24, 25, 26]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3], [0, 1, 2, 3, 4, 5]]
+    assert batch.segments is not None
+    assert dense_mask(batch.segments)[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 0, 0, 1],
+    ]
+
+
+def test_groups_side_by_side_do_not_see_each_other() -> None:
+    batch = make_micro_batch(three_rows(), (), padding_id=0, layout="shared", row_width=20)
+    assert batch.input_ids.shape == (1, 12)
+    mask = dense_mask(batch.segments)[0, 0]  # type: ignore[arg-type]
+    assert not mask[6:, :6].any()
+    assert mask.diagonal().all(), "every token sees itself, so that no softmax is empty"
+
+
+def test_gradients_flow_back_to_the_tokens() -> None:
+    batch = make_micro_batch(three_rows(), (), padding_id=0)
+    values = torch.arange(7.0, requires_grad=True)
+    (batch.to_rows(values) * batch.response_mask).sum().backward()
+    assert values.grad is not None
+    masked = batch.targets == 24
+    assert values.grad.tolist() == (~masked).float().tolist()
+
+
+@pytest.mark.parametrize("layout", ["padded", "shared"])
+def test_no_rows_give_one_masked_sequence(layout: str) -> None:
+    batch = make_micro_batch(three_rows().slice(0, 0), ("advantages",), padding_id=7, layout=layout)
     assert batch.input_ids.tolist() == [[7, 7]]
     assert batch.response_mask.tolist() == [[0]]
     assert batch.columns["advantages"].tolist() == [[0]]
-    assert batch.targets.gather(1, batch.response_index).shape == (1, 1)
+    assert batch.to_rows(torch.ones(1)).shape == (1, 1)
     assert make_micro_batch(DataProto(), ("advantages",), padding_id=7).response_mask.tolist() == [[0]]
 
 
 def test_a_missing_column_is_named() -> None:
     with pytest.raises(BatchError, match="no column 'old_log_probs'"):
-        make_micro_batch(two_rows(), ("old_log_probs",), padding_id=0)
+        make_micro_batch(three_rows(), ("old_log_probs",), padding_id=0)

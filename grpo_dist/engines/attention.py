@@ -1,0 +1,159 @@
+"""Which token sees which, for every attention kernel: a dense mask for SDPA, a block mask for FlexAttention.
+
+A token sees the tokens before it that belong to its own segment, or to its prompt's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+FLEX = "grpo_dist_flex"
+FLASH = "flash_attention_2"
+# FlexAttention works on blocks of so many tokens.
+FLEX_BLOCK = 128
+LAYOUTS = ("padded", "packed", "shared")
+
+
+def choose_layout(*, use_remove_padding: bool, use_prefix_grouper: bool) -> str:
+    """The layout that verl's two keys ask for; prompts can be shared only where padding is removed."""
+    if not use_remove_padding:
+        return "padded"
+    return "shared" if use_prefix_grouper else "packed"
+
+
+def why_padded(config: Any) -> str:
+    """Why a model, by its config, only takes padded sequences; "" if nothing speaks against other layouts."""
+    text = getattr(config, "text_config", config)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if kinds - {"full_attention"}:
+        return f"the model has {', '.join(sorted(kinds - {'full_attention'}))} layers"
+    if not kinds and getattr(text, "sliding_window", None):
+        return f"the model has a sliding window of {text.sliding_window} tokens"
+    if getattr(text, "attn_logit_softcapping", None):
+        return "the model caps its attention logits"
+    if getattr(text, "alibi", False):
+        return "the model's positions are a bias of its attention (ALiBi)"
+    return ""
+
+
+def attention_implementation(config: Any, layout: str, device: str) -> str:
+    """The `attn_implementation` that a model is loaded with.
+
+    CPU: SDPA. GPU: FlashAttention (varlen) for packed where it is installed, else FlexAttention; SDPA for padded.
+    """
+    if getattr(getattr(config, "text_config", config), "attn_logit_softcapping", None):
+        return "eager"  # SDPA would leave the capping out
+    if device == "cpu" or layout == "padded":
+        return "sdpa"
+    if layout == "packed" and _flash_attention_installed():
+        return FLASH
+    _register_flex()
+    return FLEX
+
+
+def sees(segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """FlexAttention's mask_mod: (batch, head, query, key) indices -> whether the query sees the key.
+
+    Args:
+        segments: (2, B, L), see `MicroBatch`.
+    """
+    own, parent = segments.unbind(0)
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & ((own[b, q] == own[b, k]) | (parent[b, q] == own[b, k]))
+
+    return mask_mod
+
+
+def dense_mask(segments: Tensor) -> Tensor:
+    """(B, 1, L, L) bool, True where the query (third axis) sees the key (fourth)."""
+    _, batch, length = segments.shape
+    b = torch.arange(batch, device=segments.device).view(-1, 1, 1)
+    tokens = torch.arange(length, device=segments.device)
+    return sees(segments)(b, b, tokens.view(1, -1, 1), tokens.view(1, 1, -1)).unsqueeze(1)
+
+
+def block_mask(segments: Tensor) -> BlockMask:
+    """The same for FlexAttention."""
+    _, batch, length = segments.shape
+    return _block_mask_maker(segments.device.type)(
+        sees(segments), batch, None, length, length, device=str(segments.device), BLOCK_SIZE=FLEX_BLOCK
+    )
+
+
+def attention_inputs(segments: Tensor | None, position_ids: Tensor, implementation: str) -> dict[str, Any]:
+    """The model's keyword arguments that say who sees whom; none are needed for padded sequences."""
+    if segments is None:
+        return {}
+    if implementation == FLASH:
+        return varlen_inputs(position_ids)
+    mask = block_mask(segments) if implementation == FLEX else dense_mask(segments)
+    return {"attention_mask": mask}
+
+
+def varlen_inputs(position_ids: Tensor) -> dict[str, Any]:
+    """FlashAttention's varlen arguments for one row (1, L) of sequences, each of which starts at position 0."""
+    starts = torch.nonzero(position_ids[0] == 0).flatten().int()
+    ends = torch.tensor([position_ids.shape[1]], dtype=torch.int32, device=position_ids.device)
+    cumulative = torch.cat([starts, ends])
+    longest = int(cumulative.diff().max())
+    return {
+        "cu_seq_lens_q": cumulative,
+        "cu_seq_lens_k": cumulative,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def flex_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: BlockMask | Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """FlexAttention under a `BlockMask`, SDPA without one; in the form transformers calls: (B, heads, L, D) tensors.
+
+    transformers' own flex attention compiles for fixed shapes; packed lengths change with every micro-batch.
+    """
+    if not isinstance(attention_mask, BlockMask):
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    attend = _flex_kernel(query.device.type)
+    grouped = query.shape[1] != key.shape[1]
+    out = attend(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous(), None
+
+
+@cache
+def _flex_kernel(device: str) -> Any:
+    return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
+
+
+@cache
+def _block_mask_maker(device: str) -> Any:
+    return torch.compile(create_block_mask, dynamic=True) if device == "cuda" else create_block_mask
+
+
+@cache
+def _register_flex() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(FLEX, flex_attention_forward)
+    AttentionMaskInterface.register(FLEX, sdpa_mask)
+
+
+def _flash_attention_installed() -> bool:
+    from transformers.utils import is_flash_attn_2_available
+
+    return is_flash_attn_2_available()

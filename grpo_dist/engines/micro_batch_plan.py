@@ -1,0 +1,159 @@
+"""Which rows go into which micro-batch: whole groups first, so that their prompt is computed once.
+
+An item is a prompt with some of its responses. Its cost counts tokens and, for long ones, attention:
+
+    cost = tokens + attended pairs / ATTENTION_PAIRS
+
+Numpy only; the driver deals rows to ranks by the same cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_dist.protocol import Ragged
+
+# Pairs of tokens whose attention costs as much as one token in the linear layers: 6 * hidden_size, for a model of
+# hidden_size 2048. It weighs the balance only; results do not depend on it.
+ATTENTION_PAIRS = 12_288
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Rows to plan for, aligned: the group of each row (equal prompts), tokens of its prompt and response."""
+
+    groups: np.ndarray
+    prompts: np.ndarray
+    responses: np.ndarray
+
+    def items(self) -> list[np.ndarray]:
+        """The rows of each group, in the order of their first row."""
+        _, first, inverse = np.unique(self.groups, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        return [np.flatnonzero(inverse == group) for group in order]
+
+    def tokens(self, rows: np.ndarray, *, shared: bool = True) -> int:
+        """Tokens of one item; its prompt counts once if it is shared."""
+        prompts = self.prompts[rows[:1]] if shared else self.prompts[rows]
+        return int(prompts.sum() + self.responses[rows].sum())
+
+    def cost(self, rows: np.ndarray) -> float:
+        """Cost of one item, in tokens."""
+        prompt, responses = float(self.prompts[rows[0]]), self.responses[rows].astype(np.float64)
+        pairs = prompt**2 / 2 + (responses * (prompt + responses / 2)).sum()
+        return prompt + float(responses.sum()) + pairs / ATTENTION_PAIRS
+
+
+def group_rows(prompts: Ragged) -> np.ndarray:
+    """The group of each row: rows with equal prompts have equal numbers, from 0 in order of appearance."""
+    numbers: dict[bytes, int] = {}
+    return np.array([numbers.setdefault(row.numpy().tobytes(), len(numbers)) for row in prompts.rows()], dtype=np.int64)
+
+
+def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """First-fit decreasing bin packing: indices of each bin. What is larger than `capacity` gets a bin of its own."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in np.argsort(-np.asarray(sizes), kind="stable").tolist():
+        fitting = next((b for b, left in enumerate(room) if left >= sizes[i]), len(bins))
+        if fitting == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[fitting].append(i)
+        room[fitting] -= sizes[i]
+    return bins
+
+
+def plan_micro_batches(
+    lengths: Lengths, *, micro_batch_size: int, max_token_len: int | None, shared: bool, agree: Callable[[int], int]
+) -> list[np.ndarray]:
+    """Rows of each micro-batch.
+
+    Args:
+        lengths: the rows.
+        micro_batch_size: most sequences of a micro-batch, where there is no token budget.
+        max_token_len: most tokens of a micro-batch (one sequence may exceed it); None: count sequences.
+        shared: whether a group's prompt counts once.
+        agree: from this rank's number of micro-batches to that of all ranks (their maximum): collectives of the
+            ranks match only if all make equally many. A rank that needs fewer gets empty ones.
+
+    Returns:
+        Row indices of each micro-batch, the costliest first. Every row appears once.
+    """
+    if max_token_len is None:
+        capacity = micro_batch_size
+        size: Callable[[np.ndarray], int] = len
+    else:
+        capacity = max_token_len
+
+        def size(rows: np.ndarray) -> int:
+            return lengths.tokens(rows, shared=shared)
+
+    items = [part for item in lengths.items() for part in _split_to_fit(item, capacity, size)]
+    sizes = [size(item) for item in items]
+    bins = first_fit(sizes, capacity)
+    count = agree(max(len(bins), 1))
+    bins = _even(bins, items, sizes, lengths, capacity, count)
+    bins.sort(key=lambda members: -sum(lengths.cost(items[i]) for i in members))
+    rows = [np.concatenate([items[i] for i in members]) for members in bins if members]
+    return [*rows, *(np.empty(0, dtype=np.int64) for _ in range(count - len(rows)))]
+
+
+def deal(lengths: Lengths, num_parts: int) -> list[np.ndarray]:
+    """Deal rows to ranks: whole groups while that is even enough, and nearly equal costs.
+
+    The largest groups are cut in halves (each computes the prompt again) while ranks differ by more than 5 %.
+
+    Returns:
+        Row positions of each part, ascending.
+    """
+    items = lengths.items()
+    parts, worst = _deal_items(items, lengths, num_parts)
+    mean = sum(map(lengths.cost, items)) / num_parts if items else 0.0
+    for _ in range(2 * num_parts):
+        if worst <= 1.05 * mean or max(map(len, items), default=1) < 2:
+            break
+        largest = max((i for i, item in enumerate(items) if len(item) > 1), key=lambda i: lengths.cost(items[i]))
+        middle = len(items[largest]) // 2
+        items = [*items[:largest], items[largest][:middle], items[largest][middle:], *items[largest + 1 :]]
+        trial, trial_worst = _deal_items(items, lengths, num_parts)
+        if trial_worst < worst:
+            parts, worst = trial, trial_worst
+    return parts
+
+
+def _deal_items(items: list[np.ndarray], lengths: Lengths, num_parts: int) -> tuple[list[np.ndarray], float]:
+    """Longest processing time first: each item to the part with the least cost so far."""
+    costs = [lengths.cost(item) for item in items]
+    loads, parts = [0.0] * num_parts, [[np.empty(0, dtype=np.int64)] for _ in range(num_parts)]
+    for i in np.argsort(-np.asarray(costs), kind="stable").tolist():
+        part = int(np.argmin(loads))
+        parts[part].append(items[i])
+        loads[part] += costs[i]
+    return [np.sort(np.concatenate(part)) for part in parts], max(loads)
+
+
+def _split_to_fit(item: np.ndarray, capacity: int, size: Callable[[np.ndarray], int]) -> list[np.ndarray]:
+    """Cut a group into the fewest parts of nearly equal counts that each fit, or hold one row."""
+    for count in range(1, len(item) + 1):
+        parts = np.array_split(item, count)
+        if count == len(item) or all(size(part) <= capacity for part in parts):
+            return parts
+    return []
+
+
+def _even(
+    bins: list[list[int]], items: list[np.ndarray], sizes: list[int], lengths: Lengths, capacity: int, count: int
+) -> list[list[int]]:
+    """The same items in `count` bins of nearly equal cost, if they fit so; else `bins` as they are."""
+    costs = [lengths.cost(item) for item in items]
+    even: list[list[int]] = [[] for _ in range(count)]
+    for i in np.argsort(-np.asarray(costs), kind="stable").tolist():
+        fitting = [b for b in even if not b or sum(sizes[j] for j in b) + sizes[i] <= capacity]
+        if not fitting:
+            return bins
+        min(fitting, key=lambda b: sum(costs[j] for j in b)).append(i)
+    return even

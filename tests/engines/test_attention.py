@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from torch.nn.attention.flex_attention import BlockMask
+
+from grpo_dist.engines import attention
+from grpo_dist.engines.attention import (
+    FLASH,
+    FLEX,
+    attention_implementation,
+    attention_inputs,
+    block_mask,
+    choose_layout,
+    dense_mask,
+    flex_attention_forward,
+    sees,
+    varlen_inputs,
+    why_padded,
+)
+
+# [prompt | r1 | r2] of one group, a second group, two tokens of padding; and a row of padding but for one token.
+OWN = [[0, 0, 0, 1, 1, 2, 3, 3, 4, -1, -1], [5] + [-1] * 10]
+PARENT = [[0, 0, 0, 0, 0, 0, 3, 3, 3, -1, -1], [5] + [-1] * 10]
+SEGMENTS = torch.tensor([OWN, PARENT], dtype=torch.int32)
+
+
+def by_hand(row: int, q: int, k: int) -> bool:
+    return q >= k and (OWN[row][q] == OWN[row][k] or PARENT[row][q] == OWN[row][k])
+
+
+def test_both_masks_are_the_rule() -> None:
+    dense = dense_mask(SEGMENTS)
+    mask_mod = sees(SEGMENTS)
+    assert dense.shape == (2, 1, 11, 11)
+    for row in range(2):
+        for q in range(11):
+            for k in range(11):
+                expected = by_hand(row, q, k)
+                assert dense[row, 0, q, k].item() == expected
+                index = [torch.tensor(i) for i in (row, 0, q, k)]
+                assert mask_mod(*index).item() == expected
+
+
+def test_flex_attention_under_the_block_mask_equals_sdpa_under_the_dense_one() -> None:
+    """Forward only: its backward pass needs a GPU. Four query heads over two key heads."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 11, 8, generator=generator) for heads in (4, 2, 2))
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    mask = block_mask(SEGMENTS)
+    assert isinstance(mask, BlockMask)
+    with torch.no_grad():
+        flex, _ = flex_attention_forward(module, query, key, value, mask, scaling=0.3)  # type: ignore[arg-type]
+        dense, _ = flex_attention_forward(module, query, key, value, dense_mask(SEGMENTS), scaling=0.3)  # type: ignore[arg-type]
+    torch.testing.assert_close(flex, dense, atol=1e-5, rtol=0)
+    assert flex.shape == (2, 11, 4, 8)
+
+
+def test_varlen_by_hand() -> None:
+    found = varlen_inputs(torch.tensor([[0, 1, 2, 0, 0, 1]]))
+    assert found["cu_seq_lens_q"].tolist() == [0, 3, 4, 6]
+    assert found["max_length_q"] == 3
+
+
+def test_inputs_of_each_kernel() -> None:
+    positions = torch.arange(11).repeat(2, 1)
+    assert attention_inputs(None, positions, "sdpa") == {}
+    assert attention_inputs(SEGMENTS, positions, "sdpa")["attention_mask"].dtype == torch.bool
+    assert isinstance(attention_inputs(SEGMENTS, positions, FLEX)["attention_mask"], BlockMask)
+    assert "cu_seq_lens_k" in attention_inputs(SEGMENTS, positions[:1], FLASH)
+
+
+@pytest.mark.parametrize(
+    ("layout", "device", "flash", "expected"),
+    [
+        ("shared", "cpu", True, "sdpa"),
+        ("padded", "cuda", True, "sdpa"),
+        ("shared", "cuda", True, FLEX),
+        ("packed", "cuda", True, FLASH),
+        ("packed", "cuda", False, FLEX),
+    ],
+)
+def test_kernel_by_device_and_layout(
+    layout: str, device: str, flash: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_flash_attention_installed", lambda: flash)
+    assert attention_implementation(transformers.Qwen3Config(), layout, device) == expected
+
+
+def test_a_model_runs_with_the_registered_kernel(random_models: dict[str, str]) -> None:
+    """transformers hands the block mask through to it."""
+    name = attention_implementation(transformers.Qwen3Config(), "shared", "cuda")
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13, 3, 3]])
+    positions = torch.tensor([[0, 1, 2, 3, 4, 3, 0, 1, 2, 9, 10]])
+    segments = SEGMENTS[:, :1]
+    logits = {}
+    for kernel in ("sdpa", name):
+        model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"], attn_implementation=kernel)
+        with torch.no_grad():
+            mask = attention_inputs(segments, positions, kernel)
+            logits[kernel] = model(input_ids=ids, position_ids=positions, **mask).logits
+    torch.testing.assert_close(logits["sdpa"], logits[name], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (transformers.LlamaConfig(), ""),
+        (transformers.Qwen2Config(), ""),
+        (transformers.Qwen3Config(), ""),
+        (transformers.Qwen2Config(use_sliding_window=True, max_window_layers=2), "sliding_attention"),
+        (transformers.MistralConfig(sliding_window=4096), "sliding window of 4096"),
+        (transformers.MistralConfig(sliding_window=None), ""),
+        (transformers.Gemma2Config(), "sliding_attention"),
+        (transformers.Gemma3TextConfig(), "sliding_attention"),
+        (SimpleNamespace(attn_logit_softcapping=50.0), "caps its attention logits"),
+        (SimpleNamespace(alibi=True), "ALiBi"),
+    ],
+)
+def test_models_that_stay_padded(config: object, reason: str) -> None:
+    found = why_padded(config)
+    assert (reason in found) if reason else found == ""
+
+
+def test_capped_attention_is_not_left_to_sdpa() -> None:
+    assert attention_implementation(transformers.Gemma2Config(), "padded", "cpu") == "eager"
+
+
+def test_layout_by_keys() -> None:
+    assert choose_layout(use_remove_padding=True, use_prefix_grouper=True) == "shared"
+    assert choose_layout(use_remove_padding=True, use_prefix_grouper=False) == "packed"
+    assert choose_layout(use_remove_padding=False, use_prefix_grouper=True) == "padded"

@@ -1,0 +1,115 @@
+"""Padded, packed and shared give the same log-probs, entropies, loss and gradients, however rows are cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.protocol import DataProto, merge_metrics, metric_values
+from tests.models import objective, random_batch, random_model, trainable_engine
+from tests.ranks import run_ranks
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {"tie_word_embeddings": False},
+    "Qwen2": {},  # biases in attention
+    "Qwen3": {"head_dim": 8},  # norms of queries and keys
+}
+LR = 0.1
+# layout, sequences per micro-batch, token budget
+WAYS: dict[str, tuple[str, int, int | None]] = {
+    "padded": ("padded", 100, None),
+    "padded, 3 rows at a time": ("padded", 3, None),
+    "packed": ("packed", 100, None),
+    "packed, 60 tokens at a time": ("packed", 1, 60),
+    "shared": ("shared", 100, None),
+    "shared, 3 rows at a time": ("shared", 3, None),
+    "shared, 40 tokens at a time": ("shared", 1, 40),
+}
+
+
+def batch() -> DataProto:
+    """Four groups of 1, 2, 5 and 6 rows in mixed order, with masked tokens."""
+    data = random_batch(num_groups=4, n=6)
+    rows = [0, 6, 7, *range(12, 17), *range(18, 24)]
+    data = data.index(np.random.default_rng(3).permutation(rows))
+    data["response_mask"].values[::7] = 0
+    return data
+
+
+def one_way(rank: int, path: str, shards: list[list[int]], way: str) -> dict[str, Any]:
+    layout, size, budget = WAYS[way]
+    limits: dict[str, Any] = {"micro_batch_size": size, "max_token_len": budget}
+    engine = trainable_engine(path, layout=layout)
+    engine.grad_clip = float("inf")
+    engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=LR)  # its step is the gradient
+    data = batch().index(shards[rank])
+    before = {name: tensor.clone() for name, tensor in engine.full_parameters("float32")}
+    columns = engine.compute_columns(data, ("log_probs", "entropies"), **limits)
+    metrics = engine.train_mini_batch(data, objective=objective(), **limits)
+    return {
+        "columns": {name: column.values.numpy().copy() for name, column in columns.items()},
+        "metrics": metrics,
+        "gradients": {n: (before[n] - t).div(LR).numpy() for n, t in engine.full_parameters("float32")},
+        "report": engine.forward.report,
+    }
+
+
+def all_ways(rank: int, paths: dict[str, str], shards: list[list[int]], ways: list[str]) -> dict[str, Any]:
+    return {f"{name} {way}": one_way(rank, path, shards, way) for name, path in paths.items() for way in ways}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {name: random_model(name, tmp_path_factory.mktemp(name), **some) for name, some in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def alone(paths: dict[str, str]) -> dict[str, Any]:
+    (out,) = run_ranks(1, all_ways, paths, [list(range(len(batch())))], list(WAYS))
+    return out
+
+
+def assert_same_training(found: dict[str, Any], expected: dict[str, Any], metrics: list[dict[str, Any]]) -> None:
+    merged, values = metric_values(merge_metrics(metrics)), metric_values(expected["metrics"])
+    assert merged.keys() == values.keys()
+    for name, value in values.items():
+        assert merged[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    for name, gradient in expected["gradients"].items():
+        np.testing.assert_allclose(found["gradients"][name], gradient, atol=1e-5, rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("way", list(WAYS)[1:])
+def test_every_layout_gives_the_padded_numbers(alone: dict[str, Any], family: str, way: str) -> None:
+    expected, found = alone[f"{family} padded"], alone[f"{family} {way}"]
+    assert found["report"].split(" ")[0] == way.split(",")[0], "no fallback"
+    for name, values in expected["columns"].items():
+        np.testing.assert_allclose(found["columns"][name], values, atol=1e-5, rtol=0, err_msg=name)
+    assert_same_training(found, expected, [found["metrics"]])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_is_something_to_compare(alone: dict[str, Any], family: str) -> None:
+    expected = alone[f"{family} padded"]
+    assert expected["columns"]["log_probs"].std() > 0.3
+    assert metric_values(expected["metrics"])["actor/grad_norm"] > 1
+
+
+TWO_RANKS = ["padded, 3 rows at a time", "packed, 60 tokens at a time", "shared, 40 tokens at a time"]
+
+
+@pytest.fixture(scope="module")
+def pair(paths: dict[str, str]) -> list[dict[str, Any]]:
+    shards = [[0, 1, 2, 5, 8, 13], [3, 4, 6, 7, 9, 10, 11, 12]]  # groups cut between ranks
+    return run_ranks(2, all_ways, paths, shards, TWO_RANKS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("way", TWO_RANKS)
+def test_two_ranks_give_the_same(alone: dict[str, Any], pair: list[dict[str, Any]], family: str, way: str) -> None:
+    ranks = [rank[f"{family} {way}"] for rank in pair]
+    for rank in ranks:
+        assert_same_training(rank, alone[f"{family} padded"], [each["metrics"] for each in ranks])
