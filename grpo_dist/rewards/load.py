@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import grpo_dist.rewards.gsm8k  # noqa: F401  (registers its data sources)
+import grpo_dist.rewards.countdown
+import grpo_dist.rewards.gsm8k
+import grpo_dist.rewards.math_answer  # noqa: F401  (these register their data sources)
 from grpo_dist.errors import ConfigError
 from grpo_dist.registry import load_attribute
 from grpo_dist.rewards.base import SCORERS, Form, RewardFunction

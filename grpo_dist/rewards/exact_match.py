@@ -1,0 +1,97 @@
+"""Reward for the same text: the answer equals, or contains, one of the accepted answers.
+
+    custom_reward_function.path=grpo_dist.rewards.exact_match
+    custom_reward_function.reward_kwargs='{mode: contains, tag: answer, ignore_articles: true}'
+
+With `ignore_articles` the normalisation is the one of SQuAD's exact match (https://arxiv.org/abs/1606.05250), except
+that points and signs of numbers stay: 3.14 is not 314.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Any
+
+from grpo_dist.errors import ConfigError
+from grpo_dist.rewards.format import last_tag_content
+
+MODES = ("exact", "contains")
+# Any sign but those between digits and the minus or point that begins a number.
+_PUNCTUATION = re.compile(r"(?!(?<=\d)[^\w\s](?=\d)|(?<!\w)[-.](?=[\d.]*\d))(?:[^\w\s]|_)")
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b", re.IGNORECASE)
+
+
+def normalize(
+    text: str, *, ignore_case: bool = True, ignore_punctuation: bool = True, ignore_articles: bool = False
+) -> str:
+    """The text as it is compared: composed Unicode (NFKC), single spaces, and without what is ignored."""
+    text = unicodedata.normalize("NFKC", text)
+    if ignore_case:
+        text = text.casefold()
+    if ignore_punctuation:
+        text = _PUNCTUATION.sub("", text)
+    if ignore_articles:
+        text = _ARTICLES.sub(" ", text)
+    return " ".join(text.split())
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any],
+    *,
+    mode: str = "exact",
+    tag: str | None = None,
+    ignore_case: bool = True,
+    ignore_punctuation: bool = True,
+    ignore_articles: bool = False,
+) -> float:
+    """1.0 for an accepted answer, else 0.0.
+
+    Args:
+        data_source: not used.
+        solution_str: the response.
+        ground_truth: the answer, text or a number; or a list of accepted ones.
+        extra_info: not used.
+        mode: "exact": the answer is an accepted one. "contains": one of them stands in it, as whole words.
+        tag: the answer is what stands in the last `<tag>...</tag>`; without one in the response it is wrong. None: the
+            whole response.
+        ignore_case: whether Paris and paris are the same.
+        ignore_punctuation: whether "Paris." and "Paris" are the same.
+        ignore_articles: whether "the Louvre" and "Louvre" are the same.
+
+    Raises:
+        ValueError: the ground truth, or one of a list, is empty after normalisation, so that anything would contain it.
+    """
+
+    def plain(text: str) -> str:
+        return normalize(
+            text,
+            ignore_case=ignore_case,
+            ignore_punctuation=ignore_punctuation,
+            ignore_articles=ignore_articles,
+        )
+
+    accepted = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    truths = ["" if truth is None else plain(str(truth)) for truth in accepted]
+    if not truths or not all(truths):
+        raise ValueError(f"ground_truth {ground_truth!r} holds an empty answer")
+    text = solution_str if tag is None else last_tag_content(solution_str, tag)
+    if text is None:
+        return 0.0
+    answer = plain(text)
+    if mode == "contains":
+        return float(any(re.search(rf"(?<!\w){re.escape(truth)}(?!\w)", answer) for truth in truths))
+    return float(answer in truths)
+
+
+def check_reward_kwargs(*, mode: str = "exact", **others: Any) -> None:
+    """Check the arguments before a run starts.
+
+    Raises:
+        ConfigError: there is no such mode.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"custom_reward_function.reward_kwargs.mode={mode!r}: must be one of {', '.join(MODES)}")
