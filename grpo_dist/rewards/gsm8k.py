@@ -26,8 +26,11 @@ def extract_answer(text: str) -> str | None:
 
 
 @SCORERS.register("openai/gsm8k", "gsm8k", "arithmetic")
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
     """1.0 if the last `#### NUMBER` equals the ground truth (text or a number), else 0.0.
+
+    Returns:
+        score and acc, the same; pred: the number found, or None.
 
     Raises:
         ValueError: the ground truth is not a number, so no response could be right.
@@ -37,7 +40,9 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     truth = _plain_number(str(ground_truth).strip())
     if truth is None:
         raise ValueError(f"ground_truth {ground_truth!r} is not a number")
-    return 1.0 if extract_answer(solution_str) == truth else 0.0
+    answer = extract_answer(solution_str)
+    right = 1.0 if answer == truth else 0.0
+    return {"score": right, "acc": right, "pred": answer}
 
 
 def _plain_number(text: str) -> str | None:
