@@ -6,6 +6,7 @@ usage: python scripts/plot_run.py OUT.png RUN_DIR [RUN_DIR ...]
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import matplotlib
@@ -14,11 +15,20 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from grpo_dist.tracking.jsonl import read_metrics
+from grpo_dist.tracking.names import RESPONSE_LENGTH, REWARD, validation_metrics
+
+Row = Mapping[str, float]
+
+
+def one(name: str) -> Callable[[Row], Row]:
+    """Selects the metric of this name from a row."""
+    return lambda row: {name: row[name]} if name in row else {}
+
 
 PANELS = {
-    "validation accuracy": "val-core/",
-    "training reward": "critic/score/mean",
-    "response length (tokens)": "response_length/mean",
+    "validation accuracy": validation_metrics,
+    "training reward": one(REWARD),
+    "response length (tokens)": one(RESPONSE_LENGTH),
 }
 
 
@@ -27,8 +37,8 @@ def main(out: str, *run_dirs: str) -> None:
     figure, axes = plt.subplots(1, len(PANELS), figsize=(12, 3.4), constrained_layout=True)
     for run_dir in run_dirs:
         rows = read_metrics(Path(run_dir) / "metrics.jsonl")
-        for axis, (title, name) in zip(axes, PANELS.items(), strict=True):
-            points = [(row["step"], value) for row in rows for key, value in row.items() if key.startswith(name)]
+        for axis, (title, select) in zip(axes, PANELS.items(), strict=True):
+            points = [(row["step"], value) for row in rows for value in select(row).values()]
             axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=Path(run_dir).name)
             axis.set_title(title)
             axis.set_xlabel("training step")

@@ -163,7 +163,7 @@ def test_greedy_is_direct_and_sampling_shows_the_worked_style(script: ModuleType
     sampled = script.respond(model, tokenizer, rows, sample=True)
 
     def score(row: dict[str, Any], text: str) -> float:
-        return compute_score("arithmetic", text, row["reward_model"]["ground_truth"], {})
+        return compute_score("arithmetic", text, row["reward_model"]["ground_truth"], {})["score"]
 
     assert all(text.startswith("#### ") for text in greedy)
     assert 0.20 <= sum(map(score, rows, greedy)) / len(rows) <= 0.40

@@ -346,6 +346,7 @@ class TrainerConfig(Section):
     resume_from_path: Text | None
     export_hf_model: bool
     log_rollouts: bool
+    log_val_generations: NonNegativeInt
     nnodes: Count
     n_gpus_per_node: NonNegativeInt
     worker_timeout_s: PositiveFloat

@@ -46,6 +46,7 @@ FIELDS: dict[str, Field] = {
     "reward": Field("(N,)", "float32", "score less the KL penalty: sum of token_level_rewards", "targets"),
     "advantage_mean": Field("(N,)", "float32", "mean advantage of the sequence's tokens", "targets"),
     "reward_baseline": Field("(N,)", "float32", "score of the greedy response to the same prompt", "rollout"),
+    "pred_id": Field("(N,)", "float32", "equal for equal answers of a group, nan for none; validation", "reward"),
     "step_mask": Field("ragged (N, R_i)", "int8", "1 on the last token of each step that has a reward", "reward"),
     "old_entropies": Field("ragged (N, R_i)", "float32", "entropy of the policy before the update; nats", "actor"),
     "ref_hidden_states": Field("ragged (N, R_i, H)", "compute type", "what the reference's output layer sees", "ref"),

@@ -3,7 +3,9 @@
     compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)
         -> a finite number, or {"score": a finite number, "any_other_name": value, ...}
 
-`step_scores`, a list of numbers, are the rewards of the response's steps (steps.py), for process supervision.
+`pred`, the answer as text, lets validation take the majority of the answers (maj@n); `acc` is what validation reports
+as accuracy, where there is one. `step_scores`, a list of numbers, are the rewards of the response's steps (steps.py),
+for process supervision.
 
 verl's contract: arguments are passed by keyword; `solution_str` is the decoded response without the prompt.
 """
@@ -48,11 +50,13 @@ class RewardResult:
         score: the reward, finite.
         extra: the other numbers that the function returned, finite; logged as metrics.
         step_scores: the rewards of its steps, finite; None where the function judges the whole only.
+        pred: the answer it found, for the majority vote of validation; None for none.
     """
 
     score: float
     extra: dict[str, float]
     step_scores: tuple[float, ...] | None = None
+    pred: str | None = None
 
 
 def score_response(
@@ -65,8 +69,8 @@ def score_response(
 ) -> RewardResult:
     """Call the reward function for one response and check what comes back.
 
-    Booleans count as 0 and 1. Extra values that are no numbers (text such as verl's `pred`, None, lists)
-    cannot be averaged and do not become metrics. The function gets its own copy of `extra_info`'s top level.
+    Booleans count as 0 and 1. Extra values that are no numbers (text, None, lists) cannot be averaged
+    and do not become metrics. The function gets its own copy of `extra_info`'s top level.
 
     Raises:
         RewardError: the function raised, or returned something that is neither a finite number nor a dict
@@ -136,9 +140,10 @@ def checked_result(returned: Any) -> RewardResult:
             raise ValueError(f"'step_scores' must be a list of numbers, is {_show(steps)}")
         steps = tuple(_finite(value, "'step_scores' must be finite numbers, one is") for value in steps)
     for name, value in returned.items():
-        if name not in ("score", "step_scores") and _number(value) is not None:
+        if name not in ("score", "step_scores", "pred") and _number(value) is not None:
             extra[str(name)] = _finite(value, f"{name!r} must be finite, is")
-    return RewardResult(score, extra, steps)
+    pred = returned.get("pred")
+    return RewardResult(score, extra, steps, None if pred is None else str(pred))
 
 
 def _finite(value: Any, complaint: str) -> float:

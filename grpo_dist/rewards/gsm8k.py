@@ -44,7 +44,7 @@ def compute_score(
     *,
     method: str = "strict",
     format_score: float = 0.0,
-) -> float:
+) -> dict[str, Any]:
     """Score the answer.
 
     Args:
@@ -56,7 +56,8 @@ def compute_score(
         format_score: for an answer that is wrong, but in the right place.
 
     Returns:
-        1.0 for the right answer, `format_score` for another one, 0.0 for none.
+        score: 1.0 for the right answer, `format_score` for another one, 0.0 for none; acc: 1.0 or 0.0; pred: the number
+        found, or None.
 
     Raises:
         ValueError: the ground truth is not a number, so no response could be right.
@@ -67,10 +68,9 @@ def compute_score(
     if truth is None:
         raise ValueError(f"ground_truth {ground_truth!r} is not a number")
     answer = extract_answer(solution_str, method)
-    if answer is None:
-        return 0.0
-    correct = answer == truth or (method == "flexible" and Decimal(answer) == Decimal(truth))
-    return 1.0 if correct else format_score
+    right = answer is not None and (answer == truth or (method == "flexible" and Decimal(answer) == Decimal(truth)))
+    score = 1.0 if right else format_score if answer is not None else 0.0
+    return {"score": score, "acc": float(right), "pred": answer}
 
 
 def check_reward_kwargs(*, method: str = "strict", format_score: float = 0.0) -> None:

@@ -30,7 +30,7 @@ def compute_score(
     extra_info: dict[str, Any],
     *,
     functions: Sequence[Mapping[str, Any]],
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """The weighted sum.
 
     Args:
@@ -42,13 +42,14 @@ def compute_score(
             part of its path), as in `custom_reward_function`.
 
     Returns:
-        score, each function's score under its label, and their extra values as `LABEL.NAME`.
+        score, each function's score under its label, and their extra values as `LABEL.NAME`; `pred` of the
+        first that finds an answer.
 
     Raises:
         RewardError: one of them failed; see `score_response`.
     """
     total = 0.0
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     for label, function, weight in _load(json.dumps([dict(each) for each in functions], default=str)):
         result = score_response(
             function,
@@ -58,6 +59,8 @@ def compute_score(
             extra_info=extra_info,
         )
         total += weight * result.score
+        if result.pred is not None:
+            found.setdefault("pred", result.pred)
         found |= {label: result.score, **{f"{label}.{name}": value for name, value in result.extra.items()}}
     return found | {"score": total}
 

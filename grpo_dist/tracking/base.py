@@ -7,13 +7,14 @@ import difflib
 import importlib
 import logging
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from grpo_dist.errors import BatchError, ConfigError
 from grpo_dist.tracking.redact import redact
+from grpo_dist.tracking.samples import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,14 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Write out what is buffered and release the files."""
+
+
+@runtime_checkable
+class ShowsSamples(Protocol):
+    """A tracker that can show text as well."""
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Record responses of one step; called before `log` of that step, which completes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,19 +108,29 @@ class Trackers:
             )
         self._last_step = step
         for name, tracker in list(self._active.items()):
-            try:
+            with self._dropping(name, f"step {step}"):
                 tracker.log(clean, step)
-            except Exception as error:  # noqa: BLE001 - whatever a logger does, training goes on
-                self._drop(name, f"step {step}", error)
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Show responses of a step in the trackers that can; before the step's `log`."""
+        for name, tracker in list(self._active.items()):
+            if isinstance(tracker, ShowsSamples):
+                with self._dropping(name, f"samples of step {step}"):
+                    tracker.log_samples(samples, step)
 
     def close(self) -> None:
         """Close every tracker; a second call does nothing."""
         for name, tracker in list(self._active.items()):
-            try:
+            with self._dropping(name, "close"):
                 tracker.close()
-            except Exception as error:  # noqa: BLE001 - the others must still be closed
-                self._drop(name, "close", error)
         self._active.clear()
+
+    @contextlib.contextmanager
+    def _dropping(self, name: str, when: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever a tracker does, training and the others go on
+            self._drop(name, when, error)
 
     def _drop(self, name: str, when: str, error: Exception) -> None:
         tracker = self._active.pop(name)

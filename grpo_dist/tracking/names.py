@@ -15,10 +15,10 @@ VALIDATION = "val-core/"
 
 
 def validation_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The validation accuracies among `metrics`: `val-core/SOURCE/acc/mean@K`, one per data source.
+    """The validation accuracies among `metrics`: `val-core/SOURCE/acc/mean@N`, one per data source.
 
-    verl puts best@K, maj@K and raw rewards beside them. Where there is no accuracy or no mean, all of
-    `val-core/` that remain count.
+    best@N and maj@N stand beside them, and `reward` where the reward function returns no `acc`. Where there is no
+    accuracy or no mean, all of `val-core/` that remain count.
     """
     found = [name for name in metrics if name.startswith(VALIDATION)]
     for marker in ("/acc/", "/mean@"):

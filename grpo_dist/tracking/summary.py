@@ -76,7 +76,7 @@ def _validation_lines(history: Sequence[Row]) -> list[str]:
             curves.setdefault(name, []).append((int(row["step"]), value))
     lines = []
     for name, curve in curves.items():
-        label = "validation accuracy" if len(curves) == 1 else name.removeprefix(names.VALIDATION)
+        label = f"validation {_kind(name)}" if len(curves) == 1 else name.removeprefix(names.VALIDATION)
         best_step, best = max(curve, key=lambda point: -math.inf if math.isnan(point[1]) else point[1])
         # One value has no before and after.
         values = f"{curve[0][1]:.3g}"
@@ -84,6 +84,10 @@ def _validation_lines(history: Sequence[Row]) -> list[str]:
             values += f" -> {curve[-1][1]:.3g}  (best {best:.3g} at step {best_step})"
         lines.append(_entry(label, values))
     return lines
+
+
+def _kind(name: str) -> str:
+    return "accuracy" if "/acc/" in name else "reward"
 
 
 def _training_lines(trained: Sequence[Row]) -> list[str]:

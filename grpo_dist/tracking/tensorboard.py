@@ -6,14 +6,16 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from grpo_dist.tracking.base import RunInfo
+from grpo_dist.tracking.samples import SAMPLES, Sample, as_markdown
 
 FOLDER = "tensorboard"
 _FILE_VERSION = "brain.Event:2"  # from version 2 on, readers honour the START record below
@@ -45,6 +47,12 @@ class TensorBoardTracker:
         """Write one event with a scalar per metric."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._write(step=step, summary=Summary(value=values))
+        self._writer.flush()
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Write each sample as Markdown under the Text tab."""
+        for number, sample in enumerate(samples):
+            self._write(step=step, summary=text_pb(f"{SAMPLES}/{number}", as_markdown(sample)))
         self._writer.flush()
 
     def close(self) -> None:

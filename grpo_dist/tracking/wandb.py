@@ -7,7 +7,7 @@ import netrc
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,6 +15,7 @@ import wandb
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import RunInfo
+from grpo_dist.tracking.samples import NUMBERS, SAMPLES, Sample
 
 _DEFAULT_URL = "https://api.wandb.ai"
 _INIT_TIMEOUT_S = 30.0  # W&B itself retries for 90 s before it gives up on a server
@@ -67,6 +68,13 @@ class WandbTracker:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log one step; W&B keeps the first value of a step that it already has."""
         self._run.log(dict(metrics), step=step, commit=True)
+
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        """Log a table with a row per sample; `log` of the same step sends it off."""
+        if samples:
+            # a ground truth may be anything, and a column has one type
+            rows = [[value if name in NUMBERS else str(value) for name, value in s.items()] for s in samples]
+            self._run.log({SAMPLES: wandb.Table(columns=[*samples[0]], data=rows)}, step=step, commit=False)
 
     def close(self) -> None:
         """Finish the W&B run; it counts as failed when closed while an exception is on its way out.

@@ -49,24 +49,6 @@ def zero_variance_share(scores: np.ndarray, uids: np.ndarray) -> float:
     return float(np.mean([np.ptp(group) == 0 for group in groups]))
 
 
-def validation_metrics(batch: DataProtoRef, data_sources: Mapping[str, str], n: int) -> dict[str, float]:
-    """Mean score per data source, over all n responses of its prompts: `val-core/SOURCE/acc/mean@n`.
-
-    Args:
-        batch: the scored validation batch.
-        data_sources: uid -> data source.
-        n: responses per prompt.
-    """
-    sources = np.array([data_sources[uid] for uid in batch["uid"]])
-    metrics = {}
-    for source in np.unique(sources):
-        rows = sources == source
-        metrics[f"val-core/{source}/acc/mean@{n}"] = float(batch["score"][rows].mean())
-        metrics[f"val-aux/{source}/response_length/mean"] = float(batch["response_length"][rows].mean())
-        metrics[f"val-aux/{source}/truncated/mean"] = float(batch["truncated"][rows].mean())
-    return metrics
-
-
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
     return {
         f"{name}/mean": float(values.mean()),

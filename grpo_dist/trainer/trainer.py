@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,12 +28,14 @@ from grpo_dist.errors import CheckpointError, GrpoDistError
 from grpo_dist.protocol import metric_values
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
+from grpo_dist.tracking.samples import format_samples
 from grpo_dist.trainer.checkpoint import RunState, find_checkpoint, read_state, save_checkpoint
-from grpo_dist.trainer.metrics import batch_metrics, performance_metrics, validation_metrics
+from grpo_dist.trainer.metrics import batch_metrics, performance_metrics
 from grpo_dist.trainer.pump import GroupRequest, RolloutPump
-from grpo_dist.trainer.sampling import TrainingSampler, make_request
+from grpo_dist.trainer.sampling import TrainingSampler
 from grpo_dist.trainer.seeds import group_seed
 from grpo_dist.trainer.stage import stage
+from grpo_dist.trainer.validation import shown_rows, validation_metrics, validation_requests
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call
 from grpo_dist.workers.groups import ActorGroup, ReferenceGroup, RewardPool, RolloutGroup
@@ -193,16 +196,14 @@ class GRPOTrainer:
         """Score the validation prompts with the current weights."""
         if not self.prompts.validation:
             return
-        requests = [
-            make_request(f"val-{p.prompt.index}", p, self.val_sampling, validation=True)
-            for p in self.prompts.validation
-        ]
+        requests = validation_requests(self.prompts.validation, self.val_sampling, self.config.trainer.seed)
         pumped = self.val_pump.run(requests)
         batch = DataProtoRef.concat(pumped.groups)
         self._show_failures(pumped.failures)
         sources = {request.uid: request.task.data_source for request in requests}
         self.metrics |= validation_metrics(batch, sources, self.val_sampling.n)
         self._write_samples(batch, requests, "validation")
+        self._show_samples(batch, requests)
 
     @stage("save_checkpoint")
     def save(self) -> None:
@@ -301,12 +302,24 @@ class GRPOTrainer:
         self._collect_writes()
         if self.config.trainer.log_rollouts:
             path = str((self.run_dir / folder / f"{self.step}.jsonl").absolute())
-            truths = {request.uid: request.task.ground_truth for request in requests}
-            self._writing.append(self.roles.reward.submit_samples(batch, path, self.step, truths))
+            self._writing.append(self.roles.reward.submit_samples(batch, path, self.step, _ground_truths(requests)))
+
+    def _show_samples(self, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> None:
+        """Send `log_val_generations` responses, the same ones each time, to the trackers and the terminal."""
+        count = self.config.trainer.log_val_generations
+        if count:
+            rows = batch.reorder(shown_rows(len(batch), count, self.config.trainer.seed))
+            samples = self.roles.reward.read_samples(rows, self.step, _ground_truths(requests))
+            self.trackers.log_samples(samples, self.step)
+            self.progress.message(format_samples(samples))
 
     def _collect_writes(self) -> None:
         self.roles.reward.workers.gather(self._writing)
         self._writing.clear()
+
+
+def _ground_truths(requests: Sequence[GroupRequest]) -> dict[str, Any]:
+    return {request.uid: request.task.ground_truth for request in requests}
 
 
 def kl_controller(config: KLCtrlConfig) -> KLController:

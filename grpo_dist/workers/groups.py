@@ -15,7 +15,7 @@ from grpo_dist.workers.balance import balance
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.policy import PolicySettings
-from grpo_dist.workers.reward import TARGET_COLUMNS, RewardSettings, Task
+from grpo_dist.workers.reward import SAMPLE_COLUMNS, TARGET_COLUMNS, RewardSettings, Task
 
 LOOPBACK = "127.0.0.1"
 
@@ -173,9 +173,14 @@ class RewardPool:
         inputs = batch.select(("uid", *TARGET_COLUMNS, *settings.columns))
         return self.workers.call(0, "targets", "compute_targets", inputs, settings, kl_coef, seed)
 
+    def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The batch as text, one dict per row; for the few rows that are shown."""
+        inputs = batch.select(SAMPLE_COLUMNS)
+        return self.workers.call(0, "read_samples", "read_samples", inputs, step, ground_truths)
+
     def submit_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> Call:
         """Write the batch down as text, without waiting."""
-        inputs = batch.select(("uid", "prompts", "responses", "score"))
+        inputs = batch.select(SAMPLE_COLUMNS)
         return self.workers.submit(0, "write_samples", "write_samples", inputs, path, step, ground_truths)
 
 

@@ -20,6 +20,7 @@ from grpo_dist.workers.process import Process, use_threads
 
 EXTRA = "reward_extra/"  # the reward function's other values, by name
 TEXT_CONTEXT = 4  # tokens before one that can change how it is written
+SAMPLE_COLUMNS = ("uid", "prompts", "responses", "score")
 TARGET_COLUMNS = ("token_level_scores", "response_mask", "rollout_log_probs")
 
 
@@ -101,7 +102,8 @@ class RewardWorker(Process):
         Returns:
             (handle, failures): a handle with `token_level_scores` (the score on the last token, or a score on the last
             token of each step, with `step_mask` 1 there); `score` and the function's extra values (as
-            `reward_extra/NAME`) travel inside it. And why responses could not be scored, one text for each.
+            `reward_extra/NAME`) travel inside it, and for validation `pred_id`, where it finds answers. And why
+            responses could not be scored, one text for each.
 
         Raises:
             RewardError: the function returned step scores that do not fit the steps.
@@ -115,6 +117,8 @@ class RewardWorker(Process):
         if self.overlong_penalty is not None and not task.validation:
             penalties = self.overlong_penalty(responses.lengths)
             extras[f"{EXTRA}overlong_penalty"] = penalties.numpy()
+        if task.validation and any(result.pred is not None for result in results):
+            extras["pred_id"] = pred_ids([result.pred for result in results])
         columns: dict[str, Any] = {"score": scores + penalties}
         if self.step_separator is None:
             columns["token_level_scores"] = on_last_token(scores + penalties, responses)
@@ -187,17 +191,23 @@ class RewardWorker(Process):
         columns["reward"] = out["token_level_rewards"].sum(-1)
         return DataProtoRef.put(DataProto.from_dict(columns), small=("advantage_mean", "reward")), metrics
 
-    def write_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> None:
-        """Write prompt, response, score and advantage of every row to `path`, one JSON object per line."""
-        data = batch.fetch(("uid", "prompts", "responses", "score"))
+    def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """step, uid, input, output, gts (ground truth), score and, where there is one, advantage of every row."""
+        data = batch.fetch(SAMPLE_COLUMNS)
         prompts, responses = self._decode(data["prompts"]), self._decode(data["responses"])
         advantages = batch.small.get("advantage_mean")
-        lines = []
+        samples = []
         for i, uid in enumerate(data["uid"]):
             row = {"step": step, "uid": uid, "input": prompts[i], "output": responses[i]}
             row |= {"gts": ground_truths[uid], "score": float(data["score"][i])}
             row |= {"advantage": float(advantages[i])} if advantages is not None else {}
-            lines.append(json.dumps(row, ensure_ascii=False, default=str))
+            samples.append(row)
+        return samples
+
+    def write_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> None:
+        """Write `read_samples` to `path`, one JSON object per line."""
+        samples = self.read_samples(batch, step, ground_truths)
+        lines = [json.dumps(sample, ensure_ascii=False, default=str) for sample in samples]
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_suffix(".tmp")
@@ -213,6 +223,12 @@ class RewardWorker(Process):
 
     def _decode(self, column: Ragged) -> list[str]:
         return self.tokenizer.batch_decode([row.tolist() for row in column.rows()], skip_special_tokens=True)
+
+
+def pred_ids(preds: Sequence[str | None]) -> np.ndarray:
+    """Answers as numbers, since only numbers travel: (N,) float32, equal for equal answers, nan for none."""
+    numbers = {pred: i for i, pred in enumerate(dict.fromkeys(preds))}
+    return np.array([np.nan if pred is None else numbers[pred] for pred in preds], np.float32)
 
 
 def on_last_token(scores: torch.Tensor, responses: Ragged) -> Ragged:

@@ -80,8 +80,8 @@ def test_carries_decide_the_direct_answer() -> None:
 def test_the_scorer_understands_the_answer_format(splits: dict[str, list[dict[str, Any]]]) -> None:
     row = splits["train"][0]
     truth = row["reward_model"]["ground_truth"]
-    assert compute_score("arithmetic", f"1+2=3 #### {truth}", truth, row["extra_info"]) == 1.0
-    assert compute_score("arithmetic", f"#### {int(truth) + 10}", truth, row["extra_info"]) == 0.0
+    assert compute_score("arithmetic", f"1+2=3 #### {truth}", truth, row["extra_info"])["score"] == 1.0
+    assert compute_score("arithmetic", f"#### {int(truth) + 10}", truth, row["extra_info"])["score"] == 0.0
 
 
 @pytest.mark.parametrize("split", ["test", "", "Train"])

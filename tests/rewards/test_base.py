@@ -52,8 +52,13 @@ def test_numbers_of_every_kind(returned: Any, expected: float) -> None:
 
 
 def test_extra_numbers_are_kept_and_text_is_left_out() -> None:
-    returned = {"score": 0.5, "acc": True, "length": np.int64(7), "pred": "12", "note": None, "steps": [1, 2]}
+    returned = {"score": 0.5, "acc": True, "length": np.int64(7), "note": None, "steps": [1, 2]}
     assert call(returning(returned)) == RewardResult(0.5, {"acc": 1.0, "length": 7.0})
+
+
+@pytest.mark.parametrize(("pred", "expected"), [("12", "12"), (12, "12"), ("", ""), (None, None)])
+def test_the_answer_is_text_and_no_metric(pred: object, expected: str | None) -> None:
+    assert call(returning({"score": 0.5, "pred": pred})) == RewardResult(0.5, {}, None, expected)
 
 
 def test_arguments_go_by_keyword_with_reward_kwargs_and_a_copy_of_extra_info() -> None:

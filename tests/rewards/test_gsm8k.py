@@ -11,7 +11,7 @@ from grpo_dist.rewards.gsm8k import compute_score, extract_answer
 
 
 def score(text: str, truth: Any) -> float:
-    return compute_score(data_source="gsm8k", solution_str=text, ground_truth=truth, extra_info={})
+    return compute_score(data_source="gsm8k", solution_str=text, ground_truth=truth, extra_info={})["score"]
 
 
 @pytest.mark.parametrize(
@@ -101,3 +101,9 @@ def test_long_garbage_takes_no_time(text: str) -> None:
     start = time.perf_counter()
     assert score(text, "4") == 0.0
     assert time.perf_counter() - start < 1.0
+
+
+@pytest.mark.parametrize(("text", "pred", "right"), [("#### 1,000.", "1000", 1), ("#### 7", "7", 0), ("1000", None, 0)])
+def test_the_answer_is_returned_for_the_vote(text: str, pred: str | None, right: int) -> None:
+    result = compute_score(data_source="gsm8k", solution_str=text, ground_truth="1000", extra_info={})
+    assert result == {"score": right, "acc": right, "pred": pred}

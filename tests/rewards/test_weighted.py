@@ -55,3 +55,9 @@ def test_a_function_that_fails_is_named(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def f(data_source, solution_str, ground_truth, extra_info):\n    return None\n")
     with pytest.raises(RewardError, match=r"own.py:f.*must return a finite number"):
         score([{"path": str(tmp_path / "own.py"), "name": "f"}])
+
+
+def test_the_first_answer_found_is_passed_on() -> None:
+    functions = [{"path": "grpo_dist.rewards.xml_tags"}, {"path": "grpo_dist.rewards.gsm8k"}]
+    assert score(functions, "#### 5")["pred"] == "5"
+    assert "pred" not in score(functions, "none")

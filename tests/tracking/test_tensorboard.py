@@ -4,7 +4,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from grpo_dist.tracking.base import RunInfo
+from grpo_dist.tracking.samples import as_markdown
 from grpo_dist.tracking.tensorboard import TensorBoardTracker
+from tests.tracking.test_samples import SAMPLE
 
 
 def start(run_dir, resumed_step=None):
@@ -27,6 +29,18 @@ def test_tensorboard_reads_what_is_logged_before_the_run_ends(tmp_path):
     assert math.isnan(scalars(tmp_path, "bad")[0][1])
     tracker.close()
     assert str(tmp_path / "tensorboard") in tracker.note
+
+
+def test_samples_are_under_the_text_tab(tmp_path):
+    tracker = start(tmp_path)
+    tracker.log_samples([SAMPLE, SAMPLE | {"uid": "val-1"}], 3)
+    tracker.close()
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
+    reader.Reload()
+    assert reader.PluginTagToContent("text").keys() == {"val/generations/0", "val/generations/1"}
+    (event,) = reader.Tensors("val/generations/0")
+    assert event.step == 3
+    assert event.tensor_proto.string_val[0].decode() == as_markdown(SAMPLE)
 
 
 @pytest.mark.parametrize(

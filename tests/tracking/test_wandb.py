@@ -1,3 +1,4 @@
+import json
 import os
 import re
 import time
@@ -7,6 +8,7 @@ import pytest
 from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import build_trackers
 from grpo_dist.tracking.wandb import choose_mode
+from tests.tracking.test_samples import SAMPLE
 
 RUN = {"project_name": "grpo_dist", "experiment_name": "offline-test"}
 
@@ -46,6 +48,21 @@ def test_offline_run_needs_no_account_and_holds_the_data(tmp_path, monkeypatch, 
     assert b"987654" in content
     assert b"do-not-keep-this" not in content
     assert capfd.readouterr().out == ""
+
+
+def test_samples_become_a_table_of_their_step(tmp_path):
+    trackers = build_trackers(["wandb"], run_dir=tmp_path, config={}, resumed_step=None, **RUN)
+    trackers.log_samples([SAMPLE, SAMPLE | {"gts": [1, 2]}], 0)
+    trackers.log({"critic/score/mean": 0.375}, 0)
+    assert trackers.names == ["jsonl", "wandb"]
+    trackers.close()
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/val/generations_*.table.json")
+    content = json.loads(table.read_text())
+    assert content["columns"] == list(SAMPLE)
+    assert content["data"] == [
+        [0, "val-7", "1+1=?", "#### 2", "2", 1.0],
+        [0, "val-7", "1+1=?", "#### 2", "[1, 2]", 1.0],
+    ]
 
 
 def test_resumed_run_keeps_its_id_and_a_fresh_one_gets_its_own(tmp_path):

@@ -89,6 +89,20 @@ class FakeActorWorker(FakePolicyWorker):
     def export_hf_model(self, folder: str) -> None: ...
 
 
+class RecordingRolloutWorker(FakeRolloutWorker):
+    """Remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list = []
+
+    async def generate(self, uid: str, prompt: np.ndarray, sampling: object) -> DataProtoRef:
+        self.asked.append((uid, sampling))
+        return await super().generate(uid, prompt, sampling)
+
+    async def seen(self) -> list:
+        return self.asked
+
+
 class StuckRewardWorker(RewardWorker):
     """Never returns a score."""
 

@@ -1,25 +1,11 @@
 import numpy as np
 import pytest
 
-from grpo_dist.trainer.metrics import performance_metrics, validation_metrics, zero_variance_share
-from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.trainer.metrics import performance_metrics, zero_variance_share
 
 
 def test_zero_variance_share() -> None:
     assert zero_variance_share(np.array([1, 1, 0, 1, 5.0]), np.array(["a", "a", "b", "b", "c"])) == pytest.approx(2 / 3)
-
-
-def test_validation_is_averaged_per_data_source() -> None:
-    small = {
-        "uid": np.array(["v0", "v0", "v1", "v1"]),
-        "score": np.array([1.0, 0.0, 1.0, 1.0]),
-        "response_length": np.array([2, 4, 6, 8]),
-        "truncated": np.array([0, 1, 0, 0]),
-    }
-    metrics = validation_metrics(DataProtoRef(small=small, num_rows=4), {"v0": "gsm8k", "v1": "arithmetic"}, n=2)
-    assert metrics["val-core/gsm8k/acc/mean@2"] == 0.5
-    assert metrics["val-core/arithmetic/acc/mean@2"] == 1.0
-    assert metrics["val-aux/gsm8k/truncated/mean"] == 0.5
 
 
 def test_throughput_by_hand() -> None:

@@ -13,13 +13,20 @@ import pytest
 
 from grpo_dist.config.load import load_config
 from grpo_dist.errors import BatchError, CheckpointError, RewardError, WorkerError
+from grpo_dist.tracking.base import Trackers
 from grpo_dist.trainer.build import build_trainer, load_run_prompts, reward_settings
 from grpo_dist.trainer.trainer import GRPOTrainer, Roles
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.groups import ActorGroup, ReferenceGroup, RewardPool, RolloutGroup
 from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.reward import RewardWorker
-from tests.trainer.fakes import FakeActorWorker, FakePolicyWorker, FakeRolloutWorker, StuckRewardWorker
+from tests.trainer.fakes import (
+    FakeActorWorker,
+    FakePolicyWorker,
+    FakeRolloutWorker,
+    RecordingRolloutWorker,
+    StuckRewardWorker,
+)
 
 pytestmark = pytest.mark.ray
 
@@ -116,8 +123,8 @@ def test_metrics_are_right(finished: tuple) -> None:
     assert step["training/rollout_probs_diff_mean"] == pytest.approx(np.exp(-1) - np.exp(-1.25))
     assert step["actor/loss"] == 8, "summed over ranks, averaged over mini-batches"
     assert step["training/weight_version"] == 1
-    assert "val-core/arithmetic/acc/mean@1" in trainer.history[0]
-    assert [("val-core/arithmetic/acc/mean@1" in row) for row in trainer.history] == [True, False, True, True]
+    assert trainer.history[0]["val-core/arithmetic/reward/mean@1"] == 8
+    assert [("val-core/arithmetic/reward/mean@1" in row) for row in trainer.history] == [True, False, True, True]
 
 
 def test_samples_and_checkpoints_are_written(finished: tuple) -> None:
@@ -266,6 +273,51 @@ def test_bypass_mode_leaves_the_old_log_probs_out(tmp_path: Path, groups: dict[s
     trainer.fit()
     assert "timing_s/old_log_prob" not in trainer.history[-1]
     assert "training/rollout_probs_diff_max" not in trainer.history[-1], "nothing was compared"
+
+
+def test_validation_samples_in_its_own_way(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+    """All of val_kwargs reach the engine, each prompt with a seed of its own, the same in every validation."""
+    recording = groups | {"rollout": spawn("rollout", RecordingRolloutWorker, [()])}
+    val = "actor_rollout_ref.rollout.val_kwargs"
+    overrides = (f"{val}.do_sample=true", f"{val}.temperature=0.7", f"{val}.top_p=0.8", f"{val}.top_k=20", f"{val}.n=3")
+    trainer = make_trainer(tmp_path, recording, *overrides, "trainer.log_val_generations=2")
+    trainer.trackers = Trackers({"text": (shown := TextTracker())}, resumed_step=None)
+    trainer.sync_weights()
+    trainer.validate()
+    trainer.validate()
+    asked = recording["rollout"].call_all("seen", "seen")[0]
+    recording["rollout"].kill()
+    assert {(s.n, s.temperature, s.top_p, s.top_k, s.max_tokens) for _, s in asked} == {(3, 0.7, 0.8, 20, 64)}
+    by_prompt = [sorted(part, key=lambda each: each[0]) for part in (asked[:4], asked[4:])]  # Ray calls in any order
+    assert by_prompt[0] == by_prompt[1]
+    assert len({sampling.seed for _, sampling in asked}) == 4
+    metrics = {name.removeprefix("val-core/arithmetic/reward/"): v for name, v in trainer.metrics.items()}
+    assert (metrics["mean@3"], metrics["best@3/mean"]) == (9, 10), "responses of 8, 9 and 10 characters"
+    first, second = shown.samples
+    assert first == second
+    assert len(first) == 2
+    assert first[0].keys() == {"step", "uid", "input", "output", "gts", "score"}
+
+
+class TextTracker:
+    """Keeps the samples it is shown."""
+
+    note = ""
+
+    def __init__(self) -> None:
+        self.samples: list = []
+
+    def log_samples(self, samples: list, step: int) -> None:
+        self.samples.append(samples)
+
+    def log(self, metrics: dict, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_greedy_validation_needs_no_seed(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+    sampling = make_trainer(tmp_path, groups).val_sampling
+    assert (sampling.n, sampling.temperature, sampling.seed) == (1, 0.0, None)
 
 
 def test_without_validation_files_nothing_is_validated(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:

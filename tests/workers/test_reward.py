@@ -14,7 +14,7 @@ from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.errors import BatchError, ConfigError, DataError, RewardError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.reward import OverlongPenalty, RewardSettings, RewardWorker, Task, on_last_token
+from grpo_dist.workers.reward import OverlongPenalty, RewardSettings, RewardWorker, Task, on_last_token, pred_ids
 
 SCORER = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info, bonus):
@@ -99,6 +99,29 @@ def test_start_names_what_is_wrong(random_models: dict[str, str], tmp_path: Path
         RewardWorker().start(RewardSettings(str(tmp_path), False, None, "compute_score", {}))
     with pytest.raises(ConfigError, match=r"absent\.py"):
         RewardWorker().start(RewardSettings(random_models["tied"], False, f"{tmp_path}/absent.py", "f", {}))
+
+
+def test_equal_answers_have_equal_numbers() -> None:
+    ids = pred_ids(["7", None, "8", "7"])
+    assert ids.dtype == np.float32
+    assert np.array_equal(ids, [0, np.nan, 2, 0], equal_nan=True)
+
+
+@pytest.mark.ray
+def test_answers_travel_as_numbers_and_only_for_validation(
+    local_ray: None, random_models: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "first.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': 1, 'pred': solution_str.split()[0] if extra_info['index'] else None}\n"
+    )
+    worker = RewardWorker()
+    worker.start(RewardSettings(random_models["tied"], False, str(tmp_path / "first.py"), "compute_score", {}))
+    validation = replace(TASK, validation=True)
+    assert worker.score(put(RESPONSES), validation)["pred_id"].tolist() == [0, 1, 0]
+    assert "pred_id" not in worker.score(put(RESPONSES), TASK).small
+    silent = worker.score(put(RESPONSES), replace(validation, extra_info={"index": 0}))
+    assert "pred_id" not in silent.small, "no response has an answer"
 
 
 # --- advantages --------------------------------------------------------------------------------------------------

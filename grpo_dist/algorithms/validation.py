@@ -1,0 +1,70 @@
+"""Statistics of n responses to each validation prompt: mean@n, best@k, worst@k and maj@n.
+
+verl estimates best@k, worst@k and maj@k by a bootstrap (1,000 draws of k responses with replacement). Here best@k and
+worst@k are the exact expectation over draws without replacement, and maj@n is the vote of all n responses: the same
+numbers every time, and no draw can hold one response twice. So best@n is the plain maximum, and for scores of 0 and 1
+best@k is the unbiased pass@k of Chen et al. (arXiv 2107.03374), 1 - C(n-c, k) / C(n, k) with c right responses.
+"""
+
+from __future__ import annotations
+
+from math import comb
+
+import numpy as np
+
+
+def subset_sizes(n: int) -> list[int]:
+    """The k of best@k for n responses: the powers of two from 2 up to n, and n itself; none for n = 1."""
+    powers = [2**i for i in range(1, n.bit_length()) if 2**i < n]
+    return [*powers, n] if n > 1 else []
+
+
+def best_at_k(scores: np.ndarray, k: int) -> np.ndarray:
+    """Expected best score among k of the n responses, drawn without replacement.
+
+    The i-th smallest score is the best of a draw with probability C(i-1, k-1) / C(n, k).
+
+    Args:
+        scores: (P, n) scores of n responses to each of P prompts.
+        k: size of the draw, 1..n.
+
+    Returns:
+        (P,) float64.
+
+    Raises:
+        ValueError: k is not in 1..n.
+    """
+    n = scores.shape[-1]
+    if not 1 <= k <= n:
+        raise ValueError(f"k={k}: must be from 1 to n={n}")
+    weights = np.array([comb(i - 1, k - 1) / comb(n, k) for i in range(1, n + 1)])
+    return np.sort(scores.astype(np.float64), axis=-1) @ weights
+
+
+def worst_at_k(scores: np.ndarray, k: int) -> np.ndarray:
+    """Expected worst score among k of the n responses; see `best_at_k`."""
+    return -best_at_k(-scores, k)
+
+
+def majority_score(scores: np.ndarray, answers: np.ndarray) -> float:
+    """Score of the answer that most responses to a prompt give (self-consistency, arXiv 2203.11171).
+
+    Of answers that are equally common the first one given wins, as with verl. An answer's score is that of the first
+    response that gives it. Responses without an answer do not vote (verl lets them, as one more answer); if there are
+    no others, the first response's score stands.
+
+    Args:
+        scores: (n,) scores.
+        answers: (n,) numbers: equal for equal answers, nan for none.
+    """
+    voting = np.flatnonzero(~np.isnan(answers))
+    if not len(voting):
+        return float(scores[0])
+    given = answers[voting]
+    votes = (given[:, None] == given).sum(-1)
+    return float(scores[voting[votes.argmax()]])
+
+
+def majority_at_n(scores: np.ndarray, answers: np.ndarray) -> np.ndarray:
+    """`majority_score` of each prompt: scores and answers (P, n) -> (P,) float64."""
+    return np.array([majority_score(*prompt) for prompt in zip(scores, answers, strict=True)], np.float64)

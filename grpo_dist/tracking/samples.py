@@ -1,0 +1,44 @@
+"""Validation responses as a person reads them (`trainer.log_val_generations`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Sample = Mapping[str, Any]
+"""step, uid, input, output, gts (the ground truth) and score of one response."""
+
+NUMBERS = ("step", "score")
+"""The parts of a sample that are numbers; the ground truth may be anything."""
+
+SAMPLES = "val/generations"
+"""What the trackers call them, as verl does."""
+
+
+def format_samples(samples: Sequence[Sample]) -> str:
+    """For the terminal: a head line per response, then prompt and response, indented."""
+    lines = []
+    for sample in samples:
+        shown = {name: _printable(str(sample[name])) for name in ("input", "output", "gts")}
+        lines.append(f"validation, step {sample['step']}, {_head(sample, shown['gts'])}")
+        for label in ("input", "output"):
+            lines.append(f"  {label}:")
+            lines += [f"    {line}" for line in shown[label].splitlines()]
+    return "\n".join(lines)
+
+
+def as_markdown(sample: Sample) -> str:
+    """For TensorBoard: the same, with text as it is in indented code blocks."""
+    blocks = [_head(sample, f"`{sample['gts']}`")]
+    for label in ("input", "output"):
+        blocks += [label, "\n".join(f"    {line}" for line in sample[label].splitlines())]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _head(sample: Sample, truth: str) -> str:
+    return f"{sample['uid']}: score {sample['score']:.3g}, gts {truth}"
+
+
+def _printable(text: str) -> str:
+    """A model may write anything; escape sequences must not reach the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

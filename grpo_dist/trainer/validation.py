@@ -1,0 +1,102 @@
+"""Validation: what is sampled, the metrics that come of it, and which responses are shown.
+
+Metrics have verl's names, `val-core/SOURCE/VARIABLE/STATISTIC`, one set per data source. The core variable is `acc`
+where the reward function returns it for every response, else `reward` (the score). Its mean@n, best@n/mean and
+maj@n/mean are in val-core; everything else is in val-aux. How the statistics are defined: algorithms/validation.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from grpo_dist.algorithms.validation import best_at_k, majority_at_n, subset_sizes, worst_at_k
+from grpo_dist.data.tokenize import TokenizedPrompt
+from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.trainer.pump import GroupRequest
+from grpo_dist.trainer.sampling import make_request
+from grpo_dist.trainer.seeds import group_seed
+from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.reward import EXTRA
+
+CORE, AUX = "val-core", "val-aux"
+_SEED_STEP = 0  # training steps count from 1
+
+
+def validation_requests(
+    prompts: Sequence[TokenizedPrompt], sampling: SamplingSettings, run_seed: int
+) -> list[GroupRequest]:
+    """Ask for the responses to all validation prompts.
+
+    Args:
+        prompts: the validation prompts.
+        sampling: how to sample; a seed that is not None is replaced by one per prompt, the same in every validation.
+        run_seed: `trainer.seed`.
+    """
+
+    def seeded(index: int) -> SamplingSettings:
+        seed = None if sampling.seed is None else group_seed(run_seed, _SEED_STEP, index)
+        return dataclasses.replace(sampling, seed=seed)
+
+    return [make_request(f"val-{p.prompt.index}", p, seeded(p.prompt.index), validation=True) for p in prompts]
+
+
+def validation_metrics(batch: DataProtoRef, data_sources: Mapping[str, str], n: int) -> dict[str, float]:
+    """Metrics of a scored validation batch.
+
+    Args:
+        batch: P * n rows, the n responses to a prompt next to each other.
+        data_sources: uid -> data source.
+        n: responses per prompt.
+
+    Returns:
+        For each data source: of `reward`, and of `acc` where there is one, mean@n and, for n > 1, std@n, best@k/mean
+        and worst@k/mean for each k of `subset_sizes`, and maj@n/mean where the reward function returns `pred`; of
+        the reward function's other values, of lengths and of truncation the mean.
+    """
+    sources = np.array([data_sources[uid] for uid in batch["uid"]])
+    metrics: dict[str, float] = {}
+    for source in dict.fromkeys(sources.tolist()):
+        rows = batch.reorder(np.flatnonzero(sources == source))
+        metrics |= _of_one_source(rows, source, n)
+    return metrics
+
+
+def _of_one_source(batch: DataProtoRef, source: str, n: int) -> dict[str, float]:
+    variables = {"reward": batch["score"]}
+    means = {name: batch[name] for name in ("response_length", "truncated")}
+    for name, values in batch.small.items():
+        if name == f"{EXTRA}acc" and not np.isnan(values).any():
+            variables["acc"] = values
+        elif name.startswith(EXTRA) and not np.isnan(values).all():  # all nan: another source's
+            means[name.removeprefix(EXTRA)] = values
+    core = "acc" if "acc" in variables else "reward"
+    answers = batch.small.get("pred_id")
+    metrics: dict[str, float] = {}
+    for variable, values in variables.items():
+        for name, value in _statistics(values.reshape(-1, n), answers):
+            is_core = variable == core and name in (f"mean@{n}", f"best@{n}/mean", f"maj@{n}/mean")
+            metrics[f"{CORE if is_core else AUX}/{source}/{variable}/{name}"] = value
+    return metrics | {f"{AUX}/{source}/{name}/mean": float(np.nanmean(values)) for name, values in means.items()}
+
+
+def _statistics(scores: np.ndarray, answers: np.ndarray | None) -> Iterator[tuple[str, float]]:
+    """(name, value) of each statistic of scores (P, n), averaged over prompts; answers (P * n,)."""
+    n = scores.shape[-1]
+    yield f"mean@{n}", float(scores.mean())
+    if n == 1:
+        return
+    yield f"std@{n}", float(scores.std(-1).mean())
+    for k in subset_sizes(n):
+        yield f"best@{k}/mean", float(best_at_k(scores, k).mean())
+        yield f"worst@{k}/mean", float(worst_at_k(scores, k).mean())
+    if answers is not None and not np.isnan(answers).all():
+        yield f"maj@{n}/mean", float(majority_at_n(scores, answers.reshape(-1, n)).mean())
+
+
+def shown_rows(num_rows: int, count: int, seed: int) -> np.ndarray:
+    """`trainer.log_val_generations` rows of a validation batch, drawn once and for all; all, if there are no more."""
+    chosen = np.random.default_rng(seed).choice(num_rows, size=min(count, num_rows), replace=False)
+    return np.sort(chosen)

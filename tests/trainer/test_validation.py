@@ -1,0 +1,95 @@
+"""Metrics of a validation batch by hand, its requests and the rows that are shown."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.trainer.validation import shown_rows, validation_metrics, validation_requests
+from grpo_dist.workers.batch_ref import DataProtoRef
+
+NAN = np.nan
+SOURCES = {"v0": "gsm8k", "v1": "arithmetic", "v2": "gsm8k"}
+
+
+def metrics_of(n: int, **columns: list) -> dict[str, float]:
+    """Prompts v0, v1 and v2 with n responses each; lengths 1, 2, 3 ..., nothing truncated."""
+    small = {
+        "uid": np.repeat(["v0", "v1", "v2"], n),
+        "response_length": np.arange(1, 3 * n + 1),
+        "truncated": np.zeros(3 * n, np.int64),
+        **{name.replace("__", "/"): np.array(values, np.float32) for name, values in columns.items()},
+    }
+    return validation_metrics(DataProtoRef(small=small, num_rows=3 * n), SOURCES, n)
+
+
+def test_one_greedy_response_per_prompt() -> None:
+    assert metrics_of(1, score=[1, 1, 0]) == {
+        "val-core/gsm8k/reward/mean@1": 0.5,
+        "val-aux/gsm8k/response_length/mean": 2.0,
+        "val-aux/gsm8k/truncated/mean": 0.0,
+        "val-core/arithmetic/reward/mean@1": 1.0,
+        "val-aux/arithmetic/response_length/mean": 2.0,
+        "val-aux/arithmetic/truncated/mean": 0.0,
+    }
+
+
+def test_accuracy_is_the_core_variable_and_the_score_stands_beside_it() -> None:
+    """gsm8k: v0 1 0 0 0, answers a b b c (the majority is wrong); v2 1 1 0 0, answers a a b none (right)."""
+    acc = [1, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0]
+    score = [2 * value for value in acc]
+    pred = [0, 1, 1, 2, NAN, NAN, NAN, NAN, 0, 0, 1, NAN]
+    metrics = metrics_of(4, score=score, reward_extra__acc=acc, pred_id=pred)
+    gsm8k = {name: value for name, value in metrics.items() if "/gsm8k/" in name}
+    assert {name: value for name, value in gsm8k.items() if name.startswith("val-core/")} == {
+        "val-core/gsm8k/acc/mean@4": 3 / 8,
+        "val-core/gsm8k/acc/best@4/mean": 1.0,
+        "val-core/gsm8k/acc/maj@4/mean": 0.5,
+    }
+    # pass@2: 1 - C(3,2)/C(4,2) = 1/2 and 1 - C(2,2)/C(4,2) = 5/6
+    assert gsm8k["val-aux/gsm8k/acc/best@2/mean"] == pytest.approx((1 / 2 + 5 / 6) / 2)
+    assert gsm8k["val-aux/gsm8k/acc/worst@4/mean"] == 0.0
+    assert gsm8k["val-aux/gsm8k/acc/worst@2/mean"] == pytest.approx((0 + 1 / 6) / 2)
+    assert gsm8k["val-aux/gsm8k/acc/std@4"] == pytest.approx((3**0.5 / 4 + 1 / 2) / 2)
+    assert gsm8k["val-aux/gsm8k/reward/mean@4"] == 3 / 4
+    assert gsm8k["val-aux/gsm8k/reward/best@4/mean"] == 2.0
+    assert metrics["val-core/arithmetic/acc/best@4/mean"] == 1.0
+    assert not any("maj@" in name for name in metrics if "/arithmetic/" in name), "no answers, no vote"
+
+
+def test_an_accuracy_of_some_responses_only_is_not_one() -> None:
+    metrics = metrics_of(1, score=[1, 2, 3], reward_extra__acc=[0.25, 1, NAN], reward_extra__half=[NAN, 4, NAN])
+    assert metrics["val-core/gsm8k/reward/mean@1"] == 2.0
+    assert metrics["val-aux/gsm8k/acc/mean"] == 0.25
+    assert metrics["val-core/arithmetic/acc/mean@1"] == 1.0
+    assert metrics["val-aux/arithmetic/half/mean"] == 4.0
+    assert "val-aux/gsm8k/half/mean" not in metrics, "only the other data source has it"
+
+
+def test_every_prompt_has_a_seed_of_its_own_where_there_are_seeds() -> None:
+    prompts = [
+        SimpleNamespace(
+            token_ids=np.array([index]),
+            prompt=SimpleNamespace(index=index, data_source="d", ground_truth="", extra_info={}),
+        )
+        for index in (3, 5)
+    ]
+    sampling = SamplingSettings(2, 1.0, 1.0, -1, 8, 0)
+    first, second = (validation_requests(prompts, sampling, 7) for _ in range(2))  # type: ignore[arg-type]
+    assert [request.uid for request in first] == ["val-3", "val-5"]
+    assert [request.sampling for request in first] == [request.sampling for request in second]
+    assert first[0].sampling.seed != first[1].sampling.seed
+    assert all(request.task.validation for request in first)
+    greedy = SamplingSettings(1, 0.0, 1.0, -1, 8, None)
+    assert [request.sampling for request in validation_requests(prompts, greedy, 7)] == [greedy, greedy]  # type: ignore[arg-type]
+
+
+def test_the_same_rows_are_shown_each_time() -> None:
+    rows = shown_rows(100, 5, 1)
+    assert len(set(rows.tolist())) == 5
+    assert rows.tolist() == sorted(rows.tolist()) == shown_rows(100, 5, 1).tolist()
+    assert rows.tolist() != shown_rows(100, 5, 2).tolist()
+    assert shown_rows(3, 5, 1).tolist() == [0, 1, 2]
