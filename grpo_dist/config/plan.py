@@ -26,7 +26,6 @@ def batch_arithmetic(config: RunConfig) -> Rows:
     sequences = prompts * rollout.n
     minis = prompts // mini
     per_rank = mini * rollout.n // place.actor_world_size
-    micro = min(actor.ppo_micro_batch_size_per_gpu, per_rank)
     per_engine = ceil(sequences / place.num_engines)
     longest = config.data.max_prompt_length + config.data.max_response_length
     rows = [
@@ -40,15 +39,25 @@ def batch_arithmetic(config: RunConfig) -> Rows:
             f"{minis:,} * ppo_epochs={actor.ppo_epochs} = {minis * actor.ppo_epochs:,}",
         ),
         ("sequences per actor rank and mini-batch", f"{per_rank:,}"),
-        ("micro-batches per actor rank and mini-batch", f"{ceil(per_rank / micro):,} of {micro:,} sequences"),
+        (
+            "micro-batches per actor rank and mini-batch",
+            _passes(per_rank, rollout.n, actor.ppo_micro_batch_size_per_gpu, actor.max_token_len),
+        ),
         (
             "old log-prob passes per actor rank",
-            _passes(sequences, place.actor_world_size, rollout.log_prob_micro_batch_size_per_gpu),
+            _passes(
+                ceil(sequences / place.actor_world_size),
+                rollout.n,
+                rollout.log_prob_micro_batch_size_per_gpu,
+                actor.log_prob_max_token_len(rollout),
+            ),
         ),
     ]
     if place.ref_world_size:
-        size = config.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu
-        rows.append(("reference passes per ref rank", _passes(sequences, place.ref_world_size, size)))
+        ref = config.actor_rollout_ref.ref
+        limits = ref.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len(ref)
+        per_rank = ceil(sequences / place.ref_world_size)
+        rows.append(("reference passes per ref rank", _passes(per_rank, rollout.n, *limits)))
     return rows
 
 
@@ -78,10 +87,15 @@ def format_summary(config: RunConfig, notes: list[str]) -> str:
     per_rank = actor.ppo_mini_batch_size * rollout.n // place.actor_world_size
     sequences = config.data.train_batch_size * rollout.n
     steps = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+    if actor.max_token_len is not None:
+        micro = f"micro-batches of at most {actor.max_token_len:,} tokens"
+    else:
+        size = _whole_groups(actor.ppo_micro_batch_size_per_gpu, rollout.n)
+        micro = _many(ceil(per_rank / size), "micro-batch", "micro-batches")
     step = (
         f"{config.data.train_batch_size:,} prompts * n={rollout.n} = {sequences:,} sequences; "
         f"{_many(steps, 'optimizer step')}; a mini-batch is {_many(per_rank, 'sequence')} per actor rank, "
-        f"in {_many(ceil(per_rank / actor.ppo_micro_batch_size_per_gpu), 'micro-batch', 'micro-batches')}"
+        f"in {micro}"
     )
     rows = [*_run_rows(config), ("step", step), ("workers", _workers(place))]
     return "\n".join([_table(rows), *(f"  note: {note}" for note in notes)])
@@ -173,9 +187,16 @@ def _gib(size: float) -> str:
     return f"{size:.1f}" if size >= 10 else f"{size:.3g}" if size >= 0.01 else f"{size:.4f}"
 
 
-def _passes(sequences: int, ranks: int, size: int) -> str:
-    per_rank = ceil(sequences / ranks)
-    return f"{ceil(per_rank / size):,} of {min(size, per_rank):,} sequences"
+def _passes(per_rank: int, n: int, size: int, max_token_len: int | None) -> str:
+    if max_token_len is not None:
+        return f"as many as {max_token_len:,} tokens each take"
+    size = min(_whole_groups(size, n), per_rank)
+    return f"{ceil(per_rank / size):,} of {size:,} sequences"
+
+
+def _whole_groups(size: int, n: int) -> int:
+    """Sequences that a pass of at most `size` really takes: whole groups of n, or equal parts of one."""
+    return size // n * n if n <= size else ceil(n / ceil(n / size))
 
 
 def _table(rows: Rows) -> str:

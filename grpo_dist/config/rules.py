@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.assets import BUILTIN, resolve_model_path
+from grpo_dist.config.names import GROUP_ADV_ESTIMATORS, SEQUENCE_LOSSES
 from grpo_dist.config.placement import placement
 from grpo_dist.config.problems import Problem, shown
-from grpo_dist.config.schema import GROUP_ADV_ESTIMATORS, SEQUENCE_LOSSES, RunConfig
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError
 
 Rule = Callable[[RunConfig], Iterator[Problem]]
@@ -155,6 +156,21 @@ def engine_holds_the_longest_sequence(config: RunConfig) -> Iterator[Problem]:
         yield _problem(config, why, f"{_ROLLOUT}.max_model_len", "data.max_prompt_length", "data.max_response_length")
 
 
+def token_budgets_hold_the_longest_sequence(config: RunConfig) -> Iterator[Problem]:
+    """A pass that is filled by tokens holds at least one sequence."""
+    roles, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    own = f"{_ACTOR}.ppo_max_token_len_per_gpu"
+    budgets = {own: actor.max_token_len}
+    for name, role in (("rollout", roles.rollout), ("ref", roles.ref)):
+        key = f"actor_rollout_ref.{name}.log_prob_max_token_len_per_gpu"
+        budgets[key if role.log_prob_max_token_len_per_gpu else own] = actor.log_prob_max_token_len(role)
+    for key, budget in budgets.items():
+        if budget is not None and budget < longest:
+            why = f"a pass must hold the longest sequence: at least prompt + response = {longest}"
+            yield _problem(config, why, key, "data.max_prompt_length", "data.max_response_length")
+
+
 def validation_samples_differ(config: RunConfig) -> Iterator[Problem]:
     """Several greedy responses would be the same response; sampling needs a temperature."""
     val = config.actor_rollout_ref.rollout.val_kwargs
@@ -243,6 +259,7 @@ RULES: tuple[Rule, ...] = (
     engines_use_whole_groups_of_gpus,
     roles_fit_on_the_gpus,
     engine_holds_the_longest_sequence,
+    token_budgets_hold_the_longest_sequence,
     validation_samples_differ,
     resume_path_is_set,
     data_files_exist,

@@ -33,38 +33,7 @@ from grpo_dist.config.field_types import (
     builtin_or_custom,
     one_of,
 )
-
-# The built-in names. The functions are in algorithms/, which needs torch; a test keeps the two equal.
-# Those that compare the responses of one prompt with each other ...
-GROUP_ADV_ESTIMATORS = (
-    "grpo",
-    "grpo_passk",
-    "grpo_process",
-    "rloo",
-    "opo",
-    "gpg",
-    "gdpo",
-    "reinforce_plus_plus_baseline",
-)
-# ... and those that do not.
-ADV_ESTIMATORS = (*GROUP_ADV_ESTIMATORS, "reinforce_plus_plus", "remax", "gae")
-SAMPLED_KL_TYPES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
-KL_LOSS_TYPES = (*SAMPLED_KL_TYPES, *(f"{name}+" for name in SAMPLED_KL_TYPES), "full")
-LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-LOSS_MODES = (
-    "vanilla",
-    "gspo",
-    "geo_mean",
-    "cispo",
-    "sapo",
-    "gpg",
-    "dro",
-    "dppo_tv",
-    "dppo_kl",
-    "clip_cov",
-    "kl_cov",
-)
-SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")  # published as a mean over sequences
+from grpo_dist.config.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES, SAMPLED_KL_TYPES
 
 Device = Literal["cpu", "cuda"]
 TrainDtype = Literal["fp32", "bf16"]
@@ -143,6 +112,7 @@ class ModelConfig(Section):
 
     path: Text
     trust_remote_code: bool
+    use_remove_padding: bool
     enable_gradient_checkpointing: bool
     override_config: dict[str, Any]
 
@@ -167,7 +137,7 @@ class OptimConfig(Section):
     betas: Annotated[tuple[DecayRate, DecayRate], Pair]
     lr_warmup_steps: NonNegativeOrMinusOne
     lr_warmup_steps_ratio: Share
-    lr_scheduler_type: Literal["constant", "cosine"]
+    lr_scheduler_type: Literal["constant", "linear", "cosine"]
     min_lr_ratio: Share
 
 
@@ -193,6 +163,9 @@ class ActorConfig(Section):
 
     ppo_mini_batch_size: Count
     ppo_micro_batch_size_per_gpu: Count
+    use_dynamic_bsz: bool
+    ppo_max_token_len_per_gpu: Count
+    use_prefix_grouper: bool
     ppo_epochs: Count
     shuffle: bool
     grad_clip: PositiveFloat
@@ -212,6 +185,16 @@ class ActorConfig(Section):
     policy_loss: PolicyLossConfig
     optim: OptimConfig
     fsdp_config: FSDPConfig
+
+    @property
+    def max_token_len(self) -> int | None:
+        """Most tokens of a forward/backward pass; None: it is filled by sequences."""
+        return self.ppo_max_token_len_per_gpu if self.use_dynamic_bsz else None
+
+    def log_prob_max_token_len(self, role: RolloutConfig | RefConfig) -> int | None:
+        """Most tokens of a log-prob pass of a role; None: it is filled by sequences."""
+        dynamic = self.use_dynamic_bsz if role.log_prob_use_dynamic_bsz is None else role.log_prob_use_dynamic_bsz
+        return (role.log_prob_max_token_len_per_gpu or self.ppo_max_token_len_per_gpu) if dynamic else None
 
     @property
     def clip_low(self) -> float:
@@ -261,6 +244,8 @@ class RolloutConfig(Section):
     log_prob_micro_batch_size_per_gpu: Count
     ignore_eos: bool
     engine_kwargs: EngineKwargsConfig
+    log_prob_use_dynamic_bsz: bool | None
+    log_prob_max_token_len_per_gpu: Count | None
     startup_timeout_s: PositiveFloat
     val_kwargs: ValKwargsConfig
 
@@ -282,6 +267,8 @@ class RefConfig(Section):
     """`actor_rollout_ref.ref`: the frozen reference."""
 
     log_prob_micro_batch_size_per_gpu: Count
+    log_prob_use_dynamic_bsz: bool | None
+    log_prob_max_token_len_per_gpu: Count | None
     ref_model_sync_steps: CountOrMinusOne
     ref_model_mixup_alpha: PositiveShare
     fsdp_config: ForwardConfig

@@ -17,14 +17,6 @@ FLEX = "grpo_dist_flex"
 FLASH = "flash_attention_2"
 # FlexAttention works on blocks of so many tokens.
 FLEX_BLOCK = 128
-LAYOUTS = ("padded", "packed", "shared")
-
-
-def choose_layout(*, use_remove_padding: bool, use_prefix_grouper: bool) -> str:
-    """The layout that verl's two keys ask for; prompts can be shared only where padding is removed."""
-    if not use_remove_padding:
-        return "padded"
-    return "shared" if use_prefix_grouper else "packed"
 
 
 def why_padded(config: Any) -> str:

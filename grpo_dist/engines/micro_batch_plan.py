@@ -4,7 +4,7 @@ An item is a prompt with some of its responses. Its cost counts tokens and, for 
 
     cost = tokens + attended pairs / ATTENTION_PAIRS
 
-Numpy only; the driver deals rows to ranks by the same cost.
+The driver deals rows to ranks by the same cost.
 """
 
 from __future__ import annotations
@@ -100,40 +100,6 @@ def plan_micro_batches(
     bins.sort(key=lambda members: -sum(lengths.cost(items[i]) for i in members))
     rows = [np.concatenate([items[i] for i in members]) for members in bins if members]
     return [*rows, *(np.empty(0, dtype=np.int64) for _ in range(count - len(rows)))]
-
-
-def deal(lengths: Lengths, num_parts: int) -> list[np.ndarray]:
-    """Deal rows to ranks: whole groups while that is even enough, and nearly equal costs.
-
-    The largest groups are cut in halves (each computes the prompt again) while ranks differ by more than 5 %.
-
-    Returns:
-        Row positions of each part, ascending.
-    """
-    items = lengths.items()
-    parts, worst = _deal_items(items, lengths, num_parts)
-    mean = sum(map(lengths.cost, items)) / num_parts if items else 0.0
-    for _ in range(2 * num_parts):
-        if worst <= 1.05 * mean or max(map(len, items), default=1) < 2:
-            break
-        largest = max((i for i, item in enumerate(items) if len(item) > 1), key=lambda i: lengths.cost(items[i]))
-        middle = len(items[largest]) // 2
-        items = [*items[:largest], items[largest][:middle], items[largest][middle:], *items[largest + 1 :]]
-        trial, trial_worst = _deal_items(items, lengths, num_parts)
-        if trial_worst < worst:
-            parts, worst = trial, trial_worst
-    return parts
-
-
-def _deal_items(items: list[np.ndarray], lengths: Lengths, num_parts: int) -> tuple[list[np.ndarray], float]:
-    """Longest processing time first: each item to the part with the least cost so far."""
-    costs = [lengths.cost(item) for item in items]
-    loads, parts = [0.0] * num_parts, [[np.empty(0, dtype=np.int64)] for _ in range(num_parts)]
-    for i in np.argsort(-np.asarray(costs), kind="stable").tolist():
-        part = int(np.argmin(loads))
-        parts[part].append(items[i])
-        loads[part] += costs[i]
-    return [np.sort(np.concatenate(part)) for part in parts], max(loads)
 
 
 def _split_to_fit(item: np.ndarray, capacity: int, size: Callable[[np.ndarray], int]) -> list[np.ndarray]:

@@ -19,8 +19,8 @@ def lr_ratio(step: int, settings: OptimizerSettings) -> float:
         return 1.0
     decay_steps = max(settings.num_training_steps - settings.num_warmup_steps, 1)
     progress = min((step - settings.num_warmup_steps) / decay_steps, 1.0)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * cosine
+    left = 1.0 - progress if settings.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * left
 
 
 def build_optimizer(

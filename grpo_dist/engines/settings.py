@@ -26,7 +26,7 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW with linear warm-up, then constant or cosine; counted in optimizer steps."""
+    """AdamW with linear warm-up, then constant, linear or cosine; counted in optimizer steps."""
 
     lr: float
     weight_decay: float
@@ -123,3 +123,10 @@ class SamplingSettings:
     max_tokens: int
     seed: int | None
     ignore_eos: bool = False
+
+
+def choose_layout(*, use_remove_padding: bool, use_prefix_grouper: bool) -> str:
+    """The layout that verl's two keys ask for; prompts can be shared only where padding is removed."""
+    if not use_remove_padding:
+        return "padded"
+    return "shared" if use_prefix_grouper else "packed"

@@ -9,7 +9,13 @@ from grpo_dist.algorithms.policy_loss import TOKEN_SELECTING
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.config.placement import Placement
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.engines.settings import EngineSettings, ModelSettings, ObjectiveSettings, OptimizerSettings
+from grpo_dist.engines.settings import (
+    EngineSettings,
+    ModelSettings,
+    ObjectiveSettings,
+    OptimizerSettings,
+    choose_layout,
+)
 from grpo_dist.registry import absolute
 from grpo_dist.workers.policy import PolicySettings
 from grpo_dist.workers.reward import OverlongPenalty, RewardSettings
@@ -17,7 +23,7 @@ from grpo_dist.workers.reward import OverlongPenalty, RewardSettings
 
 def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> PolicySettings:
     """What the actor's ranks are built from."""
-    actor, data = config.actor_rollout_ref.actor, config.data
+    actor, rollout, data = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.data
     optim = actor.optim
     steps = num_steps * actor.ppo_epochs * (data.train_batch_size // actor.ppo_mini_batch_size)
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else math.floor(optim.lr_warmup_steps_ratio * steps)
@@ -25,14 +31,16 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
         model=_model_settings(config, actor.fsdp_config.model_dtype, actor.fsdp_config.resolved_dtype(config.device)),
         device=place.device,
         num_threads=place.num_threads_per_worker,
-        temperature=config.actor_rollout_ref.rollout.temperature,
+        temperature=rollout.temperature,
         columns=("old_log_probs", "old_entropies") if actor.top_entropy_quantile < 1 else ("old_log_probs",),
-        log_prob_micro_batch_size=config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu,
+        log_prob_micro_batch_size=rollout.log_prob_micro_batch_size_per_gpu,
+        log_prob_max_token_len=actor.log_prob_max_token_len(rollout),
         seed=config.trainer.seed,
         optimizer=OptimizerSettings(
             optim.lr, optim.weight_decay, optim.betas, optim.lr_scheduler_type, warmup, steps, optim.min_lr_ratio
         ),
         train_micro_batch_size=actor.ppo_micro_batch_size_per_gpu,
+        train_max_token_len=actor.max_token_len,
         grad_clip=actor.grad_clip,
         exact_kl=objective_settings(config).exact_kl,
     )
@@ -98,6 +106,7 @@ def reference_settings(config: RunConfig, place: Placement) -> PolicySettings:
         temperature=config.actor_rollout_ref.rollout.temperature,
         columns=reference_columns(config),
         log_prob_micro_batch_size=ref.log_prob_micro_batch_size_per_gpu,
+        log_prob_max_token_len=config.actor_rollout_ref.actor.log_prob_max_token_len(ref),
         seed=config.trainer.seed,
     )
 
@@ -137,6 +146,10 @@ def _model_settings(config: RunConfig, model_dtype: str, compute_dtype: str) -> 
         gradient_checkpointing=model.enable_gradient_checkpointing,
         reshard_after_forward=config.actor_rollout_ref.actor.fsdp_config.reshard_after_forward,
         override_config=model.override_config,
+        layout=choose_layout(
+            use_remove_padding=model.use_remove_padding,
+            use_prefix_grouper=config.actor_rollout_ref.actor.use_prefix_grouper,
+        ),
     )
 
 

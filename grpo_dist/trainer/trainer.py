@@ -95,6 +95,7 @@ class GRPOTrainer:
     history: list[dict[str, float]] = field(default_factory=list)
     _writing: list[Call] = field(default_factory=list)
     _requests: list[GroupRequest] = field(default_factory=list)
+    _told_layout: bool = False
 
     def __post_init__(self) -> None:
         trainer = self.config.trainer
@@ -127,6 +128,7 @@ class GRPOTrainer:
                 batch = self.old_log_probs(batch)  # + old_log_probs (N, R_i)
             batch = self.compute_targets(batch)  # + advantages (N, R_i)
             self.update(batch)  # ppo_epochs x mini-batches on the actor
+            self.tell_layout()
             self.sync_weights()  # the engines now hold the new policy
             if self.reference_is_due():
                 self.sync_reference()  # iterative GRPO: so does the reference, or some of it
@@ -255,6 +257,16 @@ class GRPOTrainer:
         self.metrics |= performance_metrics(self.timings, self.metrics)
         self.metrics["training/epoch"] = self.prompts.sampler.epoch
         self.metrics["training/weight_version"] = self.weight_version
+
+    def tell_layout(self) -> None:
+        """Say once how the roles lay sequences out: they checked it on their first batch."""
+        if self._told_layout:
+            return
+        self._told_layout = True
+        roles = {"actor": self.roles.actor, "ref": self.roles.ref}
+        for name, role in roles.items():
+            if role is not None:
+                self.progress.message(f"{name}: {role.forward_report()}")
 
     def report(self) -> None:
         """Send the step's metrics to the trackers."""

@@ -1,21 +1,41 @@
-"""Which rank works on which rows: equal counts, and nearly equal numbers of tokens."""
+"""Which rank works on which rows: whole groups, so that a prompt is computed once, and nearly equal costs."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from grpo_dist.engines.micro_batch_plan import Lengths
 
-def balance(lengths: np.ndarray, num_ranks: int) -> list[np.ndarray]:
-    """Deal rows to ranks, longest first, back and forth (0 1 1 0 0 1 ...).
 
-    Args:
-        lengths: tokens of each row.
-        num_ranks: ranks to deal to.
+def balance(lengths: Lengths, num_ranks: int) -> list[np.ndarray]:
+    """Deal rows to ranks: whole groups while that is even enough, and nearly equal costs.
+
+    The largest groups are cut in halves (each computes the prompt again) while ranks differ by more than 5 %.
 
     Returns:
-        Row positions of each rank, ascending. Counts differ by at most one.
+        Row positions of each rank, ascending.
     """
-    order = np.argsort(-lengths, kind="stable")
-    turn = np.arange(len(order)) % (2 * num_ranks)
-    rank = np.minimum(turn, 2 * num_ranks - 1 - turn)
-    return [np.sort(order[rank == r]) for r in range(num_ranks)]
+    items = lengths.items()
+    parts, worst = _deal(items, lengths, num_ranks)
+    mean = sum(map(lengths.cost, items)) / num_ranks if items else 0.0
+    for _ in range(2 * num_ranks):
+        if worst <= 1.05 * mean or max(map(len, items), default=1) < 2:
+            break
+        largest = max((i for i, item in enumerate(items) if len(item) > 1), key=lambda i: lengths.cost(items[i]))
+        middle = len(items[largest]) // 2
+        items = [*items[:largest], items[largest][:middle], items[largest][middle:], *items[largest + 1 :]]
+        trial, trial_worst = _deal(items, lengths, num_ranks)
+        if trial_worst < worst:
+            parts, worst = trial, trial_worst
+    return parts
+
+
+def _deal(items: list[np.ndarray], lengths: Lengths, num_ranks: int) -> tuple[list[np.ndarray], float]:
+    """Longest processing time first: each item to the part with the least cost so far."""
+    costs = [lengths.cost(item) for item in items]
+    loads, parts = [0.0] * num_ranks, [[np.empty(0, dtype=np.int64)] for _ in range(num_ranks)]
+    for i in np.argsort(-np.asarray(costs), kind="stable").tolist():
+        part = int(np.argmin(loads))
+        parts[part].append(items[i])
+        loads[part] += costs[i]
+    return [np.sort(np.concatenate(part)) for part in parts], max(loads)

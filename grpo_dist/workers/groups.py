@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.engines.micro_batch_plan import Lengths
 from grpo_dist.engines.settings import EngineSettings, ObjectiveSettings, SamplingSettings
 from grpo_dist.protocol import Mean, Metric, Sum, merge_metrics
 from grpo_dist.workers.balance import balance
@@ -44,13 +45,17 @@ class PolicyGroup:
 
     def submit_log_probs(self, stage: str, batch: DataProtoRef) -> LogProbJob:
         """Compute log-probs of all rows, spread over the ranks, without waiting."""
-        rows = balance(_lengths(batch), len(self.workers))
+        rows = _shares(batch, np.arange(len(batch)), len(self.workers))
         inputs = batch.select(("uid", "prompts", "responses", "response_mask"))
         calls = [
             self.workers.submit(rank, stage, "compute_log_probs", inputs.reorder(part))
             for rank, part in enumerate(rows)
         ]
         return LogProbJob(calls, rows)
+
+    def forward_report(self) -> str:
+        """One sentence on how the ranks lay sequences out, and why."""
+        return self.workers.call_all("report", "forward_report")[0]
 
     def collect_log_probs(self, job: LogProbJob) -> DataProtoRef:
         """Wait for a job; one handle in the order of the batch's rows."""
@@ -92,8 +97,7 @@ class ActorGroup(PolicyGroup):
             Metrics: merged over ranks, then averaged over mini-batches.
         """
         ranks = len(self.workers)
-        lengths = _lengths(batch)
-        shares = [[rows[part] for part in balance(lengths[rows], ranks)] for rows in mini_batches]
+        shares = [_shares(batch, rows, ranks) for rows in mini_batches]
         arguments = []
         for rank in range(ranks):
             own = np.unique(np.concatenate([share[rank] for share in shares]))
@@ -184,8 +188,10 @@ class RewardPool:
         return self.workers.submit(0, "write_samples", "write_samples", inputs, path, step, ground_truths)
 
 
-def _lengths(batch: DataProtoRef) -> np.ndarray:
-    return batch["prompt_length"] + batch["response_length"]
+def _shares(batch: DataProtoRef, rows: np.ndarray, num_ranks: int) -> list[np.ndarray]:
+    """Which of `rows` each rank works on."""
+    columns = (batch[name][rows] for name in ("uid", "prompt_length", "response_length"))
+    return [rows[part] for part in balance(Lengths(*columns), num_ranks)]
 
 
 def _per_mini_batch(metrics: Mapping[str, Metric]) -> dict[str, Metric]:

@@ -34,9 +34,11 @@ class PolicySettings:
         temperature: the sampling temperature.
         columns: what a log-prob pass computes: `old_` or `ref_` and a name of `FSDPEngine.compute_columns`.
         log_prob_micro_batch_size: sequences per forward pass.
+        log_prob_max_token_len: tokens per forward pass; None: sequences count.
         seed: of torch's random state.
         optimizer: None for the reference.
         train_micro_batch_size: sequences per forward/backward pass.
+        train_max_token_len: tokens per forward/backward pass; None: sequences count.
         grad_clip: largest gradient norm.
         exact_kl: the loss takes the KL over the vocabulary, and needs the reference's output layer.
     """
@@ -48,8 +50,10 @@ class PolicySettings:
     columns: tuple[str, ...]
     log_prob_micro_batch_size: int
     seed: int
+    log_prob_max_token_len: int | None = None
     optimizer: OptimizerSettings | None = None
     train_micro_batch_size: int = 0
+    train_max_token_len: int | None = None
     grad_clip: float = float("inf")
     exact_kl: bool = False
 
@@ -109,11 +113,16 @@ class PolicyWorker(Process):
                 rows.fetch((*SEQUENCE_COLUMNS, "uid")),
                 tuple(names),
                 micro_batch_size=self.settings.log_prob_micro_batch_size,
+                max_token_len=self.settings.log_prob_max_token_len,
             )
         except TrainingDiverged as error:
             raise TrainingDiverged(f"{', '.join(self.settings.columns)}, {error}") from None
         columns = {names[name]: values for name, values in found.items()}
         return DataProtoRef.put(DataProto.from_dict(columns), small=())
+
+    def forward_report(self) -> str:
+        """One sentence on how sequences are laid out, and why; "" before the first pass."""
+        return self.engine.forward.report
 
     def load_weights(self, buckets: Sequence[ray.ObjectRef], share: float) -> None:
         """Move this role's weights towards those in the buckets: `share` of them, the rest of its own."""
@@ -174,6 +183,7 @@ class ActorWorker(PolicyWorker):
                     self.engine.train_mini_batch(
                         data.index(mini_batch),
                         micro_batch_size=self.settings.train_micro_batch_size,
+                        max_token_len=self.settings.train_max_token_len,
                         objective=objective,
                     )
                 )

@@ -46,6 +46,21 @@ def test_batch_arithmetic_on_eight_gpus():
     }
 
 
+@pytest.mark.parametrize(
+    ("overrides", "passes"),
+    [
+        ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=12"], "16 of 8 sequences"),  # whole groups of n=8
+        ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=5"], "32 of 4 sequences"),  # halves of them
+        ([f"{ACTOR}.use_dynamic_bsz=true"], "as many as 16,384 tokens each take"),
+    ],
+)
+def test_passes_hold_whole_groups_or_tokens(overrides, passes):
+    config, notes = load(*overrides)
+    assert dict(batch_arithmetic(config))["micro-batches per actor rank and mini-batch"] == passes
+    what = "micro-batches of at most 16,384 tokens" if "tokens" in passes else f"{passes.split()[0]} micro-batches"
+    assert f"per actor rank, in {what}" in format_summary(config, notes)
+
+
 def test_no_reference_row_without_reference():
     config, _ = load(f"{ACTOR}.use_kl_loss=false")
     assert "reference passes per ref rank" not in dict(batch_arithmetic(config))

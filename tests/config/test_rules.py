@@ -74,6 +74,17 @@ def notes(*overrides):
             "prompt + response = 128, or null",
         ),
         (
+            [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=100"],
+            f"{ACTOR}.ppo_max_token_len_per_gpu=100, data.max_prompt_length=64, data.max_response_length=64: "
+            "a pass must hold the longest sequence: at least prompt + response = 128",
+        ),
+        (
+            ["actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true",
+             "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=127"],
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=127, data.max_prompt_length=64, "
+            "data.max_response_length=64: a pass must hold the longest sequence: at least prompt + response = 128",
+        ),
+        (
             [f"{ROLLOUT}.val_kwargs.n=4"],
             f"{ROLLOUT}.val_kwargs.n=4, {ROLLOUT}.val_kwargs.do_sample=false: greedy responses "
             "are all the same; "
@@ -118,6 +129,8 @@ def test_each_rule(overrides, message):
         ["cluster.actor_world_size=1"],
         [f"{ROLLOUT}.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.do_sample=true"],
         [f"{ROLLOUT}.max_model_len=128"],
+        [f"{ACTOR}.ppo_max_token_len_per_gpu=1"],
+        [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=128"],
         [f"{ROLLOUT}.n=2"],
         ["cluster=single_gpu"],
         [*GPU8, "cluster.actor_world_size=4", "cluster.rollout_world_size=2", "cluster.ref_world_size=2"],

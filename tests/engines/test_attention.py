@@ -14,13 +14,13 @@ from grpo_dist.engines.attention import (
     attention_implementation,
     attention_inputs,
     block_mask,
-    choose_layout,
     dense_mask,
     flex_attention_forward,
     sees,
     varlen_inputs,
     why_padded,
 )
+from grpo_dist.engines.settings import choose_layout
 
 # [prompt | r1 | r2] of one group, a second group, two tokens of padding; and a row of padding but for one token.
 OWN = [[0, 0, 0, 1, 1, 2, 3, 3, 4, -1, -1], [5] + [-1] * 10]

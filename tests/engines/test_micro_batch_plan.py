@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.engines.micro_batch_plan import ATTENTION_PAIRS, Lengths, deal, first_fit, group_rows, plan_micro_batches
+from grpo_dist.engines.micro_batch_plan import ATTENTION_PAIRS, Lengths, first_fit, group_rows, plan_micro_batches
 from grpo_dist.protocol import Ragged
 
 
@@ -90,27 +90,3 @@ def test_costs_of_micro_batches_are_nearly_equal() -> None:
     ]
     assert max(costs) / min(costs) < 1.1
     assert costs == sorted(costs, reverse=True)
-
-
-@pytest.mark.parametrize(
-    ("num_groups", "n", "ranks"), [(32, 8, 2), (32, 8, 4), (1, 8, 4), (3, 4, 2), (0, 4, 2), (2, 1, 3)]
-)
-def test_deal_covers_every_row_once(num_groups: int, n: int, ranks: int) -> None:
-    parts = deal(random_lengths(num_groups, n), ranks)
-    assert len(parts) == ranks
-    assert sorted(np.concatenate(parts).tolist()) == list(range(num_groups * n))
-    assert all((np.diff(part) > 0).all() for part in parts), "ascending"
-
-
-def test_deal_keeps_groups_whole_where_that_is_even() -> None:
-    rows = random_lengths(32, 8)
-    parts = deal(rows, 2)
-    groups = [set(rows.groups[part].tolist()) for part in parts]
-    assert groups[0].isdisjoint(groups[1])
-    costs = [sum(rows.cost(np.flatnonzero(rows.groups == g)) for g in own) for own in groups]
-    assert max(costs) / min(costs) < 1.05
-
-
-def test_deal_cuts_a_lone_group() -> None:
-    parts = deal(lengths([0] * 8, [50] * 8, [20] * 8), 4)
-    assert [len(part) for part in parts] == [2, 2, 2, 2]

@@ -47,6 +47,11 @@ def test_cosine_from_the_peak_to_the_minimum(step: int, expected: float) -> None
     assert lr_ratio(step, settings(lr_scheduler_type="cosine", min_lr_ratio=0.1)) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("step", "expected"), [(4, 1.0), (6, 0.1 + 0.9 * 0.75), (8, 0.55), (12, 0.1), (99, 0.1)])
+def test_linear_from_the_peak_to_the_minimum(step: int, expected: float) -> None:
+    assert lr_ratio(step, settings(lr_scheduler_type="linear", min_lr_ratio=0.1)) == pytest.approx(expected)
+
+
 def test_a_run_of_warm_up_only() -> None:
     short = settings(lr_scheduler_type="cosine", num_training_steps=4)
     assert [lr_ratio(step, short) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 0.0]

@@ -47,6 +47,9 @@ class FakePolicyWorker(Process):
 
     def start(self, *args: object) -> None: ...
 
+    def forward_report(self) -> str:
+        return "shared prompts"
+
     def load_weights(self, buckets: list, share: float) -> None:
         self.updates.append(share)
 

@@ -107,6 +107,40 @@ def test_the_roles_get_what_they_need() -> None:
     assert ref.optimizer is None
 
 
+DYNAMIC = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=4000")
+REF, ROLLOUT = "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), (None, None, None)),
+        (DYNAMIC, (4000, 4000, 4000)),
+        ((*DYNAMIC, f"{ROLLOUT}.log_prob_max_token_len_per_gpu=9000"), (4000, 9000, 4000)),
+        ((*DYNAMIC, f"{REF}.log_prob_use_dynamic_bsz=false"), (4000, 4000, None)),
+        ((f"{REF}.log_prob_use_dynamic_bsz=true",), (None, None, 16384)),
+    ],
+)
+def test_token_budgets_follow_the_actors_unless_set(overrides: tuple, expected: tuple) -> None:
+    config = load(*overrides)
+    actor, ref = policy_settings(config, placement(config), 10), reference_settings(config, placement(config))
+    assert (actor.train_max_token_len, actor.log_prob_max_token_len, ref.log_prob_max_token_len) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layout"),
+    [
+        ((), "shared"),
+        ((f"{ACTOR}.use_prefix_grouper=false",), "packed"),
+        (("actor_rollout_ref.model.use_remove_padding=false",), "padded"),
+    ],
+)
+def test_the_layout_is_the_same_for_all_roles(overrides: tuple, layout: str) -> None:
+    config = load(*overrides)
+    assert policy_settings(config, placement(config), 10).model.layout == layout
+    assert reference_settings(config, placement(config)).model.layout == layout
+
+
 def test_the_overlong_buffer_is_off_unless_asked_for() -> None:
     assert reward_settings(load()).overlong_penalty is None
     penalty = reward_settings(
