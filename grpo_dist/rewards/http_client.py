@@ -9,9 +9,9 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import time
 import urllib.error
 import urllib.request
+from time import sleep
 from typing import Any
 
 from grpo_dist.errors import ConfigError, RewardError
@@ -57,7 +57,7 @@ def post_json(
         if not passing or attempt == retries:
             tries = "" if attempt == 0 else f" (tried {attempt + 1} times)"
             raise RewardError(f"{KEY}.url={url}: {problem}{tries}")
-        time.sleep(min(backoff_s * 2**attempt, LONGEST_WAIT_S))
+        sleep(min(backoff_s * 2**attempt, LONGEST_WAIT_S))
     raise AssertionError("the last attempt returned or raised")
 
 

@@ -22,7 +22,7 @@ from grpo_dist.boxed import last_boxed
 from grpo_dist.rewards.base import SCORERS
 
 MOST_CHARACTERS = 500  # of an answer; the longest of MATH has fewer than 160
-_STATED = re.compile(r"answer[*_\s]*(?::|is\b)[*_\s:]*([^\n]+)", re.IGNORECASE)
+_STATED = re.compile(r"answer[*_\s]*(?::|is\b)[*_\s:]*", re.IGNORECASE)
 # Powers of powers, powers and factorials of large numbers: their values do not fit into a computer.
 _EXPLOSIVE = re.compile(r"\^\s*\{?[^{}^]*\^|\^\s*\{?\s*-?[0-9]{5}|[0-9]{5}\s*!|!\s*!|\)\s*!|\}\s*!")
 
@@ -32,8 +32,8 @@ def extract_answer(text: str) -> str | None:
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
-    stated = _STATED.findall(text)
-    return stated[-1].strip().rstrip("*_.").strip() or None if stated else None
+    stated = list(_STATED.finditer(text))
+    return text[stated[-1].end() :].partition("\n")[0].strip().rstrip("*_.").strip() or None if stated else None
 
 
 def same_value(answer: str, truth: str) -> bool:
@@ -101,7 +101,7 @@ def compute_score_dapo(
 
 def _plain(text: str) -> str:
     """Without dollar signs, LaTeX's forced spaces and surrounding white space."""
-    return re.sub(r"\\\$|\$|\\[!,;]", "", text).strip()
+    return re.sub(r"\\\$|\$|\\[!,;]\s*", "", text).strip()
 
 
 @lru_cache(maxsize=1024)  # the responses of a group have one truth

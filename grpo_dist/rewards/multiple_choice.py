@@ -5,7 +5,7 @@ r"""Reward for the chosen letter of a multiple-choice question.
 
 The first of these that names one allowed letter is the choice: the last `<answer>B</answer>`, the last `\boxed{B}`, the
 last "Answer: B" or "the answer is (B)" (also option, choice), the last "(B)", and a response that is the letter and
-nothing else. More than one letter in the same place ("A or B") is no choice.
+nothing else. More than one letter in such a place ("A or B") is no choice, whatever else the response says.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from grpo_dist.boxed import last_boxed
 from grpo_dist.errors import ConfigError
 from grpo_dist.rewards.format import last_tag_content
 
-_STATED = re.compile(r"\b(?:answer|option|choice)\b[*_\s]*(?::|=|\bis\b)[*_\s:]*([^\n]+)", re.IGNORECASE)
+MOST_CHARACTERS = 80  # of a line after "Answer:" that are looked at
+_STATED = re.compile(r"\b(?:answer|option|choice)\b[*_\s]*(?::|=|\bis\b)[*_\s:]*", re.IGNORECASE)
 _BRACKETED = re.compile(r"\([A-Za-z]\)")
 _DECORATION = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\b|[\s*_$(){}\[\]\"'`]+")
 _ANOTHER = re.compile(r"[\W_]*(?:or|and|,|/|&|\+)[\W_]*([A-Za-z])(?![A-Za-z'])")
@@ -29,7 +30,7 @@ def extract_choice(text: str, choices: str) -> str | None:
     for place in _places(text):
         letter = _letter(place, choices)
         if letter is not None:
-            return letter
+            return letter or None
     return None
 
 
@@ -82,14 +83,15 @@ def check_reward_kwargs(*, choices: str = "ABCD", format_score: float = 0.0) -> 
 def _places(text: str) -> Iterator[str]:
     """Where a choice may stand, the clearest place first."""
     yield from filter(None, (last_tag_content(text, "answer"), last_boxed(text)))
-    for found in (_STATED.findall(text), _BRACKETED.findall(text)):
-        yield from found[-1:]
+    for stated in reversed(list(_STATED.finditer(text))):
+        yield text[stated.end() : stated.end() + MOST_CHARACTERS].partition("\n")[0]
+    yield from _BRACKETED.findall(text)[-1:]
     if len(text.strip().strip("*().:")) == 1:
         yield text
 
 
 def _letter(text: str, choices: str) -> str | None:
-    """The letter that a place begins with, unless a word begins with it or another letter is offered as well."""
+    """The letter that a place begins with; "": another one is offered as well; None: it begins with something else."""
     plain = _DECORATION.sub(" ", text).strip()
     letter, rest = plain[:1].upper(), plain[1:]
     if not letter or letter not in choices.upper() or rest[:1].isalnum() or rest.startswith(("'", "’")):
@@ -97,4 +99,4 @@ def _letter(text: str, choices: str) -> str | None:
     if plain[0].islower() and re.match(r"\s+\w", rest):
         return None  # "a dog"
     another = _ANOTHER.match(rest)
-    return None if another and another.group(1).upper() in choices.upper() else letter
+    return "" if another and another.group(1).upper() in choices.upper() else letter

@@ -63,7 +63,22 @@ SIGNATURES = {
     "grpo_dist.algorithms.advantage.outcome:grpo": ["batch", "config"],
     "grpo_dist.algorithms.policy_loss.clipped:clipped_surrogate": ["batch", "config"],
     "grpo_dist.algorithms.kl:k3": ["log_probs", "ref_log_probs"],
-    "grpo_dist.rewards.gsm8k:compute_score": ["data_source", "solution_str", "ground_truth", "extra_info"],
+    "grpo_dist.rewards.gsm8k:compute_score": [
+        "data_source",
+        "solution_str",
+        "ground_truth",
+        "extra_info",
+        "method",
+        "format_score",
+    ],
+    "grpo_dist.rewards.http_reward:compute_score_batch": [
+        "data_sources",
+        "solution_strs",
+        "ground_truths",
+        "extra_infos",
+        "url",
+        "options",
+    ],
 }
 
 

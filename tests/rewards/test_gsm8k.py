@@ -1,4 +1,4 @@
-"""The strict GSM8K scorer pays for the last `#### NUMBER` and for nothing else."""
+"""Strict pays for the last `#### NUMBER` and for nothing else, flexible for the last number."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from grpo_dist.errors import ConfigError
+from grpo_dist.rewards import load_reward_function
 from grpo_dist.rewards.gsm8k import compute_score, extract_answer
 
 
@@ -107,3 +109,36 @@ def test_long_garbage_takes_no_time(text: str) -> None:
 def test_the_answer_is_returned_for_the_vote(text: str, pred: str | None, right: int) -> None:
     result = compute_score(data_source="gsm8k", solution_str=text, ground_truth="1000", extra_info={})
     assert result == {"score": right, "acc": right, "pred": pred}
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "expected"),
+    [
+        ("The answer is 4", "4", 1.0),
+        ("#### 4", "4", 1.0),
+        ("It costs $1,000.00.", "1000", 1.0),
+        ("x = 10-4", "4", 1.0),
+        ("so -4", "-4", 1.0),
+        ("-$5", "-5", 1.0),
+        (".5 litres", "0.5", 1.0),
+        ("3, 4", "4", 1.0),
+        ("04", "4", 1.0),
+        ("x = 10-4", "-4", 0.25),
+        ("4, not 5", "4", 0.25),
+        ("3,4", "34", 0.25),
+        ("four", "4", 0.0),
+        ("", "4", 0.0),
+    ],
+)
+def test_flexible(text: str, truth: str, expected: float) -> None:
+    assert compute_score("gsm8k", text, truth, {}, method="flexible", format_score=0.25)["score"] == expected
+
+
+def test_format_score_is_for_an_answer_in_the_right_place() -> None:
+    assert compute_score("gsm8k", "#### 5", "4", {}, format_score=0.1)["score"] == 0.1
+    assert compute_score("gsm8k", "It is 4", "4", {}, format_score=0.1)["score"] == 0.0
+
+
+def test_another_method_is_refused_before_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"reward_kwargs\.method='lenient': must be one of strict, flexible"):
+        load_reward_function("grpo_dist.rewards.gsm8k", "compute_score", {"method": "lenient"})

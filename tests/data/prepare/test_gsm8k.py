@@ -7,14 +7,15 @@ import sys
 import types
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from grpo_dist.data import load_prompts
-from grpo_dist.data.prepare import main
+from grpo_dist.data.prepare.__main__ import main
 from grpo_dist.rewards import load_reward_function, score_response
 
-RELEASE = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k"
+RELEASE = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "gsm8k"
 EXAMPLES = [
     {"question": "Two plus two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"},
     {"question": "A house's price?", "answer": "It costs $70,000.\n#### 70,000"},
@@ -107,7 +108,7 @@ def test_missing_folder_and_no_hub(
 ) -> None:
     assert gsm8k(tmp_path / "gone", tmp_path) == 2
     assert "--local_dataset_path=" in (message := capsys.readouterr().err)
-    assert "train.jsonl: no such file" in message
+    assert "no such file: train.jsonl" in message
 
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert main(["gsm8k", "--local_save_dir", str(tmp_path)]) == 2
@@ -139,12 +140,17 @@ def test_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(load(tmp_path / "test.parquet")) == 3
 
 
-def test_arithmetic_files_equal_the_built_in_task(tmp_path: Path) -> None:
-    arithmetic = pytest.importorskip("grpo_dist.data.arithmetic")
-    assert main(["arithmetic", "--local_save_dir", str(tmp_path)]) == 0
-    for split in ("train", "validation"):
-        from_file = [(p.messages, p.ground_truth) for p in load(tmp_path / f"{split}.parquet")]
-        assert from_file == [(r["prompt"], r["reward_model"]["ground_truth"]) for r in arithmetic.rows(split)]
+def test_parquet_files_named_as_on_the_hub(release: Path, tmp_path: Path) -> None:
+    hub = tmp_path / "hub" / "main" / "data"
+    hub.mkdir(parents=True)
+    for split, shards in (("train", [EXAMPLES[:2], EXAMPLES[2:]]), ("test", [EXAMPLES[:1]])):
+        for i, rows in enumerate(shards):
+            pq.write_table(pa.Table.from_pylist(rows), hub / f"{split}-{i:05}-of-{len(shards):05}.parquet")
+    assert gsm8k(hub.parent, tmp_path / "b") == 0
+    assert gsm8k(release, tmp_path / "a") == 0
+    for split in ("train", "test"):
+        a, b = (pq.read_table(tmp_path / out / f"{split}.parquet").to_pylist() for out in "ab")
+        assert a == b
 
 
 @pytest.mark.skipif(not RELEASE.is_dir(), reason="the GSM8K release is not on this machine")

@@ -1,0 +1,93 @@
+"""Against a real server in a thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_dist.errors import ConfigError, RewardError
+from grpo_dist.rewards import load_reward_function, score_response
+from grpo_dist.rewards.http_reward import compute_score, compute_score_batch
+from tests.rewards.http_service import Service
+
+PATH = "grpo_dist.rewards.http_reward"
+
+
+def score(service: Service, **options: Any) -> dict[str, Any]:
+    return compute_score("d", "text", {"n": 4}, {"index": 1}, url=service.url, backoff_s=0.01, **options)
+
+
+def test_one_response(service: Service) -> None:
+    service.answers = [(200, b'{"score": 0.5, "fluency": 3}')]
+    function = load_reward_function(PATH, "compute_score", {"url": service.url})
+    result = score_response(function, data_source="d", solution_str="été", ground_truth="4", extra_info={"i": 1})
+    assert (result.score, result.extra) == (0.5, {"fluency": 3.0})
+    assert service.bodies == [{"data_source": "d", "solution_str": "été", "ground_truth": "4", "extra_info": {"i": 1}}]
+
+
+def test_a_batch_is_one_request(service: Service) -> None:
+    service.answers = [(200, b'{"scores": [1, {"score": 0.5, "acc": 0}]}')]
+    function = load_reward_function(PATH, "compute_score", {"url": service.url})
+    scores = compute_score_batch(
+        data_sources=["a", "b"],
+        solution_strs=["x", "y"],
+        ground_truths=[np.int64(1), np.array([2, 3])],
+        extra_infos=[{}, {"i": 2}],
+        **function.reward_kwargs,
+    )
+    assert scores == [{"score": 1}, {"score": 0.5, "acc": 0}]
+    assert service.bodies == [
+        {
+            "samples": [
+                {"data_source": "a", "solution_str": "x", "ground_truth": 1, "extra_info": {}},
+                {"data_source": "b", "solution_str": "y", "ground_truth": [2, 3], "extra_info": {"i": 2}},
+            ]
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    "answer", [b'{"scores": [1]}', b'{"scores": [1, 2, 3]}', b'{"score": 1}', b"[1, 2]", b'{"scores": [1, "x"]}']
+)
+def test_a_batch_with_other_scores_is_an_error(service: Service, answer: bytes) -> None:
+    service.answers = [(200, answer)]
+    with pytest.raises(RewardError, match="expected"):
+        compute_score_batch(["a"] * 2, ["x"] * 2, ["1"] * 2, [{}] * 2, url=service.url)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"{}", b"[]", b"1", b'{"score": null}', b'{"score": "1"}', b'{"score": true}', b'{"score": NaN}']
+)
+def test_an_answer_without_a_score(service: Service, answer: bytes) -> None:
+    service.answers = [(200, answer)]
+    with pytest.raises(RewardError, match=r'expected \{"score": number\}, got '):
+        score(service)
+    assert len(service.bodies) == 1  # asking again would not help
+
+
+def test_a_flaky_service(service: Service) -> None:
+    service.answers = [(500, b"oops"), (429, b"slow down"), (200, b'{"score": 1}')]
+    assert score(service)["score"] == 1
+    assert len(service.bodies) == 3
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"url": "ftp://x/y"}, "must be an http:// or https:// address"),
+        ({"url": "http://"}, "must be an http"),
+        ({"url": "file:///etc/passwd"}, "must be an http"),
+        ({"url": "http://me:secret@x/y"}, "put credentials into the headers"),
+        ({}, "missing a required argument: 'url'"),
+        ({"url": "http://x", "retires": 2}, "has no 'retires'; there are url, headers_env, timeout_s, retries"),
+        ({"url": "http://x", "retries": 1.5}, "retries=1.5: must be a whole number, at least 0"),
+        ({"url": "http://x", "timeout_s": 0}, "timeout_s=0: must be a number, at least 0.001"),
+        ({"url": "http://x", "headers_env": "NO_SUCH_VARIABLE"}, "headers_env=NO_SUCH_VARIABLE: .* it is not set"),
+    ],
+)
+def test_arguments_are_checked_before_the_run(kwargs: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as error:
+        load_reward_function(PATH, "compute_score", kwargs)
+    assert "me:secret" not in str(error.value)
