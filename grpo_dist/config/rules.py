@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.assets import BUILTIN, resolve_model_path
+from grpo_dist.config.data_files import DataFileProblem, parse_data_file
 from grpo_dist.config.placement import placement
 from grpo_dist.config.problems import Problem, shown
 from grpo_dist.config.schema import GROUP_ADV_ESTIMATORS, SEQUENCE_LOSSES, RunConfig
@@ -23,7 +24,6 @@ Rule = Callable[[RunConfig], Iterator[Problem]]
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _CORRECTION = "algorithm.rollout_correction"
-_DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
 _CLUSTER = ("cluster.actor_world_size", "cluster.rollout_world_size", "cluster.ref_world_size")
 
 
@@ -165,18 +165,15 @@ def resume_path_is_set(config: RunConfig) -> Iterator[Problem]:
 
 
 def data_files_exist(config: RunConfig) -> Iterator[Problem]:
-    """Data files are there and of a kind that can be read."""
+    """Data files and folders are there and of a kind that can be read."""
     for key, files in (
         ("data.train_files", config.data.train_files),
         ("data.val_files", config.data.val_files),
     ):
         for name in files:
-            if name.startswith(BUILTIN):
-                continue
-            if not name.endswith(_DATA_SUFFIXES):
-                yield Problem(f"{key}={name}: must end in {', '.join(_DATA_SUFFIXES)}, or be {BUILTIN}NAME", (key,))
-            elif not Path(name).expanduser().is_file():
-                yield _missing(key, name, "file")
+            parsed = parse_data_file(name)
+            if isinstance(parsed, DataFileProblem):
+                yield Problem(f"{key}={name}: {parsed.text}", (key,), missing_file=parsed.missing)
 
 
 def model_folder_exists(config: RunConfig) -> Iterator[Problem]:
