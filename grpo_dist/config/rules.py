@@ -176,6 +176,13 @@ def data_files_exist(config: RunConfig) -> Iterator[Problem]:
                 yield Problem(f"{key}={name}: {parsed.text}", (key,), missing_file=parsed.missing)
 
 
+def sampler_class_is_named(config: RunConfig) -> Iterator[Problem]:
+    """A sampler of the user's has a file or module, and a name in it."""
+    sampler = config.data.sampler
+    if (sampler.class_path is None) != (sampler.class_name is None):
+        yield _problem(config, "set both or none", "data.sampler.class_path", "data.sampler.class_name")
+
+
 def model_folder_exists(config: RunConfig) -> Iterator[Problem]:
     """A model path that is no hub name is a folder with a config.json."""
     key, path = "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
@@ -197,11 +204,13 @@ def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
     """Python files named by the config are there."""
     named = {
         "custom_reward_function.path": config.custom_reward_function.path,
+        "data.sampler.class_path": config.data.sampler.class_path,
         "algorithm.adv_estimator": config.algorithm.adv_estimator.rpartition(":")[0],
         f"{_ACTOR}.kl_loss_type": config.actor_rollout_ref.actor.kl_loss_type.rpartition(":")[0],
         f"{_ACTOR}.policy_loss.loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode.rpartition(":")[0],
     }
-    for key, source in named.items():
+    for key, named_source in named.items():
+        source = (named_source or "").removeprefix("file://").removeprefix("pkg://")  # verl's forms
         if source and (source.endswith(".py") or "/" in source) and not Path(source).expanduser().is_file():
             yield _missing(key, source, "file")
 
@@ -227,6 +236,7 @@ RULES: tuple[Rule, ...] = (
     validation_samples_differ,
     resume_path_is_set,
     data_files_exist,
+    sampler_class_is_named,
     model_folder_exists,
     custom_code_exists,
     vllm_is_installed,
@@ -258,6 +268,8 @@ def config_notes(config: RunConfig) -> list[str]:
         notes.append(f"{_ACTOR}.optim.min_lr_ratio has no effect with lr_scheduler_type=constant")
     if not config.data.val_files:
         notes.append("data.val_files=null: no validation")
+    if config.data.sampler.class_path is not None and config.data.shuffle:
+        notes.append("data.shuffle has no effect on the order: data.sampler.class_path decides it")
     if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
         notes.append(f"trainer.resume_from_path has no effect with resume_mode={trainer.resume_mode}")
     if config.custom_reward_function.path is None and config.custom_reward_function.reward_kwargs:

@@ -118,6 +118,13 @@ class AlgorithmConfig(Section):
     mask_truncated_responses: bool
 
 
+class SamplerConfig(Section):
+    """`data.sampler`: an order of the training prompts of your own."""
+
+    class_path: Text | None
+    class_name: Text | None
+
+
 class DataConfig(Section):
     """`data`: the prompts."""
 
@@ -125,6 +132,7 @@ class DataConfig(Section):
     val_files: OptionalFiles
     prompt_key: Text
     reward_fn_key: Text
+    system_prompt: Text | None
     train_batch_size: Count
     train_max_samples: CountOrMinusOne
     val_max_samples: CountOrMinusOne
@@ -134,6 +142,7 @@ class DataConfig(Section):
     truncation: Literal["error", "left", "right", "middle"]
     shuffle: bool
     seed: NonNegativeInt | None
+    sampler: SamplerConfig
     apply_chat_template_kwargs: dict[str, Any]
 
 
