@@ -50,7 +50,8 @@ def main() -> None:
         seconds = {"grpo_dist": _ours(work, Path(folder)), "TRL": _trl(work, python, Path(folder))}
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     found = [
-        {"system": name, "seconds a step": medians[name], "TRL / it": medians["TRL"] / medians[name]} for name in medians
+        {"system": name, "seconds a step": medians[name], "TRL / it": medians["TRL"] / medians[name]}
+        for name in medians
     ]
     title = f"GRPO step: {PROMPTS} prompts x {N} responses x {RESPONSE_TOKENS} tokens, KL on"
     sys.stdout.write(table(title, found))

@@ -1,6 +1,6 @@
 """GRPO steps of TRL's GRPOTrainer, timed; runs in TRL's own environment (see against_trl.py), not in ours.
 
-    python benchmarks/trl_steps.py WORK.json        prints one JSON line: seconds of each step
+python benchmarks/trl_steps.py WORK.json        prints one JSON line: seconds of each step
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.assets import BUILTIN, resolve_model_path
+from grpo_dist.config.data_files import DataFileProblem, parse_data_file
 from grpo_dist.config.names import GROUP_ADV_ESTIMATORS, SEQUENCE_LOSSES
 from grpo_dist.config.placement import placement
 from grpo_dist.config.problems import Problem, shown
@@ -24,7 +25,6 @@ Rule = Callable[[RunConfig], Iterator[Problem]]
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _CORRECTION = "algorithm.rollout_correction"
-_DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
 _CLUSTER = ("cluster.actor_world_size", "cluster.rollout_world_size", "cluster.ref_world_size")
 
 
@@ -195,18 +195,22 @@ def resume_path_is_set(config: RunConfig) -> Iterator[Problem]:
 
 
 def data_files_exist(config: RunConfig) -> Iterator[Problem]:
-    """Data files are there and of a kind that can be read."""
+    """Data files and folders are there and of a kind that can be read."""
     for key, files in (
         ("data.train_files", config.data.train_files),
         ("data.val_files", config.data.val_files),
     ):
         for name in files:
-            if name.startswith(BUILTIN):
-                continue
-            if not name.endswith(_DATA_SUFFIXES):
-                yield Problem(f"{key}={name}: must end in {', '.join(_DATA_SUFFIXES)}, or be {BUILTIN}NAME", (key,))
-            elif not Path(name).expanduser().is_file():
-                yield _missing(key, name, "file")
+            parsed = parse_data_file(name)
+            if isinstance(parsed, DataFileProblem):
+                yield Problem(f"{key}={name}: {parsed.text}", (key,), missing_file=parsed.missing)
+
+
+def sampler_class_is_named(config: RunConfig) -> Iterator[Problem]:
+    """A sampler of the user's has a file or module, and a name in it."""
+    sampler = config.data.sampler
+    if (sampler.class_path is None) != (sampler.class_name is None):
+        yield _problem(config, "set both or none", "data.sampler.class_path", "data.sampler.class_name")
 
 
 def model_folder_exists(config: RunConfig) -> Iterator[Problem]:
@@ -230,11 +234,13 @@ def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
     """Python files named by the config are there."""
     named = {
         "custom_reward_function.path": config.custom_reward_function.path,
+        "data.sampler.class_path": config.data.sampler.class_path,
         "algorithm.adv_estimator": config.algorithm.adv_estimator.rpartition(":")[0],
         f"{_ACTOR}.kl_loss_type": config.actor_rollout_ref.actor.kl_loss_type.rpartition(":")[0],
         f"{_ACTOR}.policy_loss.loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode.rpartition(":")[0],
     }
-    for key, source in named.items():
+    for key, named_source in named.items():
+        source = (named_source or "").removeprefix("file://").removeprefix("pkg://")  # verl's forms
         if source and (source.endswith(".py") or "/" in source) and not Path(source).expanduser().is_file():
             yield _missing(key, source, "file")
 
@@ -263,6 +269,7 @@ RULES: tuple[Rule, ...] = (
     validation_samples_differ,
     resume_path_is_set,
     data_files_exist,
+    sampler_class_is_named,
     model_folder_exists,
     custom_code_exists,
     vllm_is_installed,
@@ -294,6 +301,8 @@ def config_notes(config: RunConfig) -> list[str]:
         notes.append(f"{_ACTOR}.optim.min_lr_ratio has no effect with lr_scheduler_type=constant")
     if not config.data.val_files:
         notes.append("data.val_files=null: no validation")
+    if config.data.sampler.class_path is not None and config.data.shuffle:
+        notes.append("data.shuffle has no effect on the order: data.sampler.class_path decides it")
     if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
         notes.append(f"trainer.resume_from_path has no effect with resume_mode={trainer.resume_mode}")
     if config.custom_reward_function.path is None and config.custom_reward_function.reward_kwargs:

@@ -87,6 +87,13 @@ class AlgorithmConfig(Section):
     mask_truncated_responses: bool
 
 
+class SamplerConfig(Section):
+    """`data.sampler`: an order of the training prompts of your own."""
+
+    class_path: Text | None
+    class_name: Text | None
+
+
 class DataConfig(Section):
     """`data`: the prompts."""
 
@@ -94,6 +101,7 @@ class DataConfig(Section):
     val_files: OptionalFiles
     prompt_key: Text
     reward_fn_key: Text
+    system_prompt: Text | None
     train_batch_size: Count
     gen_batch_size: Count | None
     train_max_samples: CountOrMinusOne
@@ -104,6 +112,7 @@ class DataConfig(Section):
     truncation: Literal["error", "left", "right", "middle"]
     shuffle: bool
     seed: NonNegativeInt | None
+    sampler: SamplerConfig
     apply_chat_template_kwargs: dict[str, Any]
 
 

@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from grpo_dist.errors import DataError
 
+# What a checkpoint's order depends on -> the key that decides it.
+_KEYS = {
+    "sampler": "data.sampler",
+    "num_prompts": "data.train_files",
+    "seed": "data.seed",
+    "shuffle": "data.shuffle",
+}
+
+
+def check_batch_size(num_prompts: int, batch_size: int) -> None:
+    """Check that there is one batch at least.
+
+    Raises:
+        DataError: the data set is smaller than one batch.
+    """
+    if batch_size < 1:
+        raise DataError(f"data.train_batch_size={batch_size}: must be at least 1")
+    if num_prompts < batch_size:
+        raise DataError(
+            f"data.train_batch_size={batch_size}: the training set has only {num_prompts} prompts (after "
+            f"filtering and data.train_max_samples); set it to at most {num_prompts}, or add rows"
+        )
+
+
+def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Check that a sampler's state belongs to this sampler.
+
+    Raises:
+        DataError: it was written by another sampler, or for other data, another seed or order.
+    """
+    for name, now in identity.items():
+        if state.get(name) != now:
+            raise DataError(
+                f"{_KEYS[name]}: the checkpoint was written with {name}={state.get(name)}, this run has "
+                f"{name}={now}; restore it, or start anew with trainer.resume_mode=disable"
+            )
+
 
 class PromptSampler:
-    """Endless batches of prompt indices, epoch after epoch.
+    """Endless batches of prompt indices, epoch after epoch: the `curriculum.Curriculum` that learns nothing.
 
     The order of an epoch is a permutation that depends on (seed, epoch) only, so a resumed run sees the
     batches that the uninterrupted run would have seen. The last, incomplete batch of an epoch is dropped: at
@@ -27,13 +65,7 @@ class PromptSampler:
     """
 
     def __init__(self, num_prompts: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
-        if batch_size < 1:
-            raise DataError(f"data.train_batch_size={batch_size}: must be at least 1")
-        if num_prompts < batch_size:
-            raise DataError(
-                f"data.train_batch_size={batch_size}: the training set has only {num_prompts} prompts (after "
-                f"filtering and data.train_max_samples); set it to at most {num_prompts}, or add rows"
-            )
+        check_batch_size(num_prompts, batch_size)
         self._num_prompts, self._batch_size = num_prompts, batch_size
         self._shuffle, self._seed = shuffle, seed
         self._epoch, self._position = 0, 0
@@ -58,6 +90,9 @@ class PromptSampler:
         self._position += self._batch_size
         return batch
 
+    def update(self, scores_by_index: Mapping[int, np.ndarray]) -> None:
+        """Nothing: the order does not depend on results."""
+
     def state_dict(self) -> dict[str, Any]:
         """Epoch, prompts already handed out in it, and what the order depends on; plain numbers."""
         return {"epoch": self._epoch, "position": self._position} | self._identity()
@@ -68,18 +103,17 @@ class PromptSampler:
         Raises:
             DataError: the state belongs to another data set, seed or order.
         """
-        keys = {"num_prompts": "data.train_files", "seed": "data.seed", "shuffle": "data.shuffle"}
-        for name, now in self._identity().items():
-            if state[name] != now:
-                raise DataError(
-                    f"{keys[name]}: the checkpoint was written with {name}={state[name]}, this run has "
-                    f"{name}={now}; restore it, or start anew with trainer.resume_mode=disable"
-                )
+        check_identity(state, self._identity())
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._order = self._epoch_order(self._epoch)
 
     def _identity(self) -> dict[str, Any]:
-        return {"num_prompts": self._num_prompts, "seed": self._seed, "shuffle": self._shuffle}
+        return {
+            "sampler": type(self).__name__,
+            "num_prompts": self._num_prompts,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if not self._shuffle:

@@ -66,7 +66,7 @@ def tokenize_prompts(
     truncation: str,
     filter_overlong_prompts: bool,
     apply_chat_template_kwargs: Mapping[str, Any],
-) -> tuple[list[TokenizedPrompt], int]:
+) -> tuple[list[TokenizedPrompt], list[Prompt]]:
     """Apply the chat template and the length limit.
 
     A tokenizer without a chat template (a base model) gets the contents of the messages, in order, joined by
@@ -83,29 +83,30 @@ def tokenize_prompts(
         apply_chat_template_kwargs: extra variables for the chat template.
 
     Returns:
-        The tokenized prompts, in order, and how many were left out as overlong.
+        The tokenized prompts, in order; and the overlong ones, which were left out, or else cut.
 
     Raises:
         DataError: the template refuses a row, a prompt is empty or (truncation "error") overlong, or no
             prompt is left.
     """
     encode = _encoder(tokenizer, apply_chat_template_kwargs)
-    tokenized, num_filtered = [], 0
+    tokenized: list[TokenizedPrompt] = []
+    overlong: list[Prompt] = []
     for prompt in prompts:
         token_ids = encode(prompt)
         if len(token_ids) > max_prompt_length:
+            overlong.append(prompt)
             if filter_overlong_prompts:
-                num_filtered += 1
                 continue
             token_ids = _truncate(token_ids, max_prompt_length, truncation, prompt.location)
         tokenized.append(TokenizedPrompt(prompt, np.asarray(token_ids, dtype=np.int32)))
     if prompts and not tokenized:
         raise DataError(
-            f"data.max_prompt_length={max_prompt_length}: all {num_filtered} prompts are longer, none is "
+            f"data.max_prompt_length={max_prompt_length}: all {len(overlong)} prompts are longer, none is "
             f"left (the first is {prompts[0].location}); raise it, or cut them: "
             f"data.filter_overlong_prompts=false data.truncation=left"
         )
-    return tokenized, num_filtered
+    return tokenized, overlong
 
 
 def _encoder(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Callable[[Prompt], list[int]]:

@@ -5,7 +5,7 @@ All names in the config are resolved, and all prompts read, before a worker does
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_dist.algorithms.advantage import ADVANTAGE
@@ -15,7 +15,8 @@ from grpo_dist.algorithms.policy_loss import POLICY_LOSS
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.config.placement import Placement, placement
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.data.prompts import load_prompts
+from grpo_dist.data.curriculum import CustomSampler, load_sampler_class
+from grpo_dist.data.prompts import add_system_prompt, load_prompts
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt, load_tokenizer, tokenize_prompts
 from grpo_dist.engines.settings import SamplingSettings
@@ -41,10 +42,12 @@ from grpo_dist.workers.rollout import RolloutWorker
 
 # Ray's limit on concurrent calls of one rollout worker; the engine itself queues what it cannot run yet.
 MAX_PROMPTS_IN_FLIGHT = 10_000
+# Overlong prompts that are named; the others are counted.
+MOST_ROWS_NAMED = 5
 
 
 def resolve_names(config: RunConfig) -> None:
-    """Import every function the config names.
+    """Import every function and class the config names.
 
     Raises:
         ConfigError: one of them does not exist.
@@ -61,6 +64,9 @@ def resolve_names(config: RunConfig) -> None:
         scorer.start()  # the user's code runs in a process of its own, here as later
     finally:
         scorer.stop()
+    sampler = config.data.sampler
+    if sampler.class_path is not None and sampler.class_name is not None:
+        load_sampler_class(sampler.class_path, sampler.class_name)
 
 
 def read_correction(config: RunConfig) -> None:
@@ -79,46 +85,67 @@ def load_run_prompts(config: RunConfig) -> tuple[Prompts, list[str]]:
 
     Raises:
         DataError: a file, a row or the tokenizer is unusable.
-        ConfigError: a data source has no scorer.
+        ConfigError: a data source has no scorer, or the sampler class is not there.
     """
     data, model = config.data, config.actor_rollout_ref.model
     tokenizer = load_tokenizer(resolve_model_path(model.path), trust_remote_code=model.trust_remote_code)
-    loaded: list[list[TokenizedPrompt]] = []
-    notes: list[str] = []
-    for key, files, most in (
-        ("data.train_files", data.train_files, data.train_max_samples),
-        ("data.val_files", data.val_files, data.val_max_samples),
-    ):
-        if not files:  # no validation
-            loaded.append([])
-            continue
-        prompts = load_prompts(
-            files,
-            key=key,
-            prompt_key=data.prompt_key,
-            reward_fn_key=data.reward_fn_key,
-            max_samples=most,
-            shuffle_seed=config.data_seed if data.shuffle and key == "data.train_files" else None,
+    train, notes = _load(config, "data.train_files", data.train_files, data.train_max_samples, tokenizer)
+    validation: list[TokenizedPrompt] = []
+    if data.val_files:
+        validation, more = _load(config, "data.val_files", data.val_files, data.val_max_samples, tokenizer)
+        notes += more
+    return Prompts(train, validation, _sampler(config, train)), notes
+
+
+def _load(
+    config: RunConfig, key: str, files: Sequence[str], most: int, tokenizer: Any
+) -> tuple[list[TokenizedPrompt], list[str]]:
+    """The prompts of one key, tokenized, and notes on them."""
+    data = config.data
+    prompts = load_prompts(
+        files,
+        key=key,
+        prompt_key=data.prompt_key,
+        reward_fn_key=data.reward_fn_key,
+        max_samples=most,
+        shuffle_seed=config.data_seed if data.shuffle and key == "data.train_files" else None,
+    )
+    if config.custom_reward_function.path is None:
+        check_data_sources(prompt.data_source for prompt in prompts)
+    notes = []
+    if data.system_prompt is not None:
+        prompts, num_kept = add_system_prompt(prompts, data.system_prompt)
+        if num_kept:
+            why = "have a system message of their own and keep it (data.system_prompt)"
+            notes.append(f"{key}: {num_kept} of {len(prompts)} prompts {why}")
+    tokenized, overlong = tokenize_prompts(
+        prompts,
+        tokenizer,
+        max_prompt_length=data.max_prompt_length,
+        truncation=data.truncation,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+    )
+    if overlong:
+        what = "were left out" if data.filter_overlong_prompts else f"were cut (data.truncation={data.truncation})"
+        named = "; ".join(prompt.location for prompt in overlong[:MOST_ROWS_NAMED])
+        more = f"; and {len(overlong) - MOST_ROWS_NAMED} more" if len(overlong) > MOST_ROWS_NAMED else ""
+        notes.append(
+            f"{key}: {len(overlong)} of {len(prompts)} prompts are longer than data.max_prompt_length="
+            f"{data.max_prompt_length} tokens and {what}: {named}{more}"
         )
-        tokenized, num_filtered = tokenize_prompts(
-            prompts,
-            tokenizer,
-            max_prompt_length=data.max_prompt_length,
-            truncation=data.truncation,
-            filter_overlong_prompts=data.filter_overlong_prompts,
-            apply_chat_template_kwargs=data.apply_chat_template_kwargs,
-        )
-        if num_filtered:
-            notes.append(
-                f"{key}: {num_filtered} of {len(prompts)} prompts are longer than data.max_prompt_length="
-                f"{data.max_prompt_length} tokens and were left out"
-            )
-        if config.custom_reward_function.path is None:
-            check_data_sources(prompt.data_source for prompt in prompts)
-        loaded.append(tokenized)
+    return tokenized, notes
+
+
+def _sampler(config: RunConfig, train: Sequence[TokenizedPrompt]) -> PromptSampler | CustomSampler:
+    """The order of the training prompts: shuffled, as in the files, or the user's."""
+    data = config.data
     batch_size = data.gen_batch_size or data.train_batch_size
-    sampler = PromptSampler(len(loaded[0]), batch_size, shuffle=data.shuffle, seed=config.data_seed)
-    return Prompts(loaded[0], loaded[1], sampler), notes
+    if data.sampler.class_path is None or data.sampler.class_name is None:
+        return PromptSampler(len(train), batch_size, shuffle=data.shuffle, seed=config.data_seed)
+    prompts = [tokenized.prompt for tokenized in train]
+    names = data.sampler.class_path, data.sampler.class_name
+    return CustomSampler(*names, prompts, batch_size, seed=config.data_seed)
 
 
 def total_steps(config: RunConfig, prompts: Prompts) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.data.sampler import PromptSampler
+from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import GrpoDistError, RewardError
@@ -52,14 +52,14 @@ class TrainingSampler:
         config: the whole run's config.
         pump: generates and scores.
         prompts: the training prompts.
-        order: the order they are taken in.
+        order: the order they are taken in; it is told the scores of every group.
         sampling: how to sample; a seed that is not None is replaced by one per group.
     """
 
     config: RunConfig
     pump: RolloutPump
     prompts: Sequence[TokenizedPrompt]
-    order: PromptSampler
+    order: Curriculum
     sampling: SamplingSettings
 
     def rollout(self, step: int) -> Rollout:
@@ -78,8 +78,10 @@ class TrainingSampler:
                     f"the {wanted} needed have responses that differ in {filtering.metric}: the prompts are too easy, "
                     "too hard, or their reward says too little"
                 )
-            requests = self._requests(step, attempt)
+            positions = [int(i) for i in self.order.next_batch()]
+            requests = self._requests(positions, step, attempt)
             groups = self._sample(requests, result)
+            self.order.update({i: group["score"] for i, group in zip(positions, groups, strict=True)})
             sampled, attempt = sampled + len(groups), attempt + 1
             pairs = zip(requests, groups, strict=True)
             kept += [pair for pair in pairs if not filtering.enable or informative(pair[1], filtering.metric)]
@@ -103,9 +105,9 @@ class TrainingSampler:
             own[i] = dataclasses.replace(own[i], small=own[i].small | {"reward_baseline": column})
         return own
 
-    def _requests(self, step: int, attempt: int) -> list[GroupRequest]:
+    def _requests(self, positions: Sequence[int], step: int, attempt: int) -> list[GroupRequest]:
         requests = []
-        for i in self.order.next_batch():
+        for i in positions:
             prompt = self.prompts[i]
             index, seed = prompt.prompt.index, None
             if self.sampling.seed is not None:

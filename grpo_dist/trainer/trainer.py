@@ -21,6 +21,7 @@ import numpy as np
 from grpo_dist.algorithms.kl_control import KLController
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.config.schema import KLCtrlConfig, RunConfig
+from grpo_dist.data.curriculum import CustomSampler
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
@@ -58,7 +59,7 @@ class Prompts:
 
     train: Sequence[TokenizedPrompt]
     validation: Sequence[TokenizedPrompt]
-    sampler: PromptSampler
+    sampler: PromptSampler | CustomSampler
 
 
 @dataclass

@@ -216,7 +216,7 @@ def test_all_missing_files_of_a_list(tmp_path):
 
 
 def test_data_of_an_unknown_kind():
-    assert "data.train_files=rows.csv: must end in .parquet, .jsonl, .json" in refused("data.train_files=rows.csv")
+    assert "data.train_files=rows.csv: must end in .parquet, .jsonl or .json" in refused("data.train_files=rows.csv")
 
 
 def test_a_folder_without_a_model(tmp_path):

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_dist.data import Prompt, load_prompts, read_rows
+from grpo_dist.data.prompts import add_system_prompt
 from grpo_dist.errors import ConfigError, DataError
 
 KEY = "data.train_files"
@@ -178,3 +179,19 @@ def test_a_broken_parquet_row_beyond_the_sample_is_still_found(tmp_path: Path) -
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet, row 5: reward_model"):
         load(str(tmp_path / "a.parquet"), max_samples=2)
+
+
+def test_the_system_prompt_goes_before_prompts_that_have_none(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "u"}]
+    prompts = load(write_jsonl(tmp_path / "a.jsonl", row("q"), row(prompt=own)))
+    changed, num_kept = add_system_prompt(prompts, "Be brief.")
+    assert changed[0].messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "q"}]
+    assert changed[1] is prompts[1]
+    assert num_kept == 1
+    assert len(prompts[0].messages) == 1, "the rows themselves are not changed"
+
+
+def test_a_broken_json_row_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([row(), row(prompt=[])]))
+    with pytest.raises(DataError, match=r"a\.json, row 2: prompt must be a non-empty list"):
+        load(str(tmp_path / "a.json"))

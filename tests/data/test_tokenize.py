@@ -56,12 +56,12 @@ def texts(tokenized: list, tokenizer: PreTrainedTokenizerFast | None = None) -> 
 
 def test_template_generation_prompt_and_extra_variables() -> None:
     source = prompt("1+1? é 両")
-    tokenized, num_filtered = tokenize([source], apply_chat_template_kwargs={"suffix": "<think>"})
+    tokenized, overlong = tokenize([source], apply_chat_template_kwargs={"suffix": "<think>"})
     assert texts(tokenized) == ["<user>1+1? é 両<assistant><think>"]
     assert tokenized[0].token_ids.dtype == np.int32
     assert tokenized[0].token_ids.shape == (len("<user>1+1? é 両<assistant><think>".encode()),)
     assert tokenized[0].prompt is source
-    assert num_filtered == 0
+    assert overlong == []
 
 
 def test_template_adds_no_special_tokens_of_the_tokenizer() -> None:
@@ -82,9 +82,9 @@ def test_base_model_without_template_joins_contents_and_drops_the_closing_eos() 
 def test_overlong_prompts_are_filtered_and_counted() -> None:
     short, long = prompt("x"), prompt("x" * 50, index=1)
     limit = len("<user>x<assistant>")  # exactly at the limit stays
-    tokenized, num_filtered = tokenize([long, short, long], max_prompt_length=limit, filter_overlong_prompts=True)
+    tokenized, overlong = tokenize([long, short, long], max_prompt_length=limit, filter_overlong_prompts=True)
     assert [t.prompt for t in tokenized] == [short]
-    assert num_filtered == 2
+    assert overlong == [long, long]
 
 
 def test_everything_filtered_is_an_error() -> None:
@@ -106,9 +106,9 @@ def test_everything_filtered_is_an_error() -> None:
 def test_truncation(truncation: str, limit: int, expected: str) -> None:
     tokenizer = byte_tokenizer(template="{{ messages[0].content }}")
     source = [prompt("abcdefghijklmnopqrstuvwxyz")]
-    tokenized, num_filtered = tokenize(source, tokenizer, truncation=truncation, max_prompt_length=limit)
+    tokenized, overlong = tokenize(source, tokenizer, truncation=truncation, max_prompt_length=limit)
     assert texts(tokenized) == [expected]
-    assert num_filtered == 0
+    assert overlong == ([] if limit == 26 else source), "what was cut is reported"
 
 
 def test_truncation_error_names_key_row_and_length() -> None:

@@ -1,0 +1,94 @@
+"""The forms of an entry of `data.train_files` and `data.val_files`, and what is wrong with one.
+
+    rows.parquet  rows.jsonl  rows.json       a file
+    FOLDER  FOLDER:SPLIT                      parquet files, or what `datasets.save_to_disk` wrote
+    hf:OWNER/NAME[/CONFIG][:SPLIT]            a data set of the Hugging Face hub
+    builtin:arithmetic/SPLIT                  a built-in task
+
+Nothing is read here, and `datasets` is not imported: this runs before anything starts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from grpo_dist.assets import BUILTIN
+
+HUB = "hf:"
+SUFFIXES = (".parquet", ".jsonl", ".json")
+FORMS = (
+    "must end in .parquet, .jsonl or .json, be a folder (FOLDER or FOLDER:SPLIT), "
+    f"{HUB}OWNER/NAME[/CONFIG][:SPLIT], or {BUILTIN}NAME"
+)
+NEEDS_DATASETS = "needs the datasets library: pip install -e '.[datasets]'"
+
+_WITH_SPLIT = re.compile(r"(.+):([\w.-]+)")
+_HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w.-]+))?")
+
+Kind = Literal["builtin", "hub", "saved", "parquet_folder", "file"]
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A parsed entry.
+
+    Attributes:
+        kind: what it is; "saved" is a folder that `datasets.save_to_disk` wrote.
+        path: file, folder, hub name (OWNER/NAME) or built-in task with its split.
+        config: of a hub data set.
+        split: of a hub data set or folder, where one is named.
+    """
+
+    kind: Kind
+    path: str
+    config: str | None = None
+    split: str | None = None
+
+
+@dataclass(frozen=True)
+class DataFileProblem:
+    """What is wrong with an entry; `missing`: it may well be there on another machine, or later."""
+
+    text: str
+    missing: bool = False
+
+
+def parse_data_file(name: str) -> DataFile | DataFileProblem:
+    """Take an entry apart; folders and files are looked at, not read."""
+    if name.startswith(BUILTIN):
+        return DataFile("builtin", name.removeprefix(BUILTIN))
+    if name.startswith(HUB):
+        found = _HUB_NAME.fullmatch(name.removeprefix(HUB))
+        if found is None:
+            return DataFileProblem(f"must be {HUB}OWNER/NAME, {HUB}OWNER/NAME/CONFIG, either with :SPLIT")
+        return _with_library(DataFile("hub", *found.groups()))
+    path, split = Path(name).expanduser(), None
+    named = _WITH_SPLIT.fullmatch(name)
+    if not path.exists() and named is not None and path.suffix not in SUFFIXES:
+        path, split = Path(named[1]).expanduser(), named[2]
+    if path.is_dir():
+        return _folder(path, split)
+    if split is None and path.suffix in SUFFIXES:
+        return DataFile("file", str(path)) if path.is_file() else _missing("file", path)
+    return _missing("folder", path) if not path.suffix else DataFileProblem(FORMS)
+
+
+def _folder(path: Path, split: str | None) -> DataFile | DataFileProblem:
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return _with_library(DataFile("saved", str(path), split=split))
+    if any(path.glob("*.parquet")):
+        return DataFile("parquet_folder", str(path), split=split)
+    return DataFileProblem("is a folder without .parquet files, and not one that datasets.save_to_disk wrote")
+
+
+def _with_library(file: DataFile) -> DataFile | DataFileProblem:
+    return file if find_spec("datasets") is not None else DataFileProblem(NEEDS_DATASETS, missing=True)
+
+
+def _missing(kind: str, path: Path) -> DataFileProblem:
+    where = "" if path.is_absolute() else f" (looked in {Path.cwd()})"
+    return DataFileProblem(f"no such {kind}{where}", missing=True)

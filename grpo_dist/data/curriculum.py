@@ -1,0 +1,176 @@
+"""An order of your own: `data.sampler.class_path` and `data.sampler.class_name`.
+
+A class with the methods of `Curriculum`, made with `prompts` (the training prompts that were not left out),
+`batch_size` and `seed`, by keyword. `CustomSampler` runs it, checks what it returns, and keeps its state in the
+checkpoint. verl's classes are torch samplers that yield single indices and get the whole batch; these choose a batch and
+get the scores.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from grpo_dist.data.prompts import Prompt
+from grpo_dist.data.sampler import check_batch_size, check_identity
+from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.registry import absolute, load_attribute
+
+KEY = "data.sampler.class_path/class_name"
+
+
+class Curriculum(Protocol):
+    """What decides which prompts come next. `PromptSampler` is one."""
+
+    def next_batch(self) -> Sequence[int] | np.ndarray:
+        """Positions in `prompts` of the next batch: batch_size different ones."""
+
+    def update(self, scores_by_index: Mapping[int, np.ndarray]) -> None:
+        """Learn from results: position -> the scores of its n responses, float32.
+
+        Called after each batch is sampled and scored, also for groups that dynamic sampling then drops.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that `next_batch` depends on, as JSON: text keys, lists, numbers."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+
+
+def load_sampler_class(class_path: str, class_name: str) -> Callable[..., Curriculum]:
+    """Import the class.
+
+    Raises:
+        ConfigError: there is none, or it lacks a method of the protocol.
+    """
+    spec = _spec(class_path, class_name)
+    found = load_attribute(spec, key=KEY)
+    if not isinstance(found, type):
+        raise ConfigError(f"{KEY}={spec}: must be a class, is {type(found).__name__}")
+    methods = ("next_batch", "update", "state_dict", "load_state_dict")
+    missing = [name for name in methods if not callable(getattr(found, name, None))]
+    if missing:
+        raise ConfigError(f"{KEY}={spec}: the class has no {', '.join(missing)}; it needs {', '.join(methods)}")
+    return found
+
+
+class CustomSampler:
+    """A curriculum of the user's, checked at every step.
+
+    An epoch is as many batches as one pass over the data has, whatever the curriculum chooses.
+
+    Args:
+        class_path: Python file or importable module.
+        class_name: the class in it.
+        prompts: the training prompts.
+        batch_size: prompts per batch.
+        seed: `data.seed`.
+
+    Raises:
+        ConfigError: the class cannot be imported, lacks a method, or cannot be made.
+        DataError: the data set is smaller than one batch.
+    """
+
+    def __init__(
+        self, class_path: str, class_name: str, prompts: Sequence[Prompt], batch_size: int, *, seed: int
+    ) -> None:
+        check_batch_size(len(prompts), batch_size)
+        self._spec = _spec(class_path, class_name)
+        self._num_prompts, self._batch_size, self._num_batches = len(prompts), batch_size, 0
+        make = load_sampler_class(class_path, class_name)
+        self._curriculum = self._call(make, prompts=prompts, batch_size=batch_size, seed=seed)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in one pass over the data."""
+        return self._num_prompts // self._batch_size
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the batch that was last returned, from 0."""
+        return max(self._num_batches - 1, 0) // self.steps_per_epoch
+
+    def next_batch(self) -> np.ndarray:
+        """The curriculum's next batch: [batch_size] int64.
+
+        Raises:
+            DataError: it failed, or returned anything but batch_size different positions.
+        """
+        returned = self._call(self._curriculum.next_batch)
+        problem = self._problem(returned)
+        if problem:
+            raise DataError(
+                f"{KEY}={self._spec}: next_batch() {problem}; it must return data.train_batch_size="
+                f"{self._batch_size} different positions from 0 to {self._num_prompts - 1}"
+            )
+        self._num_batches += 1
+        return np.asarray(returned, dtype=np.int64)
+
+    def update(self, scores_by_index: Mapping[int, np.ndarray]) -> None:
+        """Hand results to the curriculum.
+
+        Raises:
+            DataError: it failed.
+        """
+        self._call(self._curriculum.update, scores_by_index)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The curriculum's state, and what it belongs to.
+
+        Raises:
+            DataError: it failed, or its state would not come back from JSON as it is.
+        """
+        state = self._call(self._curriculum.state_dict)
+        try:
+            survives = isinstance(state, dict) and json.loads(json.dumps(state)) == state
+        except (TypeError, ValueError):
+            survives = False
+        if not survives:
+            raise DataError(
+                f"{KEY}={self._spec}: state_dict() must return a dict that JSON gives back as it is: keys are text, "
+                "values are text, lists, dicts, Python numbers, true, false or null"
+            )
+        return {"num_batches": self._num_batches, "curriculum": state} | self._identity()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises:
+            DataError: the state belongs to another data set or class, or the curriculum refuses it.
+        """
+        check_identity(state, self._identity())
+        self._num_batches = int(state["num_batches"])
+        self._call(self._curriculum.load_state_dict, state["curriculum"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {"sampler": self._spec, "num_prompts": self._num_prompts}
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            name = method.__name__ if not isinstance(method, type) else "__init__"
+            raise DataError(f"{KEY}={self._spec}: {name}() raised {type(error).__name__}: {error}") from error
+
+    def _problem(self, returned: Any) -> str | None:
+        try:
+            batch = np.asarray(returned)
+        except ValueError:
+            return "returned lists of different lengths"
+        if batch.ndim != 1 or not np.issubdtype(batch.dtype, np.integer):
+            return f"returned {type(returned).__name__} of {batch.dtype}, shape {batch.shape}"
+        if len(batch) != self._batch_size:
+            return f"returned {len(batch)} positions"
+        outside = batch[(batch < 0) | (batch >= self._num_prompts)]
+        if len(outside):
+            return f"returned position {outside[0]}"
+        positions, counts = np.unique(batch, return_counts=True)
+        return f"returned position {positions[counts > 1][0]} more than once" if (counts > 1).any() else None
+
+
+def _spec(class_path: str, class_name: str) -> str:
+    return absolute(f"{class_path.removeprefix('file://').removeprefix('pkg://')}:{class_name}")

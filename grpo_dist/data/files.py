@@ -1,0 +1,166 @@
+"""Rows of data files, folders, hub data sets and built-in tasks, each with its place for messages."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from grpo_dist.assets import BUILTIN
+from grpo_dist.config.data_files import DataFile, DataFileProblem, parse_data_file
+from grpo_dist.errors import DataError
+
+ARITHMETIC_SPLITS = ("train", "validation")
+# train-00000-of-00002, part-00000-UUID.snappy, 0000: a shard's number, and what comes after it, names no split.
+_SHARD = re.compile(r"[-_.]?\d{4,}.*")
+
+Located = Iterator[tuple[str, Any]]
+Split = TypeVar("Split")
+
+
+def read_rows(files: Sequence[str], *, key: str) -> list[dict[str, Any]]:
+    """All rows of all files, in order, as plain Python dicts, not yet checked against the schema.
+
+    Args:
+        files: entries in the forms of config/data_files.py.
+        key: the config key that names them, for messages.
+
+    Raises:
+        DataError: a file is missing, empty, of another kind, or cannot be parsed.
+    """
+    return [row for _, row in locate_rows(files, key=key)]
+
+
+def locate_rows(files: Sequence[str], *, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Like `read_rows`, one (location, row) at a time; the location is "FILE, row 3" or "FILE, line 3"."""
+    if isinstance(files, str):
+        files = [files]
+    if not files:
+        raise DataError(f"{key}=[]: no files; name at least one .parquet, .jsonl or .json file")
+    for file in files:
+        empty = True
+        for location, row in _read(file, key):
+            empty = False
+            if not isinstance(row, dict):
+                raise DataError(f"{key}: {location}: expected an object with columns, got {shown(row)}")
+            yield location, row
+        if empty:
+            raise DataError(f"{key}={file}: the file holds no rows")
+
+
+def _read(file: str, key: str) -> Located:
+    parsed = parse_data_file(file)
+    if isinstance(parsed, DataFileProblem):
+        raise DataError(f"{key}={file}: {parsed.text}")
+    where = f"{key}={file}"
+    try:
+        if parsed.kind == "file":
+            readers = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}
+            yield from readers[Path(parsed.path).suffix](Path(parsed.path), file, key)
+        elif parsed.kind == "parquet_folder":
+            for path in _shards(Path(parsed.path), parsed.split, where):
+                yield from _read_parquet(path, str(path), key)
+        elif parsed.kind == "builtin":
+            yield from _numbered(file, "row", _builtin_rows(parsed.path, where))
+        else:
+            yield from _numbered(file, "row", _load_dataset(parsed, where))
+    except OSError as error:
+        raise DataError(f"{where}: cannot read the file: {error}") from error
+
+
+def _numbered(file: str, unit: str, rows: Any) -> Located:
+    for number, row in enumerate(rows, 1):
+        yield f"{file}, {unit} {number}", row
+
+
+def _builtin_rows(name: str, where: str) -> list[dict[str, Any]]:
+    task, _, split = name.partition("/")
+    if task != "arithmetic" or split not in ARITHMETIC_SPLITS:
+        known = ", ".join(f"{BUILTIN}arithmetic/{split}" for split in ARITHMETIC_SPLITS)
+        raise DataError(f"{where}: no such built-in data set. Known: {known}")
+    import grpo_dist.data.arithmetic as arithmetic
+
+    return arithmetic.rows(split)
+
+
+def _load_dataset(file: DataFile, where: str) -> Any:
+    """The `datasets.Dataset` that a folder or the hub holds; no code that may come with it is run."""
+    import datasets
+
+    try:
+        if file.kind == "saved":
+            found = datasets.load_from_disk(file.path)
+        else:
+            found = datasets.load_dataset(file.path, file.config)
+    except Exception as error:  # the library raises errors of many kinds
+        raise DataError(f"{where}: cannot load: {type(error).__name__}: {_first_line(error)}") from error
+    if isinstance(found, dict):
+        return _choose_split(found, file.split, where)
+    if file.split is not None:
+        raise DataError(f"{where}: the folder holds one data set without splits; leave out :{file.split}")
+    return found
+
+
+def _shards(folder: Path, split: str | None, where: str) -> list[Path]:
+    """The parquet files of a split: SPLIT.parquet, or SPLIT-00000-of-00002.parquet and so on."""
+    by_split: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("*.parquet")):
+        by_split.setdefault(_SHARD.sub("", path.stem), []).append(path)
+    return _choose_split(by_split, split, where)
+
+
+def _choose_split(splits: Mapping[str, Split], split: str | None, where: str) -> Split:
+    """The split that is asked for, or the only one: several are never joined without a word."""
+    if split is None and len(splits) == 1:
+        return next(iter(splits.values()))
+    if split is not None and split in splits:
+        return splits[split]
+    problem = "has several splits, name one" if split is None else f"has no split {split!r}"
+    known = ", ".join(f":{name}" for name in sorted(splits))
+    raise DataError(f"{where}: {problem}; at the end of the name, one of {known}")
+
+
+def _read_parquet(path: Path, file: str, key: str) -> Located:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as parquet:
+            rows = (row for batch in parquet.iter_batches() for row in batch.to_pylist())  # arrays become lists
+            yield from _numbered(file, "row", rows)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{key}={file}: not a readable parquet file: {_first_line(error)}") from error
+
+
+def _read_jsonl(path: Path, file: str, key: str) -> Located:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                location = f"{file}, line {number}"
+                yield location, _parse_json(line, f"{key}: {location}")
+
+
+def _read_json(path: Path, file: str, key: str) -> Located:
+    rows = _parse_json(path.read_bytes(), f"{key}: {file}", hint="; one object per line is called .jsonl")
+    if not isinstance(rows, list):
+        raise DataError(f"{key}: {file}: expected a list of objects, got {shown(rows)}")
+    yield from _numbered(file, "row", rows)
+
+
+def _parse_json(raw: bytes, where: str, hint: str = "") -> Any:
+    try:
+        return json.loads(raw.decode("utf-8-sig"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise DataError(f"{where}: not valid JSON: {_first_line(error)}{hint}") from error
+
+
+def shown(value: Any) -> str:
+    """A value in a message: its type and the beginning of its repr."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,183 @@
+"""A sampler of the user's: what it may return, its state, and messages for what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_dist.data import Prompt, PromptSampler
+from grpo_dist.data.curriculum import CustomSampler, load_sampler_class
+from grpo_dist.errors import ConfigError, DataError
+
+SOURCE = '''
+class Backwards:
+    """From the last prompt to the first, skipping those that were solved."""
+
+    def __init__(self, prompts, batch_size, seed):
+        self.waiting = [p for p in range(len(prompts))]
+        self.batch_size, self.num_prompts, self.solved = batch_size, len(prompts), []
+        self.first_question, self.seed = prompts[0].messages[0]["content"], seed
+
+    def next_batch(self):
+        if len(self.waiting) < self.batch_size:
+            self.waiting = list(range(self.num_prompts))
+        return [self.waiting.pop() for _ in range(self.batch_size)]
+
+    def update(self, scores_by_index):
+        self.solved += [index for index, scores in scores_by_index.items() if scores.mean() == 1]
+        self.waiting = [index for index in self.waiting if index not in self.solved]
+
+    def state_dict(self):
+        return {"waiting": self.waiting, "solved": self.solved}
+
+    def load_state_dict(self, state):
+        self.waiting, self.solved = state["waiting"], state["solved"]
+
+
+class Returns(Backwards):
+    batch, state = None, {}
+
+    def next_batch(self):
+        return Returns.batch
+
+    def state_dict(self):
+        return Returns.state
+
+
+class Fails(Backwards):
+    def next_batch(self):
+        raise RuntimeError("out of ideas")
+
+
+class NeedsMore:
+    def __init__(self, prompts): ...
+    next_batch = update = state_dict = load_state_dict = lambda self: None
+
+
+class Unfinished:
+    def next_batch(self): ...
+
+
+def function(): ...
+'''
+PROMPTS = [Prompt(i, "d", [{"role": "user", "content": f"q{i}"}], "", {}, f"row {i}") for i in range(7)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    file = tmp_path / "order.py"
+    file.write_text(SOURCE)
+    return str(file)
+
+
+def make(path: str, name: str = "Backwards", batch_size: int = 3) -> CustomSampler:
+    return CustomSampler(path, name, PROMPTS, batch_size, seed=4)
+
+
+def test_batches_and_epochs(path: str) -> None:
+    sampler = make(path)
+    batch = sampler.next_batch()
+    assert batch.tolist() == [6, 5, 4]
+    assert batch.dtype == np.int64
+    assert (sampler.steps_per_epoch, sampler.epoch) == (2, 0)
+    sampler.next_batch()
+    assert sampler.epoch == 0
+    sampler.next_batch()
+    assert sampler.epoch == 1
+    curriculum: Any = sampler._curriculum
+    assert (curriculum.first_question, curriculum.seed) == ("q0", 4)
+
+
+def test_results_change_the_order_and_resume_goes_on(path: str) -> None:
+    sampler = make(path)
+    sampler.next_batch()
+    sampler.update({3: np.array([1.0, 1.0]), 2: np.array([1.0, 0.0])})
+    state = json.loads(json.dumps(sampler.state_dict()))
+    expected = sampler.next_batch().tolist()
+    assert expected == [2, 1, 0]
+    resumed = make(path)
+    resumed.load_state_dict(state)
+    assert resumed.next_batch().tolist() == expected
+    assert resumed.epoch == sampler.epoch
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ([0, 1], "returned 2 positions"),
+        ([0, 1, 2, 3], "returned 4 positions"),
+        ([0, 1, 7], "returned position 7"),
+        ([0, -1, 2], "returned position -1"),
+        ([0, 1, 0], "returned position 0 more than once"),
+        ([0.0, 1.0, 2.0], "returned list of float64"),
+        ([True, False, True], "returned list of bool"),
+        (None, "returned NoneType of object"),
+        (["a", "b", "c"], "returned list of <U1"),
+        ([[0], [1, 2]], "returned lists of different lengths"),
+    ],
+)
+def test_wrong_batches_are_refused(path: str, batch: Any, words: str) -> None:
+    sampler = make(path, "Returns")
+    sampler._curriculum.__class__.batch = batch  # type: ignore[attr-defined]
+    with pytest.raises(DataError) as error:
+        sampler.next_batch()
+    message = str(error.value)
+    assert message.startswith(f"data.sampler.class_path/class_name={path}:Returns: next_batch() {words}")
+    assert message.endswith("; it must return data.train_batch_size=3 different positions from 0 to 6")
+
+
+@pytest.mark.parametrize("state", [{1: 2}, {"a": {1, 2}}, {"a": np.float32(1)}, {"a": (1, 2)}, [1], None])
+def test_a_state_that_would_not_come_back_is_refused(path: str, state: Any) -> None:
+    sampler = make(path, "Returns")
+    sampler._curriculum.__class__.state = state  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=r"state_dict\(\) must return a dict that JSON gives back as it is"):
+        sampler.state_dict()
+
+
+def test_errors_in_the_class_are_named(path: str) -> None:
+    with pytest.raises(DataError, match=r"order\.py:Fails: next_batch\(\) raised RuntimeError: out of ideas"):
+        make(path, "Fails").next_batch()
+    with pytest.raises(DataError, match=r"order\.py:NeedsMore: __init__\(\) raised TypeError"):
+        make(path, "NeedsMore")
+    with pytest.raises(DataError, match=r"update\(\) raised AttributeError"):
+        make(path).update({0: 1.0})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Unfinished", "the class has no update, state_dict, load_state_dict; it needs next_batch, update"),
+        ("function", "must be a class, is function"),
+        ("Backward", "did you mean 'Backwards'"),
+    ],
+)
+def test_what_is_no_sampler_is_refused(path: str, name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_sampler_class(path, name)
+
+
+def test_a_state_of_another_sampler_is_refused(path: str) -> None:
+    state = PromptSampler(7, 3, shuffle=True, seed=4).state_dict()
+    with pytest.raises(DataError, match=r"data.sampler: .*sampler=PromptSampler, this run has sampler=.*order\.py"):
+        make(path).load_state_dict(state)
+    with pytest.raises(DataError, match=r"data.sampler: .*order\.py:Backwards, this run has sampler=PromptSampler"):
+        PromptSampler(7, 3, shuffle=True, seed=4).load_state_dict(make(path).state_dict())
+    with pytest.raises(DataError, match="num_prompts=7, this run has num_prompts=6"):
+        CustomSampler(path, "Backwards", PROMPTS[:6], 3, seed=4).load_state_dict(make(path).state_dict())
+
+
+def test_fewer_prompts_than_a_batch(path: str) -> None:
+    with pytest.raises(DataError, match="the training set has only 7 prompts"):
+        make(path, batch_size=8)
+
+
+def test_the_default_sampler_fits_the_protocol() -> None:
+    sampler = PromptSampler(7, 3, shuffle=False, seed=0)
+    sampler.next_batch()
+    before = sampler.state_dict()
+    sampler.update({0: np.array([1.0])})
+    assert sampler.state_dict() == before
