@@ -2,8 +2,8 @@
 
 A class with the methods of `Curriculum`, made with `prompts` (the training prompts that were not left out),
 `batch_size` and `seed`, by keyword. `CustomSampler` runs it, checks what it returns, and keeps its state in the
-checkpoint. verl's classes are torch samplers that yield single indices and get the whole batch; these choose a batch and
-get the scores.
+checkpoint. verl's classes are torch samplers that yield single indices and get the whole batch; these choose a batch
+and get the scores.
 """
 
 from __future__ import annotations
