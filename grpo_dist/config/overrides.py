@@ -51,7 +51,8 @@ def read_command_line(overrides: list[str]) -> CommandLine:
     """Sort overrides into groups, values and problems; of two that set the same thing the last one counts."""
     line = CommandLine()
     parser = OverridesParser.create()
-    for text in overrides:
+    for written in overrides:
+        text = " ".join(written.splitlines())  # Hydra's grammar knows no line breaks; a long mapping may have some
         try:
             override = parser.parse_override(text)
         except HydraException as error:

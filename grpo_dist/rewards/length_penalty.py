@@ -5,8 +5,8 @@
         {path: null},
         {path: grpo_dist.rewards.length_penalty, weight: 0.5, reward_kwargs: {budget: 200, limit: 400}}]}'
 
-It counts words or characters of the text. DAPO's penalty counts tokens: `reward.overlong_buffer`. The form is DAPO's
-(https://arxiv.org/abs/2503.14476, equation 13); the cosine shape is that of https://arxiv.org/abs/2502.03373.
+All on one line. It counts words or characters of the text; DAPO's penalty counts tokens: `reward.overlong_buffer`. The
+linear shape is DAPO's (https://arxiv.org/abs/2503.14476), the cosine that of https://arxiv.org/abs/2502.03373.
 """
 
 from __future__ import annotations

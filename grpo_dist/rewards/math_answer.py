@@ -21,7 +21,7 @@ from typing import Any
 from grpo_dist.boxed import last_boxed
 from grpo_dist.rewards.base import SCORERS
 
-MOST_CHARACTERS = 500  # of an answer; the longest of MATH has fewer than 160
+MOST_CHARACTERS = 500  # of an answer; longer ones are compared as text
 _STATED = re.compile(r"answer[*_\s]*(?::|is\b)[*_\s:]*", re.IGNORECASE)
 # Powers of powers, powers and factorials of large numbers: their values do not fit into a computer.
 _EXPLOSIVE = re.compile(r"\^\s*\{?[^{}^]*\^|\^\s*\{?\s*-?[0-9]{5}|[0-9]{5}\s*!|!\s*!|\)\s*!|\}\s*!")

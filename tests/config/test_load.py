@@ -228,3 +228,10 @@ def test_usage_names_groups_examples_and_the_place_of_the_keys():
     for part in ("* model=tiny", "model=qwen3_8b", "cluster=single_gpu", "trainer.dry_run=true", "grpo.yaml"):
         assert part in text
     assert text.count("python -m grpo_dist.main") == 7
+
+
+def test_a_long_mapping_may_have_line_breaks():
+    config = load(
+        "custom_reward_function.path=grpo_dist.rewards.graded", "custom_reward_function.reward_kwargs={a: 1,\n  b: 2}"
+    )
+    assert config.custom_reward_function.reward_kwargs == {"a": 1, "b": 2}
