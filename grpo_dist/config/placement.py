@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grpo_dist.config.schema import Device, RunConfig
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_roles import Device
 
 # Logical CPUs for Ray's book-keeping: ten processes fit on one core, so all roles fit on a laptop's Ray node.
 _CPU_SHARE = 0.1

@@ -1,0 +1,210 @@
+"""The typed config of `actor_rollout_ref`: the three roles and the model they share. See schema.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from grpo_dist.config.field_types import (
+    Count,
+    CountOrMinusOne,
+    DecayRate,
+    Float,
+    NonNegativeFloat,
+    NonNegativeOrMinusOne,
+    Pair,
+    PositiveFloat,
+    PositiveShare,
+    PositiveTemperature,
+    Section,
+    Share,
+    Temperature,
+    Text,
+    builtin_or_custom,
+    one_of,
+)
+from grpo_dist.config.names import KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
+
+if TYPE_CHECKING:
+    from grpo_dist.config.schema import DataConfig
+
+Device = Literal["cpu", "cuda"]
+TrainDtype = Literal["fp32", "bf16"]
+RolloutDtype = Literal["float32", "bfloat16", "float16"]
+
+
+class ModelConfig(Section):
+    """`actor_rollout_ref.model`: the policy that all three roles load."""
+
+    path: Text
+    trust_remote_code: bool
+    use_remove_padding: bool
+    enable_gradient_checkpointing: bool
+    override_config: dict[str, Any]
+
+
+class PolicyLossConfig(Section):
+    """`actor_rollout_ref.actor.policy_loss`: which loss, and options that only some of them read."""
+
+    loss_mode: Annotated[str, builtin_or_custom(LOSS_MODES)]
+    clip_cov_ratio: Share
+    clip_cov_lb: Float
+    clip_cov_ub: Float
+    kl_cov_ratio: Share
+    ppo_kl_coef: NonNegativeFloat
+    dro_beta: NonNegativeFloat
+
+
+class OptimConfig(Section):
+    """`actor_rollout_ref.actor.optim`: AdamW and its schedule."""
+
+    lr: PositiveFloat
+    weight_decay: NonNegativeFloat
+    betas: Annotated[tuple[DecayRate, DecayRate], Pair]
+    lr_warmup_steps: NonNegativeOrMinusOne
+    lr_warmup_steps_ratio: Share
+    lr_scheduler_type: Literal["constant", "linear", "cosine"]
+    min_lr_ratio: Share
+
+
+class ForwardConfig(Section):
+    """`fsdp_config` of a role that only runs forward."""
+
+    dtype: TrainDtype | None
+
+    def resolved_dtype(self, device: Device) -> TrainDtype:
+        """Compute type; null means bf16 on GPU and fp32 on CPU."""
+        return self.dtype or ("bf16" if device == "cuda" else "fp32")
+
+
+class FSDPConfig(ForwardConfig):
+    """`actor_rollout_ref.actor.fsdp_config`."""
+
+    model_dtype: TrainDtype
+    reshard_after_forward: bool
+
+
+class ActorConfig(Section):
+    """`actor_rollout_ref.actor`: the objective and its optimizer."""
+
+    ppo_mini_batch_size: Count
+    ppo_micro_batch_size_per_gpu: Count
+    use_dynamic_bsz: bool
+    ppo_max_token_len_per_gpu: Count
+    use_prefix_grouper: bool
+    ppo_epochs: Count
+    shuffle: bool
+    grad_clip: PositiveFloat
+    clip_ratio: PositiveFloat
+    clip_ratio_low: PositiveFloat | None
+    clip_ratio_high: PositiveFloat | None
+    clip_ratio_c: Annotated[PositiveFloat, Field(gt=1)]
+    tau_pos: PositiveFloat
+    tau_neg: PositiveFloat
+    loss_agg_mode: Annotated[str, one_of(LOSS_AGG_MODES)]
+    loss_scale_factor: PositiveFloat | None
+    entropy_coeff: NonNegativeFloat
+    top_entropy_quantile: PositiveShare
+    use_kl_loss: bool
+    kl_loss_coef: NonNegativeFloat
+    kl_loss_type: Annotated[str, builtin_or_custom(KL_LOSS_TYPES)]
+    policy_loss: PolicyLossConfig
+    optim: OptimConfig
+    fsdp_config: FSDPConfig
+
+    @property
+    def max_token_len(self) -> int | None:
+        """Most tokens of a forward/backward pass; None: it is filled by sequences."""
+        return self.ppo_max_token_len_per_gpu if self.use_dynamic_bsz else None
+
+    def log_prob_max_token_len(self, role: RolloutConfig | RefConfig) -> int | None:
+        """Most tokens of a log-prob pass of a role; None: it is filled by sequences."""
+        dynamic = self.use_dynamic_bsz if role.log_prob_use_dynamic_bsz is None else role.log_prob_use_dynamic_bsz
+        return (role.log_prob_max_token_len_per_gpu or self.ppo_max_token_len_per_gpu) if dynamic else None
+
+    @property
+    def clip_low(self) -> float:
+        """Lower clip range: clip_ratio_low, or clip_ratio where that is null."""
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def clip_high(self) -> float:
+        """Upper clip range: clip_ratio_high, or clip_ratio where that is null."""
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+
+class ValKwargsConfig(Section):
+    """`actor_rollout_ref.rollout.val_kwargs`: sampling during validation."""
+
+    do_sample: bool
+    temperature: Temperature
+    top_p: PositiveShare
+    top_k: CountOrMinusOne
+    n: Count
+
+
+class EngineKwargsConfig(Section):
+    """`actor_rollout_ref.rollout.engine_kwargs`: what the engine itself is given."""
+
+    vllm: dict[str, Any]
+
+
+class RolloutConfig(Section):
+    """`actor_rollout_ref.rollout`: the engine and how it samples."""
+
+    name: Literal["vllm"]
+    n: Count
+    temperature: PositiveTemperature
+    top_p: PositiveShare
+    top_k: CountOrMinusOne
+    dtype: RolloutDtype | None
+    gpu_memory_utilization: PositiveShare
+    kv_cache_memory_gib: PositiveFloat | None
+    tensor_model_parallel_size: Count
+    max_model_len: Count | None
+    max_num_seqs: Count
+    max_num_batched_tokens: Count
+    enforce_eager: bool
+    enable_chunked_prefill: bool
+    deterministic: bool | None
+    log_prob_micro_batch_size_per_gpu: Count
+    ignore_eos: bool
+    engine_kwargs: EngineKwargsConfig
+    log_prob_use_dynamic_bsz: bool | None
+    log_prob_max_token_len_per_gpu: Count | None
+    startup_timeout_s: PositiveFloat
+    val_kwargs: ValKwargsConfig
+
+    def resolved_dtype(self, device: Device) -> RolloutDtype:
+        """Type of the engine's weights; null means bfloat16 on GPU and float32 on CPU."""
+        return self.dtype or ("bfloat16" if device == "cuda" else "float32")
+
+    def resolved_deterministic(self, device: Device) -> bool:
+        """Whether samples are seeded one by one; null means on CPU only."""
+        return device == "cpu" if self.deterministic is None else self.deterministic
+
+    def resolved_max_model_len(self, data: DataConfig) -> int:
+        """Longest prompt + response in tokens; null means the sum of the two limits in `data`."""
+        longest = data.max_prompt_length + data.max_response_length
+        return longest if self.max_model_len is None else self.max_model_len
+
+
+class RefConfig(Section):
+    """`actor_rollout_ref.ref`: the frozen reference."""
+
+    log_prob_micro_batch_size_per_gpu: Count
+    log_prob_use_dynamic_bsz: bool | None
+    log_prob_max_token_len_per_gpu: Count | None
+    ref_model_sync_steps: CountOrMinusOne
+    ref_model_mixup_alpha: PositiveShare
+    fsdp_config: ForwardConfig
+
+
+class ActorRolloutRefConfig(Section):
+    """`actor_rollout_ref`: the three roles and the model they share."""
+
+    model: ModelConfig
+    actor: ActorConfig
+    rollout: RolloutConfig
+    ref: RefConfig
