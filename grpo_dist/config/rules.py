@@ -14,9 +14,10 @@ from typing import Any
 
 from grpo_dist.assets import BUILTIN, resolve_model_path
 from grpo_dist.config.data_files import DataFileProblem, parse_data_file
+from grpo_dist.config.names import GROUP_ADV_ESTIMATORS, SEQUENCE_LOSSES
 from grpo_dist.config.placement import placement
 from grpo_dist.config.problems import Problem, shown
-from grpo_dist.config.schema import GROUP_ADV_ESTIMATORS, SEQUENCE_LOSSES, RunConfig
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError
 
 Rule = Callable[[RunConfig], Iterator[Problem]]

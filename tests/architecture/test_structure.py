@@ -26,6 +26,7 @@ TESTED_ELSEWHERE = {
     "config/field_types.py": "config/test_schema.py",  # the types of the schema
     "config/keys.py": "config/test_load.py",  # hints in messages
     "config/memory.py": "config/test_plan.py",  # a section of the dry run
+    "config/names.py": "config/test_schema.py",  # compared with the registries there
     "config/overrides.py": "config/test_load.py",  # the command line
     "config/problems.py": "config/test_load.py",  # wording of messages
     "config/usage.py": "config/test_load.py",  # --help
@@ -39,7 +40,6 @@ TESTED_ELSEWHERE = {
     "trainer/pump.py": "trainer/test_trainer.py",  # every rollout there goes through it
     "workers/groups.py": "trainer/test_trainer.py",  # likewise
     "workers/policy.py": "e2e/test_main_job.py",  # its engine is tested in engines/, the process needs a model
-    "trainer/build.py": "e2e/test_main_job.py",  # the composition root: needs all workers
     "trainer/run.py": "e2e/test_main_job.py",
     "workers/process.py": "workers/test_group.py",  # base class of the workers
     "workers/resources.py": "workers/test_group.py",  # placement group

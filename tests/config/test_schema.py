@@ -6,9 +6,8 @@ from grpo_dist.algorithms import aggregate
 from grpo_dist.algorithms.advantage import ADVANTAGE
 from grpo_dist.algorithms.kl import KL
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS
-from grpo_dist.config import schema
 from grpo_dist.config.load import load_config
-from grpo_dist.config.schema import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_MODES
+from grpo_dist.config.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
 from grpo_dist.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"
@@ -29,7 +28,7 @@ def test_names_are_those_of_the_registries():
     assert sorted(ADV_ESTIMATORS) == ADVANTAGE.names()
     assert sorted(name for name in KL_LOSS_TYPES if not name.endswith("+")) == KL.names()
     assert sorted(LOSS_MODES) == POLICY_LOSS.names()
-    assert schema.LOSS_AGG_MODES == aggregate.LOSS_AGG_MODES
+    assert LOSS_AGG_MODES == aggregate.LOSS_AGG_MODES
 
 
 def test_defaults_are_grpo():

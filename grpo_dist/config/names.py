@@ -1,0 +1,35 @@
+"""The built-in estimators, losses and modes that config values may name."""
+
+from __future__ import annotations
+
+# The built-in names. The functions are in algorithms/, which needs torch; a test keeps the two equal.
+# Those that compare the responses of one prompt with each other ...
+GROUP_ADV_ESTIMATORS = (
+    "grpo",
+    "grpo_passk",
+    "grpo_process",
+    "rloo",
+    "opo",
+    "gpg",
+    "gdpo",
+    "reinforce_plus_plus_baseline",
+)
+# ... and those that do not.
+ADV_ESTIMATORS = (*GROUP_ADV_ESTIMATORS, "reinforce_plus_plus", "remax", "gae")
+SAMPLED_KL_TYPES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
+KL_LOSS_TYPES = (*SAMPLED_KL_TYPES, *(f"{name}+" for name in SAMPLED_KL_TYPES), "full")
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+LOSS_MODES = (
+    "vanilla",
+    "gspo",
+    "geo_mean",
+    "cispo",
+    "sapo",
+    "gpg",
+    "dro",
+    "dppo_tv",
+    "dppo_kl",
+    "clip_cov",
+    "kl_cov",
+)
+SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")  # published as a mean over sequences
