@@ -25,8 +25,8 @@ TESTED_ELSEWHERE = {
     **{f"algorithms/policy_loss/{name}.py": "algorithms/test_policy_loss.py" for name in POLICY_LOSS_FILES},
     "config/field_types.py": "config/test_schema.py",  # the types of the schema
     "config/keys.py": "config/test_load.py",  # hints in messages
-    "config/memory.py": "config/test_plan.py",  # a section of the dry run
     "config/names.py": "config/test_schema.py",  # compared with the registries there
+    "config/memory.py": "config/test_plan.py",  # a section of the dry run
     "config/overrides.py": "config/test_load.py",  # the command line
     "config/problems.py": "config/test_load.py",  # wording of messages
     "config/usage.py": "config/test_load.py",  # --help
