@@ -1,9 +1,8 @@
 """An order of your own: `data.sampler.class_path` and `data.sampler.class_name`.
 
-A class with the methods of `Curriculum`, made with `prompts` (the training prompts that were not left out),
-`batch_size` and `seed`, by keyword. `CustomSampler` runs it, checks what it returns, and keeps its state in the
-checkpoint. verl's classes are torch samplers that yield single indices and get the whole batch; these choose a batch
-and get the scores.
+A class with the methods of `Curriculum`, made with `prompts` (those that were not left out), `batch_size` and `seed`,
+by keyword. `CustomSampler` runs it, checks what it returns, and keeps its state in the checkpoint. verl's classes are
+torch samplers that yield single indices and get the whole batch; these choose a batch and get the scores.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class CustomSampler:
         self, class_path: str, class_name: str, prompts: Sequence[Prompt], batch_size: int, *, seed: int
     ) -> None:
         check_batch_size(len(prompts), batch_size)
-        self._spec = _spec(class_path, class_name)
+        self._spec, self._class_name = _spec(class_path, class_name), class_name
         self._num_prompts, self._batch_size, self._num_batches = len(prompts), batch_size, 0
         make = load_sampler_class(class_path, class_name)
         self._curriculum = self._call(make, prompts=prompts, batch_size=batch_size, seed=seed)
@@ -147,7 +146,7 @@ class CustomSampler:
         self._call(self._curriculum.load_state_dict, state["curriculum"])
 
     def _identity(self) -> dict[str, Any]:
-        return {"sampler": self._spec, "num_prompts": self._num_prompts}
+        return {"sampler": self._class_name, "num_prompts": self._num_prompts}
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

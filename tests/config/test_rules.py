@@ -196,6 +196,7 @@ def test_corrections_and_selections_that_do_not_go_together(overrides, message):
         ("actor_rollout_ref.model.path", "a/b/gone", "no such folder"),
         ("custom_reward_function.path", "gone.py", "no such file"),
         ("custom_reward_function.path", "gone/reward.py", "no such file"),
+        ("data.train_files", "gone", "no such folder"),
         ("algorithm.adv_estimator", "gone.py:mine", "no such file"),
         (f"{ACTOR}.kl_loss_type", "gone.py:mine", "no such file"),
     ],
@@ -217,6 +218,21 @@ def test_all_missing_files_of_a_list(tmp_path):
 
 def test_data_of_an_unknown_kind():
     assert "data.train_files=rows.csv: must end in .parquet, .jsonl or .json" in refused("data.train_files=rows.csv")
+
+
+def test_a_sampler_has_a_path_and_a_name():
+    keys = "data.sampler.class_path", "data.sampler.class_name"
+    assert refused(f"{keys[0]}=my.module") == f"{keys[0]}=my.module, {keys[1]}=null: set both or none"
+    assert refused(f"{keys[1]}=Mine") == f"{keys[0]}=null, {keys[1]}=Mine: set both or none"
+    assert refused(f"{keys[0]}=gone.py", f"{keys[1]}=Mine").startswith(f"{keys[0]}=gone.py: no such file")
+    load(f"{keys[0]}=pkg://my.module", f"{keys[1]}=Mine")
+
+
+def test_hub_data_needs_the_library(monkeypatch):
+    load("data.train_files=hf:openai/gsm8k/main:train")
+    monkeypatch.setattr("grpo_dist.config.data_files.find_spec", lambda name: None)
+    message = refused("data.train_files=hf:openai/gsm8k/main:train")
+    assert message.endswith("needs the datasets library: pip install -e '.[datasets]'")
 
 
 def test_a_folder_without_a_model(tmp_path):
@@ -249,6 +265,7 @@ def test_hub_names_are_not_looked_up():
         ([f"{ACTOR}.optim.lr_warmup_steps=3", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"], "has no effect"),
         ([f"{ACTOR}.optim.min_lr_ratio=0.1"], "has no effect with lr_scheduler_type=constant"),
         (["data.val_files=null"], "no validation"),
+        (["data.sampler.class_path=json", "data.sampler.class_name=A"], "no effect on the order"),
         (["trainer.resume_from_path=x"], "has no effect with resume_mode=auto"),
         (["custom_reward_function.reward_kwargs.a=1"], "has no effect"),
         (["cluster=single_gpu", f"{ROLLOUT}.gpu_memory_utilization=0.8"], "the actor shares this GPU"),

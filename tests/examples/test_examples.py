@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 from dockerfile_parse import DockerfileParser
 
@@ -104,6 +105,33 @@ def test_custom_reward_scores(response: str, score: float, acc: float, closeness
     )
     assert result.score == score
     assert result.extra == {"acc": acc, "closeness": closeness}
+
+
+def test_curriculum_goes_from_easy_to_hard() -> None:
+    """Rates after the first epoch: 0.2, none, 0.9, 0.5; prompt 0 is seen twice: (0.2 + 1) / 2 = 0.6."""
+    module = load_module(EXAMPLES / "curriculum" / "easiest_first.py")
+    first = module.EasiestFirst(prompts=[None] * 4, batch_size=2, seed=1)
+    assert sorted(first.next_batch() + first.next_batch()) == [0, 1, 2, 3]
+    first.update({0: np.array([0.2]), 2: np.array([1.0, 0.8]), 3: np.array([0.5])})
+    first.update({0: np.array([1.0])})
+    resumed = module.EasiestFirst(prompts=[None] * 4, batch_size=2, seed=1)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for sampler in (first, resumed):
+        assert sampler.next_batch() == [2, 0]
+        assert sorted(sampler.next_batch()) == [1, 3], "unknown counts as one half"
+
+
+def test_curriculum_fits_the_protocol() -> None:
+    from grpo_dist.data import Prompt
+    from grpo_dist.data.curriculum import CustomSampler
+
+    prompts = [Prompt(i, "d", [{"role": "user", "content": "q"}], "", {}, "") for i in range(4)]
+    sampler = CustomSampler(str(EXAMPLES / "curriculum" / "easiest_first.py"), "EasiestFirst", prompts, 2, seed=1)
+    sampler.update({int(i): np.array([1.0]) for i in sampler.next_batch()})
+    state = sampler.state_dict()
+    expected = sampler.next_batch().tolist()
+    sampler.load_state_dict(state)
+    assert sampler.next_batch().tolist() == expected
 
 
 def test_own_data_works_as_written(tmp_path: Path) -> None:

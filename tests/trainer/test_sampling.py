@@ -96,6 +96,27 @@ def test_the_search_for_groups_has_an_end() -> None:
         sampler.rollout(1)
 
 
+class RecordingOrder:
+    """Batches in order; remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.batches, self.told = iter([[1, 0], [3, 2]]), []
+
+    def next_batch(self) -> list[int]:
+        return next(self.batches)
+
+    def update(self, scores_by_index: dict) -> None:
+        self.told.append({index: scores.tolist() for index, scores in scores_by_index.items()})
+
+
+def test_the_order_is_told_the_scores_of_every_group_dropped_or_not() -> None:
+    sampler = make_sampler({0: EQUAL, 1: MIXED, 2: MIXED, 3: EQUAL}, FILTER)
+    sampler.order = RecordingOrder()  # type: ignore[assignment]
+    result = sampler.rollout(1)
+    assert [request.uid for request in result.requests] == ["step1-prompt1", "step1-prompt2-try2"]
+    assert sampler.order.told == [{1: MIXED, 0: EQUAL}, {3: EQUAL, 2: MIXED}]
+
+
 def test_remax_samples_every_prompt_once_more_greedily() -> None:
     sampler = make_sampler({0: MIXED, 1: EQUAL}, "algorithm.adv_estimator=remax")
     result = sampler.rollout(1)

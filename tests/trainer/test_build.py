@@ -1,0 +1,80 @@
+"""Prompts of a run and what the user is told about them. Workers: tests/e2e/test_main_job.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.config.load import load_config
+from grpo_dist.data import PromptSampler
+from grpo_dist.data.curriculum import CustomSampler
+from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.trainer.build import load_run_prompts, resolve_names
+from grpo_dist.trainer.trainer import Prompts
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "curriculum" / "easiest_first.py"
+
+
+def load(tmp_path: Path, *overrides: str, contents: list[str | list]) -> tuple[Prompts, list[str]]:
+    """Prompts of a file with one row per content, also as validation set; batches of 2."""
+    lines = [
+        json.dumps({"data_source": "arithmetic", "prompt": content, "reward_model": {"ground_truth": "2"}})
+        for content in contents
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    sizes = ("data.max_prompt_length=64", "data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    config, _ = load_config([f"data.train_files={tmp_path}/rows.jsonl", "data.val_files=null", *sizes, *overrides])
+    return load_run_prompts(config)
+
+
+def test_overlong_prompts_that_are_left_out_are_counted_and_named(tmp_path: Path) -> None:
+    contents = ["1+1=?", *["1+" * 50] * 7, "2+2=?"]
+    prompts, (note,) = load(tmp_path, contents=contents)
+    assert len(prompts.train) == 2
+    file = f"{tmp_path}/rows.jsonl"
+    assert note == (
+        "data.train_files: 7 of 9 prompts are longer than data.max_prompt_length=64 tokens and were left out: "
+        f"{file}, line 2; {file}, line 3; {file}, line 4; {file}, line 5; {file}, line 6; and 2 more"
+    )
+
+
+@pytest.mark.parametrize("truncation", ["left", "right", "middle"])
+def test_prompts_that_are_cut_are_counted_and_named(tmp_path: Path, truncation: str) -> None:
+    overrides = ("data.filter_overlong_prompts=false", f"data.truncation={truncation}")
+    prompts, (note,) = load(tmp_path, *overrides, contents=["1+1=?", "1+" * 50])
+    assert len(prompts.train[1].token_ids) == 64
+    assert note.endswith(f"and were cut (data.truncation={truncation}): {tmp_path}/rows.jsonl, line 2")
+
+
+def test_truncation_error_stops_the_run(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"the prompt at .*rows\.jsonl, line 2 has \d+ tokens"):
+        load(tmp_path, "data.filter_overlong_prompts=false", contents=["1+1=?", "1+" * 50])
+
+
+def test_the_system_prompt_is_tokenized_and_own_ones_are_counted(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "7"}, {"role": "user", "content": "1+1=?"}]
+    plain, _ = load(tmp_path, contents=["1+1=?", own])
+    prompts, (note,) = load(tmp_path, "data.system_prompt='8'", contents=["1+1=?", own])
+    assert note.startswith("data.train_files: 1 of 2 prompts have a system message of their own and keep it")
+    assert prompts.train[0].prompt.messages[0] == {"role": "system", "content": "8"}
+    assert prompts.train[1].token_ids.tolist() == plain.train[1].token_ids.tolist()
+    assert load(tmp_path, "data.system_prompt='8'", contents=["1+1=?", "2+2=?"])[1] == []
+
+
+def test_the_sampler_is_the_one_of_the_config(tmp_path: Path) -> None:
+    contents: list = ["1+1=?", "2+2=?", "3+3=?"]
+    assert isinstance(load(tmp_path, contents=contents)[0].sampler, PromptSampler)
+    keys = (f"data.sampler.class_path={EXAMPLE}", "data.sampler.class_name=EasiestFirst")
+    sampler = load(tmp_path, *keys, contents=contents)[0].sampler
+    assert isinstance(sampler, CustomSampler)
+    assert sampler.steps_per_epoch == 1
+    config, _ = load_config([keys[0], "data.sampler.class_name=HardestFirst"])
+    with pytest.raises(ConfigError, match="did you mean 'EasiestFirst'"):
+        resolve_names(config)
+
+
+def test_fewer_rows_than_a_batch(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data.train_batch_size=2: the training set has only 1 prompts"):
+        load(tmp_path, contents=["1+1=?"])
