@@ -140,10 +140,11 @@ class FSDPEngine:
         metrics: list[dict[str, Metric]] = []
         fault = ""
         plan = self._plan(data, micro_batch_size, max_token_len)
+        keep = not self.settings.reshard_after_forward or dist.get_world_size() == 1
         for i, rows in enumerate(plan):
             part = data.index(rows)
             micro_batch = self.forward.micro_batch(part, objective.columns)
-            with gradient_sync(self.model, enabled=i == len(plan) - 1):
+            with gradient_sync(self.model, enabled=i == len(plan) - 1, keep_gathered=keep):
                 loss, values = self._objective(micro_batch, objective, tokens, sequences)
                 (loss * dist.get_world_size()).backward()  # FSDP2 averages gradients over ranks: undone here, only here
             metrics.append(self._micro_batch_metrics(micro_batch, loss, values))

@@ -48,7 +48,8 @@ def load_sharded_model(settings: ModelSettings, device: str) -> Any:
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device, (dist.get_world_size(),)),
         "mp_policy": policy,
-        "reshard_after_forward": settings.reshard_after_forward,
+        # a rank alone holds everything anyway: to free and gather would only copy
+        "reshard_after_forward": settings.reshard_after_forward and dist.get_world_size() > 1,
     }
     for layer in transformer_layers(model):
         fully_shard(layer, **options)
@@ -99,10 +100,15 @@ def full_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str,
 
 
 @contextlib.contextmanager
-def gradient_sync(model: nn.Module, enabled: bool) -> Iterator[None]:
-    """Within the block, backward passes reduce gradients over ranks only if `enabled` (the last micro-batch)."""
-    model.set_requires_gradient_sync(enabled)  # type: ignore[operator]
+def gradient_sync(model: Any, *, enabled: bool, keep_gathered: bool) -> Iterator[None]:
+    """Within the block, backward passes reduce gradients over ranks only if `enabled` (the last micro-batch).
+
+    The others leave the weights gathered for the next one, if `keep_gathered`.
+    """
+    model.set_requires_gradient_sync(enabled)
+    model.set_reshard_after_backward(enabled or not keep_gathered)
     try:
         yield
     finally:
-        model.set_requires_gradient_sync(True)  # type: ignore[operator]
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)

@@ -26,8 +26,10 @@ def lr_ratio(step: int, settings: OptimizerSettings) -> float:
 def build_optimizer(
     parameters: Iterable[Tensor], settings: OptimizerSettings
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """AdamW over the parameters that train, and its schedule."""
+    """Fused AdamW over the parameters that train, and its schedule."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
+    optimizer = torch.optim.AdamW(
+        trainable, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_ratio(step, settings))
     return optimizer, schedule

@@ -1,0 +1,67 @@
+"""Memory and time of the output layer: chunked against plain logits, each in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_dist.algorithms.masking import token_log_probs
+from grpo_dist.engines.head import HeadRequest, response_values
+
+MIB = 2**20
+
+
+def compare(vocab: int, hidden: int, tokens: int, threads: int) -> list[dict[str, Any]]:
+    """Forward and backward of the log-probs of `tokens` tokens, all ways, on CPU."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1, maxtasksperchild=1) as pool:
+        jobs = [(way, vocab, hidden, tokens, threads) for way in WAYS]
+        rows = pool.starmap(measure, jobs, chunksize=1)
+    return [
+        {"head": way, "vocabulary": vocab, "hidden": hidden, "tokens": tokens, **row}
+        for way, row in zip(WAYS, rows, strict=True)
+    ]
+
+
+def measure(way: str, vocab: int, hidden: int, tokens: int, threads: int) -> dict[str, float]:
+    """Peak resident memory above the inputs and gradients' own, MiB, and seconds."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    states = torch.randn(1, tokens, hidden, requires_grad=True)
+    weight = (torch.randn(vocab, hidden) * hidden**-0.5).requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,))
+    states.grad, weight.grad = torch.zeros_like(states), torch.zeros_like(weight)
+    weight.grad.add_(1e-30)  # the pages are there from now on
+    before = _peak_mib()
+    start = time.perf_counter()
+    WAYS[way](states, weight, targets).backward()
+    return {"peak_mib": _peak_mib() - before, "seconds": time.perf_counter() - start}
+
+
+def plain(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """All logits at once."""
+    return token_log_probs(nn.functional.linear(states[0], weight), targets, 1.0).sum()
+
+
+def chunked(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """As the engine does."""
+    request = HeadRequest(torch.arange(len(targets)), targets, 1.0)
+    return response_values(states, weight, None, request).log_probs.sum()
+
+
+def torchs_own(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """`linear_cross_entropy` of torch, chunked: a sum only, without temperature, entropy or KL."""
+    options = torch.nn.LinearCrossEntropyOptions()
+    return -nn.functional.linear_cross_entropy(states[0], weight, targets, reduction="sum", options=options)
+
+
+WAYS = {"plain logits": plain, "chunked": chunked, "torch linear_cross_entropy": torchs_own}
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB

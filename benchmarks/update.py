@@ -1,0 +1,116 @@
+"""The update: `python -m benchmarks.update` prints three tables and writes JSON. A few minutes on two cores.
+
+(a) tokens per second, and useful operations per second against a large matrix product on the same machine;
+(b) padded, packed and shared micro-batches over group sizes and lengths;
+(c) memory and time of the output layer against plain logits.
+
+Lengths are given as P:R, the prompt's and the longest response's; responses are uniform in 1..R, unless `equal`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import head, record, workload
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.protocol import DataProto
+
+LAYOUTS = ("padded", "packed", "shared")
+GRID = [(n, prompt, response, False) for n in (4, 8, 16) for prompt, response in ((64, 32), (64, 64), (32, 64))]
+GRID.append((8, 64, 64, True))
+
+
+def efficiency(name: str, path: str, device: str, groups: int, rounds: int) -> dict[str, Any]:
+    """(a): updates of a batch of n=8, P:R = 64:64, between measurements of the matmul rate."""
+    engine = workload.engine(path, "shared", device)
+    data = workload.batch(groups, 8, 64, 64, engine.model.config.vocab_size)
+    update(engine, data.index(list(range(8))), 16_384)
+    rates, times = [workload.matmul_rate(device)], []
+    for _ in range(rounds):
+        times.append(workload.seconds(lambda: update(engine, data, 2048), device))
+        rates.append(workload.matmul_rate(device))
+    operations, rate = workload.useful_flops(engine.model, data), sum(rates) / len(rates)
+    tokens = int(data["prompts"].lengths.sum() + data["responses"].lengths.sum())
+    return {
+        "model": name,
+        "sequences": len(data),
+        "tokens": tokens,
+        "seconds": min(times),
+        "tokens/s": tokens / min(times),
+        "GFLOP/s": operations / min(times) / 1e9,
+        "matmul GFLOP/s": rate / 1e9,
+        "ratio": operations / min(times) / rate,
+        "ratio of the mean time": operations / (sum(times) / len(times)) / rate,
+    }
+
+
+def layouts(path: str, device: str, cases: list[tuple[int, int, int, bool]], groups: int) -> list[dict[str, Any]]:
+    """(b): the same batch in each layout, in turns, the best of two."""
+    engines = {layout: workload.engine(path, layout, device) for layout in LAYOUTS}
+    rows = []
+    for n, prompt, response, equal in cases:
+        data = workload.batch(groups, n, prompt, response, engines["padded"].model.config.vocab_size, equal=equal)
+        times: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
+        for _ in range(3):
+            for layout, engine in engines.items():
+                times[layout].append(workload.seconds(partial(update, engine, data, None), device))
+        best = {layout: min(each[1:]) for layout, each in times.items()}  # the first call warms up
+        rows.append(
+            {
+                "n": n,
+                "P:R": f"{prompt}:{response}{' equal' if equal else ''}",
+                **{f"{layout} s": seconds for layout, seconds in best.items()},
+                "packed x": best["padded"] / best["packed"],
+                "shared x": best["padded"] / best["shared"],
+            }
+        )
+    return rows
+
+
+def update(engine: Any, data: DataProto, max_token_len: int | None) -> None:
+    """One optimizer step; without a budget in micro-batches of one group or 8 sequences, whichever is more."""
+    engine.train_mini_batch(data, micro_batch_size=16, objective=workload.OBJECTIVE, max_token_len=max_token_len)
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/update.json"))
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--groups", type=int, default=4, help="groups of 8 in (a)")
+    parser.add_argument("--parts", default="abc", help="which of a, b and c")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    workload.join_process_group(device)
+    result: dict[str, Any] = {
+        "machine": record.machine(),
+        "arguments": vars(arguments) | {"output": str(arguments.output)},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        if "a" in arguments.parts:
+            smollm2 = workload.write_llama(Path(folder) / "smollm2", workload.SMOLLM2_135M)
+            result["efficiency"] = [
+                efficiency("builtin:tiny-qwen3", resolve_model_path("builtin:tiny-qwen3"), device, 32, 5),
+                efficiency("SmolLM2-135M (random)", smollm2, device, arguments.groups, 2),
+            ]
+            print(record.table("(a) update, shared prompts", result["efficiency"]))
+        if "b" in arguments.parts:
+            part = workload.write_llama(Path(folder) / "slice", workload.SMOLLM2_SLICE)
+            result["layouts"] = layouts(part, device, GRID, groups=2)
+            print(record.table("(b) layouts, SmolLM2-135M with 4 of its 30 layers", result["layouts"]))
+    if "c" in arguments.parts:
+        result["head"] = head.compare(vocab=151_936, hidden=512, tokens=512, threads=arguments.threads)
+        print(record.table("(c) output layer, forward and backward", result["head"]))
+    record.write(arguments.output, result)
+    print(f"written to {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Models with random weights, batches with lengths as in GRPO, and the work they ask for."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo_dist.engines.fsdp_engine import FSDPEngine
+from grpo_dist.engines.fsdp_model import init_process_group
+from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
+from grpo_dist.protocol import DataProto, Ragged
+
+SMOLLM2_135M = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+# The same widths with 4 of the 30 layers and a vocabulary cut alike, so that head and layers keep their shares.
+SMOLLM2_SLICE = SMOLLM2_135M | {"num_hidden_layers": 4, "vocab_size": 6554}
+
+OBJECTIVE = ObjectiveSettings(
+    loss_mode="vanilla",
+    loss_agg_mode="token-mean",
+    options={"clip_ratio": 0.2, "clip_ratio_c": 3.0},
+    use_kl_loss=True,
+    kl_loss_type="low_var_kl",
+    kl_loss_coef=1e-3,
+    entropy_coeff=0.0,
+)
+
+
+def join_process_group(device: str) -> None:
+    """A process group of this process alone."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = int(s.getsockname()[1])
+    init_process_group(device=device, rank=0, world_size=1, master_address="127.0.0.1", master_port=port)
+
+
+def write_llama(folder: Path, sizes: dict[str, Any]) -> str:
+    """A Llama with random weights on disk."""
+    import transformers
+
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(folder)
+    return str(folder)
+
+
+def engine(path: str, layout: str, device: str) -> FSDPEngine:
+    """A trainable engine: float32 on CPU, bf16 compute on GPU."""
+    model = ModelSettings(path, False, "fp32", "bf16" if device == "cuda" else "fp32", False, False, layout)
+    optimizer = OptimizerSettings(1e-6, 0.01, (0.9, 0.999), "constant", 0, 1, 0.0)
+    return FSDPEngine(model, device=device, temperature=1.0, optimizer=optimizer, grad_clip=1.0)
+
+
+def batch(groups: int, n: int, prompt: int, response: int, vocab: int, *, equal: bool = False) -> DataProto:
+    """Groups of n responses to a prompt of `prompt` tokens; lengths uniform in 1..`response`, or all `response`."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, vocab, prompt) for _ in range(groups)]
+    lengths = np.full(groups * n, response) if equal else rng.integers(1, response + 1, groups * n)
+    lengths[::n] = response  # someone always answers at full length
+    responses = [rng.integers(3, vocab, length) for length in lengths]
+    numbers = [rng.normal(size=length) for length in lengths]
+    columns = {"old_log_probs": numbers, "ref_log_probs": numbers, "advantages": numbers}
+    return DataProto.from_dict(
+        {
+            "prompts": Ragged.from_rows([p for p in prompts for _ in range(n)], torch.int32),
+            "responses": Ragged.from_rows(responses, torch.int32),
+            "response_mask": Ragged.from_rows([np.ones(length) for length in lengths], torch.int8),
+            **{name: Ragged.from_rows(rows, torch.float32) for name, rows in columns.items()},
+        }
+    )
+
+
+def useful_flops(model: Any, data: DataProto) -> float:
+    """Operations of forward and backward with shared prompts: nothing repeated, padded or recomputed.
+
+    Six a weight and token in the layers, six a weight and response token in the output layer, and attention's
+    pairs: 12 * head_dim * heads each and layer.
+    """
+    config = model.config
+    head = model.get_output_embeddings().weight.numel()
+    layers = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "layers." in name)
+    prompts, responses = data["prompts"].lengths.double(), data["responses"].lengths.double()
+    first = _first_rows(data)
+    pairs = (prompts[first] ** 2 / 2).sum() + (responses * (prompts + responses / 2)).sum()
+    tokens = prompts[first].sum() + responses.sum()
+    width = config.num_attention_heads * (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    attention = 12 * width * config.num_hidden_layers * pairs
+    return float(6 * layers * tokens + 6 * head * responses.sum() + attention)
+
+
+def matmul_rate(device: str, size: int = 0) -> float:
+    """FLOP/s of a large square matrix product in the compute type, the best of several."""
+    size = size or (8192 if device == "cuda" else 1536)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    return 2 * size**3 / min(seconds(lambda: a @ a, device) for _ in range(5))
+
+
+def seconds(call: Callable[[], Any], device: str) -> float:
+    """Wall time of a call."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _first_rows(data: DataProto) -> list[int]:
+    from grpo_dist.engines.micro_batch_plan import group_rows
+
+    return np.unique(group_rows(data["prompts"]), return_index=True)[1].tolist()
