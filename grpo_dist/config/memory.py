@@ -1,7 +1,7 @@
 """Memory of each process, estimated from the model's config.json.
 
-Counts what is there for the whole run: weights, gradients, optimizer states, gathered layers, KV cache. Not
-activations, the CUDA context, or Python itself.
+Counts weights, gradients, optimizer states, gathered layers, KV cache, and the activations of the largest pass that the
+settings allow. Not the CUDA context, fragmentation, or Python itself.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from grpo_dist.errors import ConfigError
 GIB = 2**30
 ADAM_STATES = 2  # AdamW's two running means, in the type of the weights
 CPU_KV_CACHE_GIB = 1.0  # the engine's own choice where kv_cache_memory_gib is null; a test keeps the two equal
+CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}  # engines/head.py's, which needs torch; a test keeps the two equal
 _BYTES = {"fp32": 4, "bf16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -31,11 +32,18 @@ class ModelShape:
         num_parameters: all of them; tied embeddings once.
         largest_unit: parameters that FSDP gathers at a time: a layer, or embedding and head.
         kv_values_per_token: keys and values of one token in all layers.
+        layer_values_per_token: what a layer keeps of a token for its backward pass: inputs of the norms and of each
+            matrix, gate and up projections and their product.
+        layer_input: what it keeps with gradient checkpointing: the hidden size.
+        num_layers: decoder layers.
     """
 
     num_parameters: int
     largest_unit: int
     kv_values_per_token: int
+    layer_values_per_token: int
+    layer_input: int
+    num_layers: int
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,9 @@ def model_shape(model_config: dict[str, Any]) -> ModelShape | None:
         num_parameters=layers * layer + embedding + hidden,
         largest_unit=max(layer, embedding),
         kv_values_per_token=2 * layers * kv_heads * head_dim,
+        layer_values_per_token=4 * hidden + 2 * head_dim * (heads + kv_heads) + 4 * width,
+        layer_input=hidden,
+        num_layers=layers,
     )
 
 
@@ -134,7 +145,34 @@ def _actor(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
         parts.append(("gathered layer", shape.largest_unit * compute))
     elif ranks > 1 or master != compute:
         parts.append(("gathered model", shape.num_parameters * compute))
-    return _role("actor", parts, "activations come on top")
+    parts.append(("activations", _activations(config, shape) * compute))
+    return _role("actor", parts)
+
+
+def tokens_per_pass(config: RunConfig) -> int:
+    """Tokens of the largest training pass on one rank: its budget, or the longest sequences laid out as configured."""
+    roles, data = config.actor_rollout_ref, config.data
+    sequences, n = roles.actor.ppo_micro_batch_size_per_gpu, roles.rollout.n
+    if roles.actor.use_dynamic_bsz:
+        return roles.actor.ppo_max_token_len_per_gpu
+    shared = roles.model.use_remove_padding and roles.actor.use_prefix_grouper
+    prompts = -(-sequences // n) if shared else sequences
+    return prompts * data.max_prompt_length + sequences * data.max_response_length
+
+
+def _activations(config: RunConfig, shape: ModelShape) -> float:
+    """Numbers that a training pass keeps: every layer's, or every layer's input and one layer's; and chunks of logits.
+
+    The output layer holds a chunk's logits, their softmax and their gradient in float32, which fills two of the compute
+    type each.
+    """
+    per_layer = shape.layer_values_per_token
+    if config.actor_rollout_ref.model.enable_gradient_checkpointing:
+        per_token = shape.num_layers * shape.layer_input + per_layer
+    else:
+        per_token = shape.num_layers * per_layer
+    compute = _BYTES[config.actor_rollout_ref.actor.fsdp_config.resolved_dtype(config.device)]
+    return tokens_per_pass(config) * per_token + 3 * CHUNK_LOGITS[config.device] * 4 / compute
 
 
 def _rollout(config: RunConfig, shape: ModelShape, tensor_parallel: int) -> RoleMemory:

@@ -105,11 +105,32 @@ def test_kv_cache_of_a_given_size():
     assert kv_cache_tokens(config, QWEN3_8B) == 2 * 9 * 2**30 // (144 * 2**10)
 
 
-def test_kv_cache_default_on_cpu_is_the_engines():
-    from grpo_dist.config.memory import CPU_KV_CACHE_GIB
-    from grpo_dist.engines import vllm_engine
+def test_numbers_of_the_engines_are_the_engines():
+    from grpo_dist.config.memory import CHUNK_LOGITS, CPU_KV_CACHE_GIB
+    from grpo_dist.engines import head, vllm_engine
 
     assert vllm_engine.CPU_KV_CACHE_GIB == CPU_KV_CACHE_GIB
+    assert head.CHUNK_LOGITS == CHUNK_LOGITS
+
+
+def test_activations_by_hand(tmp_path):
+    """One prompt of 64 and 8 responses of 64 tokens share a pass: 576 tokens; 3 chunks of 2^24 logits, 4 bytes each."""
+    path = f"actor_rollout_ref.model.path={tmp_path}"
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2_135M))
+    layer = 4 * 576 + 2 * 64 * (9 + 3) + 4 * 1536
+    chunks = 3 * 2**24 * 4
+
+    def activations(*overrides):
+        config, _ = load(path, *overrides)
+        return dict(memory_estimate(config, SMOLLM2_135M)[0].parts)["activations"] * GIB
+
+    assert activations() == pytest.approx(576 * 4 * (30 * 576 + layer) + chunks)
+    kept = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
+    assert activations(kept) == pytest.approx(576 * 4 * 30 * layer + chunks)
+    padded = "actor_rollout_ref.model.use_remove_padding=false"
+    assert activations(kept, padded) == pytest.approx(8 * 128 * 4 * 30 * layer + chunks)
+    budget = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=200")
+    assert activations(kept, *budget) == pytest.approx(200 * 4 * 30 * layer + chunks)
 
 
 def test_plan_of_a_local_model(tmp_path):
@@ -121,7 +142,7 @@ def test_plan_of_a_local_model(tmp_path):
         "sequences per training step",
         "actor               2 ranks, weights fp32, compute fp32",
         "ref                 1 rank, fp32",
-        "weights 0.251 + gradients 0.251 + optimizer 0.501 + gathered layer 0.105 = 1.11 GiB",
+        "weights 0.251 + gradients 0.251 + optimizer 0.501 + gathered layer 0.105 + activations 0.246 = 1.35 GiB",
         "KV cache  23,301 tokens per engine",
         "data.val_files=x.json: no such file",
         "model=hf is used",
