@@ -154,6 +154,7 @@ class FSDPConfig(ForwardConfig):
 
     model_dtype: TrainDtype
     reshard_after_forward: bool
+    fsdp_size: CountOrMinusOne
 
 
 class ActorConfig(Section):

@@ -9,7 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """How a model is loaded, sharded and fed; dtypes are "fp32" or "bf16", layouts "padded", "packed" or "shared"."""
+    """How a model is loaded, sharded and fed.
+
+    Attributes:
+        model_dtype: "fp32" or "bf16", as is `compute_dtype`.
+        layout: of sequences in a forward pass: "padded", "packed" or "shared".
+        fsdp_size: ranks that hold one copy of the weights together; -1: all.
+    """
 
     path: str
     trust_remote_code: bool
@@ -18,6 +24,7 @@ class ModelSettings:
     gradient_checkpointing: bool
     reshard_after_forward: bool
     layout: str = "shared"
+    fsdp_size: int = -1
 
 
 @dataclass(frozen=True)
