@@ -79,9 +79,15 @@ def objective(**changes: object) -> ObjectiveSettings:
 
 
 def trainable_engine(
-    path: str, *, lr: float = 1e-2, temperature: float = 0.7, layout: str = "shared", dtype: str = "fp32"
+    path: str,
+    *,
+    lr: float = 1e-2,
+    temperature: float = 0.7,
+    layout: str = "shared",
+    dtype: str = "fp32",
+    fsdp_size: int = -1,
 ) -> FSDPEngine:
     """A CPU engine with AdamW."""
-    model = ModelSettings(path, False, "fp32", dtype, False, True, layout)
+    model = ModelSettings(path, False, "fp32", dtype, False, True, layout, fsdp_size)
     optimizer = OptimizerSettings(lr, 0.01, (0.9, 0.999), "constant", 0, 10, 0.0)
     return FSDPEngine(model, device="cpu", temperature=temperature, optimizer=optimizer, grad_clip=1.0)

@@ -139,6 +139,7 @@ def kv_cache_tokens(config: RunConfig, model_config: dict[str, Any] | None) -> i
 def _actor(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
     fsdp = config.actor_rollout_ref.actor.fsdp_config
     master, compute = _BYTES[fsdp.model_dtype], _BYTES[fsdp.resolved_dtype(config.device)]
+    ranks = ranks if fsdp.fsdp_size < 0 else fsdp.fsdp_size
     shard = shape.num_parameters * master / ranks
     parts = [("weights", shard), ("gradients", shard), ("optimizer", ADAM_STATES * shard)]
     if ranks > 1 and fsdp.reshard_after_forward:

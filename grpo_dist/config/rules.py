@@ -108,6 +108,14 @@ def actor_ranks_divide_the_mini_batch(config: RunConfig) -> Iterator[Problem]:
         yield _problem(config, why, f"{_ACTOR}.ppo_mini_batch_size", f"{_ROLLOUT}.n", "cluster.actor_world_size")
 
 
+def copies_divide_the_actor_ranks(config: RunConfig) -> Iterator[Problem]:
+    """Each copy of the actor's weights lies on equally many ranks."""
+    size, ranks = config.actor_rollout_ref.actor.fsdp_config.fsdp_size, placement(config).actor_world_size
+    if size > 0 and ranks % size:
+        why = f"{ranks} actor ranks do not split into copies of {size}; set a divisor, or -1"
+        yield _problem(config, why, f"{_ACTOR}.fsdp_config.fsdp_size", "cluster.actor_world_size")
+
+
 def engines_use_whole_groups_of_gpus(config: RunConfig) -> Iterator[Problem]:
     """Rollout GPUs are a multiple of the GPUs of one engine, which lie in one machine."""
     place, per_node = placement(config), config.trainer.n_gpus_per_node
@@ -262,6 +270,7 @@ RULES: tuple[Rule, ...] = (
     overlong_buffer_fits,
     mini_batches_divide_the_batch,
     actor_ranks_divide_the_mini_batch,
+    copies_divide_the_actor_ranks,
     engines_use_whole_groups_of_gpus,
     roles_fit_on_the_gpus,
     engine_holds_the_longest_sequence,

@@ -83,6 +83,7 @@ class FSDPConfig(ForwardConfig):
 
     model_dtype: TrainDtype
     reshard_after_forward: bool
+    fsdp_size: CountOrMinusOne
 
 
 class ActorConfig(Section):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from grpo_dist.algorithms import policy_objective
 from grpo_dist.engines.exact_kl import ReferenceHead
 from grpo_dist.engines.forward import PolicyForward
-from grpo_dist.engines.fsdp_model import DTYPES, full_parameters, gradient_sync, load_sharded_model
+from grpo_dist.engines.fsdp_model import DTYPES, full_parameters, gradient_sync, load_sharded_model, reshards
 from grpo_dist.engines.micro_batch import MicroBatch
 from grpo_dist.engines.micro_batch_plan import Lengths, group_rows, plan_micro_batches
 from grpo_dist.engines.optimizer import build_optimizer
@@ -140,7 +140,7 @@ class FSDPEngine:
         metrics: list[dict[str, Metric]] = []
         fault = ""
         plan = self._plan(data, micro_batch_size, max_token_len)
-        keep = not self.settings.reshard_after_forward or dist.get_world_size() == 1
+        keep = not reshards(self.settings)
         for i, rows in enumerate(plan):
             part = data.index(rows)
             micro_batch = self.forward.micro_batch(part, objective.columns)

@@ -34,7 +34,8 @@ def init_process_group(*, device: str, rank: int, world_size: int, master_addres
 def load_sharded_model(settings: ModelSettings, device: str) -> Any:
     """Load a causal LM and shard it over the default process group.
 
-    Every layer of the model's own no-split classes becomes one FSDP unit, the rest another.
+    Every layer of the model's own no-split classes becomes one FSDP unit, the rest another. With an `fsdp_size` below
+    the number of ranks, groups of so many ranks hold copies of each other (hybrid sharding).
 
     Raises:
         DataError: the model cannot be loaded.
@@ -45,16 +46,28 @@ def load_sharded_model(settings: ModelSettings, device: str) -> Any:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     compute, master = DTYPES[settings.compute_dtype], DTYPES[settings.model_dtype]
     policy = MixedPrecisionPolicy(param_dtype=None if compute == master else compute, reduce_dtype=torch.float32)
+    shards = num_shards(settings)
+    hybrid = (dist.get_world_size() // shards, shards)
+    mesh_shape, names = (hybrid, ("replicate", "shard")) if hybrid[0] > 1 else (hybrid[1:], ("shard",))
     options: dict[str, Any] = {
-        "mesh": init_device_mesh(device, (dist.get_world_size(),)),
+        "mesh": init_device_mesh(device, mesh_shape, mesh_dim_names=names),
         "mp_policy": policy,
-        # a rank alone holds everything anyway: to free and gather would only copy
-        "reshard_after_forward": settings.reshard_after_forward and dist.get_world_size() > 1,
+        "reshard_after_forward": reshards(settings),
     }
     for layer in transformer_layers(model):
         fully_shard(layer, **options)
     fully_shard(model, **options)
     return model
+
+
+def num_shards(settings: ModelSettings) -> int:
+    """Ranks that hold one copy of the weights together."""
+    return dist.get_world_size() if settings.fsdp_size < 0 else min(settings.fsdp_size, dist.get_world_size())
+
+
+def reshards(settings: ModelSettings) -> bool:
+    """Whether gathered weights are freed early. A rank that holds everything anyway would only copy them anew."""
+    return settings.reshard_after_forward and num_shards(settings) > 1
 
 
 def load_model(settings: ModelSettings, device: str) -> Any:

@@ -9,9 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """How a model is loaded, with which entries of its config changed, sharded and fed.
+    """How a model is loaded, sharded and fed.
 
-    Types are "fp32" or "bf16", layouts "padded", "packed" or "shared".
+    Attributes:
+        model_dtype: "fp32" or "bf16", as is `compute_dtype`.
+        override_config: entries of the model's config.json to change.
+        layout: of sequences in a forward pass: "padded", "packed" or "shared".
+        fsdp_size: ranks that hold one copy of the weights together; -1: all.
     """
 
     path: str
@@ -22,6 +26,7 @@ class ModelSettings:
     reshard_after_forward: bool
     override_config: Mapping[str, Any] = field(default_factory=dict)
     layout: str = "shared"
+    fsdp_size: int = -1
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from grpo_dist.algorithms.policy_loss import TOKEN_SELECTING
@@ -27,8 +28,10 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
     optim = actor.optim
     steps = num_steps * actor.ppo_epochs * (data.train_batch_size // actor.ppo_mini_batch_size)
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else math.floor(optim.lr_warmup_steps_ratio * steps)
+    fsdp = actor.fsdp_config
+    model = _model_settings(config, fsdp.model_dtype, fsdp.resolved_dtype(config.device))
     return PolicySettings(
-        model=_model_settings(config, actor.fsdp_config.model_dtype, actor.fsdp_config.resolved_dtype(config.device)),
+        model=replace(model, fsdp_size=fsdp.fsdp_size),
         device=place.device,
         num_threads=place.num_threads_per_worker,
         temperature=rollout.temperature,

@@ -91,6 +91,11 @@ def test_memory_of_qwen3_8b_on_eight_gpus():
     actor, rollout, ref = memory_estimate(config, QWEN3_8B)
     count = model_shape(QWEN3_8B).num_parameters
     assert dict(actor.parts)["weights"] == pytest.approx(count * 4 / 4 / GIB)
+    copies, *_ = memory_estimate(
+        load("model=qwen3_8b", "cluster=node8", "data.train_batch_size=32", f"{ACTOR}.fsdp_config.fsdp_size=2")[0],
+        QWEN3_8B,
+    )
+    assert dict(copies.parts)["weights"] == pytest.approx(count * 4 / 2 / GIB)
     assert dict(actor.parts)["optimizer"] == pytest.approx(count * 8 / 4 / GIB)
     assert dict(actor.parts)["gathered layer"] == pytest.approx(2 * 151936 * 4096 * 2 / GIB)
     assert dict(rollout.parts) == {"weights": pytest.approx(count * 2 / GIB)}

@@ -74,6 +74,11 @@ def notes(*overrides):
             "prompt + response = 128, or null",
         ),
         (
+            [f"{ACTOR}.fsdp_config.fsdp_size=3"],
+            f"{ACTOR}.fsdp_config.fsdp_size=3, cluster.actor_world_size=null: 2 actor ranks do not split into copies "
+            "of 3; set a divisor, or -1",
+        ),
+        (
             [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=100"],
             f"{ACTOR}.ppo_max_token_len_per_gpu=100, data.max_prompt_length=64, data.max_response_length=64: "
             "a pass must hold the longest sequence: at least prompt + response = 128",
@@ -130,6 +135,8 @@ def test_each_rule(overrides, message):
         [f"{ROLLOUT}.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.do_sample=true"],
         [f"{ROLLOUT}.max_model_len=128"],
         [f"{ACTOR}.ppo_max_token_len_per_gpu=1"],
+        [f"{ACTOR}.fsdp_config.fsdp_size=1"],
+        [f"{ACTOR}.fsdp_config.fsdp_size=2"],
         [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=128"],
         [f"{ROLLOUT}.n=2"],
         ["cluster=single_gpu"],

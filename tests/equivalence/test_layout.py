@@ -38,12 +38,12 @@ def batch() -> DataProto:
     return data.union(DataProto.from_dict(columns))
 
 
-def train(rank: int, path: str, shards: list[list[int]], micro_batch_size: int) -> dict:
+def train(rank: int, path: str, shards: list[list[int]], micro_batch_size: int, fsdp_size: int) -> dict:
     """Two optimizer steps per aggregation mode on this rank's rows; returns metrics and final weights."""
     out = {}
     data = batch()
     for mode, changes in OBJECTIVES.items():
-        engine = trainable_engine(path)
+        engine = trainable_engine(path, fsdp_size=fsdp_size)
         # plain SGD: Adam divides by the size of the gradient, which turns rounding of near-zero ones into real steps
         engine.reference_head = engine.output_layer("cpu")
         engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
@@ -73,15 +73,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[dict]
         "1 rank x 8 micro-batches": ([rows], 2),
         "2 ranks x 1 micro-batch": ([rows[0::2], rows[1::2]], 8),
         "2 ranks, uneven, one idle at times": ([rows[:13], rows[13:]], 3),
+        "2 ranks with a copy each": ([rows[:9], rows[9:]], 4),
     }
+    copies = {"2 ranks with a copy each": 1}  # hybrid sharding
     return {
-        name: (run_ranks(len(shards), train, path, shards, size), shards) for name, (shards, size) in layouts.items()
+        name: (run_ranks(len(shards), train, path, shards, size, copies.get(name, -1)), shards)
+        for name, (shards, size) in layouts.items()
     }
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "layout", ["1 rank x 8 micro-batches", "2 ranks x 1 micro-batch", "2 ranks, uneven, one idle at times"]
+    "layout",
+    [
+        "1 rank x 8 micro-batches",
+        "2 ranks x 1 micro-batch",
+        "2 ranks, uneven, one idle at times",
+        "2 ranks with a copy each",
+    ],
 )
 def test_same_loss_metrics_and_weights(runs: dict, layout: str, mode: str) -> None:
     (plain,), _ = runs["1 rank x 1 micro-batch"]

@@ -107,6 +107,12 @@ def test_the_roles_get_what_they_need() -> None:
     assert ref.optimizer is None
 
 
+def test_copies_of_the_weights_are_the_actors_matter() -> None:
+    config = load(f"{ACTOR}.fsdp_config.fsdp_size=1")
+    assert policy_settings(config, placement(config), 10).model.fsdp_size == 1
+    assert reference_settings(config, placement(config)).model.fsdp_size == -1
+
+
 DYNAMIC = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=4000")
 REF, ROLLOUT = "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 
