@@ -17,9 +17,10 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from grpo_dist.config.notes import config_notes
 from grpo_dist.config.overrides import CONFIG_DIR, CommandLine, read_command_line
 from grpo_dist.config.problems import Problem, config_error, schema_problems
-from grpo_dist.config.rules import config_notes, rule_problems
+from grpo_dist.config.rules import rule_problems
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError
 

@@ -285,45 +285,6 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def config_notes(config: RunConfig) -> list[str]:
-    """Settings that are legal and yet do not do what one may expect."""
-    actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
-    place = placement(config)
-    notes = []
-    if actor.use_kl_loss and actor.kl_loss_type in ("k1", "kl"):
-        notes.append(
-            f"{_ACTOR}.kl_loss_type={actor.kl_loss_type}: as a loss its gradient has mean zero, so it "
-            "regularises nothing; k2 and k3 (low_var_kl) do"
-        )
-    if actor.policy_loss.loss_mode in SEQUENCE_LOSSES and actor.loss_agg_mode != "seq-mean-token-mean":
-        notes.append(
-            f"{_ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode} is published with loss_agg_mode="
-            f"seq-mean-token-mean; loss_agg_mode={actor.loss_agg_mode} weighs long responses differently"
-        )
-    if config.algorithm.adv_estimator == "gae":
-        notes.append("algorithm.adv_estimator=gae: there is no critic here, so its values are 0")
-    if actor.use_kl_loss and actor.kl_loss_coef == 0:
-        notes.append(f"{_ACTOR}.kl_loss_coef=0: the reference runs only to report KL; use_kl_loss=false saves it")
-    if actor.optim.lr_warmup_steps >= 0 and actor.optim.lr_warmup_steps_ratio > 0:
-        notes.append(f"{_ACTOR}.optim.lr_warmup_steps_ratio has no effect while lr_warmup_steps is not -1")
-    if actor.optim.lr_scheduler_type == "constant" and actor.optim.min_lr_ratio > 0:
-        notes.append(f"{_ACTOR}.optim.min_lr_ratio has no effect with lr_scheduler_type=constant")
-    if not config.data.val_files:
-        notes.append("data.val_files=null: no validation")
-    if config.data.sampler.class_path is not None and config.data.shuffle:
-        notes.append("data.shuffle has no effect on the order: data.sampler.class_path decides it")
-    if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
-        notes.append(f"trainer.resume_from_path has no effect with resume_mode={trainer.resume_mode}")
-    if config.custom_reward_function.path is None and config.custom_reward_function.reward_kwargs:
-        notes.append("custom_reward_function.reward_kwargs has no effect while custom_reward_function.path is null")
-    if place.shares_gpu and rollout.gpu_memory_utilization > 0.5:
-        notes.append(
-            f"{_ROLLOUT}.gpu_memory_utilization={rollout.gpu_memory_utilization}: the actor shares this GPU; "
-            "cluster=single_gpu sets a smaller share"
-        )
-    return notes
-
-
 def looks_like_folder(path: str) -> bool:
     """Whether a model path means a local folder rather than a hub name (NAME or OWNER/NAME)."""
     return path.startswith(("/", ".", "~")) or path.count("/") > 1 or Path(path).is_dir()

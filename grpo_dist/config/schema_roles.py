@@ -72,6 +72,7 @@ class ForwardConfig(Section):
     """`fsdp_config` of a role that only runs forward."""
 
     dtype: TrainDtype | None
+    param_offload: bool
 
     def resolved_dtype(self, device: Device) -> TrainDtype:
         """Compute type; null means bf16 on GPU and fp32 on CPU."""
@@ -84,6 +85,7 @@ class FSDPConfig(ForwardConfig):
     model_dtype: TrainDtype
     reshard_after_forward: bool
     fsdp_size: CountOrMinusOne
+    optimizer_offload: bool
 
 
 class ActorConfig(Section):

@@ -22,6 +22,7 @@ from grpo_dist.engines.forward import PolicyForward
 from grpo_dist.engines.fsdp_model import DTYPES, full_parameters, gradient_sync, load_sharded_model, reshards
 from grpo_dist.engines.micro_batch import MicroBatch
 from grpo_dist.engines.micro_batch_plan import Lengths, group_rows, plan_micro_batches
+from grpo_dist.engines.offload import Offload
 from grpo_dist.engines.optimizer import build_optimizer
 from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
 from grpo_dist.errors import TrainingDiverged
@@ -65,6 +66,13 @@ class FSDPEngine:
             self.model.requires_grad_(False)
         else:
             self.optimizer, self.schedule = build_optimizer(self.model.parameters(), optimizer)
+        self.offload = Offload(
+            self.model,
+            None if optimizer is None else self.optimizer,
+            self.device,
+            parameters=model.param_offload,
+            optimizer_states=model.optimizer_offload,
+        )
 
     # --- log-probs ---------------------------------------------------------------------------------------------
     def compute_log_probs(self, data: DataProto, *, micro_batch_size: int, max_token_len: int | None = None) -> Ragged:

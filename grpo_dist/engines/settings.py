@@ -16,6 +16,8 @@ class ModelSettings:
         override_config: entries of the model's config.json to change.
         layout: of sequences in a forward pass: "padded", "packed" or "shared".
         fsdp_size: ranks that hold one copy of the weights together; -1: all.
+        param_offload: whether the weights wait on CPU between the phases of a step.
+        optimizer_offload: whether the optimizer's states do.
     """
 
     path: str
@@ -27,6 +29,8 @@ class ModelSettings:
     override_config: Mapping[str, Any] = field(default_factory=dict)
     layout: str = "shared"
     fsdp_size: int = -1
+    param_offload: bool = False
+    optimizer_offload: bool = False
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,12 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
     fsdp = actor.fsdp_config
     model = _model_settings(config, fsdp.model_dtype, fsdp.resolved_dtype(config.device))
     return PolicySettings(
-        model=replace(model, fsdp_size=fsdp.fsdp_size),
+        model=replace(
+            model,
+            fsdp_size=fsdp.fsdp_size,
+            param_offload=fsdp.param_offload,
+            optimizer_offload=fsdp.optimizer_offload,
+        ),
         device=place.device,
         num_threads=place.num_threads_per_worker,
         temperature=rollout.temperature,
@@ -103,7 +108,7 @@ def reference_settings(config: RunConfig, place: Placement) -> PolicySettings:
     ref = config.actor_rollout_ref.ref
     dtype = ref.fsdp_config.resolved_dtype(config.device)
     return PolicySettings(
-        model=_model_settings(config, dtype, dtype),
+        model=replace(_model_settings(config, dtype, dtype), param_offload=ref.fsdp_config.param_offload),
         device=place.device,
         num_threads=place.num_threads_per_worker,
         temperature=config.actor_rollout_ref.rollout.temperature,

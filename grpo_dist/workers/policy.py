@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -58,6 +59,20 @@ class PolicySettings:
     exact_kl: bool = False
 
 
+def on_device(*, optimizer: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """While a method runs, the weights, and with `optimizer` its states, are on the device; see engines/offload.py."""
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(self: PolicyWorker, *args: Any) -> Any:
+            with self.engine.offload.on_device(optimizer=optimizer):
+                return method(self, *args)
+
+        return run
+
+    return decorate
+
+
 class PolicyWorker(Process):
     """One rank of a sharded model that computes log-probs: the reference, and the base of the actor.
 
@@ -102,7 +117,9 @@ class PolicyWorker(Process):
         if settings.exact_kl:
             # before the first step, and before a checkpoint is read, the policy is the reference
             self.engine.reference_head = self.engine.output_layer(settings.device)
+        self.engine.offload.away()
 
+    @on_device()
     def compute_log_probs(self, rows: DataProtoRef) -> DataProtoRef:
         """The columns `settings.columns` of this rank's rows: `old_log_probs`, `ref_hidden_states`, ..."""
         from grpo_dist.engines.fsdp_engine import SEQUENCE_COLUMNS
@@ -124,6 +141,7 @@ class PolicyWorker(Process):
         """One sentence on how sequences are laid out, and why; "" before the first pass."""
         return self.engine.forward.report
 
+    @on_device()
     def load_weights(self, buckets: Sequence[ray.ObjectRef], share: float) -> None:
         """Move this role's weights towards those in the buckets: `share` of them, the rest of its own."""
         from grpo_dist.engines.weight_buckets import unpack
@@ -131,17 +149,20 @@ class PolicyWorker(Process):
         for bucket in ray.get(list(buckets)):
             self.engine.mix_parameters(unpack(bucket.data, bucket.entries), share)
 
+    @on_device()
     def export_output_layer(self) -> list[ray.ObjectRef]:
         """Put the output layer into the object store, for actors that take the exact KL; rank 0 returns it."""
         head = self.engine.output_layer("cpu")
         return [ray.put(head)] if self.rank == 0 else []
 
+    @on_device()
     def save_checkpoint(self, folder: str) -> None:
         """Write this rank's shard of the weights into `folder`."""
         from grpo_dist.engines.checkpoint import save_parameters
 
         save_parameters(self.engine, Path(folder))
 
+    @on_device()
     def load_checkpoint(self, folder: str) -> None:
         """Read the weights from `folder`; the number of ranks may differ."""
         from grpo_dist.engines.checkpoint import load_parameters
@@ -159,6 +180,7 @@ class ActorWorker(PolicyWorker):
 
     prefix = "old_"
 
+    @on_device(optimizer=True)
     def update(
         self, rows: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: ObjectiveSettings, step: int
     ) -> list[dict[str, Metric]]:
@@ -196,6 +218,7 @@ class ActorWorker(PolicyWorker):
         """Take the reference's present output layer for the exact KL."""
         self.engine.reference_head = ray.get(head[0]).to(self.settings.device)
 
+    @on_device()
     def export_weights(self, dtype: str) -> list[ray.ObjectRef]:
         """Put the whole weights into the object store, bucket by bucket; rank 0 returns the references."""
         from grpo_dist.engines.weight_buckets import pack
@@ -207,18 +230,21 @@ class ActorWorker(PolicyWorker):
             return []
         return [ray.put(bucket) for bucket in pack(tensors, bucket_bytes=WEIGHT_BUCKET_BYTES)]
 
+    @on_device(optimizer=True)
     def save_checkpoint(self, folder: str) -> None:
         """Write this rank's shard of model, optimizer and schedule into `folder`."""
         from grpo_dist.engines.checkpoint import save_engine
 
         save_engine(self.engine, Path(folder))
 
+    @on_device(optimizer=True)
     def load_checkpoint(self, folder: str) -> None:
         """Read model, optimizer and schedule from `folder`; the number of ranks may differ."""
         from grpo_dist.engines.checkpoint import load_engine
 
         load_engine(self.engine, Path(folder))
 
+    @on_device()
     def export_hf_model(self, folder: str) -> None:
         """Write the policy and its tokenizer as a Hugging Face folder (rank 0 writes)."""
         from grpo_dist.engines.checkpoint import export_hf_model

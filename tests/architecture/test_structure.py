@@ -26,6 +26,8 @@ TESTED_ELSEWHERE = {
     "config/field_types.py": "config/test_schema.py",  # the types of the schema
     "config/keys.py": "config/test_load.py",  # hints in messages
     "config/names.py": "config/test_schema.py",  # compared with the registries there
+    "config/notes.py": "config/test_rules.py",  # the other half of what is said about a config
+    "config/schema_roles.py": "config/test_schema.py",  # a part of the schema
     "config/memory.py": "config/test_plan.py",  # a section of the dry run
     "config/overrides.py": "config/test_load.py",  # the command line
     "config/problems.py": "config/test_load.py",  # wording of messages

@@ -271,6 +271,8 @@ def test_hub_names_are_not_looked_up():
         ([f"{ACTOR}.kl_loss_coef=0"], "only to report KL"),
         ([f"{ACTOR}.optim.lr_warmup_steps=3", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"], "has no effect"),
         ([f"{ACTOR}.optim.min_lr_ratio=0.1"], "has no effect with lr_scheduler_type=constant"),
+        ([f"{ACTOR}.fsdp_config.param_offload=true"], "param_offload=true has no effect on CPU"),
+        (["trainer.save_freq=50"], "one checkpoint, after the last step"),
         (["data.val_files=null"], "no validation"),
         (["data.sampler.class_path=json", "data.sampler.class_name=A"], "no effect on the order"),
         (["trainer.resume_from_path=x"], "has no effect with resume_mode=auto"),

@@ -1,0 +1,73 @@
+"""Settings that are legal and yet do not do what one may expect: said once at the start of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_dist.config.names import SEQUENCE_LOSSES
+from grpo_dist.config.placement import placement
+from grpo_dist.config.schema import RunConfig
+
+_ACTOR = "actor_rollout_ref.actor"
+
+
+def config_notes(config: RunConfig) -> list[str]:
+    """All of them."""
+    return [*_method(config), *_without_effect(config), *_run(config)]
+
+
+def _method(config: RunConfig) -> Iterator[str]:
+    """On the algorithm."""
+    actor = config.actor_rollout_ref.actor
+    if actor.use_kl_loss and actor.kl_loss_type in ("k1", "kl"):
+        yield (
+            f"{_ACTOR}.kl_loss_type={actor.kl_loss_type}: as a loss its gradient has mean zero, so it "
+            "regularises nothing; k2 and k3 (low_var_kl) do"
+        )
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        yield f"{_ACTOR}.kl_loss_coef=0: the reference runs only to report KL; use_kl_loss=false saves it"
+    if actor.policy_loss.loss_mode in SEQUENCE_LOSSES and actor.loss_agg_mode != "seq-mean-token-mean":
+        yield (
+            f"{_ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode} is published with loss_agg_mode="
+            f"seq-mean-token-mean; loss_agg_mode={actor.loss_agg_mode} weighs long responses differently"
+        )
+    if config.algorithm.adv_estimator == "gae":
+        yield "algorithm.adv_estimator=gae: there is no critic here, so its values are 0"
+
+
+def _without_effect(config: RunConfig) -> Iterator[str]:
+    """On keys that others make idle."""
+    actor, ref, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.trainer
+    optim, custom = actor.optim, config.custom_reward_function
+    if optim.lr_warmup_steps >= 0 and optim.lr_warmup_steps_ratio > 0:
+        yield f"{_ACTOR}.optim.lr_warmup_steps_ratio has no effect while lr_warmup_steps is not -1"
+    if optim.lr_scheduler_type == "constant" and optim.min_lr_ratio > 0:
+        yield f"{_ACTOR}.optim.min_lr_ratio has no effect with lr_scheduler_type=constant"
+    offloads = {
+        f"{_ACTOR}.fsdp_config.param_offload": actor.fsdp_config.param_offload,
+        f"{_ACTOR}.fsdp_config.optimizer_offload": actor.fsdp_config.optimizer_offload,
+        "actor_rollout_ref.ref.fsdp_config.param_offload": ref.fsdp_config.param_offload,
+    }
+    for key, offload in offloads.items():
+        if offload and config.device == "cpu":
+            yield f"{key}=true has no effect on CPU"
+    if config.data.sampler.class_path is not None and config.data.shuffle:
+        yield "data.shuffle has no effect on the order: data.sampler.class_path decides it"
+    if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
+        yield f"trainer.resume_from_path has no effect with resume_mode={trainer.resume_mode}"
+    if custom.path is None and custom.reward_kwargs:
+        yield "custom_reward_function.reward_kwargs has no effect while custom_reward_function.path is null"
+
+
+def _run(config: RunConfig) -> Iterator[str]:
+    """On validation, checkpoints and machines."""
+    trainer, share = config.trainer, config.actor_rollout_ref.rollout.gpu_memory_utilization
+    if not config.data.val_files:
+        yield "data.val_files=null: no validation"
+    if trainer.total_training_steps is not None and trainer.save_freq > trainer.total_training_steps:
+        yield f"trainer.save_freq={trainer.save_freq}: one checkpoint, after the last step"
+    if placement(config).shares_gpu and share > 0.5:
+        yield (
+            f"actor_rollout_ref.rollout.gpu_memory_utilization={share}: the actor shares this GPU; "
+            "cluster=single_gpu sets a smaller share"
+        )

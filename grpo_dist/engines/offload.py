@@ -1,0 +1,62 @@
+"""Weights and optimizer states that wait in CPU memory between the phases of a step (verl's `param_offload`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@dataclass
+class Offload:
+    """Brings a role's tensors to its device for a phase, and away again.
+
+    Attributes:
+        model: a module, sharded with FSDP2 or not. A frozen model's weights are copied both ways too: they are never
+            kept twice.
+        optimizer: its optimizer, or None.
+        device: where phases run. On CPU nothing moves.
+        parameters: whether the weights wait on CPU.
+        optimizer_states: whether the optimizer's states do.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    device: torch.device
+    parameters: bool = False
+    optimizer_states: bool = False
+
+    def away(self) -> None:
+        """Move what waits on CPU there, and give the device's memory back."""
+        if self.device.type == "cpu":
+            return
+        if self.parameters:
+            self.model.to("cpu")
+        if self.optimizer_states:
+            move_states(self.optimizer, torch.device("cpu"))
+        if self.device.type == "cuda" and (self.parameters or self.optimizer_states):
+            torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
+        """Within the block the weights, and with `optimizer` its states, are on the device."""
+        if self.device.type != "cpu" and self.parameters:
+            self.model.to(self.device)
+        if self.device.type != "cpu" and self.optimizer_states and optimizer:
+            move_states(self.optimizer, self.device)
+        try:
+            yield
+        finally:
+            self.away()
+
+
+def move_states(optimizer: Optimizer | None, device: torch.device) -> None:
+    """Move every tensor of the optimizer's states, also sharded ones, to `device`."""
+    for state in optimizer.state.values() if optimizer is not None else ():
+        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in state.items()}
+        state.update(moved)
