@@ -26,9 +26,9 @@ class ModelSettings:
     compute_dtype: str
     gradient_checkpointing: bool
     reshard_after_forward: bool
-    override_config: Mapping[str, Any] = field(default_factory=dict)
     layout: str = "shared"
     fsdp_size: int = -1
+    override_config: Mapping[str, Any] = field(default_factory=dict)
     param_offload: bool = False
     optimizer_offload: bool = False
 
