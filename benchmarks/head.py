@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-import resource
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from grpo_dist.algorithms.masking import token_log_probs
 from grpo_dist.engines.head import HeadRequest, response_values
-
-MIB = 2**20
 
 
 def compare(vocab: int, hidden: int, tokens: int, threads: int) -> list[dict[str, Any]]:
@@ -37,6 +35,7 @@ def measure(way: str, vocab: int, hidden: int, tokens: int, threads: int) -> dic
     targets = torch.randint(0, vocab, (tokens,))
     states.grad, weight.grad = torch.zeros_like(states), torch.zeros_like(weight)
     weight.grad.add_(1e-30)  # the pages are there from now on
+    _reset_peak()
     before = _peak_mib()
     start = time.perf_counter()
     WAYS[way](states, weight, targets).backward()
@@ -63,5 +62,10 @@ def torchs_own(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 WAYS = {"plain logits": plain, "chunked": chunked, "torch linear_cross_entropy": torchs_own}
 
 
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def _peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 1024
