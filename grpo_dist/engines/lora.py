@@ -31,7 +31,7 @@ def add_lora(model: Any, settings: LoraSettings) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ConfigError(f"{KEY}.lora_rank={settings.rank}: needs peft ({error}); pip install peft") from None
+        raise ConfigError(f"{KEY}.lora_rank={settings.rank}: needs peft ({error}); pip install -e '.[lora]'") from None
     targets = settings.target_modules
     config = LoraConfig(
         r=settings.rank,
