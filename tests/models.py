@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from grpo_dist.engines.fsdp_engine import FSDPEngine
-from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
+from grpo_dist.engines.settings import LoraSettings, ModelSettings, ObjectiveSettings, OptimizerSettings
 from grpo_dist.protocol import DataProto, Ragged
 
 VOCAB = 96
@@ -86,8 +86,9 @@ def trainable_engine(
     layout: str = "shared",
     dtype: str = "fp32",
     fsdp_size: int = -1,
+    lora: LoraSettings | None = None,
 ) -> FSDPEngine:
     """A CPU engine with AdamW."""
-    model = ModelSettings(path, False, "fp32", dtype, False, True, layout, fsdp_size)
+    model = ModelSettings(path, False, "fp32", dtype, False, True, layout, fsdp_size, lora=lora)
     optimizer = OptimizerSettings(lr, 0.01, (0.9, 0.999), "constant", 0, 10, 0.0)
     return FSDPEngine(model, device="cpu", temperature=temperature, optimizer=optimizer, grad_clip=1.0)

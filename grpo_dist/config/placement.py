@@ -66,7 +66,7 @@ def placement(config: RunConfig) -> Placement:
     if on_cpu or gpus == 1:
         actor = asked.actor_world_size or (_CPU_ACTORS if on_cpu else 1)
         rollout = asked.rollout_world_size or tensor_parallel
-        ref = (asked.ref_world_size or 1) if config.needs_reference else 0
+        ref = (asked.ref_world_size or 1) if config.needs_reference_workers else 0
     else:
         actor, rollout, ref = _split(config, gpus, tensor_parallel)
     roles = 2 + (ref > 0)
@@ -86,14 +86,14 @@ def placement(config: RunConfig) -> Placement:
 def _split(config: RunConfig, gpus: int, tensor_parallel: int) -> tuple[int, int, int]:
     """Actor, rollout and reference GPUs; more than there are where they cannot be split."""
     asked = config.cluster
-    least_ref = (asked.ref_world_size or 1) if config.needs_reference else 0
+    least_ref = (asked.ref_world_size or 1) if config.needs_reference_workers else 0
     least_rollout = asked.rollout_world_size or tensor_parallel
     room = min(gpus // 2, gpus - least_rollout - least_ref)
     actor = asked.actor_world_size or _power_of_two(room)
     rest = gpus - actor
     multiple = (rest - least_ref) // tensor_parallel * tensor_parallel
     rollout = asked.rollout_world_size or max(multiple, tensor_parallel)
-    if not config.needs_reference:
+    if not config.needs_reference_workers:
         return actor, rollout, 0
     return actor, rollout, asked.ref_world_size or max(rest - rollout, 1)
 

@@ -76,6 +76,14 @@ def prompts_are_sampled_for_use(config: RunConfig) -> Iterator[Problem]:
         yield _problem(config, why, "data.gen_batch_size", "data.train_batch_size")
 
 
+def lora_reference_stands_still(config: RunConfig) -> Iterator[Problem]:
+    """With LoRA the reference is the model without its factors, which cannot move."""
+    model, ref = config.actor_rollout_ref.model, config.actor_rollout_ref.ref
+    if model.lora_rank and ref.ref_model_sync_steps > 0:
+        why = "with LoRA the reference is the model without its factors and cannot move; set it to -1"
+        yield _problem(config, why, "actor_rollout_ref.ref.ref_model_sync_steps", "actor_rollout_ref.model.lora_rank")
+
+
 def something_to_validate(config: RunConfig) -> Iterator[Problem]:
     """`val_only` validates."""
     if config.trainer.val_only and not config.data.val_files:
@@ -147,7 +155,7 @@ def roles_fit_on_the_gpus(config: RunConfig) -> Iterator[Problem]:
             why = f"one process of each role shares the only GPU, and this is {split}; leave cluster.* null"
             yield _problem(config, why, *keys)
     elif place.device == "cuda" and place.world_size > gpus:
-        drop = f", or {_ACTOR}.use_kl_loss=false (no reference)" if config.needs_reference else ""
+        drop = f", or {_ACTOR}.use_kl_loss=false (no reference)" if config.needs_reference_workers else ""
         why = (
             f"{split} = {place.world_size} GPUs are needed and there are {gpus}; set smaller "
             "cluster.actor_world_size, cluster.rollout_world_size or cluster.ref_world_size, or more "
@@ -267,6 +275,7 @@ RULES: tuple[Rule, ...] = (
     estimators_get_what_they_need,
     prompts_are_sampled_for_use,
     something_to_validate,
+    lora_reference_stands_still,
     overlong_buffer_fits,
     mini_batches_divide_the_batch,
     actor_ranks_divide_the_mini_batch,

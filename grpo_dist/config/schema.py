@@ -208,8 +208,13 @@ class RunConfig(Section):
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
 
     @property
+    def needs_reference_workers(self) -> bool:
+        """Whether reference workers are started. With LoRA the actor is the reference, its factors switched off."""
+        return self.needs_reference and self.actor_rollout_ref.model.lora_rank == 0
+
+    @property
     def needs_reference(self) -> bool:
-        """Whether reference workers are started."""
+        """Whether the KL to a reference is part of the loss or of the reward."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property

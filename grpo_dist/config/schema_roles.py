@@ -11,7 +11,9 @@ from grpo_dist.config.field_types import (
     CountOrMinusOne,
     DecayRate,
     Float,
+    Names,
     NonNegativeFloat,
+    NonNegativeInt,
     NonNegativeOrMinusOne,
     Pair,
     PositiveFloat,
@@ -41,6 +43,10 @@ class ModelConfig(Section):
     trust_remote_code: bool
     use_remove_padding: bool
     enable_gradient_checkpointing: bool
+    lora_rank: NonNegativeInt
+    lora_alpha: PositiveFloat
+    target_modules: Annotated[tuple[Text, ...], Names]
+    exclude_modules: Annotated[tuple[Text, ...], Names] | None
     override_config: dict[str, Any]
 
 

@@ -147,12 +147,7 @@ FOREIGN: dict[str, Foreign] = {
     "global_profiler.*": Foreign(_PROFILER),
     **{f"{role}.profiler.*": Foreign(_PROFILER) for role in (_A, _R, _F)},
     # what is not here
-    f"{_M}.lora_rank": Foreign("all weights are trained", ("0",)),
-    **{
-        f"{_M}.{name}": Foreign("all weights are trained: it belongs to LoRA")
-        for name in ("lora_alpha", "target_modules", "exclude_modules")
-    },
-    f"{_M}.lora_adapter_path": Foreign("all weights are trained", _OFF),
+    f"{_M}.lora_adapter_path": Foreign("training starts from fresh factors", _OFF),
     "reward_model.enable": Foreign(_REWARD_MODEL, _OFF),
     "reward_model.model.*": Foreign(_REWARD_MODEL, refused=True),
     "reward_model.rollout.*": Foreign(_REWARD_MODEL, refused=True),

@@ -20,6 +20,7 @@ from grpo_dist.algorithms import policy_objective
 from grpo_dist.engines.exact_kl import ReferenceHead
 from grpo_dist.engines.forward import PolicyForward
 from grpo_dist.engines.fsdp_model import DTYPES, full_parameters, gradient_sync, load_sharded_model, reshards
+from grpo_dist.engines.lora import adapters_off
 from grpo_dist.engines.micro_batch import MicroBatch
 from grpo_dist.engines.micro_batch_plan import Lengths, group_rows, plan_micro_batches
 from grpo_dist.engines.offload import Offload
@@ -118,6 +119,11 @@ class FSDPEngine:
         hidden = DTYPES[self.settings.compute_dtype]
         dtypes = {name: hidden if name == "hidden_states" else torch.float32 for name in names}
         return {name: Ragged.from_rows(parts[name], dtypes[name]) for name in names}
+
+    def compute_reference_columns(self, data: DataProto, names: Sequence[str], **limits: Any) -> dict[str, Ragged]:
+        """`compute_columns` of the model as it was before LoRA's factors were trained."""
+        with adapters_off(self.model):
+            return self.compute_columns(data, names, **limits)
 
     # --- training ----------------------------------------------------------------------------------------------
     def train_mini_batch(

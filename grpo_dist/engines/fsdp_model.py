@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from grpo_dist.engines.attention import attention_implementation
 from grpo_dist.engines.head import ResponseHead
+from grpo_dist.engines.lora import add_lora, merged_parameters
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.errors import DataError
 
@@ -41,6 +41,8 @@ def load_sharded_model(settings: ModelSettings, device: str) -> Any:
         DataError: the model cannot be loaded.
     """
     model = load_model(settings, device)
+    if settings.lora is not None:
+        add_lora(model, settings.lora)
     ResponseHead.install(model)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -104,12 +106,10 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
 def full_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, whole tensor on CPU in `dtype`) one at a time; a tied tensor comes once.
 
-    Collective: all ranks iterate together.
+    LoRA's factors are merged. Collective: all ranks iterate together.
     """
-    for name, parameter in model.named_parameters():
-        tensor = parameter.detach().to(dtype)
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        yield name, full.cpu()
+    for name, tensor in merged_parameters(model, dtype):
+        yield name, tensor.cpu()
 
 
 @contextlib.contextmanager

@@ -8,6 +8,23 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class LoraSettings:
+    """LoRA, under verl's names.
+
+    Attributes:
+        rank: of the factors.
+        alpha: scaling = alpha / rank.
+        target_modules: "all-linear" (all but the output layer), or names of modules such as "q_proj".
+        exclude_modules: names to leave out.
+    """
+
+    rank: int
+    alpha: float
+    target_modules: str | tuple[str, ...]
+    exclude_modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelSettings:
     """How a model is loaded, sharded and fed.
 
@@ -18,6 +35,7 @@ class ModelSettings:
         fsdp_size: ranks that hold one copy of the weights together; -1: all.
         param_offload: whether the weights wait on CPU between the phases of a step.
         optimizer_offload: whether the optimizer's states do.
+        lora: train factors beside the weights; None: the weights themselves.
     """
 
     path: str
@@ -31,6 +49,7 @@ class ModelSettings:
     override_config: Mapping[str, Any] = field(default_factory=dict)
     param_offload: bool = False
     optimizer_offload: bool = False
+    lora: LoraSettings | None = None
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ from grpo_dist.algorithms.policy_loss import TOKEN_SELECTING
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.config.placement import Placement
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_roles import ModelConfig
 from grpo_dist.engines.settings import (
     EngineSettings,
+    LoraSettings,
     ModelSettings,
     ObjectiveSettings,
     OptimizerSettings,
@@ -28,7 +30,7 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
     optim = actor.optim
     steps = num_steps * actor.ppo_epochs * (data.train_batch_size // actor.ppo_mini_batch_size)
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else math.floor(optim.lr_warmup_steps_ratio * steps)
-    fsdp = actor.fsdp_config
+    fsdp, lora = actor.fsdp_config, config.actor_rollout_ref.model.lora_rank > 0
     model = _model_settings(config, fsdp.model_dtype, fsdp.resolved_dtype(config.device))
     return PolicySettings(
         model=replace(
@@ -50,6 +52,7 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
         train_micro_batch_size=actor.ppo_micro_batch_size_per_gpu,
         train_max_token_len=actor.max_token_len,
         grad_clip=actor.grad_clip,
+        reference_columns=reference_columns(config) if config.needs_reference and lora else (),
         exact_kl=objective_settings(config).exact_kl,
     )
 
@@ -108,7 +111,7 @@ def reference_settings(config: RunConfig, place: Placement) -> PolicySettings:
     ref = config.actor_rollout_ref.ref
     dtype = ref.fsdp_config.resolved_dtype(config.device)
     return PolicySettings(
-        model=replace(_model_settings(config, dtype, dtype), param_offload=ref.fsdp_config.param_offload),
+        model=replace(_model_settings(config, dtype, dtype), lora=None, param_offload=ref.fsdp_config.param_offload),
         device=place.device,
         num_threads=place.num_threads_per_worker,
         temperature=config.actor_rollout_ref.rollout.temperature,
@@ -144,6 +147,13 @@ def reward_settings(config: RunConfig) -> RewardSettings:
     )
 
 
+def _lora_settings(model: ModelConfig) -> LoraSettings | None:
+    if not model.lora_rank:
+        return None
+    targets = model.target_modules[0] if model.target_modules == ("all-linear",) else model.target_modules
+    return LoraSettings(model.lora_rank, model.lora_alpha, targets, model.exclude_modules or ())
+
+
 def _model_settings(config: RunConfig, model_dtype: str, compute_dtype: str) -> ModelSettings:
     model = config.actor_rollout_ref.model
     return ModelSettings(
@@ -154,6 +164,7 @@ def _model_settings(config: RunConfig, model_dtype: str, compute_dtype: str) -> 
         gradient_checkpointing=model.enable_gradient_checkpointing,
         reshard_after_forward=config.actor_rollout_ref.actor.fsdp_config.reshard_after_forward,
         override_config=model.override_config,
+        lora=_lora_settings(model),
         layout=choose_layout(
             use_remove_padding=model.use_remove_padding,
             use_prefix_grouper=config.actor_rollout_ref.actor.use_prefix_grouper,

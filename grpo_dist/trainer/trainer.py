@@ -125,6 +125,8 @@ class GRPOTrainer:
             self.timings, self.metrics = {}, {}
             started = time.perf_counter()
             batch = self.rollout()  # prompts, responses, scores, ref_log_probs: N = train_batch_size * n rows
+            if self.config.needs_reference and self.roles.ref is None:
+                batch = self.reference_log_probs(batch)  # LoRA: + ref_log_probs (N, R_i)
             if not self.targets.bypass_mode:
                 batch = self.old_log_probs(batch)  # + old_log_probs (N, R_i)
             batch = self.compute_targets(batch)  # + advantages (N, R_i)
@@ -161,6 +163,12 @@ class GRPOTrainer:
     def old_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
         """Log-probs under the policy about to be updated, as the trainer computes them."""
         job = self.roles.actor.submit_log_probs("old_log_prob", batch)
+        return batch.union(self.roles.actor.collect_log_probs(job))
+
+    @stage("ref", needs=("responses",))
+    def reference_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
+        """What the actor says without LoRA's factors: it is its own reference."""
+        job = self.roles.actor.submit_log_probs("ref", batch, "compute_reference")
         return batch.union(self.roles.actor.collect_log_probs(job))
 
     @stage("adv", needs=("token_level_scores", "rollout_log_probs"), adds=("advantages", "old_log_probs"))

@@ -43,14 +43,11 @@ class PolicyGroup:
         master = addresses[0]
         return self.workers.submit_all("start", "start", settings, LOOPBACK if one_node else master.ip, master.port)
 
-    def submit_log_probs(self, stage: str, batch: DataProtoRef) -> LogProbJob:
+    def submit_log_probs(self, stage: str, batch: DataProtoRef, method: str = "compute_log_probs") -> LogProbJob:
         """Compute log-probs of all rows, spread over the ranks, without waiting."""
         rows = _shares(batch, np.arange(len(batch)), len(self.workers))
         inputs = batch.select(("uid", "prompts", "responses", "response_mask"))
-        calls = [
-            self.workers.submit(rank, stage, "compute_log_probs", inputs.reorder(part))
-            for rank, part in enumerate(rows)
-        ]
+        calls = [self.workers.submit(rank, stage, method, inputs.reorder(part)) for rank, part in enumerate(rows)]
         return LogProbJob(calls, rows)
 
     def forward_report(self) -> str:

@@ -13,7 +13,7 @@ import ray
 
 from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
 from grpo_dist.errors import TrainingDiverged
-from grpo_dist.protocol import DataProto, Metric
+from grpo_dist.protocol import DataProto, Metric, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.process import Process, use_threads
 
@@ -42,6 +42,7 @@ class PolicySettings:
         train_max_token_len: tokens per forward/backward pass; None: sequences count.
         grad_clip: largest gradient norm.
         exact_kl: the loss takes the KL over the vocabulary, and needs the reference's output layer.
+        reference_columns: of the actor with LoRA: what a pass without its factors computes.
     """
 
     model: ModelSettings
@@ -57,6 +58,7 @@ class PolicySettings:
     train_max_token_len: int | None = None
     grad_clip: float = float("inf")
     exact_kl: bool = False
+    reference_columns: tuple[str, ...] = ()
 
 
 def on_device(*, optimizer: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -78,8 +80,6 @@ class PolicyWorker(Process):
 
     Every method is collective over the ranks of the role.
     """
-
-    prefix = "ref_"
 
     settings: PolicySettings
     engine: FSDPEngine
@@ -122,19 +122,24 @@ class PolicyWorker(Process):
     @on_device()
     def compute_log_probs(self, rows: DataProtoRef) -> DataProtoRef:
         """The columns `settings.columns` of this rank's rows: `old_log_probs`, `ref_hidden_states`, ..."""
+        return self._columns(rows, self.settings.columns, self.engine.compute_columns)
+
+    def _columns(
+        self, rows: DataProtoRef, names: tuple[str, ...], compute: Callable[..., dict[str, Ragged]]
+    ) -> DataProtoRef:
         from grpo_dist.engines.fsdp_engine import SEQUENCE_COLUMNS
 
-        names = {column.removeprefix(self.prefix): column for column in self.settings.columns}
+        plain = {name.partition("_")[2]: name for name in names}  # without old_ or ref_
         try:
-            found = self.engine.compute_columns(
+            found = compute(
                 rows.fetch((*SEQUENCE_COLUMNS, "uid")),
-                tuple(names),
+                tuple(plain),
                 micro_batch_size=self.settings.log_prob_micro_batch_size,
                 max_token_len=self.settings.log_prob_max_token_len,
             )
         except TrainingDiverged as error:
-            raise TrainingDiverged(f"{', '.join(self.settings.columns)}, {error}") from None
-        columns = {names[name]: values for name, values in found.items()}
+            raise TrainingDiverged(f"{', '.join(names)}, {error}") from None
+        columns = {plain[name]: values for name, values in found.items()}
         return DataProtoRef.put(DataProto.from_dict(columns), small=())
 
     def forward_report(self) -> str:
@@ -178,7 +183,10 @@ def import_engine() -> None:
 class ActorWorker(PolicyWorker):
     """One rank of the policy that trains."""
 
-    prefix = "old_"
+    @on_device()
+    def compute_reference(self, rows: DataProtoRef) -> DataProtoRef:
+        """With LoRA: `settings.reference_columns`, by the model without its factors."""
+        return self._columns(rows, self.settings.reference_columns, self.engine.compute_reference_columns)
 
     @on_device(optimizer=True)
     def update(

@@ -1,0 +1,98 @@
+"""LoRA's factors: B = 0 changes nothing, training moves them alone, merged weights are what the model computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.engines.fsdp_engine import FSDPEngine
+from grpo_dist.engines.lora import add_lora, lora_layers
+from grpo_dist.engines.settings import LoraSettings, ModelSettings
+from grpo_dist.errors import ConfigError
+from tests.models import objective, random_batch, trainable_engine
+from tests.ranks import run_ranks
+
+LORA = LoraSettings(4, 8.0, "all-linear")
+
+
+def log_probs(engine: FSDPEngine, reference: bool = False) -> np.ndarray:
+    data = random_batch(num_groups=3, n=3)
+    compute = engine.compute_reference_columns if reference else engine.compute_columns
+    return compute(data, ("log_probs",), micro_batch_size=9)["log_probs"].values.numpy().copy()
+
+
+def train(rank: int, path: str, folder: str) -> dict[str, Any]:
+    torch.manual_seed(1)
+    plain = trainable_engine(path)
+    engine = trainable_engine(path, lora=LORA)
+    data = random_batch(num_groups=4, n=2)
+    share = list(range(8))[rank :: torch.distributed.get_world_size()]
+    before = {name: tensor.clone() for name, tensor in engine.full_parameters("float32")}
+    untouched = log_probs(engine)
+    metrics = [engine.train_mini_batch(data.index(share), micro_batch_size=2, objective=objective()) for _ in range(3)]
+    merged = dict(engine.full_parameters("float32"))
+    engine_state = engine.export_state()
+    if rank == 0:
+        import transformers
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        missing = model.load_state_dict(engine_state, strict=False)
+        model.save_pretrained(folder)
+        assert not missing.unexpected_keys
+    torch.distributed.barrier()
+    return {
+        "same names": list(before) == [name for name, _ in plain.full_parameters("float32")],
+        "start": float(np.abs(untouched - log_probs(plain)).max()),
+        "moved": {name: float((merged[name] - before[name]).abs().max()) for name in merged},
+        "after": log_probs(engine),
+        "merged": log_probs(trainable_engine(folder)),
+        "reference": float(np.abs(log_probs(engine, reference=True) - untouched).max()),
+        "again": log_probs(engine),
+        "grad_norm": metrics[-1]["actor/grad_norm"].value,
+        "trained": sum(p.numel() for p in engine.optimizer.param_groups[0]["params"]),
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_moves_the_factors_and_merging_them_gives_the_same_model(
+    ranks: int, random_models: dict[str, str], tmp_path: Any
+) -> None:
+    for found in run_ranks(ranks, train, random_models["tied"], str(tmp_path / "merged")):
+        assert found["same names"]
+        assert found["start"] < 1e-6, "B starts at 0"
+        moved = {name for name, change in found["moved"].items() if change > 0}
+        assert moved == {name for name in found["moved"] if "_proj.weight" in name}, "embeddings and norms are frozen"
+        np.testing.assert_allclose(found["after"], found["merged"], rtol=1e-4, atol=1e-4)
+        assert found["reference"] < 1e-6, "without its factors the model is what it was"
+        assert np.array_equal(found["after"], found["again"]), "and the factors come back"
+        assert found["grad_norm"] > 0
+
+
+def test_one_rank_and_two_ranks_train_alike(random_models: dict[str, str], tmp_path: Any) -> None:
+    (one,) = run_ranks(1, train, random_models["tied"], str(tmp_path / "one"))
+    two, _ = run_ranks(2, train, random_models["tied"], str(tmp_path / "two"))
+    np.testing.assert_allclose(one["after"], two["after"], rtol=1e-4, atol=1e-4)
+
+
+def test_targets_by_name(random_models: dict[str, str]) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
+    add_lora(model, LoraSettings(2, 4.0, ("q_proj", "v_proj"), ("v_proj",)))
+    assert {name.rpartition(".")[2] for name in lora_layers(model)} == {"q_proj"}
+    assert not lora_layers(transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"]))
+
+
+def test_a_target_that_is_not_there(random_models: dict[str, str]) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
+    with pytest.raises(ConfigError, match=r"target_modules=\('c_attn',\): "):
+        add_lora(model, LoraSettings(2, 4.0, ("c_attn",)))
+
+
+def test_settings_without_lora() -> None:
+    assert ModelSettings("m", False, "fp32", "fp32", False, True).lora is None
