@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from grpo_dist.config.memory import model_config_at_hand
 from grpo_dist.config.names import SEQUENCE_LOSSES
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
@@ -62,6 +63,16 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
 def _run(config: RunConfig) -> Iterator[str]:
     """On validation, checkpoints and machines."""
     trainer, share = config.trainer, config.actor_rollout_ref.rollout.gpu_memory_utilization
+    model, longest = (
+        config.actor_rollout_ref.model,
+        config.actor_rollout_ref.rollout.resolved_max_model_len(config.data),
+    )
+    positions = ((model_config_at_hand(model.path) or {}) | model.override_config).get("max_position_embeddings")
+    if isinstance(positions, int) and longest > positions:
+        yield (
+            f"data.max_prompt_length + data.max_response_length: {longest} tokens, but the model has {positions} "
+            "positions (max_position_embeddings), and vLLM refuses more; lower one of the two"
+        )
     if not config.data.val_files:
         yield "data.val_files=null: no validation"
     if trainer.total_training_steps is not None and trainer.save_freq > trainer.total_training_steps:

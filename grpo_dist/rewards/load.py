@@ -92,8 +92,10 @@ def _check_callable(function: Any, form: Form, spec: str, reward_kwargs: Mapping
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some C functions tell nothing; the first call will
         return
+    # What a TRL function asks for beyond these are columns of the rows' extra_info, which are not known here.
+    bind = signature.bind_partial if form == "trl" else signature.bind
     try:
-        signature.bind(**dict.fromkeys(arguments), **reward_kwargs)
+        bind(**dict.fromkeys(arguments), **reward_kwargs)
     except TypeError as error:
         raise ConfigError(
             f"{where}{signature}: cannot be called with keyword arguments {', '.join(arguments)} and "

@@ -83,6 +83,12 @@ def _build(config: RunConfig, run_dir: Path, stack: ExitStack) -> tuple:
     folder = trainer.resume()
     if folder is not None:
         _say(config, f"resumed from {folder}")
+        if trainer.step >= steps:
+            _say(
+                config,
+                f"nothing to train: it is at step {trainer.step} of {steps}. For more, raise "
+                "trainer.total_training_steps; for a new run, set trainer.experiment_name or resume_mode=disable",
+            )
     stream = sys.stderr if "console" in config.trainer.logger else None
     trainer.progress = stack.enter_context(Progress(steps, trainer.step, stream))
     trainer.trackers = stack.enter_context(_trackers(config, run_dir, trainer.step if folder else None))

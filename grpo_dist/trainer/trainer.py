@@ -159,16 +159,16 @@ class GRPOTrainer:
             raise GrpoDistError(f"responses came from weights other than version {self.weight_version}")
         return batch
 
-    @stage("old_log_prob", needs=("responses",), adds=("old_log_probs",))
-    def old_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
-        """Log-probs under the policy about to be updated, as the trainer computes them."""
-        job = self.roles.actor.submit_log_probs("old_log_prob", batch)
-        return batch.union(self.roles.actor.collect_log_probs(job))
-
     @stage("ref", needs=("responses",))
     def reference_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
         """What the actor says without LoRA's factors: it is its own reference."""
         job = self.roles.actor.submit_log_probs("ref", batch, "compute_reference")
+        return batch.union(self.roles.actor.collect_log_probs(job))
+
+    @stage("old_log_prob", needs=("responses",), adds=("old_log_probs",))
+    def old_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
+        """Log-probs under the policy about to be updated, as the trainer computes them."""
+        job = self.roles.actor.submit_log_probs("old_log_prob", batch)
         return batch.union(self.roles.actor.collect_log_probs(job))
 
     @stage("adv", needs=("token_level_scores", "rollout_log_probs"), adds=("advantages", "old_log_probs"))

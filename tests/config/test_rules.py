@@ -298,3 +298,14 @@ def test_a_missing_vllm_is_told_before_anything_starts(monkeypatch):
     )
     assert any("vLLM is not installed" in note for note in notes("trainer.dry_run=true"))
     load("ray_kwargs.ray_init.address=10.0.0.1:6379")
+
+
+def test_a_sequence_longer_than_the_models_positions_is_said(tmp_path):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 100}')
+    path = f"actor_rollout_ref.model.path={tmp_path}"
+    assert any("128 tokens, but the model has 100 positions" in note for note in notes(path))
+    for fitting in (
+        "data.max_response_length=36",
+        "actor_rollout_ref.model.override_config.max_position_embeddings=4096",
+    ):
+        assert not any("positions" in note for note in notes(path, fitting))

@@ -25,6 +25,8 @@ async def later(data_source, solution_str, ground_truth, extra_info):
     return 1.0
 def group(prompts, completions):
     return [1.0 for _ in completions]
+def named(prompts, completions, ground_truth, a, b, **columns):
+    return [1.0 for _ in completions]
 def batch(data_sources, solution_strs, ground_truths, extra_infos):
     return [1.0 for _ in solution_strs]
 class Scorer:
@@ -134,3 +136,4 @@ def test_the_form_is_found(file: str) -> None:
     later, batch = (load_reward_function(file, name, {}) for name in ("later", "batch"))
     assert (later.form, later.is_async) == ("response", True)
     assert (batch.form, batch.is_async) == ("batch", False)
+    assert load_reward_function(file, "named", {}).form == "trl", "a and b may be entries of extra_info"

@@ -118,9 +118,9 @@ def test_answers_travel_as_numbers_and_only_for_validation(
     worker = RewardWorker()
     worker.start(RewardSettings(random_models["tied"], False, str(tmp_path / "first.py"), "compute_score", {}))
     validation = replace(TASK, validation=True)
-    assert worker.score(put(RESPONSES), validation)["pred_id"].tolist() == [0, 1, 0]
-    assert "pred_id" not in worker.score(put(RESPONSES), TASK).small
-    silent = worker.score(put(RESPONSES), replace(validation, extra_info={"index": 0}))
+    assert worker.score(put(RESPONSES), validation)[0]["pred_id"].tolist() == [0, 1, 0]
+    assert "pred_id" not in worker.score(put(RESPONSES), TASK)[0].small
+    silent, _ = worker.score(put(RESPONSES), replace(validation, extra_info={"index": 0}))
     assert "pred_id" not in silent.small, "no response has an answer"
 
 
