@@ -132,16 +132,6 @@ class ActorConfig(Section):
         dynamic = self.use_dynamic_bsz if role.log_prob_use_dynamic_bsz is None else role.log_prob_use_dynamic_bsz
         return (role.log_prob_max_token_len_per_gpu or self.ppo_max_token_len_per_gpu) if dynamic else None
 
-    @property
-    def clip_low(self) -> float:
-        """Lower clip range: clip_ratio_low, or clip_ratio where that is null."""
-        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
-
-    @property
-    def clip_high(self) -> float:
-        """Upper clip range: clip_ratio_high, or clip_ratio where that is null."""
-        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
-
 
 class ValKwargsConfig(Section):
     """`actor_rollout_ref.rollout.val_kwargs`: sampling during validation."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from grpo_dist.engines.sharded import whole
 from grpo_dist.errors import ConfigError
 
 # Config entries with which a model does more to its hidden states than one matrix product.
@@ -51,7 +51,6 @@ class ReferenceHead:
         def copy(parameter: Tensor | None) -> Tensor | None:
             if parameter is None:
                 return None
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            return whole.detach().clone().to(device, dtype)
+            return whole(parameter).detach().clone().to(device, dtype)
 
         return cls(copy(head.weight), copy(getattr(head, "bias", None)))  # type: ignore[arg-type]

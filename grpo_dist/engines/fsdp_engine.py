@@ -26,6 +26,7 @@ from grpo_dist.engines.micro_batch_plan import Lengths, group_rows, plan_micro_b
 from grpo_dist.engines.offload import Offload
 from grpo_dist.engines.optimizer import build_optimizer
 from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
+from grpo_dist.engines.sharded import whole
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, Sum, merge_metrics
 
@@ -166,7 +167,7 @@ class FSDPEngine:
                 where = f"micro-batch {i + 1} of {len(plan)}, {_name_rows(part)}"
                 fault = fault or f"loss {loss.item()} in {where}; {NOT_TAKEN}"
         self._stop_if_any(fault)  # first: one rank's bad loss makes the gradient norm bad on every rank
-        grad_norm = _full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip))
+        grad_norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip))
         self._stop_if_any("" if torch.isfinite(grad_norm) else f"gradient norm {grad_norm.item()}; {NOT_TAKEN}")
         lr = self.schedule.get_last_lr()[0]
         self.optimizer.step()
@@ -291,10 +292,6 @@ class FSDPEngine:
         rank, first = next((rank, text) for rank, text in enumerate(faults) if text)
         self.model.zero_grad(set_to_none=True)
         raise TrainingDiverged(f"rank {rank}: {first}")
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _name_rows(part: DataProto) -> str:

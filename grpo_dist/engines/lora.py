@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from grpo_dist.engines.settings import LoraSettings
+from grpo_dist.engines.sharded import whole
 from grpo_dist.errors import ConfigError
 
 ADAPTER = "default"  # peft's name of the first adapter
@@ -73,13 +73,8 @@ def merged_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[st
             continue
         if base and leaf == "weight":
             layer = layers[owner]
-            factors = [_whole(factor[ADAPTER].weight, torch.float32) for factor in (layer.lora_B, layer.lora_A)]
+            factors = [whole(factor[ADAPTER].weight.detach().float()) for factor in (layer.lora_B, layer.lora_A)]
             change = layer.scaling[ADAPTER] * (factors[0] @ factors[1])
-            yield f"{owner}.{leaf}", (_whole(parameter, torch.float32) + change).to(dtype)
+            yield f"{owner}.{leaf}", (whole(parameter.detach().float()) + change).to(dtype)
         else:
-            yield f"{owner}.{leaf}" if base else name, _whole(parameter, dtype)
-
-
-def _whole(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    tensor = parameter.detach().to(dtype)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield f"{owner}.{leaf}" if base else name, whole(parameter.detach().to(dtype))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grpo_dist.errors import GrpoDistError, RewardError
+from grpo_dist.errors import ConfigError, GrpoDistError, RewardError
 from grpo_dist.registry import Registry
 
 Form = Literal["response", "batch", "trl"]
@@ -88,28 +88,13 @@ def score_response(
         raise
     except (Exception, SystemExit) as error:  # sys.exit() in a scorer must not end its process without a word
         raise RewardError(describe_failure(function, data_source, solution_str, error)) from error
-    try:
-        return checked_result(returned)
-    except ValueError as problem:
-        raise RewardError(describe_failure(function, data_source, solution_str, problem, returned=True)) from None
+    return checked_result(returned, function, data_source, solution_str)
 
 
-def describe_failure(
-    function: RewardFunction, data_source: str, solution_str: str, error: BaseException, *, returned: bool = False
-) -> str:
-    """What the user needs to find the fault: function, data source, response, and the end of the traceback.
-
-    Args:
-        function: that failed.
-        data_source: of the row.
-        solution_str: the response.
-        error: what it raised, or what is wrong with what it returned.
-        returned: the latter.
-    """
+def describe_failure(function: RewardFunction, data_source: str, solution_str: str, error: BaseException) -> str:
+    """What the user needs to find the fault: function, data source, response, and the end of the traceback."""
     where = f"reward function {function.name}, data_source={data_source!r}"
     response = shown_response(solution_str)
-    if returned:
-        return f"{where}: {error}\n{response}"
     tail = traceback.TracebackException.from_exception(error)
     # The outermost frame is ours. An error in the call itself has no other.
     tail.stack = traceback.StackSummary.from_list(list(tail.stack)[1:][-SHOWN_FRAMES:])
@@ -123,12 +108,21 @@ def shown_response(solution_str: str) -> str:
     return f"response: {solution_str[:SHOWN_CHARACTERS]!r}{more}"
 
 
-def checked_result(returned: Any) -> RewardResult:
+def checked_result(returned: Any, function: RewardFunction, data_source: str, solution_str: str) -> RewardResult:
     """What a reward function returned for one response, checked.
 
     Raises:
-        ValueError: it is neither a finite number nor a dict with a finite "score".
+        RewardError: it is neither a finite number nor a dict with a finite "score"; the message names the function,
+            the data source and the response.
     """
+    try:
+        return _read_result(returned)
+    except ValueError as problem:
+        where = f"reward function {function.name}, data_source={data_source!r}"
+        raise RewardError(f"{where}: {problem}\n{shown_response(solution_str)}") from None
+
+
+def _read_result(returned: Any) -> RewardResult:
     if not isinstance(returned, Mapping):
         return RewardResult(_finite(returned, "must return a finite number or a dict with 'score', returned"), {})
     if "score" not in returned:
@@ -144,6 +138,16 @@ def checked_result(returned: Any) -> RewardResult:
             extra[str(name)] = _finite(value, f"{name!r} must be finite, is")
     pred = returned.get("pred")
     return RewardResult(score, extra, steps, None if pred is None else str(pred))
+
+
+def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """Check an argument of a scorer before a run starts.
+
+    Raises:
+        ConfigError: `value` is not one of those allowed.
+    """
+    if value not in allowed:
+        raise ConfigError(f"custom_reward_function.reward_kwargs.{name}={value!r}: must be one of {', '.join(allowed)}")
 
 
 def _finite(value: Any, complaint: str) -> float:

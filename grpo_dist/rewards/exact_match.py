@@ -13,7 +13,7 @@ import re
 import unicodedata
 from typing import Any
 
-from grpo_dist.errors import ConfigError
+from grpo_dist.rewards.base import check_choice
 from grpo_dist.rewards.format import last_tag_content
 
 MODES = ("exact", "contains")
@@ -93,5 +93,4 @@ def check_reward_kwargs(*, mode: str = "exact", **others: Any) -> None:
     Raises:
         ConfigError: there is no such mode.
     """
-    if mode not in MODES:
-        raise ConfigError(f"custom_reward_function.reward_kwargs.mode={mode!r}: must be one of {', '.join(MODES)}")
+    check_choice("mode", mode, MODES)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_dist.errors import RewardError
+from grpo_dist.errors import GrpoDistError, RewardError
 from grpo_dist.rewards.base import Form, RewardFunction, RewardResult, checked_result, describe_failure, score_response
 
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -91,6 +91,8 @@ async def _score_at_once(function: RewardFunction, samples: Sequence[Sample]) ->
                 extra_info=dict(sample.extra_info),
                 **function.reward_kwargs,
             )
+        except GrpoDistError:
+            raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's function raises
             return Failure(describe_failure(function, sample.data_source, sample.solution_str, error))
         return _check(function, sample, returned)
@@ -105,6 +107,8 @@ def _score_batch(function: RewardFunction, samples: Sequence[Sample]) -> Iterato
         values = list(asyncio.run(returned) if inspect.iscoroutine(returned) else returned)
         if len(values) != len(samples):
             raise ValueError(f"returned {len(values)} scores for {len(samples)} responses")
+    except GrpoDistError:
+        raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's function raises
         text = describe_failure(function, samples[0].data_source, samples[0].solution_str, error)
         yield from [Failure(text)] * len(samples)
@@ -115,9 +119,9 @@ def _score_batch(function: RewardFunction, samples: Sequence[Sample]) -> Iterato
 
 def _check(function: RewardFunction, sample: Sample, returned: Any) -> RewardResult | Failure:
     try:
-        return checked_result(returned)
-    except ValueError as problem:
-        return Failure(describe_failure(function, sample.data_source, sample.solution_str, problem, returned=True))
+        return checked_result(returned, function, sample.data_source, sample.solution_str)
+    except RewardError as error:
+        return Failure(str(error))
 
 
 def _batch_arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:

@@ -18,8 +18,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from grpo_dist.errors import ConfigError
-from grpo_dist.rewards.base import SCORERS
+from grpo_dist.rewards.base import SCORERS, check_choice
 
 METHODS = ("strict", "flexible")
 _ANSWER = re.compile(r"#### (-?\$?-?[0-9.,]+)")
@@ -79,10 +78,7 @@ def check_reward_kwargs(*, method: str = "strict", format_score: float = 0.0) ->
     Raises:
         ConfigError: there is no such method.
     """
-    if method not in METHODS:
-        raise ConfigError(
-            f"custom_reward_function.reward_kwargs.method={method!r}: must be one of {', '.join(METHODS)}"
-        )
+    check_choice("method", method, METHODS)
 
 
 def _plain_number(text: str) -> str | None:

@@ -15,6 +15,7 @@ import math
 from typing import Any
 
 from grpo_dist.errors import ConfigError
+from grpo_dist.rewards.base import check_choice
 
 UNITS = ("words", "characters")
 SHAPES = ("linear", "cosine")
@@ -68,6 +69,5 @@ def check_reward_kwargs(*, budget: int, limit: int, unit: str = "words", shape: 
             raise ConfigError(f"{where}.{name}={value!r}: must be a number of {unit}, 0 or more")
     if limit <= budget:
         raise ConfigError(f"{where}.limit={limit}: must be greater than budget={budget}")
-    for name, choice, allowed in (("unit", unit, UNITS), ("shape", shape, SHAPES)):
-        if choice not in allowed:
-            raise ConfigError(f"{where}.{name}={choice!r}: must be one of {', '.join(allowed)}")
+    check_choice("unit", unit, UNITS)
+    check_choice("shape", shape, SHAPES)

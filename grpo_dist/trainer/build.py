@@ -20,7 +20,7 @@ from grpo_dist.data.prompts import add_system_prompt, load_prompts
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt, load_tokenizer, tokenize_prompts
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.rewards import check_data_sources
+from grpo_dist.rewards import check_data_sources, load_reward_function
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
@@ -59,11 +59,14 @@ def resolve_names(config: RunConfig) -> None:
     read_correction(config)
     KL.get(actor.kl_loss_type.removesuffix("+"))
     POLICY_LOSS.get(actor.policy_loss.loss_mode)
-    scorer = Scorer(reward.path, reward.name, reward.reward_kwargs, timeout_s=config.reward.timeout_s)
-    try:
-        scorer.start()  # the user's code runs in a process of its own, here as later
-    finally:
-        scorer.stop()
+    if reward.path is None:
+        load_reward_function(None, reward.name, reward.reward_kwargs)
+    else:
+        scorer = Scorer(reward.path, reward.name, reward.reward_kwargs, timeout_s=config.reward.timeout_s)
+        try:
+            scorer.start()  # the user's code runs in a process of its own, here as later
+        finally:
+            scorer.stop()
     sampler = config.data.sampler
     if sampler.class_path is not None and sampler.class_name is not None:
         load_sampler_class(sampler.class_path, sampler.class_name)

@@ -36,6 +36,7 @@ TESTED_ELSEWHERE = {
     "engines/settings.py": "engines/test_fsdp_engine.py",  # plain records
     "engines/optimizer.py": "engines/test_fsdp_engine.py",
     "engines/fsdp_model.py": "engines/test_fsdp_engine.py",
+    "engines/sharded.py": "engines/test_lora.py",  # one line, which gathers merged weights
     "engines/vllm_inproc_core.py": "engines/test_vllm_engine.py",  # how the engine starts on CPU
     "engines/vllm_weight_backend.py": "engines/test_vllm_engine.py",  # runs inside vLLM only
     "tracking/names.py": "tracking/test_summary.py",  # metric names

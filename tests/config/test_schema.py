@@ -119,11 +119,6 @@ def test_custom_names_pass(tmp_path):
     assert config.algorithm.adv_estimator == f"{mine}:estimator"
 
 
-def test_clip_range_falls_back_to_clip_ratio():
-    actor = load(f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.clip_ratio_high=0.28").actor_rollout_ref.actor
-    assert (actor.clip_low, actor.clip_high) == (0.3, 0.28)
-
-
 def test_null_types_depend_on_the_device():
     config = load()
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor

@@ -167,7 +167,7 @@ def test_what_dapo_asks_for_arrives() -> None:
     assert config.algorithm.filter_groups.enable
     assert config.data.gen_batch_size == 1536
     assert config.reward.overlong_buffer.len == 4096
-    assert config.actor_rollout_ref.actor.clip_high == 0.28
+    assert config.actor_rollout_ref.actor.clip_ratio_high == 0.28
     assert not config.needs_reference
     silent = [note for note in notes if note.startswith("no effect here")]
     assert len(silent) == 5, silent

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from grpo_dist.errors import ConfigError
 from grpo_dist.rewards.base import RewardFunction, RewardResult
 from grpo_dist.rewards.group import Failure, Sample, form_of, score_group
 
@@ -113,3 +114,20 @@ def test_an_async_function_that_raises() -> None:
     first, second = results(compute_score)
     assert first.score == 1
     assert "raised SystemExit: enough" in second.text
+
+
+def test_a_mistake_of_the_runs_is_no_failure_of_a_response() -> None:
+    """In every form: no response would ever be scored."""
+
+    def one(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+        raise ConfigError("no scorer")
+
+    async def awaited(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+        raise ConfigError("no scorer")
+
+    def batch(data_sources: list, solution_strs: list, ground_truths: list, extra_infos: list) -> list:
+        raise ConfigError("no scorer")
+
+    for function in (one, awaited, batch):
+        with pytest.raises(ConfigError, match="no scorer"):
+            results(function)

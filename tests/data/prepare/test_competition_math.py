@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import types
 from pathlib import Path
 
 import pyarrow as pa
@@ -102,16 +100,8 @@ def test_broken_and_missing_files(folder: Path, tmp_path: Path, capsys: pytest.C
     assert "no such file: train.jsonl, train.json, train.parquet or train-*-of-*.parquet" in capsys.readouterr().err
 
 
-def test_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = types.ModuleType("datasets")
-    asked = []
-
-    def load_dataset(name: str, config: str, *, split: str) -> list[dict]:
-        asked.append((name, config, split))
-        return EXAMPLES
-
-    hub.load_dataset = load_dataset  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", hub)
+def test_from_the_hub(tmp_path: Path, serve) -> None:
+    asked = serve(EXAMPLES)
     assert main(["math", "--local_save_dir", str(tmp_path)]) == 0
     assert asked == [("DigitalLearningGmbH/MATH-lighteval", "default", split) for split in ("train", "test")]
     assert pq.read_table(tmp_path / "test.parquet").num_rows == 3

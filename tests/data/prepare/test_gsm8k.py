@@ -125,16 +125,8 @@ def test_missing_folder_and_no_hub(
     assert "cannot load openai/gsm8k from the hub (ConnectionError: offline)" in capsys.readouterr().err
 
 
-def test_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = types.ModuleType("datasets")
-    asked = []
-
-    def load_dataset(name: str, config: str, *, split: str) -> list[dict]:
-        asked.append((name, config, split))
-        return EXAMPLES
-
-    hub.load_dataset = load_dataset  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", hub)
+def test_from_the_hub(tmp_path: Path, serve) -> None:
+    asked = serve(EXAMPLES)
     assert main(["gsm8k", "--local_save_dir", str(tmp_path)]) == 0
     assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
     assert len(load(tmp_path / "test.parquet")) == 3
