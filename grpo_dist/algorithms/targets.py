@@ -33,6 +33,7 @@ class TargetSettings:
         kl_penalty: KL estimator of the penalty in the reward; None: no penalty.
         rollout_correction: rollout_is, rollout_is_threshold, ...: arguments of `compute_rollout_correction`.
         bypass_mode: the sampler's log-probs are the old ones; corrections, if any, are the objective's.
+        on_policy: the old log-probs are those of the update to come: nothing here may need them.
         mask_truncated: responses that were cut at their longest length do not train.
         top_entropy_quantile: only this share of the tokens, those of the highest entropy, earns an advantage.
         loss_mode: the policy loss, which may select tokens.
@@ -44,16 +45,22 @@ class TargetSettings:
     kl_penalty: str | None = None
     rollout_correction: Mapping[str, Any] = field(default_factory=dict)
     bypass_mode: bool = False
+    on_policy: bool = False
     mask_truncated: bool = False
     top_entropy_quantile: float = 1.0
     loss_mode: str = "vanilla"
     loss_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether the actor's log-probs must be known before the update."""
+        return not (self.bypass_mode or self.on_policy)
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Per-token columns that `compute_targets` reads, besides scores, mask and the sampler's log-probs."""
         optional = {
-            "old_log_probs": not self.bypass_mode,
+            "old_log_probs": self.needs_old_log_probs,
             "ref_log_probs": self.kl_penalty is not None,
             "old_entropies": self.top_entropy_quantile < 1,
             "step_mask": self.adv_estimator == "grpo_process",
@@ -88,13 +95,13 @@ def compute_targets(
         ((N, T) tensors by name as above, with `old_log_probs` in bypass mode; metrics).
     """
     rollout = columns["rollout_log_probs"]
-    old = rollout if settings.bypass_mode else columns["old_log_probs"]
+    old = columns["old_log_probs"] if settings.needs_old_log_probs else rollout
     mask = columns["response_mask"].float()
     if settings.mask_truncated:
         mask = mask * (1 - truncated.float()).unsqueeze(-1)
     weights: Tensor | None = None
     metrics: dict[str, float] = {}
-    if not settings.bypass_mode:
+    if settings.needs_old_log_probs:
         weights, mask, metrics = compute_rollout_correction(
             old_log_probs=old, rollout_log_probs=rollout, response_mask=mask, **settings.rollout_correction
         )

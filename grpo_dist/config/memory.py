@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from grpo_dist.assets import BUILTIN, resolve_model_path
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_roles import ModelConfig
 from grpo_dist.errors import ConfigError
 
 GIB = 2**30
@@ -36,6 +38,7 @@ class ModelShape:
             matrix, gate and up projections and their product.
         layer_input: what it keeps with gradient checkpointing: the hidden size.
         num_layers: decoder layers.
+        linears: inputs + outputs of a layer's matrices, by the names that LoRA's target_modules give them.
     """
 
     num_parameters: int
@@ -44,6 +47,13 @@ class ModelShape:
     layer_values_per_token: int
     layer_input: int
     num_layers: int
+    linears: Mapping[str, int]
+
+    def lora_parameters(self, model: ModelConfig) -> int:
+        """Numbers in LoRA's factors."""
+        chosen = self.linears if "all-linear" in model.target_modules else model.target_modules
+        names = set(chosen) - set(model.exclude_modules or ())
+        return self.num_layers * model.lora_rank * sum(self.linears.get(name, 0) for name in names)
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,13 @@ def model_shape(model_config: dict[str, Any]) -> ModelShape | None:
         layer_values_per_token=4 * hidden + 2 * head_dim * (heads + kv_heads) + 4 * width,
         layer_input=hidden,
         num_layers=layers,
+        linears={
+            "q_proj": hidden + head_dim * heads,
+            "k_proj": hidden + head_dim * kv_heads,
+            "v_proj": hidden + head_dim * kv_heads,
+            "o_proj": head_dim * heads + hidden,
+            **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), experts * (hidden + expert_width)),
+        },
     )
 
 
@@ -140,8 +157,10 @@ def _actor(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
     fsdp = config.actor_rollout_ref.actor.fsdp_config
     master, compute = _BYTES[fsdp.model_dtype], _BYTES[fsdp.resolved_dtype(config.device)]
     ranks = ranks if fsdp.fsdp_size < 0 else fsdp.fsdp_size
-    shard = shape.num_parameters * master / ranks
-    parts = [("weights", shard), ("gradients", shard), ("optimizer", ADAM_STATES * shard)]
+    factors = shape.lora_parameters(config.actor_rollout_ref.model)
+    trained = (factors or shape.num_parameters) * master / ranks
+    weights = (shape.num_parameters + factors) * master / ranks
+    parts = [("weights", weights), ("gradients", trained), ("optimizer", ADAM_STATES * trained)]
     if ranks > 1 and fsdp.reshard_after_forward:
         parts.append(("gathered layer", shape.largest_unit * compute))
     elif ranks > 1 or master != compute:

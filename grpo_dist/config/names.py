@@ -32,4 +32,5 @@ LOSS_MODES = (
     "clip_cov",
     "kl_cov",
 )
+TOKEN_SELECTING_LOSSES = ("clip_cov", "kl_cov")  # choose tokens by the whole batch, before the update
 SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")  # published as a mean over sequences

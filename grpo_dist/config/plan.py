@@ -43,15 +43,7 @@ def batch_arithmetic(config: RunConfig) -> Rows:
             "micro-batches per actor rank and mini-batch",
             _passes(per_rank, rollout.n, actor.ppo_micro_batch_size_per_gpu, actor.max_token_len),
         ),
-        (
-            "old log-prob passes per actor rank",
-            _passes(
-                ceil(sequences / place.actor_world_size),
-                rollout.n,
-                rollout.log_prob_micro_batch_size_per_gpu,
-                actor.log_prob_max_token_len(rollout),
-            ),
-        ),
+        ("old log-prob passes per actor rank", _old_log_prob_passes(config, ceil(sequences / place.actor_world_size))),
     ]
     if place.ref_world_size:
         ref = config.actor_rollout_ref.ref
@@ -59,6 +51,16 @@ def batch_arithmetic(config: RunConfig) -> Rows:
         per_rank = ceil(sequences / place.ref_world_size)
         rows.append(("reference passes per ref rank", _passes(per_rank, rollout.n, *limits)))
     return rows
+
+
+def _old_log_prob_passes(config: RunConfig, per_rank: int) -> str:
+    if not config.needs_old_log_probs:
+        return (
+            "none: they are the sampler's (bypass_mode)" if not config.on_policy else "none: they are the update's own"
+        )
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    limits = rollout.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len(rollout)
+    return _passes(per_rank, rollout.n, *limits)
 
 
 def format_plan(config: RunConfig, notes: list[str]) -> str:
@@ -152,6 +154,8 @@ def _placement_rows(config: RunConfig) -> Rows:
     ]
     if place.ref_world_size:
         rows.append(("ref", f"{_many(place.ref_world_size, 'rank')}, {ref.resolved_dtype(place.device)}"))
+    elif config.needs_reference:
+        rows.append(("ref", "not started: it is the actor without its LoRA factors"))
     else:
         rows.append(("ref", "not started: no KL term"))
     rows.append(("reward", _many(config.reward.num_workers, "process", "processes")))

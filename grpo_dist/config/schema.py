@@ -25,7 +25,7 @@ from grpo_dist.config.field_types import (
     Text,
     builtin_or_custom,
 )
-from grpo_dist.config.names import ADV_ESTIMATORS, SAMPLED_KL_TYPES
+from grpo_dist.config.names import ADV_ESTIMATORS, SAMPLED_KL_TYPES, TOKEN_SELECTING_LOSSES
 from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Device
 
 
@@ -216,6 +216,26 @@ class RunConfig(Section):
     def needs_reference(self) -> bool:
         """Whether the KL to a reference is part of the loss or of the reward."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the policy that trains is the old policy: a batch is one optimizer step."""
+        actor = self.actor_rollout_ref.actor
+        one_step = actor.ppo_epochs == 1 and self.data.train_batch_size == actor.ppo_mini_batch_size
+        return one_step and not self.algorithm.rollout_correction.bypass_mode
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether old log-probs are computed before the update: on policy they are its own, if nothing asks earlier."""
+        algorithm, actor = self.algorithm, self.actor_rollout_ref.actor
+        asks = (
+            algorithm.use_kl_in_reward
+            or algorithm.rollout_correction.rollout_is is not None
+            or algorithm.rollout_correction.rollout_rs is not None
+            or actor.top_entropy_quantile < 1
+            or actor.policy_loss.loss_mode in TOKEN_SELECTING_LOSSES
+        )
+        return not algorithm.rollout_correction.bypass_mode and (asks or not self.on_policy)
 
     @property
     def data_seed(self) -> int:

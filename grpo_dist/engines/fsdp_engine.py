@@ -8,7 +8,7 @@ result does not depend on micro-batches, layout or rank count.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,13 @@ from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, Sum, merge_metri
 
 SEQUENCE_COLUMNS = ("prompts", "responses", "response_mask")
 NOT_TAKEN = "the optimizer step was not taken"
+
+
+class MiniBatchResult(NamedTuple):
+    """What an optimizer step tells: metrics, and the log-probs (nats, one row per row) that its loss was taken from."""
+
+    metrics: dict[str, Metric]
+    log_probs: Ragged
 
 
 class FSDPEngine:
@@ -110,11 +117,8 @@ class FSDPEngine:
             values = self.forward(
                 micro_batch, entropies="entropies" in names, hidden_states="hidden_states" in names
             )._asdict()
-            lengths = part["responses"].lengths.tolist() if len(rows) else []
             for name in names:
-                found = micro_batch.to_rows(values[name]).cpu()
-                for row, numbers, length in zip(rows.tolist(), found, lengths, strict=False):
-                    parts[name][row] = numbers[:length]
+                _take_rows(parts[name], rows, part, micro_batch.to_rows(values[name]))
         bad = [row for row, values in enumerate(parts.get("log_probs", ())) if not torch.isfinite(values).all()]
         self._stop_if_any(f"log-probs of {_name_rows(data.index(bad))} are not finite" if bad else "")
         hidden = DTYPES[self.settings.compute_dtype]
@@ -134,7 +138,7 @@ class FSDPEngine:
         micro_batch_size: int,
         objective: ObjectiveSettings,
         max_token_len: int | None = None,
-    ) -> dict[str, Metric]:
+    ) -> MiniBatchResult:
         """One optimizer step on this rank's rows of a mini-batch.
 
         Args:
@@ -144,7 +148,7 @@ class FSDPEngine:
             max_token_len: tokens per forward/backward pass; None: no token budget.
 
         Returns:
-            Metrics of this rank's rows; merge them over ranks.
+            Metrics of this rank's rows, to be merged over ranks, and the log-probs before the step.
 
         Raises:
             TrainingDiverged: on all ranks, before the optimizer step, if any rank's loss or the gradient is not finite.
@@ -153,6 +157,7 @@ class FSDPEngine:
         self.model.train()
         tokens, sequences = self._global_counts(data)
         metrics: list[dict[str, Metric]] = []
+        log_probs = [torch.empty(0)] * len(data)
         fault = ""
         plan = self._plan(data, micro_batch_size, max_token_len)
         keep = not reshards(self.settings)
@@ -160,8 +165,10 @@ class FSDPEngine:
             part = data.index(rows)
             micro_batch = self.forward.micro_batch(part, objective.columns)
             with gradient_sync(self.model, enabled=i == len(plan) - 1, keep_gathered=keep):
-                loss, values = self._objective(micro_batch, objective, tokens, sequences)
+                found = self._log_probs(micro_batch, objective)
+                loss, values = self._objective(micro_batch, found, objective, tokens, sequences)
                 (loss * dist.get_world_size()).backward()  # FSDP2 averages gradients over ranks: undone here, only here
+            _take_rows(log_probs, rows, part, found[0].detach())
             metrics.append(self._micro_batch_metrics(micro_batch, loss, values))
             if not torch.isfinite(loss):
                 where = f"micro-batch {i + 1} of {len(plan)}, {_name_rows(part)}"
@@ -174,7 +181,7 @@ class FSDPEngine:
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         step: dict[str, Metric] = {"actor/grad_norm": Mean(grad_norm.item(), 1), "actor/lr": Mean(float(lr), 1)}
-        return merge_metrics([*metrics, step])
+        return MiniBatchResult(merge_metrics([*metrics, step]), Ragged.from_rows(log_probs, torch.float32))
 
     # --- weights -----------------------------------------------------------------------------------------------
     def full_parameters(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
@@ -207,9 +214,10 @@ class FSDPEngine:
         return state if dist.get_rank() == 0 else {}
 
     # --- parts -------------------------------------------------------------------------------------------------
-    def _objective(
-        self, micro_batch: MicroBatch, settings: ObjectiveSettings, tokens: Tensor, sequences: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _log_probs(
+        self, micro_batch: MicroBatch, settings: ObjectiveSettings
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(N, T) log-probs, with the gradient, and where the loss asks for them entropies and the exact KL."""
         assert self.reference_head is not None or not settings.exact_kl, "start with `exact_kl`"
         values = self.forward(
             micro_batch,
@@ -217,11 +225,21 @@ class FSDPEngine:
             reference=self.reference_head if settings.exact_kl else None,
             reference_states=micro_batch.columns.get("ref_hidden_states"),
         )
-        log_probs, entropy, exact_kl = (None if v is None else micro_batch.to_rows(v) for v in values[:3])
-        assert log_probs is not None
+        entropies, exact_kl = (None if v is None else micro_batch.to_rows(v) for v in values[1:3])
+        return micro_batch.to_rows(values.log_probs), entropies, exact_kl
+
+    def _objective(
+        self,
+        micro_batch: MicroBatch,
+        found: tuple[Tensor, Tensor | None, Tensor | None],
+        settings: ObjectiveSettings,
+        tokens: Tensor,
+        sequences: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs, entropy, exact_kl = found
         return policy_objective(
             log_probs=log_probs,
-            old_log_probs=micro_batch.columns["old_log_probs"],
+            old_log_probs=log_probs.detach() if settings.on_policy else micro_batch.columns["old_log_probs"],
             advantages=micro_batch.columns["advantages"],
             response_mask=micro_batch.response_mask,
             ref_log_probs=micro_batch.columns.get("ref_log_probs"),
@@ -292,6 +310,13 @@ class FSDPEngine:
         rank, first = next((rank, text) for rank, text in enumerate(faults) if text)
         self.model.zero_grad(set_to_none=True)
         raise TrainingDiverged(f"rank {rank}: {first}")
+
+
+def _take_rows(parts: list[Tensor], rows: np.ndarray, part: DataProto, found: Tensor) -> None:
+    """Put what was found for a micro-batch, (N, T, ...), into the places of its rows, on CPU."""
+    lengths = part["responses"].lengths.tolist() if len(rows) else []
+    for row, numbers, length in zip(rows.tolist(), found.cpu(), lengths, strict=False):
+        parts[row] = numbers[:length]
 
 
 def _name_rows(part: DataProto) -> str:

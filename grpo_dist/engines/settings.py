@@ -75,6 +75,7 @@ class ObjectiveSettings:
         weighted: whether the batch has importance weights against the sampler.
         selects_tokens: whether the policy loss treats some tokens apart.
         bypass: options of `algorithms.correction.bypass_weights`, or None: no such weights.
+        on_policy: the old log-probs are those of the forward pass that trains, without gradient.
     """
 
     loss_mode: str
@@ -88,6 +89,7 @@ class ObjectiveSettings:
     weighted: bool = False
     selects_tokens: bool = False
     bypass: Mapping[str, Any] | None = None
+    on_policy: bool = False
 
     @property
     def exact_kl(self) -> bool:
@@ -98,12 +100,14 @@ class ObjectiveSettings:
     def columns(self) -> tuple[str, ...]:
         """Per-token columns the objective reads."""
         optional = {
+            "old_log_probs": not self.on_policy,
+            "advantages": True,
             "ref_log_probs": self.use_kl_loss and not self.exact_kl,
             "ref_hidden_states": self.exact_kl,
             "rollout_is_weights": self.weighted,
             "selected_tokens": self.selects_tokens,
         }
-        return ("old_log_probs", "advantages", *(name for name, wanted in optional.items() if wanted))
+        return tuple(name for name, wanted in optional.items() if wanted)
 
 
 @dataclass(frozen=True)

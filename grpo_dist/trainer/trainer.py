@@ -127,10 +127,10 @@ class GRPOTrainer:
             batch = self.rollout()  # prompts, responses, scores, ref_log_probs: N = train_batch_size * n rows
             if self.config.needs_reference and self.roles.ref is None:
                 batch = self.reference_log_probs(batch)  # LoRA: + ref_log_probs (N, R_i)
-            if not self.targets.bypass_mode:
+            if self.targets.needs_old_log_probs:
                 batch = self.old_log_probs(batch)  # + old_log_probs (N, R_i)
             batch = self.compute_targets(batch)  # + advantages (N, R_i)
-            self.update(batch)  # ppo_epochs x mini-batches on the actor
+            batch = self.update(batch)  # ppo_epochs x mini-batches on the actor; on policy + old_log_probs
             self.tell_layout()
             self.sync_weights()  # the engines now hold the new policy
             if self.reference_is_due():
@@ -171,7 +171,7 @@ class GRPOTrainer:
         job = self.roles.actor.submit_log_probs("old_log_prob", batch)
         return batch.union(self.roles.actor.collect_log_probs(job))
 
-    @stage("adv", needs=("token_level_scores", "rollout_log_probs"), adds=("advantages", "old_log_probs"))
+    @stage("adv", needs=("token_level_scores", "rollout_log_probs"), adds=("advantages",))
     def compute_targets(self, batch: DataProtoRef) -> DataProtoRef:
         """How much better each response is than its group, and what else the update trains on."""
         seed = group_seed(self.config.trainer.seed, self.step + 1, -1)
@@ -181,11 +181,13 @@ class GRPOTrainer:
         self.metrics |= metrics
         return batch.replace(targets)
 
-    @stage("update_actor", needs=("responses", "old_log_probs", "advantages"))
-    def update(self, batch: DataProtoRef) -> None:
+    @stage("update_actor", needs=("responses", "advantages"), adds=("old_log_probs",))
+    def update(self, batch: DataProtoRef) -> DataProtoRef:
         """One optimizer step per mini-batch, `ppo_epochs` times over."""
-        metrics = self.roles.actor.update(batch, self._mini_batches(len(batch)), self.objective, self.step + 1)
+        mini_batches = self._mini_batches(len(batch))
+        batch, metrics = self.roles.actor.update(batch, mini_batches, self.objective, self.step + 1)
         self.metrics |= metric_values(metrics)
+        return batch
 
     @stage("update_weights")
     def sync_weights(self) -> None:
@@ -261,8 +263,10 @@ class GRPOTrainer:
         return frequency > 0 and (self.step % frequency == 0 or self.step == self.total_steps)
 
     def measure(self, batch: DataProtoRef) -> None:
-        """Turn the step's batch and timings into metrics, and have its samples written."""
+        """Turn the step's batch and timings into metrics."""
         self.metrics |= batch_metrics(batch)
+        if self.targets.on_policy:
+            self.metrics |= self.roles.reward.rollout_diagnostics(batch)
         self.metrics |= performance_metrics(self.timings, self.metrics)
         self.metrics["training/epoch"] = self.prompts.sampler.epoch
         self.metrics["training/weight_version"] = self.weight_version

@@ -87,11 +87,12 @@ class ActorGroup(PolicyGroup):
 
     def update(
         self, batch: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: ObjectiveSettings, step: int
-    ) -> dict[str, Metric]:
+    ) -> tuple[DataProtoRef, dict[str, Metric]]:
         """One optimizer step per mini-batch (arrays of row positions), each spread over the ranks.
 
         Returns:
-            Metrics: merged over ranks, then averaged over mini-batches.
+            (the batch, on policy with the `old_log_probs` of the update itself; metrics, merged over ranks, then
+            averaged over mini-batches).
         """
         ranks = len(self.workers)
         shares = [_shares(batch, rows, ranks) for rows in mini_batches]
@@ -101,8 +102,11 @@ class ActorGroup(PolicyGroup):
             positions = [np.searchsorted(own, share[rank]) for share in shares]
             arguments.append((batch.reorder(own), positions, objective, step))
         results = self.workers.call_each("update", "update", arguments)
-        merged = [merge_metrics(parts) for parts in zip(*results, strict=True)]
-        return merge_metrics([_per_mini_batch(metrics) for metrics in merged])
+        merged = [merge_metrics(parts) for parts in zip(*(metrics for metrics, _ in results), strict=True)]
+        if objective.on_policy:
+            old = DataProtoRef.concat([log_probs for _, log_probs in results])
+            batch = batch.union(old.reorder(np.argsort(np.concatenate(shares[0]))))
+        return batch, merge_metrics([_per_mini_batch(metrics) for metrics in merged])
 
     def save_checkpoint(self, folder: str) -> None:
         """Write model, optimizer and schedule."""
@@ -173,6 +177,11 @@ class RewardPool:
         """What the update trains on, from the whole batch; and metrics."""
         inputs = batch.select(("uid", *TARGET_COLUMNS, *settings.columns))
         return self.workers.call(0, "targets", "compute_targets", inputs, settings, kl_coef, seed)
+
+    def rollout_diagnostics(self, batch: DataProtoRef) -> dict[str, float]:
+        """How far the sampler and the policy are apart."""
+        inputs = batch.select(("response_mask", "rollout_log_probs", "old_log_probs"))
+        return self.workers.call(0, "rollout_diagnostics", "rollout_diagnostics", inputs)
 
     def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The batch as text, one dict per row; for the few rows that are shown."""

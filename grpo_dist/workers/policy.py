@@ -191,7 +191,7 @@ class ActorWorker(PolicyWorker):
     @on_device(optimizer=True)
     def update(
         self, rows: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: ObjectiveSettings, step: int
-    ) -> list[dict[str, Metric]]:
+    ) -> tuple[list[dict[str, Metric]], DataProtoRef | None]:
         """One optimizer step per mini-batch.
 
         Args:
@@ -201,15 +201,15 @@ class ActorWorker(PolicyWorker):
             step: training step, for messages.
 
         Returns:
-            Metrics of this rank, one dict per mini-batch.
+            Metrics of this rank, one dict per mini-batch; on policy also a handle with `old_log_probs`.
         """
         from grpo_dist.engines.fsdp_engine import SEQUENCE_COLUMNS
 
         data = rows.fetch((*SEQUENCE_COLUMNS, *objective.columns, "uid"))
-        metrics = []
+        results = []
         for number, mini_batch in enumerate(mini_batches):
             try:
-                metrics.append(
+                results.append(
                     self.engine.train_mini_batch(
                         data.index(mini_batch),
                         micro_batch_size=self.settings.train_micro_batch_size,
@@ -220,7 +220,10 @@ class ActorWorker(PolicyWorker):
             except TrainingDiverged as error:
                 where = f"step {step}, actor, mini-batch {number + 1} of {len(mini_batches)}"
                 raise TrainingDiverged(f"{where}: {error}") from None
-        return metrics
+        old = None
+        if objective.on_policy:  # one mini-batch
+            old = DataProtoRef.put(DataProto.from_dict({"old_log_probs": results[0].log_probs}), small=())
+        return [result.metrics for result in results], old
 
     def load_reference_head(self, head: Sequence[ray.ObjectRef]) -> None:
         """Take the reference's present output layer for the exact KL."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo_dist.algorithms.correction import compute_rollout_correction
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
 from grpo_dist.errors import RewardError
 from grpo_dist.protocol import DataProto, Ragged
@@ -190,6 +191,12 @@ class RewardWorker(Process):
         columns["advantage_mean"] = out["advantages"].sum(-1) / lengths.clamp_min(1)
         columns["reward"] = out["token_level_rewards"].sum(-1)
         return DataProtoRef.put(DataProto.from_dict(columns), small=("advantage_mean", "reward")), metrics
+
+    def rollout_diagnostics(self, batch: DataProtoRef) -> dict[str, float]:
+        """The metrics of `algorithms.correction`, from old log-probs that the update brought."""
+        names = ("old_log_probs", "rollout_log_probs", "response_mask")
+        data = batch.fetch(names)
+        return compute_rollout_correction(**{name: data[name].to_padded(0) for name in names})[2]
 
     def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
         """step, uid, input, output, gts (ground truth), score and, where there is one, advantage of every row."""

@@ -92,3 +92,14 @@ def test_columns_are_those_that_are_read() -> None:
     everything = TargetSettings("grpo_process", kl_penalty="k1", top_entropy_quantile=0.2)
     assert everything.columns == ("old_log_probs", "ref_log_probs", "old_entropies", "step_mask")
     assert TargetSettings("grpo", bypass_mode=True).columns == ()
+    assert TargetSettings("grpo", on_policy=True).columns == ()
+
+
+def test_on_policy_nothing_is_compared_yet() -> None:
+    """The advantages do not need the old log-probs, and the update brings them."""
+    columns = {name: values for name, values in COLUMNS.items() if name != "old_log_probs"}
+    out, metrics = compute_targets(columns, TargetSettings("grpo", PLAIN, on_policy=True), **ROWS)
+    expected, _ = compute_targets(COLUMNS, TargetSettings("grpo", PLAIN), **ROWS)
+    assert torch.equal(out["advantages"], expected["advantages"])
+    assert "old_log_probs" not in out
+    assert metrics == {}

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import transformers
 
 from grpo_dist.config.load import load_config
 from grpo_dist.config.memory import GIB, kv_cache_tokens, memory_estimate, model_config_at_hand, model_shape
@@ -108,6 +109,39 @@ def test_kv_cache_of_a_given_size():
     config, _ = load("cluster=node8", f"{ROLLOUT}.kv_cache_memory_gib=9", f"{ROLLOUT}.tensor_model_parallel_size=2")
     # 2 (key, value) * 36 layers * 8 heads * 128 values * 2 bytes = 144 KiB per token, on two GPUs.
     assert kv_cache_tokens(config, QWEN3_8B) == 2 * 9 * 2**30 // (144 * 2**10)
+
+
+def test_memory_with_lora_is_that_of_its_factors(tmp_path):
+    """Gradients and optimizer states only for what is trained: 2 matrices of rank 4 beside each one that peft finds."""
+    from grpo_dist.engines.lora import add_lora
+    from grpo_dist.engines.settings import LoraSettings
+    from tests.models import random_model
+
+    folder = random_model("Llama", tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    add_lora(model, LoraSettings(4, 8, "all-linear"))
+    factors = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    lora = ("actor_rollout_ref.model.lora_rank=4", f"actor_rollout_ref.model.path={folder}")
+    config, _ = load(*lora, "cluster.actor_world_size=1")
+    actor, *others = memory_estimate(config, json.loads((tmp_path / "config.json").read_text()))
+    found = {name: round(gib * GIB / 4) for name, gib in actor.parts}
+    assert found["weights"] == whole + factors
+    assert found["gradients"] == factors
+    assert found["optimizer"] == 2 * factors
+    assert [role.role for role in others] == ["rollout"], "the actor without its factors is the reference"
+    assert "not started: it is the actor without its LoRA factors" in format_plan(config, [])
+
+
+@pytest.mark.parametrize(
+    ("override", "passes"),
+    [
+        (f"{ACTOR}.ppo_epochs=1", "none: they are the update's own"),
+        ("algorithm.rollout_correction.bypass_mode=true", "none: they are the sampler's (bypass_mode)"),
+    ],
+)
+def test_where_old_log_probs_come_from(override, passes):
+    assert dict(batch_arithmetic(load(override)[0]))["old log-prob passes per actor rank"] == passes
 
 
 def test_numbers_of_the_engines_are_the_engines():

@@ -5,9 +5,15 @@ import pytest
 from grpo_dist.algorithms import aggregate
 from grpo_dist.algorithms.advantage import ADVANTAGE
 from grpo_dist.algorithms.kl import KL
-from grpo_dist.algorithms.policy_loss import POLICY_LOSS
+from grpo_dist.algorithms.policy_loss import POLICY_LOSS, TOKEN_SELECTING
 from grpo_dist.config.load import load_config
-from grpo_dist.config.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
+from grpo_dist.config.names import (
+    ADV_ESTIMATORS,
+    KL_LOSS_TYPES,
+    LOSS_AGG_MODES,
+    LOSS_MODES,
+    TOKEN_SELECTING_LOSSES,
+)
 from grpo_dist.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"
@@ -28,6 +34,7 @@ def test_names_are_those_of_the_registries():
     assert sorted(ADV_ESTIMATORS) == ADVANTAGE.names()
     assert sorted(name for name in KL_LOSS_TYPES if not name.endswith("+")) == KL.names()
     assert sorted(LOSS_MODES) == POLICY_LOSS.names()
+    assert set(TOKEN_SELECTING_LOSSES) == set(TOKEN_SELECTING)
     assert LOSS_AGG_MODES == aggregate.LOSS_AGG_MODES
 
 
@@ -117,6 +124,28 @@ def test_custom_names_pass(tmp_path):
     mine.write_text("def estimator(): ...")
     config = load(f"algorithm.adv_estimator={mine}:estimator", f"{ACTOR}.kl_loss_type=pkg.module:k9")
     assert config.algorithm.adv_estimator == f"{mine}:estimator"
+
+
+ON_POLICY = ("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=1")
+CORRECTION = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ((), False),
+        ((f"{ACTOR}.ppo_epochs=2",), True),
+        ((f"{ACTOR}.ppo_mini_batch_size=4",), True),
+        (("algorithm.use_kl_in_reward=true",), True),
+        ((f"{CORRECTION}.rollout_is=token",), True),
+        ((f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2"), True),
+        ((f"{ACTOR}.top_entropy_quantile=0.2",), True),
+        ((f"{ACTOR}.policy_loss.loss_mode=kl_cov",), True),
+        ((f"{CORRECTION}.bypass_mode=true", f"{ACTOR}.ppo_epochs=2"), False),
+    ],
+)
+def test_old_log_probs_are_computed_only_where_the_update_cannot_know_them(changes, needed):
+    assert load(*ON_POLICY, *changes).needs_old_log_probs == needed
 
 
 def test_null_types_depend_on_the_device():

@@ -28,7 +28,7 @@ def engine_with_schedule(path: str) -> FSDPEngine:
 def step(engine: FSDPEngine, rank: int, world_size: int, number: int) -> dict[str, float]:
     rows = list(range(rank, 8, world_size))
     data = random_batch(num_groups=4, n=2, seed=number).index(rows)
-    return metric_values(engine.train_mini_batch(data, micro_batch_size=4, objective=objective()))
+    return metric_values(engine.train_mini_batch(data, micro_batch_size=4, objective=objective()).metrics)
 
 
 def weights(engine: FSDPEngine) -> dict[str, np.ndarray]:

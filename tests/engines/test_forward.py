@@ -31,7 +31,7 @@ def one_rank(rank: int, paths: dict[str, str]) -> dict[str, Any]:
         engine = trainable_engine(paths[name])
         padded = trainable_engine(paths[name], layout="padded")
         out[name] = {"columns": columns(engine, data), "padded": columns(padded, data)}
-        metrics = engine.train_mini_batch(data, micro_batch_size=8, objective=objective())
+        metrics = engine.train_mini_batch(data, micro_batch_size=8, objective=objective()).metrics
         out[name] |= {"report": engine.forward.report, "layout": engine.forward.layout, "metrics": sorted(metrics)}
     bf16 = trainable_engine(paths["Qwen3"], dtype="bf16")
     bf16.compute_log_probs(data, micro_batch_size=8)

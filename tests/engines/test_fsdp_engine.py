@@ -76,7 +76,9 @@ def one_rank(rank: int, path: str) -> dict[str, Any]:
         plain = plain_step(path, data, coefficient)
         engine = trainable_engine(path, temperature=TEMPERATURE)
         before = [engine.compute_log_probs(data, micro_batch_size=size) for size in (1, 4, 100)]
-        metrics = engine.train_mini_batch(data, micro_batch_size=4, objective=objective(entropy_coeff=coefficient))
+        metrics = engine.train_mini_batch(
+            data, micro_batch_size=4, objective=objective(entropy_coeff=coefficient)
+        ).metrics
         out[f"entropy_coeff={coefficient}"] = {
             "plain": plain | {"weights": numpy(plain["weights"].items())},
             "metrics": metric_values(metrics),
@@ -182,7 +184,7 @@ def two_ranks(rank: int, path: str) -> dict[str, Any]:
             messages[name] = str(error)
     after = numpy(engine.full_parameters("float32"))
     state = dict(engine.optimizer.state)
-    metrics = engine.train_mini_batch(data, micro_batch_size=2, objective=objective())
+    metrics = engine.train_mini_batch(data, micro_batch_size=2, objective=objective()).metrics
     return {
         "messages": messages,
         "changed": [name for name in before if (before[name] != after[name]).any()],

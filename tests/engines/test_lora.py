@@ -32,7 +32,9 @@ def train(rank: int, path: str, folder: str) -> dict[str, Any]:
     share = list(range(8))[rank :: torch.distributed.get_world_size()]
     before = {name: tensor.clone() for name, tensor in engine.full_parameters("float32")}
     untouched = log_probs(engine)
-    metrics = [engine.train_mini_batch(data.index(share), micro_batch_size=2, objective=objective()) for _ in range(3)]
+    metrics = [
+        engine.train_mini_batch(data.index(share), micro_batch_size=2, objective=objective()).metrics for _ in range(3)
+    ]
     merged = dict(engine.full_parameters("float32"))
     engine_state = engine.export_state()
     if rank == 0:

@@ -48,7 +48,7 @@ def one_way(rank: int, path: str, shards: list[list[int]], way: str) -> dict[str
     data = batch().index(shards[rank])
     before = {name: tensor.clone() for name, tensor in engine.full_parameters("float32")}
     columns = engine.compute_columns(data, ("log_probs", "entropies"), **limits)
-    metrics = engine.train_mini_batch(data, objective=objective(), **limits)
+    metrics = engine.train_mini_batch(data, objective=objective(), **limits).metrics
     return {
         "columns": {name: column.values.numpy().copy() for name, column in columns.items()},
         "metrics": metrics,

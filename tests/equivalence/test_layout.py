@@ -52,7 +52,7 @@ def train(rank: int, path: str, shards: list[list[int]], micro_batch_size: int, 
                 data.index(shards[rank]),
                 micro_batch_size=micro_batch_size,
                 objective=objective(loss_agg_mode=mode, **changes),
-            )
+            ).metrics
             for _ in range(2)
         ]
         log_probs = engine.compute_log_probs(data.index(shards[rank]), micro_batch_size=micro_batch_size)

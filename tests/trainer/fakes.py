@@ -8,6 +8,7 @@ import time
 import numpy as np
 import torch
 
+from grpo_dist.engines.settings import ObjectiveSettings
 from grpo_dist.engines.vllm_engine import Response
 from grpo_dist.protocol import DataProto, Mean, Ragged, Sum
 from grpo_dist.workers.batch_ref import DataProtoRef
@@ -81,10 +82,14 @@ class FakeActorWorker(FakePolicyWorker):
 
     column = "old_log_probs"
 
-    def update(self, rows: DataProtoRef, mini_batches: list[np.ndarray], objective: object, step: int) -> list[dict]:
-        data = rows.fetch(("responses", "advantages", "old_log_probs", "uid"))
+    def update(
+        self, rows: DataProtoRef, mini_batches: list[np.ndarray], objective: ObjectiveSettings, step: int
+    ) -> tuple[list[dict], DataProtoRef | None]:
+        data = rows.fetch(("responses", "uid", *objective.columns))
         self.updates.append([data["uid"][positions].tolist() for positions in mini_batches])
-        return [{"actor/loss": Sum(len(p)), "actor/grad_norm": Mean(1.0, 1)} for p in mini_batches]
+        metrics = [{"actor/loss": Sum(len(p)), "actor/grad_norm": Mean(1.0, 1)} for p in mini_batches]
+        own = rows.reorder(mini_batches[0])
+        return metrics, self.compute_log_probs(own) if objective.on_policy else None
 
     def export_weights(self, dtype: str) -> list:
         return []

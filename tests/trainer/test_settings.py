@@ -23,9 +23,10 @@ def load(*overrides: str):
 @pytest.mark.parametrize(
     ("overrides", "objective", "reference"),
     [
-        ([], ("old_log_probs", "advantages", "ref_log_probs"), ("ref_log_probs",)),
-        ([f"{ACTOR}.use_kl_loss=false"], ("old_log_probs", "advantages"), ()),
-        ([f"{ACTOR}.kl_loss_type=full"], ("old_log_probs", "advantages", "ref_hidden_states"), ("ref_hidden_states",)),
+        ([], ("advantages", "ref_log_probs"), ("ref_log_probs",)),
+        ([f"{ACTOR}.ppo_epochs=2"], ("old_log_probs", "advantages", "ref_log_probs"), ("ref_log_probs",)),
+        ([f"{ACTOR}.use_kl_loss=false"], ("advantages",), ()),
+        ([f"{ACTOR}.kl_loss_type=full"], ("advantages", "ref_hidden_states"), ("ref_hidden_states",)),
         (
             [f"{ACTOR}.kl_loss_type=full", "algorithm.use_kl_in_reward=true"],
             ("old_log_probs", "advantages", "ref_hidden_states"),

@@ -275,6 +275,17 @@ def test_bypass_mode_leaves_the_old_log_probs_out(tmp_path: Path, groups: dict[s
     assert "training/rollout_probs_diff_max" not in trainer.history[-1], "nothing was compared"
 
 
+def test_on_policy_the_old_log_probs_are_the_updates_own(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+    """One mini-batch, one epoch: no pass before the update; the diagnostics are the same as with one."""
+    trainer = make_trainer(tmp_path, groups, "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+    trainer.fit()
+    step = trainer.history[1]
+    assert "timing_s/old_log_prob" not in step
+    assert step["training/rollout_probs_diff_mean"] == pytest.approx(np.exp(-1) - np.exp(-1.25))
+    batch = trainer.update(trainer.compute_targets(trainer.rollout())).fetch(("responses", "old_log_probs"))
+    assert batch["old_log_probs"].lengths.tolist() == batch["responses"].lengths.tolist(), "each row has its own"
+
+
 def test_validation_samples_in_its_own_way(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """All of val_kwargs reach the engine, each prompt with a seed of its own, the same in every validation."""
     recording = groups | {"rollout": spawn("rollout", RecordingRolloutWorker, [()])}
