@@ -8,7 +8,10 @@ reference. Nothing is checked here: rules.py compares the result with the machin
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import Device
@@ -30,7 +33,7 @@ class Placement:
         ref_world_size: reference processes; 0 where none is needed.
         gpus_per_worker: GPUs that Ray reserves for one process; below 1 where roles share a GPU.
         num_cpus_per_worker: logical CPUs that Ray reserves for one process.
-        num_threads_per_worker: compute threads of one process on CPU.
+        num_threads: compute threads of one process on CPU, by role.
     """
 
     device: Device
@@ -40,7 +43,7 @@ class Placement:
     ref_world_size: int
     gpus_per_worker: float
     num_cpus_per_worker: float
-    num_threads_per_worker: int
+    num_threads: Mapping[str, int]
 
     @property
     def num_engines(self) -> int:
@@ -79,8 +82,41 @@ def placement(config: RunConfig) -> Placement:
         ref_world_size=ref,
         gpus_per_worker=per_worker,
         num_cpus_per_worker=asked.num_cpus_per_worker or (_CPU_SHARE if on_cpu else 1.0),
-        num_threads_per_worker=asked.num_threads_per_worker or 1,
+        num_threads=_threads(config, {"actor": actor, "rollout": rollout // tensor_parallel, "ref": ref}),
     )
+
+
+def _threads(config: RunConfig, processes: Mapping[str, int]) -> dict[str, int]:
+    """Compute threads of a process of each role: a phase belongs to one role, whose processes share a node's cores.
+
+    The reference computes while the engines still generate. Its share is a whole one all the same: it has little to do
+    then, and the cores to itself afterwards.
+    """
+    asked, nodes = config.cluster.num_threads_per_worker, config.trainer.nnodes
+    if asked is not None or config.device != "cpu":
+        return dict.fromkeys(processes, asked or 1)
+    cores = physical_cores()
+    return {role: max(1, min(cores, cores * nodes // max(number, 1))) for role, number in processes.items()}
+
+
+def physical_cores() -> int:
+    """Cores that this process may use; hyperthreads of a core, which share its arithmetic, count once."""
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    try:
+        files = (Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus)
+        cores = len({file.read_text() for file in files})
+    except OSError:
+        cores = len(cpus)
+    return max(1, min(cores, _cgroup_cores()))
+
+
+def _cgroup_cores() -> int:
+    """A container's limit; many where there is none."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return math.ceil(int(quota) / int(period))
+    except (OSError, ValueError):  # "max" is no number
+        return 1 << 20
 
 
 def _split(config: RunConfig, gpus: int, tensor_parallel: int) -> tuple[int, int, int]:

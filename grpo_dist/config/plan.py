@@ -165,7 +165,9 @@ def _placement_rows(config: RunConfig) -> Rows:
         rows.append(("GPUs", used + (f"; {unused} idle" if unused > 0 and not place.shares_gpu else "")))
     rows.append(("per worker", f"{place.gpus_per_worker:g} GPU, {place.num_cpus_per_worker:g} logical CPU"))
     if place.device == "cpu":
-        rows.append(("threads per worker", str(place.num_threads_per_worker)))
+        started = [role for role in place.num_threads if role != "ref" or place.ref_world_size]
+        threads = ", ".join(f"{role} {place.num_threads[role]}" for role in started)
+        rows.append(("threads per worker", threads))
     return rows
 
 

@@ -1,4 +1,5 @@
-"""Which token sees which, for every attention kernel: a dense mask for SDPA, a block mask for FlexAttention.
+"""Which token sees which, for every attention kernel: a dense mask for SDPA, segments for long rows on CPU, a block
+mask for FlexAttention.
 
 A token sees the tokens before it that belong to its own segment, or to its prompt's.
 """
@@ -13,8 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from grpo_dist.engines.segment_attention import segment_attention_forward, segment_runs
+
 FLEX = "grpo_dist_flex"
 FLASH = "flash_attention_2"
+SEGMENTS = "grpo_dist_segments"
+# Rows on CPU up to this long take one call under a dense mask, which costs less than a call for each segment.
+DENSE_TOKENS = 192
 # FlexAttention works on blocks of so many tokens.
 FLEX_BLOCK = 128
 
@@ -37,15 +43,19 @@ def why_padded(config: Any) -> str:
 def attention_implementation(config: Any, layout: str, device: str) -> str:
     """The `attn_implementation` that a model is loaded with.
 
-    CPU: SDPA. GPU: FlashAttention (varlen) for packed where it is installed, else FlexAttention; SDPA for padded.
+    CPU: SDPA, in long rows one call for each segment. GPU: FlashAttention (varlen) for packed where it is installed,
+    else FlexAttention; SDPA for padded.
     """
     if getattr(getattr(config, "text_config", config), "attn_logit_softcapping", None):
         return "eager"  # SDPA would leave the capping out
-    if device == "cpu" or layout == "padded":
+    if layout == "padded":
         return "sdpa"
+    if device == "cpu":
+        _register(SEGMENTS, segment_attention_forward)
+        return SEGMENTS
     if layout == "packed" and _flash_attention_installed():
         return FLASH
-    _register_flex()
+    _register(FLEX, flex_attention_forward)
     return FLEX
 
 
@@ -79,12 +89,24 @@ def block_mask(segments: Tensor) -> BlockMask:
     )
 
 
-def attention_inputs(segments: Tensor | None, position_ids: Tensor, implementation: str) -> dict[str, Any]:
-    """The model's keyword arguments that say who sees whom; none are needed for padded sequences."""
+def attention_inputs(
+    segments: Tensor | None, position_ids: Tensor, implementation: str, dense_tokens: int = DENSE_TOKENS
+) -> dict[str, Any]:
+    """The model's keyword arguments that say who sees whom; none are needed for padded sequences.
+
+    Args:
+        segments: (2, B, L), see `MicroBatch`.
+        position_ids: (B, L).
+        implementation: of `attention_implementation`.
+        dense_tokens: rows on CPU up to this long get a dense mask.
+    """
     if segments is None:
         return {}
     if implementation == FLASH:
         return varlen_inputs(position_ids)
+    if implementation == SEGMENTS and segments.shape[2] > dense_tokens:
+        unused = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # any mask of four axes keeps the model from making its own
+        return {"attention_mask": unused, "segments": segment_runs(segments)}
     mask = block_mask(segments) if implementation == FLEX else dense_mask(segments)
     return {"attention_mask": mask}
 
@@ -137,12 +159,12 @@ def _block_mask_maker(device: str) -> Any:
 
 
 @cache
-def _register_flex() -> None:
+def _register(name: str, forward: Callable[..., Any]) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(FLEX, flex_attention_forward)
-    AttentionMaskInterface.register(FLEX, sdpa_mask)
+    AttentionInterface.register(name, forward)
+    AttentionMaskInterface.register(name, sdpa_mask)
 
 
 def _flash_attention_installed() -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_dist.algorithms.masking import token_entropy, token_log_probs
-from grpo_dist.engines.attention import attention_inputs, why_padded
+from grpo_dist.engines.attention import DENSE_TOKENS, attention_inputs, why_padded
 from grpo_dist.engines.exact_kl import ReferenceHead
 from grpo_dist.engines.head import HeadRequest, HeadValues, ResponseHead
 from grpo_dist.engines.micro_batch import MicroBatch, make_micro_batch
@@ -43,6 +43,7 @@ class PolicyForward:
     Attributes:
         layout: what is used.
         report: one sentence for the user on the layout and why; "" before the check.
+        dense_tokens: rows on CPU up to this long take their attention under a dense mask.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class PolicyForward:
         self.layout = "padded" if self._unfit else layout
         self.wanted = layout
         self.report = ""
+        self.dense_tokens = DENSE_TOKENS
 
     # --- forward -----------------------------------------------------------------------------------------------
     def micro_batch(self, data: DataProto, columns: Sequence[str]) -> MicroBatch:
@@ -96,7 +98,7 @@ class PolicyForward:
 
     def _run(self, micro_batch: MicroBatch, **options: Any) -> Any:
         implementation = self.model.config._attn_implementation
-        mask = attention_inputs(micro_batch.segments, micro_batch.position_ids, implementation)
+        mask = attention_inputs(micro_batch.segments, micro_batch.position_ids, implementation, self.dense_tokens)
         return self.model(
             input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids, use_cache=False, **mask, **options
         )
@@ -133,6 +135,7 @@ class PolicyForward:
             return
         was_training = self.model.training
         self.model.eval()
+        self.dense_tokens = 0  # the few are short: long rows' attention is what may not fit the model
         few = _a_few(data)
         alone = self._alone(few)
         reasons = [self._unfit] if self._unfit else []
@@ -145,6 +148,7 @@ class PolicyForward:
             what = SHOWN[layout] if layout != "padded" else "the chunked output layer"
             reasons.append(f"{what}: {fault or f'log-probs differ by {difference:.2g} nats on average'}")
         self.model.train(was_training)
+        self.dense_tokens = DENSE_TOKENS
         self.report = _report(self.wanted, self.layout, self.head is not None, reasons, difference)
 
     def _difference(self, data: DataProto, alone: Tensor) -> tuple[float, str]:

@@ -166,14 +166,15 @@ class Workers:
         """Start the processes; they import what they need while the driver reads the prompts."""
         self.config, self.place = config, placement(config)
         self._placement_group, bundles = reserve(_resources(config, self.place))
-        common: dict[str, Any] = {"env": _environment(self.place), "timeout_s": config.trainer.worker_timeout_s}
+        common: dict[str, Any] = {"timeout_s": config.trainer.worker_timeout_s}
 
         def spawn(role: str, worker_class: type, **options: Any) -> WorkerGroup:
             size = len(bundles[role])
             args = [(rank, size) if issubclass(worker_class, PolicyWorker) else () for rank in range(size)]
             return WorkerGroup.spawn(role, worker_class, bundles[role], args=args, **common, **options)
 
-        self.rollout = spawn("rollout", RolloutWorker, max_concurrency=MAX_PROMPTS_IN_FLIGHT)
+        engine = {"env": _environment(self.place), "max_concurrency": MAX_PROMPTS_IN_FLIGHT}
+        self.rollout = spawn("rollout", RolloutWorker, **engine)
         self.actor = spawn("actor", ActorWorker)
         self.ref = spawn("ref", PolicyWorker) if self.place.ref_world_size else None
         self.reward = spawn("reward", RewardWorker)
@@ -260,8 +261,9 @@ def _resources(config: RunConfig, place: Placement) -> Mapping[str, tuple[int, f
 
 
 def _environment(place: Placement) -> dict[str, str]:
-    """What must be set before a worker starts. Ray itself sets OMP_NUM_THREADS=1 for workers of up to one CPU, and
-    workers without variables of their own can use the processes that Ray has started beforehand.
+    """What must be set before an engine's process starts: vLLM's kernels ask OpenMP. Ray itself sets OMP_NUM_THREADS=1
+    for workers of up to one CPU, and workers without variables of their own can use the processes that Ray has started
+    beforehand.
     """
-    threads = place.num_threads_per_worker
+    threads = place.num_threads["rollout"]
     return {"OMP_NUM_THREADS": str(threads)} if place.device == "cpu" and threads > 1 else {}

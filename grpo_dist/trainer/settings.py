@@ -40,7 +40,7 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
             optimizer_offload=fsdp.optimizer_offload,
         ),
         device=place.device,
-        num_threads=place.num_threads_per_worker,
+        num_threads=place.num_threads["actor"],
         temperature=rollout.temperature,
         columns=("old_log_probs", "old_entropies") if actor.top_entropy_quantile < 1 else ("old_log_probs",),
         log_prob_micro_batch_size=rollout.log_prob_micro_batch_size_per_gpu,
@@ -115,7 +115,7 @@ def reference_settings(config: RunConfig, place: Placement) -> PolicySettings:
     return PolicySettings(
         model=replace(_model_settings(config, dtype, dtype), lora=None, param_offload=ref.fsdp_config.param_offload),
         device=place.device,
-        num_threads=place.num_threads_per_worker,
+        num_threads=place.num_threads["ref"],
         temperature=config.actor_rollout_ref.rollout.temperature,
         columns=reference_columns(config),
         log_prob_micro_batch_size=ref.log_prob_micro_batch_size_per_gpu,

@@ -79,8 +79,8 @@ class WorkerGroup:
         bundles: Sequence[Bundle],
         *,
         args: Sequence[tuple[Any, ...]],
-        env: Mapping[str, str],
         timeout_s: float,
+        env: Mapping[str, str] | None = None,
         max_concurrency: int = 1,
     ) -> WorkerGroup:
         """Start one process per bundle; rank i is built with `worker_class(*args[i])`. Returns without waiting."""

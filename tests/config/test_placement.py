@@ -1,9 +1,12 @@
 """The placement table: processes of each role for a number of GPUs."""
 
+import os
+
 import pytest
 
+import grpo_dist.config.placement as placement_module
 from grpo_dist.config.load import load_config
-from grpo_dist.config.placement import placement
+from grpo_dist.config.placement import physical_cores, placement
 
 NO_KL = "actor_rollout_ref.actor.use_kl_loss=false"
 TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
@@ -26,7 +29,7 @@ def test_cpu():
         1,
         1,
     )
-    assert (found.gpus_per_worker, found.num_cpus_per_worker, found.num_threads_per_worker) == (0.0, 0.1, 1)
+    assert (found.gpus_per_worker, found.num_cpus_per_worker) == (0.0, 0.1)
     assert not found.shares_gpu
     assert place(NO_KL).ref_world_size == 0
 
@@ -80,4 +83,28 @@ def test_set_values_win():
         "cluster.num_threads_per_worker=3",
     )
     assert (found.actor_world_size, found.num_engines, found.ref_world_size) == (4, 2, 2)
-    assert (found.num_cpus_per_worker, found.num_threads_per_worker) == (0.5, 3)
+    assert found.num_cpus_per_worker == 0.5
+    assert found.num_threads == {"actor": 3, "rollout": 3, "ref": 3}
+
+
+@pytest.mark.parametrize(
+    ("cores", "overrides", "threads"),
+    [
+        (2, [], {"actor": 1, "rollout": 2, "ref": 2}),
+        (16, [], {"actor": 8, "rollout": 16, "ref": 16}),
+        (16, ["cluster.actor_world_size=4", "cluster.rollout_world_size=2"], {"actor": 4, "rollout": 8, "ref": 16}),
+        (1, [], {"actor": 1, "rollout": 1, "ref": 1}),
+        (4, ["trainer.nnodes=2", "cluster.actor_world_size=4"], {"actor": 2, "rollout": 4, "ref": 4}),
+    ],
+)
+def test_the_processes_of_a_role_share_the_cores(cores, overrides, threads, monkeypatch):
+    monkeypatch.setattr(placement_module, "physical_cores", lambda: cores)
+    assert place("cluster=cpu", *overrides).num_threads == threads
+
+
+def test_on_gpu_one_thread_each():
+    assert set(place("cluster=node8").num_threads.values()) == {1}
+
+
+def test_cores_of_this_machine():
+    assert 1 <= physical_cores() <= os.cpu_count()

@@ -11,6 +11,7 @@ from grpo_dist.engines import attention
 from grpo_dist.engines.attention import (
     FLASH,
     FLEX,
+    SEGMENTS,
     attention_implementation,
     attention_inputs,
     block_mask,
@@ -25,7 +26,7 @@ from grpo_dist.engines.settings import choose_layout
 # [prompt | r1 | r2] of one group, a second group, two tokens of padding; and a row of padding but for one token.
 OWN = [[0, 0, 0, 1, 1, 2, 3, 3, 4, -1, -1], [5] + [-1] * 10]
 PARENT = [[0, 0, 0, 0, 0, 0, 3, 3, 3, -1, -1], [5] + [-1] * 10]
-SEGMENTS = torch.tensor([OWN, PARENT], dtype=torch.int32)
+ROWS = torch.tensor([OWN, PARENT], dtype=torch.int32)
 
 
 def by_hand(row: int, q: int, k: int) -> bool:
@@ -33,8 +34,8 @@ def by_hand(row: int, q: int, k: int) -> bool:
 
 
 def test_both_masks_are_the_rule() -> None:
-    dense = dense_mask(SEGMENTS)
-    mask_mod = sees(SEGMENTS)
+    dense = dense_mask(ROWS)
+    mask_mod = sees(ROWS)
     assert dense.shape == (2, 1, 11, 11)
     for row in range(2):
         for q in range(11):
@@ -50,11 +51,11 @@ def test_flex_attention_under_the_block_mask_equals_sdpa_under_the_dense_one() -
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, 11, 8, generator=generator) for heads in (4, 2, 2))
     module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-    mask = block_mask(SEGMENTS)
+    mask = block_mask(ROWS)
     assert isinstance(mask, BlockMask)
     with torch.no_grad():
         flex, _ = flex_attention_forward(module, query, key, value, mask, scaling=0.3)  # type: ignore[arg-type]
-        dense, _ = flex_attention_forward(module, query, key, value, dense_mask(SEGMENTS), scaling=0.3)  # type: ignore[arg-type]
+        dense, _ = flex_attention_forward(module, query, key, value, dense_mask(ROWS), scaling=0.3)  # type: ignore[arg-type]
     torch.testing.assert_close(flex, dense, atol=1e-5, rtol=0)
     assert flex.shape == (2, 11, 4, 8)
 
@@ -68,15 +69,19 @@ def test_varlen_by_hand() -> None:
 def test_inputs_of_each_kernel() -> None:
     positions = torch.arange(11).repeat(2, 1)
     assert attention_inputs(None, positions, "sdpa") == {}
-    assert attention_inputs(SEGMENTS, positions, "sdpa")["attention_mask"].dtype == torch.bool
-    assert isinstance(attention_inputs(SEGMENTS, positions, FLEX)["attention_mask"], BlockMask)
-    assert "cu_seq_lens_k" in attention_inputs(SEGMENTS, positions[:1], FLASH)
+    assert attention_inputs(ROWS, positions, "sdpa")["attention_mask"].dtype == torch.bool
+    assert isinstance(attention_inputs(ROWS, positions, FLEX)["attention_mask"], BlockMask)
+    short, long = (attention_inputs(ROWS, positions, SEGMENTS, limit) for limit in (11, 10))
+    assert short["attention_mask"].shape == (2, 1, 11, 11)
+    assert len(long["segments"]) == 8
+    assert "cu_seq_lens_k" in attention_inputs(ROWS, positions[:1], FLASH)
 
 
 @pytest.mark.parametrize(
     ("layout", "device", "flash", "expected"),
     [
-        ("shared", "cpu", True, "sdpa"),
+        ("shared", "cpu", True, SEGMENTS),
+        ("padded", "cpu", True, "sdpa"),
         ("padded", "cuda", True, "sdpa"),
         ("shared", "cuda", True, FLEX),
         ("packed", "cuda", True, FLASH),
@@ -90,19 +95,20 @@ def test_kernel_by_device_and_layout(
     assert attention_implementation(transformers.Qwen3Config(), layout, device) == expected
 
 
-def test_a_model_runs_with_the_registered_kernel(random_models: dict[str, str]) -> None:
-    """transformers hands the block mask through to it."""
-    name = attention_implementation(transformers.Qwen3Config(), "shared", "cuda")
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_model_runs_with_the_registered_kernel(device: str, random_models: dict[str, str]) -> None:
+    """transformers hands the block mask, or the runs, through to it."""
+    name = attention_implementation(transformers.Qwen3Config(), "shared", device)
     ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13, 3, 3]])
     positions = torch.tensor([[0, 1, 2, 3, 4, 3, 0, 1, 2, 9, 10]])
-    segments = SEGMENTS[:, :1]
+    segments = ROWS[:, :1]
     logits = {}
     for kernel in ("sdpa", name):
         model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"], attn_implementation=kernel)
         with torch.no_grad():
-            mask = attention_inputs(segments, positions, kernel)
+            mask = attention_inputs(segments, positions, kernel, dense_tokens=0)
             logits[kernel] = model(input_ids=ids, position_ids=positions, **mask).logits
-    torch.testing.assert_close(logits["sdpa"], logits[name], atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits["sdpa"][:, :9], logits[name][:, :9], atol=1e-4, rtol=0)  # two of padding
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 def spawn(role: str, worker_class: type, args: list[tuple]) -> WorkerGroup:
     _, bundles = reserve({role: (len(args), 0.01, 0)})
     concurrency = 8 if role == "rollout" else 1
-    return WorkerGroup.spawn(
-        role, worker_class, bundles[role], args=args, env={}, timeout_s=200, max_concurrency=concurrency
-    )
+    return WorkerGroup.spawn(role, worker_class, bundles[role], args=args, timeout_s=200, max_concurrency=concurrency)
 
 
 @pytest.fixture(scope="module")

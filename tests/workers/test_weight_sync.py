@@ -56,7 +56,7 @@ def worker_class() -> type:
 def groups(local_ray: None) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
     _, bundles = reserve({"actor": (2, 0.05, 0.0), "rollout": (2, 0.05, 0.0)})
     actor, rollout = (
-        WorkerGroup.spawn(role, worker_class(), bundles[role], args=[(0,), (1,)], env={}, timeout_s=60.0)
+        WorkerGroup.spawn(role, worker_class(), bundles[role], args=[(0,), (1,)], timeout_s=60.0)
         for role in ("actor", "rollout")
     )
     yield actor, rollout
