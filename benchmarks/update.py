@@ -1,7 +1,7 @@
 """The update: `python -m benchmarks.update` prints three tables and writes JSON. A few minutes on two cores.
 
 (a) tokens per second, and useful operations per second against a large matrix product on the same machine;
-(b) padded, packed and shared micro-batches over group sizes and lengths;
+(b) padded, packed and shared micro-batches over group sizes and lengths, and padded ones with plain logits;
 (c) memory and time of the output layer against plain logits.
 
 Seconds on CPU are processor seconds of a thread: on a shared machine wall time says little.
@@ -22,6 +22,7 @@ import torch
 from benchmarks import head, record, workload
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.protocol import DataProto
+from grpo_dist.workers.process import keep_freed_memory
 
 LAYOUTS = ("padded", "packed", "shared")
 GRID = [(n, prompt, response, False) for n in (4, 16, 8) for prompt, response in ((64, 32), (32, 64), (64, 64))][:-1]
@@ -55,11 +56,13 @@ def efficiency(name: str, path: str, device: str, groups: int, rounds: int) -> d
 def layouts(path: str, device: str, cases: list[tuple[int, int, int, bool]], groups: int) -> list[dict[str, Any]]:
     """(b): the same batch in each layout, in turns, the best of two."""
     engines = {layout: workload.engine(path, layout, device) for layout in LAYOUTS}
+    engines["plain"] = workload.engine(path, "padded", device)
+    engines["plain"].forward.head = None
     rows = []
     for n, prompt, response, equal in cases:
         print(f"    n={n} P:R={prompt}:{response}", file=sys.stderr)
         data = workload.batch(groups, n, prompt, response, engines["padded"].model.config.vocab_size, equal=equal)
-        times: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
+        times: dict[str, list[float]] = {layout: [] for layout in engines}
         for _ in range(3):
             for layout, engine in engines.items():
                 times[layout].append(workload.seconds(partial(update, engine, data, None), device))
@@ -71,6 +74,7 @@ def layouts(path: str, device: str, cases: list[tuple[int, int, int, bool]], gro
                 **{f"{layout} s": seconds for layout, seconds in best.items()},
                 "packed x": best["padded"] / best["packed"],
                 "shared x": best["padded"] / best["shared"],
+                "x of plain": best["plain"] / best["shared"],
             }
         )
     return rows
@@ -91,6 +95,7 @@ def main() -> None:
     parser.add_argument("--parts", default="abc", help="which of a, b and c")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    keep_freed_memory()  # as policy workers do
     device = "cuda" if torch.cuda.is_available() else "cpu"
     workload.join_process_group(device)
     result: dict[str, Any] = {

@@ -1,8 +1,8 @@
 """How many processes each role gets, and on what. `cluster.*` decides; nulls are filled in here.
 
-Without GPUs: 2 actor ranks, 1 engine, 1 reference, sharing the CPU cores. On one GPU: one process of each
-role, sharing it. On more: about half of the GPUs train, most of the others generate, the rest hold the
-reference. Nothing is checked here: rules.py compares the result with the machines.
+Without GPUs: 2 actor ranks for the built-in model and 1 for larger ones, 1 engine, 1 reference, sharing the CPU cores.
+On one GPU: one process of each role, sharing it. On more: about half of the GPUs train, most of the others generate,
+the rest hold the reference. Nothing is checked here: rules.py compares the result with the machines.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_dist.assets import BUILTIN
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import Device
 
 # Logical CPUs for Ray's book-keeping: ten processes fit on one core, so all roles fit on a laptop's Ray node.
 _CPU_SHARE = 0.1
-_CPU_ACTORS = 2
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def placement(config: RunConfig) -> Placement:
     tensor_parallel = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     on_cpu = config.device == "cpu"
     if on_cpu or gpus == 1:
-        actor = asked.actor_world_size or (_CPU_ACTORS if on_cpu else 1)
+        actor = asked.actor_world_size or (_cpu_actors(config) if on_cpu else 1)
         rollout = asked.rollout_world_size or tensor_parallel
         ref = (asked.ref_world_size or 1) if config.needs_reference_workers else 0
     else:
@@ -84,6 +84,14 @@ def placement(config: RunConfig) -> Placement:
         num_cpus_per_worker=asked.num_cpus_per_worker or (_CPU_SHARE if on_cpu else 1.0),
         num_threads=_threads(config, {"actor": actor, "rollout": rollout // tensor_parallel, "ref": ref}),
     )
+
+
+def _cpu_actors(config: RunConfig) -> int:
+    """Actor ranks on CPU. A small model gains by a second rank: its matrices are too small for two threads.
+
+    A larger one loses: ranks on one machine only copy weights to each other, where threads share them.
+    """
+    return 2 if config.actor_rollout_ref.model.path.startswith(BUILTIN) else 1
 
 
 def _threads(config: RunConfig, processes: Mapping[str, int]) -> dict[str, int]:

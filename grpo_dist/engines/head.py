@@ -6,8 +6,9 @@ With logits z = W h / temperature and p = softmax(z), for a response token y:
     entropy  = -sum p log p                  d/dz = -p (log p + entropy)
     KL       = sum p (log p - log q)         d/dz = p (log p - log q - KL)      q: the reference
 
-The backward pass computes each chunk's logits again. Softmax, sums and the gradient of the weights are float32. (The
-idea of Liger Kernel's and torch's linear_cross_entropy, with upstream gradients per token, entropy and exact KL.)
+The backward pass computes each chunk's logits again, except the last chunk's, which it meets first. Softmax, sums
+and the gradient of the weights are float32. (The idea of Liger Kernel's and torch's linear_cross_entropy, with upstream
+gradients per token, entropy and exact KL.)
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ class _ChunkedHead(torch.autograd.Function):
         ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, request: HeadRequest, chunk_tokens: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         log_probs, entropies, kl = (torch.zeros(len(states), device=states.device) for _ in range(3))
+        log_p = None
         for part in _chunks(len(states), chunk_tokens):
             log_p = _log_softmax(states[part], weight, bias, request.temperature)
             log_probs[part] = log_p.gather(1, request.targets[part].unsqueeze(1)).squeeze(1)
@@ -135,6 +137,8 @@ class _ChunkedHead(torch.autograd.Function):
                     kl[part] = (p * log_p.sub_(_reference_log_softmax(request, part))).sum(1)
         ctx.save_for_backward(states, weight, bias, entropies, kl)
         ctx.request, ctx.chunk_tokens = request, chunk_tokens
+        kept = any(ctx.needs_input_grad) and request.reference is None  # with a reference, log_p has been overwritten
+        ctx.last_log_p = log_p if kept else None
         return log_probs, entropies, kl
 
     @staticmethod
@@ -146,8 +150,10 @@ class _ChunkedHead(torch.autograd.Function):
         grad_states = torch.empty_like(states)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        for part in _chunks(len(states), ctx.chunk_tokens):
-            log_p = _log_softmax(states[part], weight, bias, request.temperature)
+        log_p, ctx.last_log_p = ctx.last_log_p, None
+        for part in reversed(_chunks(len(states), ctx.chunk_tokens)):
+            if log_p is None:
+                log_p = _log_softmax(states[part], weight, bias, request.temperature)
             p = log_p.exp()
             factor = -grad_log_probs[part].unsqueeze(1)
             if request.entropies:
@@ -165,6 +171,7 @@ class _ChunkedHead(torch.autograd.Function):
             grad_states[part] = grad @ weight
             if grad_weight is not None:
                 _add_outer(grad_weight, grad, states[part])
+            log_p = None
         return (
             grad_states,
             None if grad_weight is None else grad_weight.to(weight.dtype),

@@ -15,7 +15,7 @@ from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, Optimiz
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.protocol import DataProto, Metric, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.process import Process, use_threads
+from grpo_dist.workers.process import Process, keep_freed_memory, use_threads
 
 if TYPE_CHECKING:
     from grpo_dist.engines.fsdp_engine import FSDPEngine
@@ -98,6 +98,8 @@ class PolicyWorker(Process):
 
         self.settings = settings
         use_threads(settings.num_threads)
+        if settings.device == "cpu":
+            keep_freed_memory()
         torch.manual_seed(settings.seed)
         init_process_group(
             device=settings.device,

@@ -102,6 +102,12 @@ def test_the_processes_of_a_role_share_the_cores(cores, overrides, threads, monk
     assert place("cluster=cpu", *overrides).num_threads == threads
 
 
+def test_a_larger_model_takes_threads_rather_than_ranks(monkeypatch):
+    monkeypatch.setattr(placement_module, "physical_cores", lambda: 8)
+    found = place("cluster=cpu", "model=smollm2_135m")
+    assert (found.actor_world_size, found.num_threads["actor"]) == (1, 8)
+
+
 def test_on_gpu_one_thread_each():
     assert set(place("cluster=node8").num_threads.values()) == {1}
 

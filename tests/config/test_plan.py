@@ -174,7 +174,8 @@ def test_activations_by_hand(tmp_path):
 
 def test_plan_of_a_local_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2_135M))
-    config, notes = load(f"actor_rollout_ref.model.path={tmp_path}", "trainer.dry_run=true", "data.val_files=x.json")
+    path, two = f"actor_rollout_ref.model.path={tmp_path}", "cluster.actor_world_size=2"
+    config, notes = load(path, two, "trainer.dry_run=true", "data.val_files=x.json")
     text = format_plan(config, notes)
     for part in (
         "  algorithm:\n    adv_estimator: grpo\n",
