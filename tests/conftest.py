@@ -14,6 +14,12 @@ from grpo_dist.workers.cluster import connect, set_local_environment
 set_local_environment()
 
 
+@pytest.fixture(autouse=True)
+def fp32_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of the tests hold in fp32, also on a processor that has bf16."""
+    monkeypatch.setattr("grpo_dist.config.schema.has_bf16", lambda: False)
+
+
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
     """A local Ray cluster with two logical CPUs."""

@@ -135,7 +135,7 @@ def memory_estimate(config: RunConfig, model_config: dict[str, Any] | None) -> l
     place = placement(config)
     roles = [_actor(config, shape, place.actor_world_size), _rollout(config, shape, place.tensor_parallel)]
     if place.ref_world_size:
-        compute = _BYTES[config.actor_rollout_ref.ref.fsdp_config.resolved_dtype(place.device)]
+        compute = _BYTES[config.actor_rollout_ref.ref.fsdp_config.resolved_dtype(config.default_dtype)]
         parts = [("weights", shape.num_parameters * compute / place.ref_world_size)]
         if place.ref_world_size > 1:
             parts.append(("gathered layer", shape.largest_unit * compute))
@@ -155,7 +155,7 @@ def kv_cache_tokens(config: RunConfig, model_config: dict[str, Any] | None) -> i
 
 def _actor(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
     fsdp = config.actor_rollout_ref.actor.fsdp_config
-    master, compute = _BYTES[fsdp.model_dtype], _BYTES[fsdp.resolved_dtype(config.device)]
+    master, compute = _BYTES[fsdp.model_dtype], _BYTES[fsdp.resolved_dtype(config.default_dtype)]
     ranks = ranks if fsdp.fsdp_size < 0 else fsdp.fsdp_size
     factors = shape.lora_parameters(config.actor_rollout_ref.model)
     trained = (factors or shape.num_parameters) * master / ranks
@@ -191,7 +191,7 @@ def _activations(config: RunConfig, shape: ModelShape) -> float:
         per_token = shape.num_layers * shape.layer_input + per_layer
     else:
         per_token = shape.num_layers * per_layer
-    compute = _BYTES[config.actor_rollout_ref.actor.fsdp_config.resolved_dtype(config.device)]
+    compute = _BYTES[config.actor_rollout_ref.actor.fsdp_config.resolved_dtype(config.default_dtype)]
     return tokens_per_pass(config) * per_token + 3 * CHUNK_LOGITS[config.device] * 4 / compute
 
 
@@ -210,7 +210,7 @@ def _kv_cache_gib(config: RunConfig) -> float | None:
 
 
 def _rollout_bytes(config: RunConfig) -> int:
-    return _BYTES[config.actor_rollout_ref.rollout.resolved_dtype(config.device)]
+    return _BYTES[config.actor_rollout_ref.rollout.resolved_dtype(config.default_dtype)]
 
 
 def _role(role: str, parts: list[tuple[str, float]], remark: str = "") -> RoleMemory:

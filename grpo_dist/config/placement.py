@@ -8,12 +8,11 @@ the rest hold the reference. Nothing is checked here: rules.py compares the resu
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from grpo_dist.assets import BUILTIN
+from grpo_dist.config.processor import physical_cores
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import Device
 
@@ -105,26 +104,6 @@ def _threads(config: RunConfig, processes: Mapping[str, int]) -> dict[str, int]:
         return dict.fromkeys(processes, asked or 1)
     cores = physical_cores()
     return {role: max(1, min(cores, cores * nodes // max(number, 1))) for role, number in processes.items()}
-
-
-def physical_cores() -> int:
-    """Cores that this process may use; hyperthreads of a core, which share its arithmetic, count once."""
-    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    try:
-        files = (Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus)
-        cores = len({file.read_text() for file in files})
-    except OSError:
-        cores = len(cpus)
-    return max(1, min(cores, _cgroup_cores()))
-
-
-def _cgroup_cores() -> int:
-    """A container's limit; many where there is none."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return math.ceil(int(quota) / int(period))
-    except (OSError, ValueError):  # "max" is no number
-        return 1 << 20
 
 
 def _split(config: RunConfig, gpus: int, tensor_parallel: int) -> tuple[int, int, int]:

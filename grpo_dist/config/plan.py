@@ -141,19 +141,19 @@ def _workers(place: Placement) -> str:
 def _placement_rows(config: RunConfig) -> Rows:
     place, trainer, rollout = placement(config), config.trainer, config.actor_rollout_ref.rollout
     fsdp, ref = config.actor_rollout_ref.actor.fsdp_config, config.actor_rollout_ref.ref.fsdp_config
-    compute = fsdp.resolved_dtype(place.device)
+    compute = fsdp.resolved_dtype(config.default_dtype)
     rows = [
         ("machines", f"{trainer.nnodes} with {_many(trainer.n_gpus_per_node, 'GPU')} each"),
         ("actor", f"{_many(place.actor_world_size, 'rank')}, weights {fsdp.model_dtype}, compute {compute}"),
         (
             "rollout",
             f"{_many(place.num_engines, 'engine')}, TP={place.tensor_parallel}, "
-            f"{rollout.resolved_dtype(place.device)}, "
+            f"{rollout.resolved_dtype(config.default_dtype)}, "
             f"deterministic={shown(rollout.resolved_deterministic(place.device))}",
         ),
     ]
     if place.ref_world_size:
-        rows.append(("ref", f"{_many(place.ref_world_size, 'rank')}, {ref.resolved_dtype(place.device)}"))
+        rows.append(("ref", f"{_many(place.ref_world_size, 'rank')}, {ref.resolved_dtype(config.default_dtype)}"))
     elif config.needs_reference:
         rows.append(("ref", "not started: it is the actor without its LoRA factors"))
     else:

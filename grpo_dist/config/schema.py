@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from grpo_dist.assets import BUILTIN
 from grpo_dist.config.field_types import (
     Count,
     CountOrMinusOne,
@@ -26,7 +27,8 @@ from grpo_dist.config.field_types import (
     builtin_or_custom,
 )
 from grpo_dist.config.names import ADV_ESTIMATORS, SAMPLED_KL_TYPES, TOKEN_SELECTING_LOSSES
-from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Device
+from grpo_dist.config.processor import has_bf16
+from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Device, TrainDtype
 
 
 class KLCtrlConfig(Section):
@@ -201,6 +203,12 @@ class RunConfig(Section):
     def device(self) -> Device:
         """Where the roles run: "cpu" where the machines have no GPUs."""
         return "cpu" if self.trainer.n_gpus_per_node == 0 else "cuda"
+
+    @property
+    def default_dtype(self) -> TrainDtype:
+        """bf16 on GPU, and on a CPU that has it; fp32 otherwise, and for the built-in model, whose runs are exact."""
+        exact = self.actor_rollout_ref.model.path.startswith(BUILTIN)
+        return "bf16" if self.device == "cuda" or (has_bf16() and not exact) else "fp32"
 
     @property
     def num_gpus(self) -> int:

@@ -80,9 +80,9 @@ class ForwardConfig(Section):
     dtype: TrainDtype | None
     param_offload: bool
 
-    def resolved_dtype(self, device: Device) -> TrainDtype:
-        """Compute type; null means bf16 on GPU and fp32 on CPU."""
-        return self.dtype or ("bf16" if device == "cuda" else "fp32")
+    def resolved_dtype(self, default: TrainDtype) -> TrainDtype:
+        """Compute type; null means `RunConfig.default_dtype`."""
+        return self.dtype or default
 
 
 class FSDPConfig(ForwardConfig):
@@ -175,9 +175,9 @@ class RolloutConfig(Section):
     startup_timeout_s: PositiveFloat
     val_kwargs: ValKwargsConfig
 
-    def resolved_dtype(self, device: Device) -> RolloutDtype:
-        """Type of the engine's weights; null means bfloat16 on GPU and float32 on CPU."""
-        return self.dtype or ("bfloat16" if device == "cuda" else "float32")
+    def resolved_dtype(self, default: TrainDtype) -> RolloutDtype:
+        """Type of the engine's weights; null means `RunConfig.default_dtype`."""
+        return self.dtype or ("bfloat16" if default == "bf16" else "float32")
 
     def resolved_deterministic(self, device: Device) -> bool:
         """Whether samples are seeded one by one; null means on CPU only."""

@@ -31,7 +31,7 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
     steps = num_steps * actor.ppo_epochs * (data.train_batch_size // actor.ppo_mini_batch_size)
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else math.floor(optim.lr_warmup_steps_ratio * steps)
     fsdp, lora = actor.fsdp_config, config.actor_rollout_ref.model.lora_rank > 0
-    model = _model_settings(config, fsdp.model_dtype, fsdp.resolved_dtype(config.device))
+    model = _model_settings(config, fsdp.model_dtype, fsdp.resolved_dtype(config.default_dtype))
     return PolicySettings(
         model=replace(
             model,
@@ -111,7 +111,7 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
 def reference_settings(config: RunConfig, place: Placement) -> PolicySettings:
     """What the reference's ranks are built from: the same model, frozen, held in its compute type."""
     ref = config.actor_rollout_ref.ref
-    dtype = ref.fsdp_config.resolved_dtype(config.device)
+    dtype = ref.fsdp_config.resolved_dtype(config.default_dtype)
     return PolicySettings(
         model=replace(_model_settings(config, dtype, dtype), lora=None, param_offload=ref.fsdp_config.param_offload),
         device=place.device,
@@ -180,7 +180,7 @@ def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSe
     return EngineSettings(
         model_path=model.path,
         device=place.device,
-        dtype=rollout.resolved_dtype(config.device),
+        dtype=rollout.resolved_dtype(config.default_dtype),
         trust_remote_code=model.trust_remote_code,
         tensor_parallel_size=place.tensor_parallel,
         max_model_len=rollout.resolved_max_model_len(config.data),

@@ -192,7 +192,7 @@ class GRPOTrainer:
     @stage("update_weights")
     def sync_weights(self) -> None:
         """Bring the actor's weights to the engines, under the next version number."""
-        dtype = self.config.actor_rollout_ref.rollout.resolved_dtype(self.config.device)
+        dtype = self.config.actor_rollout_ref.rollout.resolved_dtype(self.config.default_dtype)
         version = self.weight_version + 1
         sync_weights(self.roles.actor.workers, self.roles.rollout.workers, version=version, dtype=dtype)
         self.weight_version = version

@@ -1,12 +1,10 @@
 """The placement table: processes of each role for a number of GPUs."""
 
-import os
-
 import pytest
 
 import grpo_dist.config.placement as placement_module
 from grpo_dist.config.load import load_config
-from grpo_dist.config.placement import physical_cores, placement
+from grpo_dist.config.placement import placement
 
 NO_KL = "actor_rollout_ref.actor.use_kl_loss=false"
 TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
@@ -110,7 +108,3 @@ def test_a_larger_model_takes_threads_rather_than_ranks(monkeypatch):
 
 def test_on_gpu_one_thread_each():
     assert set(place("cluster=node8").num_threads.values()) == {1}
-
-
-def test_cores_of_this_machine():
-    assert 1 <= physical_cores() <= os.cpu_count()

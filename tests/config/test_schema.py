@@ -6,6 +6,7 @@ from grpo_dist.algorithms import aggregate
 from grpo_dist.algorithms.advantage import ADVANTAGE
 from grpo_dist.algorithms.kl import KL
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS, TOKEN_SELECTING
+from grpo_dist.config import schema
 from grpo_dist.config.load import load_config
 from grpo_dist.config.names import (
     ADV_ESTIMATORS,
@@ -148,19 +149,32 @@ def test_old_log_probs_are_computed_only_where_the_update_cannot_know_them(chang
     assert load(*ON_POLICY, *changes).needs_old_log_probs == needed
 
 
-def test_null_types_depend_on_the_device():
+@pytest.mark.parametrize(
+    ("overrides", "bf16", "expected"),
+    [
+        ((), True, "fp32"),  # the built-in model
+        (("model=smollm2_135m",), True, "bf16"),
+        (("model=smollm2_135m",), False, "fp32"),
+        (("cluster=node8", "model=smollm2_135m"), False, "bf16"),
+    ],
+)
+def test_null_types_depend_on_the_machine(overrides, bf16, expected, monkeypatch):
+    monkeypatch.setattr(schema, "has_bf16", lambda: bf16)
+    config = load(*overrides)
+    assert config.default_dtype == expected
+    rollout, fsdp = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.fsdp_config
+    assert fsdp.resolved_dtype(config.default_dtype) == expected
+    assert rollout.resolved_dtype(config.default_dtype) == {"fp32": "float32", "bf16": "bfloat16"}[expected]
+
+
+def test_types_and_determinism_that_are_asked_for():
     config = load()
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    assert (rollout.resolved_dtype("cpu"), rollout.resolved_dtype("cuda")) == ("float32", "bfloat16")
-    assert (actor.fsdp_config.resolved_dtype("cpu"), actor.fsdp_config.resolved_dtype("cuda")) == (
-        "fp32",
-        "bf16",
-    )
+    rollout = config.actor_rollout_ref.rollout
     assert (rollout.resolved_deterministic("cpu"), rollout.resolved_deterministic("cuda")) == (True, False)
     asked = load(f"{ROLLOUT}.dtype=float16", f"{ROLLOUT}.deterministic=false", f"{ACTOR}.fsdp_config.dtype=bf16")
-    assert asked.actor_rollout_ref.rollout.resolved_dtype("cpu") == "float16"
+    assert asked.actor_rollout_ref.rollout.resolved_dtype("fp32") == "float16"
     assert asked.actor_rollout_ref.rollout.resolved_deterministic("cpu") is False
-    assert asked.actor_rollout_ref.actor.fsdp_config.resolved_dtype("cpu") == "bf16"
+    assert asked.actor_rollout_ref.actor.fsdp_config.resolved_dtype("fp32") == "bf16"
 
 
 def test_null_lengths_seeds_and_reference():

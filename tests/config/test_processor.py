@@ -1,0 +1,31 @@
+"""What the processor has."""
+
+import os
+
+import pytest
+
+from grpo_dist.config.processor import has_bf16, physical_cores
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("flags\t\t: fpu avx2 avx512_bf16 sse", True),
+        ("flags\t\t: fpu amx_bf16", True),
+        ("Features\t: fp asimd bf16", True),
+        ("flags\t\t: fpu avx2 avx512f", False),
+        ("model name\t: a bf16 machine", False),
+    ],
+)
+def test_bf16_by_its_flag(line, expected, tmp_path):
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\n{line}\n")
+    assert has_bf16(str(file)) == expected
+
+
+def test_elsewhere_than_on_linux_there_is_none(tmp_path):
+    assert not has_bf16(str(tmp_path / "none"))
+
+
+def test_cores_of_this_machine():
+    assert 1 <= physical_cores() <= os.cpu_count()
