@@ -42,7 +42,6 @@ TESTED_ELSEWHERE = {
     "tracking/names.py": "tracking/test_summary.py",  # metric names
     "trainer/pump.py": "trainer/test_trainer.py",  # every rollout there goes through it
     "workers/groups.py": "trainer/test_trainer.py",  # likewise
-    "workers/policy.py": "e2e/test_main_job.py",  # its engine is tested in engines/, the process needs a model
     "trainer/run.py": "e2e/test_main_job.py",
     "workers/process.py": "workers/test_group.py",  # base class of the workers
     "workers/resources.py": "workers/test_group.py",  # placement group

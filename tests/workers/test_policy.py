@@ -1,0 +1,74 @@
+"""A real actor process with LoRA: it is its own reference, and the engines get plain weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import ray
+
+from grpo_dist.engines.settings import LoraSettings, ModelSettings, OptimizerSettings
+from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.groups import ActorGroup
+from grpo_dist.workers.policy import ActorWorker, PolicySettings
+from grpo_dist.workers.resources import reserve
+from tests.models import objective, random_batch
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def actor(local_ray: None, random_models: dict[str, str]) -> Iterator[ActorGroup]:
+    _, bundles = reserve({"actor": (2, 0.05, 0.0)})
+    group = ActorGroup(WorkerGroup.spawn("actor", ActorWorker, bundles["actor"], args=[(0, 2), (1, 2)], timeout_s=200))
+    lora = LoraSettings(4, 8, "all-linear")
+    settings = PolicySettings(
+        model=ModelSettings(random_models["tied"], False, "fp32", "fp32", False, True, lora=lora),
+        device="cpu",
+        num_threads=1,
+        temperature=1.0,
+        columns=("old_log_probs",),
+        log_prob_micro_batch_size=4,
+        seed=1,
+        optimizer=OptimizerSettings(1e-2, 0.0, (0.9, 0.999), "constant", 0, 10, 0.0),
+        train_micro_batch_size=4,
+        reference_columns=("ref_log_probs",),
+    )
+    group.workers.gather(group.submit_start(settings))
+    yield group
+    group.workers.kill()
+
+
+def log_probs(actor: ActorGroup, batch: DataProtoRef, method: str) -> np.ndarray:
+    found = actor.collect_log_probs(actor.submit_log_probs("test", batch, method))
+    return found.fetch(found.columns)[found.columns[0]].values.numpy()
+
+
+def test_lora_on_real_workers(actor: ActorGroup) -> None:
+    """The reference stays what it was while the policy moves; on policy the update returns the old log-probs."""
+    data = random_batch(num_groups=4, n=4)
+    data = data.select([name for name in data.columns() if name != "old_log_probs"])
+    lengths = {name: data[name].lengths.numpy() for name in ("prompts", "responses")}
+    handle = DataProtoRef.put(data, small=("uid",))
+    small = {"prompt_length": lengths["prompts"], "response_length": lengths["responses"]}
+    batch = DataProtoRef(handle.frames, handle.small | small, len(data))
+    before = {method: log_probs(actor, batch, method) for method in ("compute_log_probs", "compute_reference")}
+    np.testing.assert_allclose(*before.values(), atol=1e-6)  # the factors start without effect
+    trained, metrics = actor.update(batch, [np.arange(16)], objective(on_policy=True), 1)
+    old = trained.fetch(("old_log_probs",))["old_log_probs"].values.numpy()
+    np.testing.assert_allclose(old, before["compute_log_probs"], atol=1e-5)
+    assert metrics["actor/grad_norm"].value > 0
+    after = {method: log_probs(actor, batch, method) for method in before}
+    np.testing.assert_allclose(after["compute_reference"], before["compute_reference"], atol=1e-6)
+    assert np.abs(after["compute_log_probs"] - old).max() > 1e-3
+
+
+def test_the_engines_get_plain_names(actor: ActorGroup, random_models: dict[str, str]) -> None:
+    import transformers
+
+    buckets = ray.get(actor.workers.call_all("test", "export_weights", "float32")[0])
+    names = {entry.name for bucket in buckets for entry in bucket.entries}
+    plain = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
+    assert names == {name for name, _ in plain.named_parameters()}
