@@ -6,6 +6,7 @@
     ├── BatchError           a contract of protocol/fields.py was broken (also a ValueError)
     ├── RewardError          a reward function raised, returned nonsense, or did not return in time
     ├── TrainingDiverged     a non-finite loss or gradient, found before the optimizer step
+    ├── WeightSyncError      new weights arrived damaged, incomplete or out of order; the engine keeps the old ones
     ├── CheckpointError      a checkpoint cannot be written or read
     └── WorkerError          a worker process failed or died; carries role, rank, node, stage and its traceback
     Terminated               SIGTERM, a KeyboardInterrupt by someone else: exit code 143
@@ -46,6 +47,10 @@ class RewardError(GrpoDistError):
 
 class TrainingDiverged(GrpoDistError):
     """The loss or the gradient is not finite; the optimizer step was not taken."""
+
+
+class WeightSyncError(GrpoDistError):
+    """New weights arrived damaged, incomplete or out of order; the engine keeps the old ones."""
 
 
 class CheckpointError(GrpoDistError):

@@ -13,14 +13,14 @@ import logging
 import os
 import tempfile
 import uuid
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
-from grpo_dist.engines.weight_buckets import Bucket
-from grpo_dist.errors import BatchError, ConfigError, GrpoDistError
+from grpo_dist.engines.weight_buckets import Bucket, check_buckets
+from grpo_dist.errors import BatchError, ConfigError, GrpoDistError, WeightSyncError
 
 # An engine call that takes longer than this has died or hangs.
 CALL_TIMEOUT_S = 600.0
@@ -93,12 +93,23 @@ class VLLMEngine:
         responses = sorted(output.outputs, key=lambda response: response.index)
         return [Response(list(r.token_ids), list(r.logprobs.logprobs), r.finish_reason == "length") for r in responses]
 
-    async def load_weights(self, buckets: Iterable[Bucket], version: int) -> None:
+    async def load_weights(self, buckets: Sequence[Bucket], version: int) -> None:
         """Replace all weights; `weight_version` is `version` afterwards.
 
-        Requests in flight wait and go on under the new weights with their cache recomputed. If a bucket fails, the
-        engine is unusable: the caller replaces it.
+        Requests in flight wait and go on under the new weights with their cache recomputed. All buckets are checked
+        before the first is loaded. If vLLM fails on one then, the engine is unusable: the caller replaces it.
+
+        Raises:
+            WeightSyncError: the buckets are not as they were sent, or `version` is not newer than the one held; the
+                engine goes on with the weights it has.
         """
+        try:
+            if version <= self.weight_version:
+                raise WeightSyncError(f"weight version {version} came after version {self.weight_version}")
+            check_buckets(buckets)
+        except WeightSyncError as error:
+            kept = f"the engine keeps version {self.weight_version}"
+            raise WeightSyncError(f"sync of weight version {version}: {error}; {kept}") from None
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._call(self._llm.pause_generation(mode="keep", clear_cache=True))

@@ -1,14 +1,17 @@
-"""Named tensors packed into flat byte buffers of bounded size, and back."""
+"""Named tensors packed into flat byte buffers of bounded size, and back; each with its number and a checksum."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from grpo_dist.errors import WeightSyncError
 
 # Tensors start at multiples of this many bytes, so that any dtype can be viewed in place.
 ALIGNMENT = 64
@@ -27,26 +30,58 @@ class Entry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some tensors as one (B,) uint8 array, and where each lies."""
+    """Some tensors as one (B,) uint8 array, and where each lies.
+
+    Attributes:
+        data: the bytes.
+        entries: the tensors in them.
+        number: position among the buckets of a model.
+        last: whether no other one follows.
+        checksum: CRC-32 of `data`.
+    """
 
     data: np.ndarray
     entries: tuple[Entry, ...]
+    number: int
+    last: bool
+    checksum: int
+
+
+def check_buckets(buckets: Sequence[Bucket]) -> None:
+    """Check that a whole model arrived as it was sent, before any of it is used.
+
+    Raises:
+        WeightSyncError: a bucket is missing, out of order, or damaged.
+    """
+    numbers = [bucket.number for bucket in buckets]
+    complete = bool(buckets) and buckets[-1].last
+    if numbers != list(range(len(buckets))) or not complete:
+        last = "" if complete else "; the last one is missing"
+        raise WeightSyncError(f"weight buckets {numbers} arrived instead of 0, 1, 2, ... in order{last}")
+    for bucket in buckets:
+        found = zlib.crc32(bucket.data.data)
+        if found != bucket.checksum:
+            names = f"{bucket.entries[0].name} to {bucket.entries[-1].name}"
+            raise WeightSyncError(
+                f"weight bucket {bucket.number} of {len(buckets)} ({names}) is damaged: checksum {found:#010x}, "
+                f"sent with {bucket.checksum:#010x}"
+            )
 
 
 def pack(tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[Bucket]:
     """Pack tensors, in order, into buckets of at most `bucket_bytes` (a larger tensor gets a bucket of its own)."""
     pending: list[tuple[Entry, Tensor]] = []
-    used = 0
+    used = number = 0
     for name, tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
         if pending and used + num_bytes > bucket_bytes:
-            yield _fill(pending, used)
-            pending, used = [], 0
+            yield _fill(pending, used, number, last=False)
+            pending, used, number = [], 0, number + 1
         dtype = str(tensor.dtype).removeprefix("torch.")
         pending.append((Entry(name, dtype, tuple(tensor.shape), used, num_bytes), tensor))
         used += -(-num_bytes // ALIGNMENT) * ALIGNMENT
     if pending:
-        yield _fill(pending, used)
+        yield _fill(pending, used, number, last=True)
 
 
 def unpack(data: np.ndarray | Tensor, entries: Iterable[Entry]) -> list[tuple[str, Tensor]]:
@@ -59,9 +94,9 @@ def unpack(data: np.ndarray | Tensor, entries: Iterable[Entry]) -> list[tuple[st
     ]
 
 
-def _fill(pending: list[tuple[Entry, Tensor]], num_bytes: int) -> Bucket:
-    data = torch.empty(num_bytes, dtype=torch.uint8)
+def _fill(pending: list[tuple[Entry, Tensor]], num_bytes: int, number: int, *, last: bool) -> Bucket:
+    data = torch.zeros(num_bytes, dtype=torch.uint8)  # also the gaps between tensors: the checksum covers them
     entries = tuple(entry for entry, _ in pending)
     for (_, tensor), (_, target) in zip(pending, unpack(data, entries), strict=True):
         target.copy_(tensor)
-    return Bucket(data.numpy(), entries)
+    return Bucket(data.numpy(), entries, number, last, zlib.crc32(data.numpy().data))

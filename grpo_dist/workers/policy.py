@@ -151,9 +151,11 @@ class PolicyWorker(Process):
     @on_device()
     def load_weights(self, buckets: Sequence[ray.ObjectRef], share: float) -> None:
         """Move this role's weights towards those in the buckets: `share` of them, the rest of its own."""
-        from grpo_dist.engines.weight_buckets import unpack
+        from grpo_dist.engines.weight_buckets import check_buckets, unpack
 
-        for bucket in ray.get(list(buckets)):
+        found = ray.get(list(buckets))
+        check_buckets(found)
+        for bucket in found:
             self.engine.mix_parameters(unpack(bucket.data, bucket.entries), share)
 
     @on_device()

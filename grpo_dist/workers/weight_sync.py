@@ -4,8 +4,10 @@ The protocol, in order. The driver starts it, after each update (and once before
 request is in flight:
 
 1. `ActorWorker.export_weights` on all actor ranks: the ranks gather one tensor at a time; rank 0 packs them, cast to
-   the engine's type, into buckets and puts each bucket into the object store. The driver gets references.
-2. `RolloutWorker.load_weights(buckets, version)` on every engine: pause, load all buckets, set the version, resume.
+   the engine's type, into buckets and puts each bucket, with its number and checksum, into the object store. The
+   driver gets references.
+2. `RolloutWorker.load_weights(buckets, version)` on every engine: check all buckets, pause, load them, set the
+   version, resume. What is damaged, incomplete or not newer is refused, and the weights in force stay.
    The prefix cache is dropped with the old weights.
 3. Every engine answers with the version it now holds. The sync is done when all answered `version`; from then on
    each sequence generated carries it. The buckets are freed when the references go out of scope.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.engines.weight_buckets import pack
-from grpo_dist.errors import BatchError, ConfigError
+from grpo_dist.errors import BatchError, ConfigError, WeightSyncError
 from grpo_dist.protocol import DataProto
 from grpo_dist.workers.group import WorkerGroup
 from tests.models import VOCAB
@@ -115,6 +116,25 @@ def test_new_weights_are_the_ones_that_generate(rollouts: WorkerGroup, models: d
         assert_log_probs_equal(new, generate(rollouts, rank, PROMPTS, sampling()))
         if new is not old:
             assert tokens(answers) != [hf_greedy(old, prompt, 20) for prompt in PROMPTS], "the change does not show"
+
+
+def test_damaged_weights_leave_the_old_ones_in_force(rollouts: WorkerGroup, models: dict[str, Any]) -> None:
+    greedy = sampling(n=1, temperature=0.0, seed=None)
+    assert load(rollouts, 0, models["tied"], 20) == 20
+    before = tokens(generate(rollouts, 0, PROMPTS, greedy))
+    new = perturbed(models["tied"], 3)
+    buckets = list(pack(((name, p.detach()) for name, p in new.named_parameters()), bucket_bytes=20_000))
+    data = buckets[-1].data.copy()
+    data[-1] ^= 128
+    bad = [*buckets[:-1], dataclasses.replace(buckets[-1], data=data)]
+    refused = {"is damaged": (bad, 21), "the last one is missing": (buckets[:-1], 21), "came after": (buckets, 20)}
+    for words, (sent, version) in refused.items():
+        with pytest.raises(WeightSyncError, match=rf"{words}.*; the engine keeps version 20"):
+            rollouts.call(0, "sync_weights", "load_weights", [ray.put(bucket) for bucket in sent], version)
+        answers = generate(rollouts, 0, PROMPTS, greedy)
+        assert tokens(answers) == before
+        assert set(answers["weight_version"].tolist()) == {20}
+    assert load(rollouts, 0, models["tied"], 21) == 21, "the next good sync is taken"
 
 
 def test_a_seed_decides_the_tokens_whatever_else_runs(rollouts: WorkerGroup) -> None:

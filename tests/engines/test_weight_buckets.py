@@ -1,10 +1,12 @@
+import dataclasses
 import pickle
 
 import numpy as np
 import pytest
 import torch
 
-from grpo_dist.engines.weight_buckets import ALIGNMENT, Bucket, pack, unpack
+from grpo_dist.engines.weight_buckets import ALIGNMENT, Bucket, check_buckets, pack, unpack
+from grpo_dist.errors import WeightSyncError
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -104,3 +106,28 @@ def test_a_bucket_cut_short_is_not_read() -> None:
     bucket = next(pack([("w", torch.arange(64.0))], bucket_bytes=1 << 20))
     with pytest.raises(RuntimeError):
         unpack(np.ascontiguousarray(bucket.data[:100]), bucket.entries)
+
+
+def damaged(buckets: list[Bucket], byte: int) -> list[Bucket]:
+    """The second bucket with one bit flipped."""
+    data = buckets[1].data.copy()
+    data[byte] ^= 1
+    return [buckets[0], dataclasses.replace(buckets[1], data=data), *buckets[2:]]
+
+
+def test_a_model_that_arrives_whole_passes() -> None:
+    check_buckets([pickle.loads(pickle.dumps(bucket)) for bucket in pack(weights().items(), bucket_bytes=64)])
+
+
+@pytest.mark.parametrize("byte", [0, 23, 40])  # the first, the last of "steps", and one of the gap behind it
+def test_one_flipped_bit_is_found(byte: int) -> None:
+    buckets = list(pack(weights().items(), bucket_bytes=200))
+    with pytest.raises(WeightSyncError, match=r"weight bucket 1 of 3 \(steps to head\) is damaged"):
+        check_buckets(damaged(buckets, byte))
+
+
+@pytest.mark.parametrize("order", [[0, 2, 1], [0, 1], [1, 2], [0, 0, 1, 2], []])
+def test_missing_and_misplaced_buckets_are_found(order: list[int]) -> None:
+    buckets = list(pack(weights().items(), bucket_bytes=200))
+    with pytest.raises(WeightSyncError, match="instead of 0, 1, 2"):
+        check_buckets([buckets[i] for i in order])
