@@ -69,14 +69,18 @@ def _tokenizer(vocab_size: int) -> Any:
 
 @pytest.fixture(scope="session")
 def rollouts(local_ray: None, random_models: dict[str, str]) -> Iterator[Any]:
-    """Two started rollout workers, each with a vLLM engine: rank 0 holds the tied model, rank 1 the untied one."""
+    """Two started rollout workers, each with a vLLM engine: rank 0 holds the tied model, rank 1 the untied one and
+    a tokenizer.
+    """
     from grpo_dist.engines.settings import EngineSettings
     from grpo_dist.workers.group import WorkerGroup
     from grpo_dist.workers.resources import reserve
     from grpo_dist.workers.rollout import RolloutWorker
 
     settings = [
-        EngineSettings(path, "cpu", "float32", False, 1, 96, 64, 128, 0.8, 0.0625, True, False, seed)
+        EngineSettings(
+            path, "cpu", "float32", False, 1, 96, 64, 128, 0.8, 0.0625, True, False, seed, needs_tokenizer=seed == 1
+        )
         for seed, path in enumerate((random_models["tied"], random_models["untied"]))
     ]
     _, bundles = reserve({"rollout": (2, 0.1, 0.0)})

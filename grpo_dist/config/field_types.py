@@ -94,4 +94,5 @@ Text = Annotated[str, Field(min_length=1)]
 Files = Annotated[tuple[Text, ...], BeforeValidator(_one_or_more), Field(min_length=1)]
 OptionalFiles = Annotated[tuple[Text, ...], BeforeValidator(_none_or_more)]
 Names = BeforeValidator(_one_or_more)
+OptionalNames = BeforeValidator(_none_or_more)
 Pair = BeforeValidator(_as_tuple)

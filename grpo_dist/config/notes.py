@@ -32,6 +32,15 @@ def _method(config: RunConfig) -> Iterator[str]:
             f"{_ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode} is published with loss_agg_mode="
             f"seq-mean-token-mean; loss_agg_mode={actor.loss_agg_mode} weighs long responses differently"
         )
+    rollout = config.actor_rollout_ref.rollout
+    cuts = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0, "min_p": rollout.min_p > 0}
+    cuts["bad_words"] = bool(rollout.bad_words)
+    if any(cuts.values()):
+        yield (
+            f"actor_rollout_ref.rollout.{next(name for name, cut in cuts.items() if cut)}: samples come from a part of "
+            "the distribution, the trainer's log-probs are of the whole; training/rollout_probs_diff_* show it, "
+            "algorithm.rollout_correction mends it"
+        )
     if config.algorithm.adv_estimator == "gae":
         yield "algorithm.adv_estimator=gae: there is no critic here, so its values are 0"
 

@@ -98,6 +98,12 @@ def overlong_buffer_fits(config: RunConfig) -> Iterator[Problem]:
         yield _problem(config, why, "reward.overlong_buffer.len", "data.max_response_length")
 
 
+def shortest_response_fits(config: RunConfig) -> Iterator[Problem]:
+    """A response may be as long as it must be."""
+    if config.actor_rollout_ref.rollout.min_tokens > config.data.max_response_length:
+        yield _problem(config, "no response can be that long", f"{_ROLLOUT}.min_tokens", "data.max_response_length")
+
+
 def mini_batches_divide_the_batch(config: RunConfig) -> Iterator[Problem]:
     """A training batch is a whole number of mini-batches."""
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -277,6 +283,7 @@ RULES: tuple[Rule, ...] = (
     something_to_validate,
     lora_reference_stands_still,
     overlong_buffer_fits,
+    shortest_response_fits,
     mini_batches_divide_the_batch,
     actor_ranks_divide_the_mini_batch,
     copies_divide_the_actor_ranks,

@@ -15,6 +15,7 @@ from grpo_dist.config.field_types import (
     NonNegativeFloat,
     NonNegativeInt,
     NonNegativeOrMinusOne,
+    OptionalNames,
     Pair,
     PositiveFloat,
     PositiveShare,
@@ -157,6 +158,10 @@ class RolloutConfig(Section):
     temperature: PositiveTemperature
     top_p: PositiveShare
     top_k: CountOrMinusOne
+    min_p: Share
+    min_tokens: NonNegativeInt
+    stop: Annotated[tuple[Text, ...], OptionalNames]
+    bad_words: Annotated[tuple[Text, ...], OptionalNames]
     dtype: RolloutDtype | None
     gpu_memory_utilization: PositiveShare
     kv_cache_memory_gib: PositiveFloat | None

@@ -114,7 +114,8 @@ class ObjectiveSettings:
 class EngineSettings:
     """What an engine is started with; lengths in tokens, memory in GiB (None: what vLLM finds free).
 
-    `override_config` changes entries of the model's config, `engine_kwargs` are more arguments of vLLM's.
+    `override_config` changes entries of the model's config, `engine_kwargs` are more arguments of vLLM's. The engine
+    loads the tokenizer only if it `needs_tokenizer`, to sample with texts that stop or are forbidden.
     """
 
     model_path: str
@@ -132,6 +133,7 @@ class EngineSettings:
     seed: int
     override_config: Mapping[str, Any] = field(default_factory=dict)
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    needs_tokenizer: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,10 @@ class SamplingSettings:
         max_tokens: most tokens of a response, end-of-sequence included.
         seed: response i of a prompt is sampled with seed + i; None: the engine's own random state.
         ignore_eos: sample on past the end-of-sequence token.
+        min_p: leaves out tokens less likely than this share of the likeliest one; 0 is off.
+        min_tokens: fewest tokens of a response.
+        stop: texts that end a response; their tokens belong to it.
+        bad_words: texts that are never sampled.
     """
 
     n: int
@@ -155,6 +161,10 @@ class SamplingSettings:
     max_tokens: int
     seed: int | None
     ignore_eos: bool = False
+    min_p: float = 0.0
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
 
 
 def choose_layout(*, use_remove_padding: bool, use_prefix_grouper: bool) -> str:

@@ -200,7 +200,7 @@ def _engine_args(settings: EngineSettings) -> Any:
         "enforce_eager": settings.enforce_eager or cpu,
         "enable_chunked_prefill": chunked,
         "seed": settings.seed,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not settings.needs_tokenizer,
         "generation_config": "vllm",  # the checkpoint's sampling defaults do not leak in
         "logprobs_mode": "processed_logprobs",  # log-probs of the distribution that was sampled from
         "disable_log_stats": True,
@@ -226,12 +226,13 @@ def _sampling_params(sampling: SamplingSettings, stop_token_ids: list[int]) -> A
     from vllm.exceptions import VLLMError
     from vllm.sampling_params import RequestOutputKind
 
+    options = asdict(sampling) | {"stop": list(sampling.stop), "bad_words": list(sampling.bad_words)}
     try:
         return SamplingParams(
-            **asdict(sampling),
+            **options,
             logprobs=0,
             flat_logprobs=True,
-            detokenize=False,
+            detokenize=bool(sampling.stop),
             stop_token_ids=[] if sampling.ignore_eos else stop_token_ids,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

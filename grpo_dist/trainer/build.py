@@ -19,7 +19,6 @@ from grpo_dist.data.curriculum import CustomSampler, load_sampler_class
 from grpo_dist.data.prompts import add_system_prompt, load_prompts
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt, load_tokenizer, tokenize_prompts
-from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.rewards import check_data_sources, load_reward_function
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.tracking.base import Trackers
@@ -30,6 +29,7 @@ from grpo_dist.trainer.settings import (
     policy_settings,
     reference_settings,
     reward_settings,
+    sampling_settings,
     target_settings,
 )
 from grpo_dist.trainer.trainer import GRPOTrainer, Prompts, Roles
@@ -221,16 +221,7 @@ class Workers:
 
 def build_trainer(config: RunConfig, roles: Roles, prompts: Prompts, steps: int) -> GRPOTrainer:
     """A trainer on started workers, without trackers or a display yet."""
-    rollout = config.actor_rollout_ref.rollout
-    most = config.data.max_response_length
-    seed = 0 if rollout.resolved_deterministic(config.device) else None
-    sampling = SamplingSettings(
-        rollout.n, rollout.temperature, rollout.top_p, rollout.top_k, most, seed, rollout.ignore_eos
-    )
-    val = rollout.val_kwargs
-    temperature = val.temperature if val.do_sample else 0.0
-    val_seed = config.trainer.seed if val.do_sample else None
-    val_sampling = SamplingSettings(val.n, temperature, val.top_p, val.top_k, most, val_seed)
+    sampling, val_sampling = sampling_settings(config)
     silent = Progress(steps, 0, None)
     objective = objective_settings(config)
     targets = target_settings(config)

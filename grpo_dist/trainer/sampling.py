@@ -117,7 +117,7 @@ class TrainingSampler:
         return requests
 
     def _greedy(self, requests: Sequence[GroupRequest]) -> Iterator[GroupRequest]:
-        sampling = dataclasses.replace(self.sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1, seed=None)
+        sampling = dataclasses.replace(self.sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, seed=None)
         for request in requests:
             yield dataclasses.replace(request, uid=f"{request.uid}-greedy", sampling=sampling, needs_ref=False)
 

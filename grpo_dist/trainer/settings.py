@@ -17,6 +17,7 @@ from grpo_dist.engines.settings import (
     ModelSettings,
     ObjectiveSettings,
     OptimizerSettings,
+    SamplingSettings,
     choose_layout,
 )
 from grpo_dist.registry import absolute
@@ -174,6 +175,35 @@ def _model_settings(config: RunConfig, model_dtype: str, compute_dtype: str) -> 
     )
 
 
+def sampling_settings(config: RunConfig) -> tuple[SamplingSettings, SamplingSettings]:
+    """How training and validation sample; where training is seeded, each prompt gets a seed of its own later."""
+    rollout, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
+    training = SamplingSettings(
+        n=rollout.n,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=config.data.max_response_length,
+        seed=0 if rollout.resolved_deterministic(config.device) else None,
+        ignore_eos=rollout.ignore_eos,
+        min_p=rollout.min_p,
+        min_tokens=rollout.min_tokens,
+        stop=rollout.stop,
+        bad_words=rollout.bad_words,
+    )
+    validation = replace(
+        training,
+        n=val.n,
+        temperature=val.temperature if val.do_sample else 0.0,
+        top_p=val.top_p,
+        top_k=val.top_k,
+        seed=config.trainer.seed if val.do_sample else None,
+        ignore_eos=False,
+        min_p=0.0,
+    )
+    return training, validation
+
+
 def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSettings:
     """What rollout engine `index` is started with."""
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
@@ -193,4 +223,5 @@ def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSe
         seed=config.trainer.seed + index,  # with equal seeds, engines would sample the same
         override_config=model.override_config,
         engine_kwargs={name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None},
+        needs_tokenizer=bool(rollout.stop or rollout.bad_words),
     )

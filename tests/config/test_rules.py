@@ -36,6 +36,10 @@ def notes(*overrides):
             "set rollout.n to 2 or more",
         ),
         (
+            [f"{ROLLOUT}.min_tokens=65"],
+            f"{ROLLOUT}.min_tokens=65, data.max_response_length=64: no response can be that long",
+        ),
+        (
             ["data.train_batch_size=48"],
             f"data.train_batch_size=48, {ACTOR}.ppo_mini_batch_size=32: the batch must be a multiple of the "
             "mini-batch; for example ppo_mini_batch_size=24",
@@ -272,6 +276,8 @@ def test_hub_names_are_not_looked_up():
         ([f"{ACTOR}.optim.lr_warmup_steps=3", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"], "has no effect"),
         ([f"{ACTOR}.optim.min_lr_ratio=0.1"], "has no effect with lr_scheduler_type=constant"),
         ([f"{ACTOR}.fsdp_config.param_offload=true"], "param_offload=true has no effect on CPU"),
+        ([f"{ROLLOUT}.min_p=0.1"], "rollout.min_p: samples come from a part of the distribution"),
+        ([f"{ROLLOUT}.top_k=20"], "rollout.top_k: samples come from a part of the distribution"),
         (["trainer.save_freq=50"], "one checkpoint, after the last step"),
         (["data.val_files=null"], "no validation"),
         (["data.sampler.class_path=json", "data.sampler.class_name=A"], "no effect on the order"),

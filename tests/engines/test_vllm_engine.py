@@ -171,6 +171,31 @@ def test_sampling_settings_that_vllm_refuses_are_named(rollouts: WorkerGroup) ->
     assert len(generate(rollouts, 0, PROMPTS[:1], sampling())) == 2
 
 
+def test_texts_that_stop_and_texts_that_are_forbidden(rollouts: WorkerGroup) -> None:
+    """At temperature 2 every word comes up; the stop word's token belongs to the response."""
+    free = tokens(generate(rollouts, 1, PROMPTS[:1], sampling(n=32, temperature=2.0, ignore_eos=True)))
+    assert {17, 18} <= {token for row in free for token in row}, "they are sampled: the test proves something"
+    stopped = generate(rollouts, 1, PROMPTS[:1], sampling(n=32, temperature=2.0, stop=("w17",)))
+    for row, cut in zip(tokens(stopped), stopped["truncated"], strict=True):
+        assert 17 not in row[:-1]
+        assert cut or row[-1] in (17, EOS)
+    assert any(row[-1] == 17 for row in tokens(stopped))
+    without = tokens(generate(rollouts, 1, PROMPTS[:1], sampling(n=32, temperature=2.0, bad_words=("w17", "w18"))))
+    assert {17, 18}.isdisjoint(token for row in without for token in row)
+
+
+def test_a_response_has_its_fewest_tokens(rollouts: WorkerGroup) -> None:
+    lengths = generate(rollouts, 0, PROMPTS, sampling(n=16, temperature=2.0, min_tokens=15))["response_length"]
+    assert min(lengths.tolist()) >= 15
+
+
+def test_min_p_leaves_only_the_likeliest(rollouts: WorkerGroup) -> None:
+    """At 1.0 nothing but the likeliest token is left, and its log-prob is 0."""
+    cut = generate(rollouts, 0, PROMPTS, sampling(n=1, min_p=1.0))
+    assert tokens(cut) == tokens(generate(rollouts, 0, PROMPTS, sampling(n=1, temperature=0.0, seed=None)))
+    assert cut["rollout_log_probs"].values.abs().max() < 1e-5
+
+
 def test_the_longest_prompt_is_taken(rollouts: WorkerGroup) -> None:
     """95 of 96 tokens: one is left for the response."""
     data = generate(rollouts, 0, [[5] * 95], sampling())

@@ -5,11 +5,13 @@ import pytest
 from grpo_dist.config.load import load_config
 from grpo_dist.config.placement import placement
 from grpo_dist.trainer.settings import (
+    engine_settings,
     objective_settings,
     policy_settings,
     reference_columns,
     reference_settings,
     reward_settings,
+    sampling_settings,
     target_settings,
 )
 
@@ -53,6 +55,22 @@ def test_columns_follow_the_objective(overrides: list, objective: tuple, referen
 def test_the_scale_of_seq_mean_token_sum_norm_is_the_longest_response() -> None:
     assert objective_settings(load()).loss_scale_factor == 64
     assert objective_settings(load(f"{ACTOR}.loss_scale_factor=100")).loss_scale_factor == 100
+
+
+def test_sampling_arrives() -> None:
+    """What ends or forbids text holds for validation too, what cuts the distribution does not."""
+    rollout = "actor_rollout_ref.rollout"
+    config = load(
+        f"{rollout}.min_p=0.1", f"{rollout}.min_tokens=3", f"{rollout}.stop=END", f"{rollout}.bad_words=[x,y]"
+    )
+    training, validation = sampling_settings(config)
+    assert (training.n, training.min_p, training.min_tokens, training.max_tokens) == (8, 0.1, 3, 64)
+    assert (training.stop, training.bad_words) == (("END",), ("x", "y"))
+    assert (validation.n, validation.temperature, validation.min_p, validation.min_tokens) == (1, 0.0, 0.0, 3)
+    assert validation.stop == training.stop
+    assert engine_settings(config, placement(config), 0).needs_tokenizer
+    plain = load()
+    assert not engine_settings(plain, placement(plain), 0).needs_tokenizer
 
 
 def test_options_of_the_loss_arrive() -> None:
