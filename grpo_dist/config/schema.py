@@ -227,23 +227,23 @@ class RunConfig(Section):
 
     @property
     def on_policy(self) -> bool:
-        """Whether the policy that trains is the old policy: a batch is one optimizer step."""
-        actor = self.actor_rollout_ref.actor
-        one_step = actor.ppo_epochs == 1 and self.data.train_batch_size == actor.ppo_mini_batch_size
-        return one_step and not self.algorithm.rollout_correction.bypass_mode
-
-    @property
-    def needs_old_log_probs(self) -> bool:
-        """Whether old log-probs are computed before the update: on policy they are its own, if nothing asks earlier."""
+        """Whether the old log-probs are the update's own: a batch is one optimizer step, and nothing asks earlier."""
         algorithm, actor = self.algorithm, self.actor_rollout_ref.actor
-        asks = (
+        correction = algorithm.rollout_correction
+        one_step = actor.ppo_epochs == 1 and self.data.train_batch_size == actor.ppo_mini_batch_size
+        asked_earlier = (
             algorithm.use_kl_in_reward
-            or algorithm.rollout_correction.rollout_is is not None
-            or algorithm.rollout_correction.rollout_rs is not None
+            or correction.rollout_is is not None
+            or correction.rollout_rs is not None
             or actor.top_entropy_quantile < 1
             or actor.policy_loss.loss_mode in TOKEN_SELECTING_LOSSES
         )
-        return not algorithm.rollout_correction.bypass_mode and (asks or not self.on_policy)
+        return one_step and not asked_earlier and not correction.bypass_mode
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether they are computed before the update: they are neither the sampler's nor the update's own."""
+        return not (self.on_policy or self.algorithm.rollout_correction.bypass_mode)
 
     @property
     def data_seed(self) -> int:

@@ -69,7 +69,7 @@ def target_settings(config: RunConfig) -> TargetSettings:
         kl_penalty=absolute(algorithm.kl_penalty) if algorithm.use_kl_in_reward else None,
         rollout_correction=correction.model_dump(exclude={"bypass_mode", "loss_type"}),
         bypass_mode=correction.bypass_mode,
-        on_policy=config.on_policy and not config.needs_old_log_probs,
+        on_policy=config.on_policy,
         mask_truncated=algorithm.mask_truncated_responses,
         top_entropy_quantile=actor.top_entropy_quantile,
         loss_mode=absolute(actor.policy_loss.loss_mode),
@@ -104,7 +104,7 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
         loss_scale_factor=actor.loss_scale_factor or config.data.max_response_length,
         weighted=correction.rollout_is is not None and not correction.bypass_mode,
         selects_tokens=loss.loss_mode in TOKEN_SELECTING_LOSSES,
-        on_policy=config.on_policy and not config.needs_old_log_probs,
+        on_policy=config.on_policy,
         bypass=bypass if correction.bypass_mode and (reinforce or correction.rollout_rs) else None,
     )
 
