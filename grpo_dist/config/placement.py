@@ -90,17 +90,22 @@ def _cpu_actors(config: RunConfig) -> int:
 
     A larger one loses: ranks on one machine only copy weights to each other, where threads share them.
     """
-    return 2 if config.actor_rollout_ref.model.path.startswith(BUILTIN) else 1
+    return 2 if _is_small(config) else 1
+
+
+def _is_small(config: RunConfig) -> bool:
+    return config.actor_rollout_ref.model.path.startswith(BUILTIN)
 
 
 def _threads(config: RunConfig, processes: Mapping[str, int]) -> dict[str, int]:
     """Compute threads of a process of each role: a phase belongs to one role, whose processes share a node's cores.
 
     The reference computes while the engines still generate. Its share is a whole one all the same: it has little to do
-    then, and the cores to itself afterwards.
+    then, and the cores to itself afterwards. A small model takes one thread everywhere: sharing out its matrices costs
+    more than computing them.
     """
     asked, nodes = config.cluster.num_threads_per_worker, config.trainer.nnodes
-    if asked is not None or config.device != "cpu":
+    if asked is not None or config.device != "cpu" or _is_small(config):
         return dict.fromkeys(processes, asked or 1)
     cores = physical_cores()
     return {role: max(1, min(cores, cores * nodes // max(number, 1))) for role, number in processes.items()}

@@ -88,8 +88,8 @@ def test_set_values_win():
 @pytest.mark.parametrize(
     ("cores", "overrides", "threads"),
     [
-        (2, [], {"actor": 1, "rollout": 2, "ref": 2}),
-        (16, [], {"actor": 8, "rollout": 16, "ref": 16}),
+        (2, [], {"actor": 2, "rollout": 2, "ref": 2}),
+        (16, ["cluster.actor_world_size=2"], {"actor": 8, "rollout": 16, "ref": 16}),
         (16, ["cluster.actor_world_size=4", "cluster.rollout_world_size=2"], {"actor": 4, "rollout": 8, "ref": 16}),
         (1, [], {"actor": 1, "rollout": 1, "ref": 1}),
         (4, ["trainer.nnodes=2", "cluster.actor_world_size=4"], {"actor": 2, "rollout": 4, "ref": 4}),
@@ -97,7 +97,8 @@ def test_set_values_win():
 )
 def test_the_processes_of_a_role_share_the_cores(cores, overrides, threads, monkeypatch):
     monkeypatch.setattr(placement_module, "physical_cores", lambda: cores)
-    assert place("cluster=cpu", *overrides).num_threads == threads
+    assert place("cluster=cpu", "model=smollm2_135m", *overrides).num_threads == threads
+    assert set(place("cluster=cpu", *overrides).num_threads.values()) == {1}, "the built-in model is too small to share"
 
 
 def test_a_larger_model_takes_threads_rather_than_ranks(monkeypatch):
