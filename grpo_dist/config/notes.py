@@ -33,11 +33,15 @@ def _method(config: RunConfig) -> Iterator[str]:
             f"seq-mean-token-mean; loss_agg_mode={actor.loss_agg_mode} weighs long responses differently"
         )
     rollout = config.actor_rollout_ref.rollout
-    cuts = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0, "min_p": rollout.min_p > 0}
-    cuts["bad_words"] = bool(rollout.bad_words)
-    if any(cuts.values()):
+    options = {
+        "top_p": rollout.top_p < 1,
+        "top_k": rollout.top_k > 0,
+        "min_p": rollout.min_p > 0,
+        "bad_words": bool(rollout.bad_words),
+    }
+    if cuts := [name for name, cut in options.items() if cut]:
         yield (
-            f"actor_rollout_ref.rollout.{next(name for name, cut in cuts.items() if cut)}: samples come from a part of "
+            f"actor_rollout_ref.rollout.{cuts[0]}: samples come from a part of "
             "the distribution, the trainer's log-probs are of the whole; training/rollout_probs_diff_* show it, "
             "algorithm.rollout_correction mends it"
         )

@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from grpo_dist.assets import BUILTIN
 from grpo_dist.config.processor import physical_cores
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import Device
@@ -90,11 +89,7 @@ def _cpu_actors(config: RunConfig) -> int:
 
     A larger one loses: ranks on one machine only copy weights to each other, where threads share them.
     """
-    return 2 if _is_small(config) else 1
-
-
-def _is_small(config: RunConfig) -> bool:
-    return config.actor_rollout_ref.model.path.startswith(BUILTIN)
+    return 2 if config.actor_rollout_ref.model.is_builtin else 1
 
 
 def _threads(config: RunConfig, processes: Mapping[str, int]) -> dict[str, int]:
@@ -105,7 +100,7 @@ def _threads(config: RunConfig, processes: Mapping[str, int]) -> dict[str, int]:
     more than computing them.
     """
     asked, nodes = config.cluster.num_threads_per_worker, config.trainer.nnodes
-    if asked is not None or config.device != "cpu" or _is_small(config):
+    if asked is not None or config.device != "cpu" or config.actor_rollout_ref.model.is_builtin:
         return dict.fromkeys(processes, asked or 1)
     cores = physical_cores()
     return {role: max(1, min(cores, cores * nodes // max(number, 1))) for role, number in processes.items()}

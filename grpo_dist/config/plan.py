@@ -54,10 +54,10 @@ def batch_arithmetic(config: RunConfig) -> Rows:
 
 
 def _old_log_prob_passes(config: RunConfig, per_rank: int) -> str:
+    if config.on_policy:
+        return "none: they are the update's own"
     if not config.needs_old_log_probs:
-        return (
-            "none: they are the sampler's (bypass_mode)" if not config.on_policy else "none: they are the update's own"
-        )
+        return "none: they are the sampler's (bypass_mode)"
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     limits = rollout.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len(rollout)
     return _passes(per_rank, rollout.n, *limits)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
+from functools import cache
 from pathlib import Path
 
 # Flags of instructions that multiply bf16: Intel and AMD, and Arm.
 BF16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
 
 
+@cache
 def has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
     """Whether matrix products in bf16 are faster than in fp32; without such instructions they are far slower."""
     try:
@@ -20,6 +22,7 @@ def has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
     return flags is not None and not BF16_FLAGS.isdisjoint(flags[1].split())
 
 
+@cache
 def physical_cores() -> int:
     """Cores that this process may use; hyperthreads of a core, which share its arithmetic, count once."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from grpo_dist.assets import BUILTIN
 from grpo_dist.config.field_types import (
     Count,
     CountOrMinusOne,
@@ -207,8 +206,8 @@ class RunConfig(Section):
     @property
     def default_dtype(self) -> TrainDtype:
         """bf16 on GPU, and on a CPU that has it; fp32 otherwise, and for the built-in model, whose runs are exact."""
-        exact = self.actor_rollout_ref.model.path.startswith(BUILTIN)
-        return "bf16" if self.device == "cuda" or (has_bf16() and not exact) else "fp32"
+        on_cpu = not self.actor_rollout_ref.model.is_builtin and has_bf16()
+        return "bf16" if self.device == "cuda" or on_cpu else "fp32"
 
     @property
     def num_gpus(self) -> int:

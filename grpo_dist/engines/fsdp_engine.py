@@ -35,10 +35,10 @@ NOT_TAKEN = "the optimizer step was not taken"
 
 
 class MiniBatchResult(NamedTuple):
-    """What an optimizer step tells: metrics, and the log-probs (nats, one row per row) that its loss was taken from."""
+    """What an optimizer step tells: metrics, and on policy the log-probs (nats, a row each) of its forward pass."""
 
     metrics: dict[str, Metric]
-    log_probs: Ragged
+    log_probs: Ragged | None
 
 
 class FSDPEngine:
@@ -148,7 +148,7 @@ class FSDPEngine:
             max_token_len: tokens per forward/backward pass; None: no token budget.
 
         Returns:
-            Metrics of this rank's rows, to be merged over ranks, and the log-probs before the step.
+            Metrics of this rank's rows, to be merged over ranks, and on policy the log-probs before the step.
 
         Raises:
             TrainingDiverged: on all ranks, before the optimizer step, if any rank's loss or the gradient is not finite.
@@ -168,7 +168,8 @@ class FSDPEngine:
                 found = self._log_probs(micro_batch, objective)
                 loss, values = self._objective(micro_batch, found, objective, tokens, sequences)
                 (loss * dist.get_world_size()).backward()  # FSDP2 averages gradients over ranks: undone here, only here
-            _take_rows(log_probs, rows, part, found[0].detach())
+            if objective.on_policy:
+                _take_rows(log_probs, rows, part, found[0].detach())
             metrics.append(self._micro_batch_metrics(micro_batch, loss, values))
             if not torch.isfinite(loss):
                 where = f"micro-batch {i + 1} of {len(plan)}, {_name_rows(part)}"
@@ -181,7 +182,8 @@ class FSDPEngine:
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         step: dict[str, Metric] = {"actor/grad_norm": Mean(grad_norm.item(), 1), "actor/lr": Mean(float(lr), 1)}
-        return MiniBatchResult(merge_metrics([*metrics, step]), Ragged.from_rows(log_probs, torch.float32))
+        old = Ragged.from_rows(log_probs, torch.float32) if objective.on_policy else None
+        return MiniBatchResult(merge_metrics([*metrics, step]), old)
 
     # --- weights -----------------------------------------------------------------------------------------------
     def full_parameters(self, dtype: str) -> Iterator[tuple[str, Tensor]]:

@@ -224,9 +224,9 @@ class ActorWorker(PolicyWorker):
             except TrainingDiverged as error:
                 where = f"step {step}, actor, mini-batch {number + 1} of {len(mini_batches)}"
                 raise TrainingDiverged(f"{where}: {error}") from None
-        old = None
-        if objective.on_policy:  # one mini-batch
-            old = DataProtoRef.put(DataProto.from_dict({"old_log_probs": results[0].log_probs}), small=())
+        old, log_probs = None, results[0].log_probs
+        if log_probs is not None:  # on policy: one mini-batch
+            old = DataProtoRef.put(DataProto.from_dict({"old_log_probs": log_probs}), small=())
         return [result.metrics for result in results], old
 
     def load_reference_head(self, head: Sequence[ray.ObjectRef]) -> None:
