@@ -7,6 +7,7 @@
     ├── RewardError          a reward function raised, returned nonsense, or did not return in time
     ├── TrainingDiverged     a non-finite loss or gradient, found before the optimizer step
     ├── WeightSyncError      new weights arrived damaged, incomplete or out of order; the engine keeps the old ones
+    ├── EngineError          the rollout engine failed or hangs: its worker is replaced
     ├── CheckpointError      a checkpoint cannot be written or read
     └── WorkerError          a worker process failed or died; carries role, rank, node, stage and its traceback
     Terminated               SIGTERM, a KeyboardInterrupt by someone else: exit code 143
@@ -51,6 +52,10 @@ class TrainingDiverged(GrpoDistError):
 
 class WeightSyncError(GrpoDistError):
     """New weights arrived damaged, incomplete or out of order; the engine keeps the old ones."""
+
+
+class EngineError(GrpoDistError):
+    """The rollout engine failed or hangs; its worker is replaced."""
 
 
 class CheckpointError(GrpoDistError):

@@ -115,7 +115,8 @@ class EngineSettings:
     """What an engine is started with; lengths in tokens, memory in GiB (None: what vLLM finds free).
 
     `override_config` changes entries of the model's config, `engine_kwargs` are more arguments of vLLM's. The engine
-    loads the tokenizer only if it `needs_tokenizer`, to sample with texts that stop or are forbidden.
+    loads the tokenizer only if it `needs_tokenizer`, to sample with texts that stop or are forbidden. New weights make
+    running requests compute their cache anew, unless `clear_kv_cache_on_update` is false.
     """
 
     model_path: str
@@ -134,6 +135,7 @@ class EngineSettings:
     override_config: Mapping[str, Any] = field(default_factory=dict)
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
     needs_tokenizer: bool = False
+    clear_kv_cache_on_update: bool = True
 
 
 @dataclass(frozen=True)

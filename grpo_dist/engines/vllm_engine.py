@@ -1,8 +1,8 @@
 """The rollout engine: vLLM's AsyncLLM, the same on CPU and GPU. Speaks token ids only; knows no Ray and no tokenizer.
 
-Weights are replaced between generations: pause (requests wait, caches are cleared), load bucket by bucket, set the
-version, resume. Every call into vLLM has a time limit, because a call that is pending when an engine dies never
-returns.
+New weights come while requests run: pause (requests wait where they are, the prefix cache is dropped), load bucket by
+bucket, set the version, resume. Each token knows the version that sampled it. Every call into vLLM has a time limit,
+because a call that is pending when an engine dies never returns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.weight_buckets import Bucket, check_buckets
-from grpo_dist.errors import BatchError, ConfigError, GrpoDistError, WeightSyncError
+from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError, WeightSyncError
 
 # An engine call that takes longer than this has died or hangs.
 CALL_TIMEOUT_S = 600.0
@@ -31,11 +31,22 @@ CPU_KV_CACHE_GIB = 1.0
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response: ids and log-probs (nats, temperature applied) of each token; `truncated` if cut short."""
+    """One sampled response: id, log-prob (nats, temperature applied) and weight version of each token; `truncated` if
+    cut short.
+    """
 
     token_ids: list[int]
     log_probs: list[float]
     truncated: bool
+    weight_versions: list[int]
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Sequences that an engine runs and that wait in it, after its last step."""
+
+    running: int = 0
+    waiting: int = 0
 
 
 class VLLMEngine:
@@ -44,6 +55,8 @@ class VLLMEngine:
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
         self.weight_version = -1
+        self.load = EngineLoad()
+        self._running: dict[str | None, set[str]] = {}  # ours -> vLLM's ids
         self._llm: Any = None
         self._vocab_size = 0
         self._stop_token_ids: list[int] = []
@@ -69,7 +82,8 @@ class VLLMEngine:
         in_process = self.settings.device == "cpu" and supports_inproc_core()
         try:
             with inproc_core() if in_process else contextlib.nullcontext():
-                self._llm = AsyncLLM.from_engine_args(_engine_args(self.settings))
+                stats: Any = [self._stat_logger()]
+                self._llm = AsyncLLM.from_engine_args(_engine_args(self.settings), stat_loggers=stats)
         except ValueError as error:  # pydantic's ValidationError is one too
             reason = next((line for line in str(error).splitlines() if "error, " in line.lower()), str(error))
             raise ConfigError(f"actor_rollout_ref.rollout: vLLM refuses the settings: {reason.strip()[:400]}") from None
@@ -80,28 +94,47 @@ class VLLMEngine:
 
         await self._call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest({})))
 
-    async def generate(self, prompt: Sequence[int], sampling: SamplingSettings) -> list[Response]:
+    async def generate(
+        self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
+    ) -> list[Response] | None:
         """Sample `sampling.n` responses to one prompt; concurrent calls share the engine's batch.
+
+        Args:
+            prompt: token ids.
+            sampling: how.
+            request_id: what `abort` may name.
+
+        Returns:
+            The responses; None if the request was aborted.
 
         Raises:
             BatchError: the prompt is empty, too long, or holds an id outside the vocabulary (which would kill vLLM).
             ConfigError: vLLM refuses the sampling settings.
+            EngineError: the engine failed.
         """
         self._check_prompt(prompt)
         params = _sampling_params(sampling, self._stop_token_ids)
-        output = await self._call(self._final_output(list(prompt), params))
-        responses = sorted(output.outputs, key=lambda response: response.index)
-        return [Response(list(r.token_ids), list(r.logprobs.logprobs), r.finish_reason == "length") for r in responses]
+        output = await self._call(self._final_output(list(prompt), params, request_id))
+        if any(r.finish_reason in (None, "abort") for r in output.outputs) or len(output.outputs) < sampling.n:
+            return None
+        return [_response(r) for r in sorted(output.outputs, key=lambda r: r.index)]
+
+    async def abort(self, request_id: str) -> None:
+        """End what runs or waits under this id; one that is not there is no mistake."""
+        for vllm_id in list(self._running.get(request_id, ())):
+            await self._call(self._llm.abort(vllm_id))
 
     async def load_weights(self, buckets: Sequence[Bucket], version: int) -> None:
         """Replace all weights; `weight_version` is `version` afterwards.
 
-        Requests in flight wait and go on under the new weights with their cache recomputed. All buckets are checked
-        before the first is loaded. If vLLM fails on one then, the engine is unusable: the caller replaces it.
+        Requests in flight wait and go on under the new weights, with their cache computed anew (or kept, by the
+        settings). All buckets are checked before the first is loaded. If vLLM fails on one then, the engine is
+        unusable: the caller replaces it.
 
         Raises:
             WeightSyncError: the buckets are not as they were sent, or `version` is not newer than the one held; the
                 engine goes on with the weights it has.
+            EngineError: the engine failed.
         """
         try:
             if version <= self.weight_version:
@@ -112,7 +145,7 @@ class VLLMEngine:
             raise WeightSyncError(f"sync of weight version {version}: {error}; {kept}") from None
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._call(self._llm.pause_generation(mode="keep", clear_cache=True))
+        await self._call(self._llm.pause_generation(mode="keep", clear_cache=self.settings.clear_kv_cache_on_update))
         await self._call(self._llm.start_weight_update())
         with tempfile.TemporaryDirectory(prefix="grpo_dist-", dir=_shared_memory_dir()) as folder:
             for bucket in buckets:
@@ -130,20 +163,48 @@ class VLLMEngine:
             self._llm = None
             self._sockets.cleanup()
 
-    async def _final_output(self, prompt: list[int], params: Any) -> Any:
-        outputs = [o async for o in self._llm.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex)]
+    async def _final_output(self, prompt: list[int], params: Any, request_id: str | None) -> Any:
+        request: dict[str, Any] = {"prompt_token_ids": prompt}
+        if not self.settings.clear_kv_cache_on_update:
+            request["cache_salt"] = f"weights {self.weight_version}"  # blocks of older weights serve no new request
+        vllm_id = uuid.uuid4().hex
+        running = self._running.setdefault(request_id, set())
+        running.add(vllm_id)
+        try:
+            outputs = [o async for o in self._llm.generate(request, params, vllm_id)]
+        finally:
+            running.discard(vllm_id)
+            if not running:
+                self._running.pop(request_id, None)
         return outputs[-1]
+
+    def _stat_logger(self) -> Any:
+        """What vLLM calls after each step; keeps `load` up to date."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        engine = self
+
+        class LoadLogger(StatLoggerBase):
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+
+            def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+                if scheduler_stats is not None:
+                    engine.load = EngineLoad(scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs)
+
+            def log_engine_initialized(self) -> None: ...
+
+        return LoadLogger
 
     async def _call(self, call: Coroutine[Any, Any, Any]) -> Any:
         """Await a vLLM call; its exceptions become ours, since vLLM's own do not survive the way to another process."""
         try:
             return await asyncio.wait_for(call, CALL_TIMEOUT_S)
         except TimeoutError:
-            raise GrpoDistError(f"vLLM did not answer within {CALL_TIMEOUT_S:.0f} s") from None
+            raise EngineError(f"vLLM did not answer within {CALL_TIMEOUT_S:.0f} s") from None
         except GrpoDistError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever vLLM raises
-            raise GrpoDistError(f"vLLM failed: {type(error).__name__}: {error}") from None
+            raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from None
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         longest = self.settings.max_model_len - 1
@@ -157,6 +218,15 @@ class VLLMEngine:
                 f"prompt ids {min(prompt)}..{max(prompt)} leave the model's vocabulary of {self._vocab_size}: "
                 "tokenizer and model do not belong together"
             )
+
+
+def _response(output: Any) -> Response:
+    """A vLLM output as ours."""
+    versions: list[int] = []
+    for span in output.weight_versions or ():
+        number = -1 if span.version == "default" else int(span.version)  # before the first sync
+        versions.extend([number] * (span.end - span.start))
+    return Response(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason == "length", versions)
 
 
 def quiet_environment(device: str) -> None:

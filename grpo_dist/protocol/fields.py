@@ -31,7 +31,9 @@ FIELDS: dict[str, Field] = {
     "rollout_log_probs": Field(
         "ragged (N, R_i)", "float32", "the sampler's log-probs, temperature applied; nats", "rollout"
     ),
-    "weight_version": Field("(N,)", "int64", "weights that generated the sequence", "rollout"),
+    "weight_versions": Field("ragged (N, R_i)", "int32", "version of the weights that sampled the token", "rollout"),
+    "weight_version": Field("(N,)", "int64", "oldest weights that sampled a token of the sequence", "rollout"),
+    "last_weight_version": Field("(N,)", "int64", "newest weights that did", "rollout"),
     "response_length": Field("(N,)", "int64", "R_i", "rollout"),
     "prompt_length": Field("(N,)", "int64", "P_i", "rollout"),
     "truncated": Field("(N,)", "int64", "1 where the response was cut at max_response_length", "rollout"),

@@ -142,7 +142,8 @@ class RolloutGroup:
     def collect(self, call: Call) -> DataProtoRef:
         """The handle of a finished group."""
         self._in_flight[call.rank] -= 1
-        return call.result()
+        group, _ = call.result()
+        return group
 
 
 class RewardPool:

@@ -16,10 +16,17 @@ from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.process import Process
 
 if TYPE_CHECKING:
-    from grpo_dist.engines.vllm_engine import Response, VLLMEngine
+    from grpo_dist.engines.vllm_engine import EngineLoad, Response, VLLMEngine
 
 # Columns that travel inside the handle: one number or string per sequence.
-SMALL_COLUMNS = ("uid", "prompt_length", "response_length", "truncated", "weight_version")
+SMALL_COLUMNS = (
+    "uid",
+    "prompt_length",
+    "response_length",
+    "truncated",
+    "weight_version",
+    "last_weight_version",
+)
 
 
 class RolloutWorker(Process):
@@ -35,10 +42,27 @@ class RolloutWorker(Process):
         self.engine = VLLMEngine(replace(settings, model_path=resolve_model_path(settings.model_path)))
         await self.engine.start()
 
-    async def generate(self, uid: str, prompt: np.ndarray, sampling: SamplingSettings) -> DataProtoRef:
-        """Sample a group of responses to one prompt; the handle has one row per response."""
-        responses = await self.engine.generate(prompt.tolist(), sampling)
-        return DataProtoRef.put(group_batch(uid, prompt, responses, self.engine.weight_version), small=SMALL_COLUMNS)
+    async def generate(
+        self, uid: str, prompt: np.ndarray, sampling: SamplingSettings
+    ) -> tuple[DataProtoRef | None, EngineLoad]:
+        """Sample a group of responses to one prompt.
+
+        Returns:
+            (a handle with one row per response, or None if the group was aborted; how busy the engine is).
+        """
+        responses = await self.engine.generate(prompt.tolist(), sampling, uid)
+        if responses is None:
+            return None, self.engine.load
+        return DataProtoRef.put(group_batch(uid, prompt, responses), small=SMALL_COLUMNS), self.engine.load
+
+    async def abort(self, uids: Sequence[str]) -> None:
+        """End the generation of these groups."""
+        for uid in uids:
+            await self.engine.abort(uid)
+
+    async def num_running(self) -> int:
+        """Sequences that the engine runs now."""
+        return self.engine.load.running
 
     async def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> int:
         """Replace the weights by the buckets' and return the version now held."""
@@ -50,9 +74,10 @@ class RolloutWorker(Process):
         self.engine.shutdown()
 
 
-def group_batch(uid: str, prompt: np.ndarray, responses: Sequence[Response], weight_version: int) -> DataProto:
+def group_batch(uid: str, prompt: np.ndarray, responses: Sequence[Response]) -> DataProto:
     """The responses to one prompt as a batch. The mask comes from lengths: the end-of-sequence token trains too."""
     lengths = [len(response.token_ids) for response in responses]
+    versions = [response.weight_versions for response in responses]
     n = len(responses)
     return DataProto.from_dict(
         {
@@ -63,7 +88,9 @@ def group_batch(uid: str, prompt: np.ndarray, responses: Sequence[Response], wei
             "prompt_length": torch.full((n,), len(prompt), dtype=torch.int64),
             "response_length": torch.tensor(lengths, dtype=torch.int64),
             "truncated": torch.tensor([int(r.truncated) for r in responses], dtype=torch.int64),
-            "weight_version": torch.full((n,), weight_version, dtype=torch.int64),
+            "weight_versions": Ragged.from_rows(versions, torch.int32),
+            "weight_version": torch.tensor([min(row, default=-1) for row in versions], dtype=torch.int64),
+            "last_weight_version": torch.tensor([max(row, default=-1) for row in versions], dtype=torch.int64),
         },
         {"uid": [uid] * n},
     )

@@ -37,7 +37,7 @@ def submit(group: WorkerGroup, rank: int, prompt: Sequence[int], settings: Sampl
 def generate(group: WorkerGroup, rank: int, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> DataProto:
     """Responses to all prompts, sampled at once."""
     handles = group.gather([submit(group, rank, prompt, settings) for prompt in prompts])
-    return DataProto.concat([handle.fetch(handle.columns) for handle in handles])
+    return DataProto.concat([handle.fetch(handle.columns) for handle, _ in handles])
 
 
 def tokens(data: DataProto) -> list[list[int]]:
@@ -137,12 +137,50 @@ def test_damaged_weights_leave_the_old_ones_in_force(rollouts: WorkerGroup, mode
     assert load(rollouts, 0, models["tied"], 21) == 21, "the next good sync is taken"
 
 
+def test_responses_go_on_under_new_weights_and_every_token_knows_its_version(
+    rollouts: WorkerGroup, models: dict[str, Any]
+) -> None:
+    old, new = models["tied"], perturbed(models["tied"], 4)
+    assert load(rollouts, 0, old, 30) == 30
+    settings = sampling(n=8, max_tokens=50, ignore_eos=True)
+    call = submit(rollouts, 0, PROMPTS[0], settings)
+    while rollouts.call(0, "generate", "num_running") < 8:
+        pass
+    assert load(rollouts, 0, new, 31) == 31
+    handle, _ = rollouts.gather([call])[0]
+    data = handle.fetch(handle.columns)
+    assert set(data["weight_version"].tolist()) == {30}, "the request had begun under the old weights"
+    assert set(data["last_weight_version"].tolist()) == {31}, "and went on under the new ones"
+    columns = (data[name].rows() for name in ("prompts", "responses", "rollout_log_probs", "weight_versions"))
+    for prompt, response, log_probs, versions in zip(*columns, strict=True):
+        assert versions.tolist() == sorted(versions.tolist())
+        for model, version in ((old, 30), (new, 31)):
+            expected = hf_log_probs(model, prompt, response)[versions == version]
+            torch.testing.assert_close(log_probs[versions == version], expected, atol=1e-4, rtol=0)
+    assert load(rollouts, 0, old, 32) == 32
+
+
+def test_an_aborted_group_gives_nothing_and_the_others_go_on(rollouts: WorkerGroup) -> None:
+    long = sampling(n=4, max_tokens=80, ignore_eos=True, seed=None)
+    prompt = np.asarray(PROMPTS[0], np.int32)
+    calls = [rollouts.submit(0, "generate", "generate", uid, prompt, long) for uid in ("stop-me", "keep-me")]
+    while rollouts.call(0, "generate", "num_running") < 8:
+        pass
+    rollouts.call(0, "abort", "abort", ["stop-me", "never-there"])
+    (stopped, _), (kept, load) = rollouts.gather(calls)
+    assert stopped is None
+    assert kept["response_length"].tolist() == [80] * 4
+    assert load.waiting == 0
+    again, _ = rollouts.gather([rollouts.submit(0, "generate", "generate", "stop-me", prompt, long)])[0]
+    assert len(again) == 4, "the same group may be asked for again"
+
+
 def test_a_seed_decides_the_tokens_whatever_else_runs(rollouts: WorkerGroup) -> None:
     alone = tokens(generate(rollouts, 0, PROMPTS[:1], sampling(n=3)))
     others = [submit(rollouts, 0, [i, i + 1, i + 2], sampling(seed=i, max_tokens=40)) for i in range(3, 30)]
     among = submit(rollouts, 0, PROMPTS[0], sampling(n=3))
     handles = rollouts.gather([*others, among])
-    assert tokens(handles[-1].fetch(("responses",))) == alone
+    assert tokens(handles[-1][0].fetch(("responses",))) == alone
     assert len({tuple(row) for row in alone}) == 3, "the responses of a group differ"
     assert tokens(generate(rollouts, 0, PROMPTS[:1], sampling(n=3, seed=500))) != alone
     one = tokens(generate(rollouts, 0, PROMPTS[:1], sampling(n=1, seed=12)))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from grpo_dist.engines.settings import ObjectiveSettings
-from grpo_dist.engines.vllm_engine import Response
+from grpo_dist.engines.vllm_engine import EngineLoad, Response
 from grpo_dist.protocol import DataProto, Mean, Ragged, Sum
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.process import Process
@@ -27,9 +27,10 @@ class FakeRolloutWorker(Process):
 
     async def start(self, settings: object) -> None: ...
 
-    async def generate(self, uid: str, prompt: np.ndarray, sampling: object) -> DataProtoRef:
-        responses = [Response([5] * (self.length + i), [-1.0] * (self.length + i), False) for i in range(sampling.n)]
-        return DataProtoRef.put(group_batch(uid, prompt, responses, self.version), small=SMALL_COLUMNS)
+    async def generate(self, uid: str, prompt: np.ndarray, sampling: object) -> tuple[DataProtoRef, EngineLoad]:
+        lengths = [self.length + i for i in range(sampling.n)]
+        responses = [Response([5] * k, [-1.0] * k, False, [self.version] * k) for k in lengths]
+        return DataProtoRef.put(group_batch(uid, prompt, responses), small=SMALL_COLUMNS), EngineLoad()
 
     async def load_weights(self, buckets: list, version: int) -> int:
         self.version = version
@@ -103,7 +104,7 @@ class RecordingRolloutWorker(FakeRolloutWorker):
     def __init__(self) -> None:
         self.asked: list = []
 
-    async def generate(self, uid: str, prompt: np.ndarray, sampling: object) -> DataProtoRef:
+    async def generate(self, uid: str, prompt: np.ndarray, sampling: object) -> tuple[DataProtoRef, EngineLoad]:
         self.asked.append((uid, sampling))
         return await super().generate(uid, prompt, sampling)
 
