@@ -87,10 +87,13 @@ def compute_rollout_correction(
     return weights, response_mask * kept, metrics
 
 
-def bypass_weights(
+def current_weights(
     log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, config: Mapping[str, Any]
 ) -> Tensor:
-    """In bypass mode there is no old policy to compare with: the policy being trained is compared as it moves.
+    """Weights between the policy being trained, as it moves, and the sampler.
+
+    For bypass mode, where there is no old policy to compare with, and for a batch that is one optimizer step, where the
+    old policy is the one being trained.
 
     Args:
         log_probs: (N, T) float32, nats; the current policy. The weights carry no gradient.

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_dist.algorithms.aggregate import agg_loss
-from grpo_dist.algorithms.correction import bypass_weights
+from grpo_dist.algorithms.correction import current_weights
 from grpo_dist.algorithms.kl import kl_penalty
 from grpo_dist.algorithms.masking import masked_mean
 from grpo_dist.algorithms.policy_loss import compute_policy_loss
@@ -46,7 +46,8 @@ def policy_objective(
     exact_kl: Tensor | None = None,
     rollout_is_weights: Tensor | None = None,
     selected: Tensor | None = None,
-    bypass: Mapping[str, Any] | None = None,
+    rollout_log_probs: Tensor | None = None,
+    correction: Mapping[str, Any] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of one micro-batch, ready for backward, and its metrics.
 
@@ -69,7 +70,8 @@ def policy_objective(
         exact_kl: (N, T) float32, nats: kl_loss_type `full`, computed next to the vocabulary.
         rollout_is_weights: (N, T) importance weights against the sampler, or None.
         selected: (N, T), 1 on the tokens that the policy loss treats apart, or None.
-        bypass: options of `bypass_weights`, where old_log_probs are the sampler's, or None: no such weights.
+        rollout_log_probs: (N, T) float32, nats; the sampler's. None: `old_log_probs` are (bypass mode).
+        correction: options of `current_weights`, or None: no such weights.
 
     Returns:
         (loss, metrics). Summed over the micro-batches of all ranks, loss and `actor/pg_loss` are the mini-batch's;
@@ -80,8 +82,9 @@ def policy_objective(
         "global_sequences": global_sequences,
         "loss_scale_factor": loss_scale_factor,
     }
-    if bypass is not None:
-        rollout_is_weights = bypass_weights(log_probs, old_log_probs, response_mask, bypass)
+    if correction is not None:
+        sampler = old_log_probs if rollout_log_probs is None else rollout_log_probs
+        rollout_is_weights = current_weights(log_probs, sampler, response_mask, correction)
     loss, metrics = compute_policy_loss(
         loss_mode,
         old_log_probs=old_log_probs,

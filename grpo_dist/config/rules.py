@@ -46,7 +46,7 @@ def estimators_get_what_they_need(config: RunConfig) -> Iterator[Problem]:
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     correction, quantile = algorithm.rollout_correction, f"{_ACTOR}.top_entropy_quantile"
     bypass, reinforce = f"{_CORRECTION}.bypass_mode", correction.loss_type == "reinforce"
-    if correction.bypass_mode and correction.rollout_is is not None and not reinforce:
+    if correction.bypass_mode and config.rollout_is is not None and not reinforce:
         why = "with the sampler's log-probs as the old ones the ratio corrects already; set one of the two"
         yield _problem(config, why, bypass, f"{_CORRECTION}.rollout_is")
     if correction.bypass_mode and correction.rollout_is_batch_normalize:
@@ -66,6 +66,13 @@ def estimators_get_what_they_need(config: RunConfig) -> Iterator[Problem]:
     if actor.policy_loss.loss_mode in SEQUENCE_LOSSES[:2] and actor.top_entropy_quantile < 1:
         why = "the loss has one ratio for the whole sequence; choose another loss_mode or set the share to 1"
         yield _problem(config, why, quantile, f"{_ACTOR}.policy_loss.loss_mode")
+
+
+def over_sampling_ends_one_batch(config: RunConfig) -> Iterator[Problem]:
+    """Two ways to sample more prompts than train."""
+    if config.actor_rollout_ref.rollout.over_sample_rate and config.algorithm.filter_groups.enable:
+        why = "dynamic sampling has data.gen_batch_size for that; set the rate to 0"
+        yield _problem(config, why, f"{_ROLLOUT}.over_sample_rate", "algorithm.filter_groups.enable")
 
 
 def prompts_are_sampled_for_use(config: RunConfig) -> Iterator[Problem]:
@@ -280,6 +287,7 @@ RULES: tuple[Rule, ...] = (
     groups_need_two_responses,
     estimators_get_what_they_need,
     prompts_are_sampled_for_use,
+    over_sampling_ends_one_batch,
     something_to_validate,
     lora_reference_stands_still,
     overlong_buffer_fits,

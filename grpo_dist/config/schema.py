@@ -42,7 +42,7 @@ class KLCtrlConfig(Section):
 class RolloutCorrectionConfig(Section):
     """`algorithm.rollout_correction`: the sampler is not quite the policy that trains."""
 
-    rollout_is: Literal["token", "sequence"] | None
+    rollout_is: Literal["auto", "token", "sequence"] | None
     rollout_is_threshold: PositiveFloat | Text
     rollout_is_batch_normalize: bool
     rollout_rs: Text | None
@@ -154,6 +154,8 @@ class TrainerConfig(Section):
     max_actor_ckpt_to_keep: Count | None
     resume_mode: Literal["auto", "disable", "resume_path"]
     resume_from_path: Text | None
+    max_staleness: NonNegativeInt
+    max_worker_restarts: NonNegativeInt
     export_hf_model: bool
     log_rollouts: bool
     log_val_generations: NonNegativeInt
@@ -225,6 +227,15 @@ class RunConfig(Section):
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
+    def rollout_is(self) -> Literal["token", "sequence"] | None:
+        """Importance weights against the sampler; auto means where responses may be older than the policy."""
+        correction = self.algorithm.rollout_correction
+        if correction.rollout_is != "auto":
+            return correction.rollout_is
+        ratio_corrects = correction.bypass_mode and correction.loss_type == "ppo_clip"
+        return "token" if self.trainer.max_staleness and not ratio_corrects else None
+
+    @property
     def on_policy(self) -> bool:
         """Whether the old log-probs are the update's own: a batch is one optimizer step, and nothing asks earlier."""
         algorithm, actor = self.algorithm, self.actor_rollout_ref.actor
@@ -232,7 +243,7 @@ class RunConfig(Section):
         one_step = actor.ppo_epochs == 1 and self.data.train_batch_size == actor.ppo_mini_batch_size
         asked_earlier = (
             algorithm.use_kl_in_reward
-            or correction.rollout_is is not None
+            or (self.rollout_is is not None and correction.rollout_is_batch_normalize)
             or correction.rollout_rs is not None
             or actor.top_entropy_quantile < 1
             or actor.policy_loss.loss_mode in TOKEN_SELECTING_LOSSES

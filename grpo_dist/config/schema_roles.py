@@ -179,6 +179,9 @@ class RolloutConfig(Section):
     enable_chunked_prefill: bool
     deterministic: bool | None
     log_prob_micro_batch_size_per_gpu: Count
+    over_sample_rate: Share
+    partial_rollout: bool
+    clear_kv_cache_on_update: bool
     ignore_eos: bool
     engine_kwargs: EngineKwargsConfig
     log_prob_use_dynamic_bsz: bool | None

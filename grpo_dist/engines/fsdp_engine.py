@@ -258,7 +258,8 @@ class FSDPEngine:
             exact_kl=exact_kl,
             rollout_is_weights=micro_batch.columns.get("rollout_is_weights"),
             selected=micro_batch.columns.get("selected_tokens"),
-            bypass=settings.bypass,
+            rollout_log_probs=micro_batch.columns.get("rollout_log_probs"),
+            correction=settings.correction,
         )
 
     def _check_forward(self, data: DataProto) -> None:

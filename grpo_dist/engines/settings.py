@@ -74,7 +74,7 @@ class ObjectiveSettings:
         loss_scale_factor: constant length for seq-mean-token-sum-norm.
         weighted: whether the batch has importance weights against the sampler.
         selects_tokens: whether the policy loss treats some tokens apart.
-        bypass: options of `algorithms.correction.bypass_weights`, or None: no such weights.
+        correction: options of `algorithms.correction.current_weights`, or None: no such weights.
         on_policy: the old log-probs are those of the forward pass that trains, without gradient.
     """
 
@@ -88,7 +88,7 @@ class ObjectiveSettings:
     loss_scale_factor: float | None = None
     weighted: bool = False
     selects_tokens: bool = False
-    bypass: Mapping[str, Any] | None = None
+    correction: Mapping[str, Any] | None = None
     on_policy: bool = False
 
     @property
@@ -105,6 +105,7 @@ class ObjectiveSettings:
             "ref_log_probs": self.use_kl_loss and not self.exact_kl,
             "ref_hidden_states": self.exact_kl,
             "rollout_is_weights": self.weighted,
+            "rollout_log_probs": self.on_policy and self.correction is not None,
             "selected_tokens": self.selects_tokens,
         }
         return tuple(name for name, wanted in optional.items() if wanted)
@@ -116,7 +117,8 @@ class EngineSettings:
 
     `override_config` changes entries of the model's config, `engine_kwargs` are more arguments of vLLM's. The engine
     loads the tokenizer only if it `needs_tokenizer`, to sample with texts that stop or are forbidden. New weights make
-    running requests compute their cache anew, unless `clear_kv_cache_on_update` is false.
+    running requests compute their cache anew, unless `clear_kv_cache_on_update` is false; without `partial_rollout`
+    they wait until those have ended.
     """
 
     model_path: str
@@ -136,6 +138,7 @@ class EngineSettings:
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
     needs_tokenizer: bool = False
     clear_kv_cache_on_update: bool = True
+    partial_rollout: bool = True
 
 
 @dataclass(frozen=True)

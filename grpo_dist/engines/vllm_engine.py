@@ -127,9 +127,9 @@ class VLLMEngine:
     async def load_weights(self, buckets: Sequence[Bucket], version: int) -> None:
         """Replace all weights; `weight_version` is `version` afterwards.
 
-        Requests in flight wait and go on under the new weights, with their cache computed anew (or kept, by the
-        settings). All buckets are checked before the first is loaded. If vLLM fails on one then, the engine is
-        unusable: the caller replaces it.
+        Requests in flight wait and go on under the new weights, with their cache computed anew (by the settings they
+        keep it, or end first). All buckets are checked before the first is loaded. If vLLM fails on one then, the
+        engine is unusable: the caller replaces it.
 
         Raises:
             WeightSyncError: the buckets are not as they were sent, or `version` is not newer than the one held; the
@@ -145,7 +145,8 @@ class VLLMEngine:
             raise WeightSyncError(f"sync of weight version {version}: {error}; {kept}") from None
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._call(self._llm.pause_generation(mode="keep", clear_cache=self.settings.clear_kv_cache_on_update))
+        mode, clear = "keep" if self.settings.partial_rollout else "wait", self.settings.clear_kv_cache_on_update
+        await self._call(self._llm.pause_generation(mode=mode, clear_cache=clear))
         await self._call(self._llm.start_weight_update())
         with tempfile.TemporaryDirectory(prefix="grpo_dist-", dir=_shared_memory_dir()) as folder:
             for bucket in buckets:

@@ -23,6 +23,7 @@ from grpo_dist.rewards import check_data_sources, load_reward_function
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
+from grpo_dist.trainer.roles import Prompts, Roles
 from grpo_dist.trainer.settings import (
     engine_settings,
     objective_settings,
@@ -32,13 +33,14 @@ from grpo_dist.trainer.settings import (
     sampling_settings,
     target_settings,
 )
-from grpo_dist.trainer.trainer import GRPOTrainer, Prompts, Roles
+from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.groups import ActorGroup, ReferenceGroup, RewardPool, RolloutGroup
+from grpo_dist.workers.groups import ActorGroup, ReferenceGroup, RewardPool
 from grpo_dist.workers.policy import ActorWorker, PolicyWorker
 from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.reward import RewardWorker
 from grpo_dist.workers.rollout import RolloutWorker
+from grpo_dist.workers.rollout_group import RolloutGroup
 
 # Ray's limit on concurrent calls of one rollout worker; the engine itself queues what it cannot run yet.
 MAX_PROMPTS_IN_FLIGHT = 10_000
@@ -188,7 +190,12 @@ class Workers:
         """Load models and engines, all at the same time, and wait until every process is ready."""
         config, place = self.config, self.place
         ref = ReferenceGroup(self.ref) if self.ref is not None else None
-        roles = Roles(ActorGroup(self.actor), RolloutGroup(self.rollout), RewardPool(self.reward), ref)
+        rollout = RolloutGroup(
+            self.rollout,
+            max_restarts=config.trainer.max_worker_restarts,
+            startup_timeout_s=config.actor_rollout_ref.rollout.startup_timeout_s,
+        )
+        roles = Roles(ActorGroup(self.actor), rollout, RewardPool(self.reward), ref)
         engines = [engine_settings(config, place, i) for i in range(place.num_engines)]
         calls = roles.rollout.submit_start(engines)
         calls += roles.actor.submit_start(policy_settings(config, place, num_steps))

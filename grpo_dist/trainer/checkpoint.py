@@ -2,7 +2,8 @@
 
     RUN_DIR/global_step_N/actor/      model, optimizer and schedule (torch.distributed.checkpoint)
     RUN_DIR/global_step_N/ref/        the reference's weights, if it moves (iterative GRPO)
-    RUN_DIR/global_step_N/state.json  step, weight version, sampler position, model path, KL coefficient
+    RUN_DIR/global_step_N/state.json  step, weight version, sampler position, model path, KL coefficient,
+                                      and the prompts that were drawn and have not trained
     RUN_DIR/latest_checkpointed_iteration.txt   N
 
 A checkpoint is written into `global_step_N.tmp`, flushed to disk and renamed; the pointer is replaced last.
@@ -15,7 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class RunState:
     sampler: dict[str, Any]
     model_path: str
     kl_coef: float = 0.0
+    ledger: dict[str, Any] = field(default_factory=lambda: {"open": {}, "backlog": []})
 
 
 def save_checkpoint(

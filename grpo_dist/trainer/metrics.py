@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from grpo_dist.errors import GrpoDistError
 from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.reward import EXTRA
 
 
@@ -25,6 +28,48 @@ def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
     }
     extras = {name: values for name, values in batch.small.items() if name.startswith(EXTRA)}
     return metrics | {f"{name}/mean": float(np.nanmean(v)) for name, v in extras.items() if not np.isnan(v).all()}
+
+
+def staleness_metrics(batch: DataProtoRef, weight_version: int, max_staleness: int) -> dict[str, float]:
+    """How many updates old the weights were that sampled the first token of each sequence, before the update.
+
+    Returns:
+        `staleness/mean` and `max`, the share of sequences at each age (`staleness/share/AGE`, a histogram), and the
+        share whose tokens come from several versions (`staleness/spanning`).
+
+    Raises:
+        GrpoDistError: older than `max_staleness`, or newer than the policy: admission is broken.
+    """
+    ages = weight_version - batch["weight_version"]
+    if ages.max() > max_staleness or ages.min() < 0:
+        raise GrpoDistError(
+            f"responses came from weights {ages.min()} to {ages.max()} updates old; "
+            f"trainer.max_staleness={max_staleness}"
+        )
+    if not max_staleness:
+        return {}
+    spanning = batch["last_weight_version"] > batch["weight_version"]
+    shares = {f"staleness/share/{age}": float((ages == age).mean()) for age in range(max_staleness + 1)}
+    spread = {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
+    return spread | shares | {"staleness/spanning": float(spanning.mean())}
+
+
+class IdleShares:
+    """Which share of the time the processes of each role had nothing to do, from one look to the next."""
+
+    def __init__(self, groups: Sequence[WorkerGroup]) -> None:
+        self._groups = groups
+        self._since, self._busy = time.monotonic(), [group.busy_seconds() for group in groups]
+
+    def since_last(self) -> dict[str, float]:
+        """`perf/idle/ROLE` since the last look."""
+        now, busy = time.monotonic(), [group.busy_seconds() for group in self._groups]
+        shares = {
+            f"perf/idle/{group.role}": max(0.0, 1 - (after - before) / (len(group) * max(now - self._since, 1e-9)))
+            for group, before, after in zip(self._groups, self._busy, busy, strict=True)
+        }
+        self._since, self._busy = now, busy
+        return shares
 
 
 def performance_metrics(timings: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:

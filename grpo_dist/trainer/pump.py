@@ -1,71 +1,122 @@
 """The rollout pump: every group flows on as soon as it is generated.
 
-A group (the n responses to one prompt) that leaves an engine goes at once to a free reward process and into the queue
-of the reference. The reference takes everything that has queued up whenever it is idle, so its passes are few and
-large when it is the slow part, and it works while other groups are still being generated.
+A group (the n responses to one prompt) goes to an engine that has room, then at once to a free reward process, and
+into the next pass of the reference and, where the batch needs old log-probs and the policy stands still, of the actor.
+Those passes take fixed shares of a job, so that a run computes the same sums however its groups come in.
+
+The pump is the background of all that the driver waits for: groups for coming steps move on during an update. It is
+also the ledger of the prompts: each group of a job is queued, in flight on one worker, there, or cancelled. What was
+in flight on a worker that failed is queued again, at its old place.
 """
 
 from __future__ import annotations
 
+import contextlib
+import heapq
+import itertools
+import math
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import RewardError, WorkerError
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.group import Call, wait_any
-from grpo_dist.workers.groups import LogProbJob, PolicyGroup, RewardPool, RolloutGroup
+from grpo_dist.workers.group import POLL_S, Call, WorkerGroup, finished
+from grpo_dist.workers.groups import LogProbJob, RewardPool
 from grpo_dist.workers.reward import Task
+from grpo_dist.workers.rollout_group import RolloutGroup
 
-# How often deadlines are looked at while nothing finishes.
-POLL_S = 0.5
+# Begins to compute log-probs of a batch.
+Giver = Callable[[DataProtoRef], LogProbJob]
 # A reward process may have to start its scorer again in between.
 SCORER_START_S = 180.0
+# Log-probs of a job are computed in this many passes: enough to overlap with generation, few enough to be large.
+LOG_PROB_PASSES = 4
 
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One prompt to sample for: its group id, token ids, sampling, what the reward function is told, and whether the
-    reference's log-probs are wanted (if there is a reference).
+    """One prompt to sample for: its group id, token ids, sampling, what the reward function is told, and whether
+    log-probs of it are wanted (of whoever gives them for its job).
     """
 
     uid: str
     token_ids: np.ndarray
     sampling: SamplingSettings
     task: Task
-    needs_ref: bool = True
+    needs_log_probs: bool = True
 
 
 @dataclass
-class Pumped:
-    """What came out of a run of the pump.
+class LogProbPass:
+    """Some groups of a job whose log-probs are computed together, once all of them are generated."""
+
+    groups: list[int]
+    queued: bool = False
+    done: bool = False
+
+
+@dataclass
+class RolloutJob:
+    """Groups that were asked for together; they are known by their positions in `requests`.
 
     Attributes:
-        groups: a handle for each request, in order.
-        timings: the seconds until the last group was generated (`gen`) and scored (`reward`), and those that the
-            reference took beyond that (`ref`).
+        requests: what was asked for.
+        passes: by giver of log-probs.
+        groups: handles of what was generated.
+        scores: handles of the scores.
+        log_probs: by giver, handles of its log-probs.
+        cancelled: groups that are not wanted any more.
+        timings: seconds from the first prompt sent until the last group was generated (`gen`) and scored (`reward`),
+            and those that log-probs took beyond that (`ref`, `old_log_prob`).
         failures: why responses could not be scored, a text for each.
     """
 
-    groups: list[DataProtoRef]
-    timings: dict[str, float]
-    failures: list[str]
+    requests: Sequence[GroupRequest]
+    passes: dict[str, list[LogProbPass]]
+    groups: dict[int, DataProtoRef] = field(default_factory=dict)
+    scores: dict[int, DataProtoRef] = field(default_factory=dict)
+    log_probs: dict[str, dict[int, DataProtoRef]] = field(default_factory=dict)
+    cancelled: set[int] = field(default_factory=set)
+    timings: dict[str, float] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    started: float | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether every group that was not cancelled has everything."""
+        complete = len(self.scores) + len(self.cancelled) == len(self.requests)
+        return complete and all(part.done for parts in self.passes.values() for part in parts)
+
+    def results(self) -> list[DataProtoRef]:
+        """All groups with everything, in the order of the requests, less the cancelled ones."""
+        results = []
+        for i in sorted(self.scores):
+            group = self.groups[i].union(self.scores[i])
+            for found in self.log_probs.values():
+                group = group.union(found[i]) if i in found else group
+            results.append(group)
+        return results
+
+    def elapsed(self) -> float:
+        """Seconds since its first prompt was sent."""
+        return 0.0 if self.started is None else time.perf_counter() - self.started
 
 
 class RolloutPump:
-    """Generates, scores and, with a reference, computes its log-probs.
+    """Generates, scores and has log-probs computed; `workers.group.Background` of the run.
 
     Args:
         rollout: the engines.
         reward: the reward processes.
-        ref: the reference, or None where no KL term needs it.
+        givers: by name (`ref`, `old_log_prob`), who computes log-probs of groups while others are generated.
         reward_timeout_s: seconds one response may take to score. The reward process sees to that; here it bounds how
             long that process itself may be silent.
-        max_failure_rate: share of the responses of a run that the reward function may fail on.
+        max_failure_rate: share of the responses of a job that the reward function may fail on.
         generate_timeout_s: seconds one group may take to be generated.
     """
 
@@ -73,102 +124,165 @@ class RolloutPump:
         self,
         rollout: RolloutGroup,
         reward: RewardPool,
-        ref: PolicyGroup | None,
+        givers: Mapping[str, Giver],
         *,
         reward_timeout_s: float,
         generate_timeout_s: float,
         max_failure_rate: float = 0.0,
     ) -> None:
-        self.rollout, self.reward, self.ref = rollout, reward, ref
+        self.rollout, self.reward = rollout, reward
         self.reward_timeout_s, self.generate_timeout_s = reward_timeout_s, generate_timeout_s
         self.max_failure_rate = max_failure_rate
+        self.on_progress: Callable[[], None] = lambda: None
+        self._givers = {name: _Passes(name, give) for name, give in givers.items()}
+        self._next_check = 0.0
+        self._order = itertools.count()
+        self._queue: list[_Place] = []
+        self._generating: dict[Call, _Place] = {}
+        self._to_score: deque[tuple[RolloutJob, int]] = deque()
+        self._scoring: dict[Call, tuple[RolloutJob, int]] = {}
 
-    def run(self, requests: Sequence[GroupRequest]) -> Pumped:
-        """Sample and score all requests.
+    def submit(
+        self, requests: Sequence[GroupRequest], *, givers: Iterable[str] = (), first: bool = False
+    ) -> RolloutJob:
+        """Ask for groups, without waiting.
+
+        Args:
+            requests: what to sample.
+            givers: who computes log-probs of those that want them.
+            first: before all that is queued.
+        """
+        wanting = [i for i, request in enumerate(requests) if request.needs_log_probs]
+        parts = np.array_split(wanting, min(LOG_PROB_PASSES, len(wanting))) if wanting else []
+        passes = {name: [LogProbPass(part.tolist()) for part in parts] for name in givers if name in self._givers}
+        job = RolloutJob(requests, passes, log_probs={name: {} for name in passes})
+        for i in range(len(requests)):
+            heapq.heappush(self._queue, _Place(not first, next(self._order), job, i))
+        self._dispatch()
+        return job
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Go on until `done`.
 
         Raises:
             GrpoDistError: a worker failed; RewardError if too many responses could not be scored.
         """
-        flow = _Flow(self, requests)
-        while not flow.finished:
-            flow.dispatch()
-            for call in wait_any(flow.in_flight, POLL_S):
-                flow.collect(call)
-            flow.check_deadlines()
-        return Pumped(flow.results(), flow.timings, flow.failures)
+        while not done():
+            finished((), self)
 
+    def cancel(self, job: RolloutJob, groups: Iterable[int]) -> None:
+        """End the work on groups of a job that have no scores yet."""
+        job.cancelled.update(i for i in groups if i not in job.scores)
+        self._queue = [place for place in self._queue if not place.cancelled]
+        heapq.heapify(self._queue)
+        self.rollout.abort([call for call, place in self._generating.items() if place.cancelled])
+        for part in (part for parts in job.passes.values() for part in parts if not part.queued):
+            part.groups = [i for i in part.groups if i not in job.cancelled]
+            part.done = not part.groups
+        self._queue_passes(job)
+        self._dispatch()
 
-class _Flow:
-    """The state of one `RolloutPump.run`; groups are known by their position in `requests`."""
+    @contextlib.contextmanager
+    def in_background(self, groups: Sequence[WorkerGroup]) -> Iterator[None]:
+        """Go on whenever one of these groups is waited for."""
+        for group in groups:
+            group.background = self
+        try:
+            yield
+        finally:
+            for group in groups:
+                group.background = None
 
-    def __init__(self, pump: RolloutPump, requests: Sequence[GroupRequest]) -> None:
-        self.pump, self.requests = pump, requests
-        self.started = time.perf_counter()
-        self.timings: dict[str, float] = {}
-        self.generating: dict[Call, int] = {
-            pump.rollout.submit(r.uid, r.token_ids, r.sampling): i for i, r in enumerate(requests)
-        }
-        self.scoring: dict[Call, int] = {}
-        self.to_score: deque[int] = deque()
-        self.to_ref: list[int] = []
-        self.ref_job: tuple[LogProbJob, list[int]] | None = None
-        self.groups: dict[int, DataProtoRef] = {}
-        self.scores: dict[int, DataProtoRef] = {}
-        self.ref_log_probs: dict[int, DataProtoRef] = {}
-        self.failures: list[str] = []
-
-    @property
-    def finished(self) -> bool:
-        """Whether every group has everything."""
-        with_ref = sum(request.needs_ref for request in self.requests) if self.pump.ref is not None else 0
-        return len(self.scores) == len(self.requests) and len(self.ref_log_probs) == with_ref
-
+    # --- workers.group.Background ------------------------------------------------------------------------------
     @property
     def in_flight(self) -> list[Call]:
         """All calls being waited for."""
-        ref_calls = self.ref_job[0].calls if self.ref_job else []
-        return [*self.generating, *self.scoring, *ref_calls]
-
-    def dispatch(self) -> None:
-        """Give idle workers what has queued up."""
-        while self.to_score and self.pump.reward.has_free:
-            i = self.to_score.popleft()
-            self.scoring[self.pump.reward.submit(self.groups[i], self.requests[i].task)] = i
-        if self.pump.ref is not None and self.ref_job is None and self.to_ref:
-            queued, self.to_ref = self.to_ref, []
-            batch = DataProtoRef.concat([self.groups[i] for i in queued])
-            self.ref_job = (self.pump.ref.submit_log_probs("ref_log_prob", batch), queued)
+        log_probs = [call for giver in self._givers.values() for call in giver.in_flight]
+        return [*self.rollout.in_flight, *self._scoring, *log_probs]
 
     def collect(self, call: Call) -> None:
         """Take in what a finished call returned."""
-        elapsed = time.perf_counter() - self.started
-        if call in self.generating:
-            i = self.generating.pop(call)
-            self.groups[i] = self.pump.rollout.collect(call)
-            self.to_score.append(i)
-            if self.requests[i].needs_ref:
-                self.to_ref.append(i)
-            self.timings["gen"] = elapsed
-        elif call in self.scoring:
-            self.scores[self.scoring.pop(call)], failures = self.pump.reward.collect(call)
-            self.failures += failures
-            self._check_failures()
-            self.timings["reward"] = elapsed
-        elif self.ref_job is not None and self.pump.ref is not None:
-            job, queued = self.ref_job
-            merged = self.pump.ref.collect_log_probs(job)  # the other ranks finish together with this one
-            parts = merged.split([len(self.groups[i]) for i in queued])
-            self.ref_log_probs.update(zip(queued, parts, strict=True))
-            self.ref_job = None
-            self.timings["ref"] = max(elapsed - self.timings["gen"], 0.0)
+        if call in self._scoring:
+            self._collect_scores(call)
+        elif any(call in giver.in_flight for giver in self._givers.values()):
+            for giver in self._givers.values():
+                giver.collect(call)
+        else:
+            self._collect_group(call)
 
-    def check_deadlines(self) -> None:
-        """Raise for calls that have been running for too long."""
-        for call in self.generating:
-            call.check_deadline(self.pump.generate_timeout_s)
-        for call, i in self.scoring.items():
-            request = self.requests[i]
-            limit = self.pump.reward_timeout_s * (request.sampling.n + 1) + SCORER_START_S
+    def tick(self) -> None:
+        """Look at time limits, and give idle workers what has queued up."""
+        if time.monotonic() > self._next_check:
+            self._next_check = time.monotonic() + POLL_S
+            self._check_deadlines()
+        self._dispatch()
+        self.on_progress()
+
+    # --- parts -------------------------------------------------------------------------------------------------
+    def _dispatch(self) -> None:
+        while self._queue and self.rollout.has_room:
+            place = heapq.heappop(self._queue)
+            if place.job.started is None:
+                place.job.started = time.perf_counter()
+            request = place.job.requests[place.index]
+            self._generating[self.rollout.submit(request.uid, request.token_ids, request.sampling)] = place
+        while self._to_score and self.reward.has_free:
+            job, i = self._to_score.popleft()
+            self._scoring[self.reward.submit(job.groups[i], job.requests[i].task)] = job, i
+        for giver in self._givers.values():
+            giver.dispatch()
+
+    def _collect_group(self, call: Call) -> None:
+        group = self.rollout.collect(call)
+        self._queue_lost()
+        place = self._generating.pop(call, None)
+        if place is None or place.cancelled:
+            return
+        if group is None:  # the engine gave it up by itself
+            heapq.heappush(self._queue, place)
+            return
+        job = place.job
+        job.groups[place.index] = group
+        job.timings["gen"] = job.elapsed()
+        self._to_score.append((job, place.index))
+        self._queue_passes(job)
+
+    def _queue_passes(self, job: RolloutJob) -> None:
+        """Queue the passes whose groups are all there."""
+        for name, parts in job.passes.items():
+            for part in parts:
+                if not part.queued and part.groups and all(i in job.groups for i in part.groups):
+                    part.queued = True
+                    self._givers[name].queue.append((job, part))
+
+    def _queue_lost(self) -> None:
+        """Ask again for what was in flight on a worker that failed."""
+        for call in self.rollout.take_lost():
+            place = self._generating.pop(call)
+            if not place.cancelled:
+                heapq.heappush(self._queue, place)
+
+    def _collect_scores(self, call: Call) -> None:
+        job, i = self._scoring.pop(call)
+        scores, failures = self.reward.collect(call)
+        if i in job.cancelled:
+            return
+        job.scores[i] = scores
+        job.failures += failures
+        job.timings["reward"] = job.elapsed()
+        total, rate = sum(request.sampling.n for request in job.requests), self.max_failure_rate
+        if len(job.failures) > rate * total:
+            raise RewardError(
+                f"{len(job.failures)} of {total} responses could not be scored, more than "
+                f"reward.max_failure_rate={rate:g} allows; the first of them:\n{job.failures[0]}"
+            )
+
+    def _check_deadlines(self) -> None:
+        self.rollout.check_deadlines(self.generate_timeout_s)
+        self._queue_lost()
+        for call, (job, i) in self._scoring.items():
+            request = job.requests[i]
+            limit = self.reward_timeout_s * (request.sampling.n + 1) + SCORER_START_S
             try:
                 call.check_deadline(limit)
             except WorkerError as error:
@@ -177,15 +291,53 @@ class _Flow:
                     f"{request.task.data_source!r}): {error}"
                 ) from None
 
-    def _check_failures(self) -> None:
-        total, rate = sum(request.sampling.n for request in self.requests), self.pump.max_failure_rate
-        if len(self.failures) > rate * total:
-            raise RewardError(
-                f"{len(self.failures)} of {total} responses could not be scored, more than "
-                f"reward.max_failure_rate={rate:g} allows; the first of them:\n{self.failures[0]}"
-            )
 
-    def results(self) -> list[DataProtoRef]:
-        """All groups, with scores and reference log-probs, in the order of the requests."""
-        groups = [self.groups[i].union(self.scores[i]) for i in range(len(self.requests))]
-        return [g.union(self.ref_log_probs[i]) if i in self.ref_log_probs else g for i, g in enumerate(groups)]
+@dataclass(order=True)
+class _Place:
+    """A group's place in the queue of prompts."""
+
+    later: bool
+    number: int
+    job: RolloutJob = field(compare=False)
+    index: int = field(compare=False)
+
+    @property
+    def cancelled(self) -> bool:
+        return self.index in self.job.cancelled
+
+
+class _Passes:
+    """The passes of one giver of log-probs, one at a time."""
+
+    def __init__(self, name: str, give: Giver) -> None:
+        self.name, self.give = name, give
+        self.queue: deque[tuple[RolloutJob, LogProbPass]] = deque()
+        self.running: tuple[LogProbJob, RolloutJob, LogProbPass] | None = None
+
+    @property
+    def in_flight(self) -> list[Call]:
+        return self.running[0].in_flight if self.running else []
+
+    def dispatch(self) -> None:
+        if self.running is None and self.queue:
+            job, part = self.queue.popleft()
+            batch = DataProtoRef.concat([job.groups[i] for i in part.groups])
+            self.running = self.give(batch), job, part
+
+    def collect(self, call: Call) -> None:
+        if call not in self.in_flight or self.running is None:
+            return
+        log_probs, job, part = self.running
+        merged = log_probs.collect(call)
+        if merged is not None:
+            handles = merged.split([len(job.groups[i]) for i in part.groups])
+            job.log_probs[self.name].update(zip(part.groups, handles, strict=True))
+            part.done = True
+            job.timings[self.name] = max(job.elapsed() - job.timings["gen"], 0.0)
+            self.running = None
+
+
+def timings(jobs: Sequence[RolloutJob]) -> dict[str, float]:
+    """Seconds by kind of work, summed over jobs that ran one after the other."""
+    names = dict.fromkeys(name for job in jobs for name in job.timings)
+    return {name: math.fsum(job.timings.get(name, 0.0) for job in jobs) for name in names}

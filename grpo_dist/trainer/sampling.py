@@ -1,16 +1,22 @@
-"""The rollout of one training step: which prompts are sampled how, and which of their groups train.
+"""The rollout of each training step: which prompts are sampled how, and which of their groups train.
 
 Every prompt is sampled `rollout.n` times. ReMax also samples each prompt once greedily, for its baseline. With
 `algorithm.filter_groups` (DAPO's dynamic sampling) groups whose responses are all equal teach nothing: they are
-dropped, and more prompts are sampled until the batch is full. What is sampled beyond that is dropped too, since the
-next step has other weights.
+dropped, and more prompts are sampled until the batch is full; what is sampled beyond that is dropped too. With
+`rollout.over_sample_rate` more prompts are sampled than train, and once enough groups are there the slowest are ended;
+their prompts come first in the next batch.
+
+A step is opened when its prompts may be sampled (`trainer.max_staleness` steps ahead of the update) and goes on in the
+background until its batch is full. Prompts are drawn step by step, so no prompt is skipped or taken twice.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +25,7 @@ from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import GrpoDistError, RewardError
-from grpo_dist.trainer.pump import GroupRequest, RolloutPump
+from grpo_dist.trainer.pump import GroupRequest, RolloutJob, RolloutPump, timings
 from grpo_dist.trainer.seeds import group_seed
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.reward import EXTRA, Task
@@ -37,73 +43,187 @@ class Rollout:
         failures: why responses could not be scored, a text for each.
     """
 
-    batch: DataProtoRef = field(default_factory=DataProtoRef)
-    requests: list[GroupRequest] = field(default_factory=list)
+    batch: DataProtoRef
+    requests: list[GroupRequest]
     timings: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
 
 @dataclass
-class TrainingSampler:
-    """Samples the groups of a training step.
+class OpenStep:
+    """A step whose batch is being sampled.
 
     Attributes:
+        drawn: prompts (positions in the training set) of each batch of prompts, in the order they were drawn.
+        jobs: the batches that were sent so far.
+        kept: groups that train.
+        num_complete: batches whose groups are all in `kept`, or were dropped.
+        full: whether the batch is there.
+    """
+
+    drawn: list[list[int]] = field(default_factory=list)
+    jobs: list[RolloutJob] = field(default_factory=list)
+    kept: list[tuple[GroupRequest, DataProtoRef]] = field(default_factory=list)
+    num_complete: int = 0
+    num_sampled: int = 0
+    full: bool = False
+
+
+class TrainingSampler:
+    """Samples the groups of the training steps.
+
+    Args:
         config: the whole run's config.
         pump: generates and scores.
         prompts: the training prompts.
         order: the order they are taken in; it is told the scores of every group.
         sampling: how to sample; a seed that is not None is replaced by one per group.
+        givers: who computes log-probs of groups while others are generated.
     """
 
-    config: RunConfig
-    pump: RolloutPump
-    prompts: Sequence[TokenizedPrompt]
-    order: Curriculum
-    sampling: SamplingSettings
+    def __init__(
+        self,
+        config: RunConfig,
+        pump: RolloutPump,
+        prompts: Sequence[TokenizedPrompt],
+        order: Curriculum,
+        sampling: SamplingSettings,
+        givers: Sequence[str] = (),
+    ) -> None:
+        self.config, self.pump, self.prompts, self.order = config, pump, prompts, order
+        self.sampling, self.givers = sampling, tuple(givers)
+        self.open: dict[int, OpenStep] = {}
+        self.backlog: list[int] = []  # prompts that were drawn and not sampled to their end
+        pump.on_progress = self._advance
+
+    def open_steps(self, last: int, first: int) -> None:
+        """Begin to sample all steps from `first` to `last` that are not open yet, in order."""
+        for step in range(first, last + 1):
+            state = self.open.setdefault(step, OpenStep())
+            if not state.jobs:
+                self._send_batch(step, state)
 
     def rollout(self, step: int) -> Rollout:
-        """Sample the batch of `step`.
+        """Wait for the batch of `step`, which it opens if need be.
 
         Raises:
             GrpoDistError: a worker failed, or too few groups with different rewards were found.
         """
-        filtering, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
-        result, sampled, attempt = Rollout(), 0, 0
-        kept: list[tuple[GroupRequest, DataProtoRef]] = []
-        while len(kept) < wanted:
-            if filtering.enable and attempt and attempt == filtering.max_num_gen_batches:
-                raise GrpoDistError(
-                    f"algorithm.filter_groups.max_num_gen_batches={attempt}: of {sampled} groups only {len(kept)} of "
-                    f"the {wanted} needed have responses that differ in {filtering.metric}: the prompts are too easy, "
-                    "too hard, or their reward says too little"
-                )
-            positions = [int(i) for i in self.order.next_batch()]
-            requests = self._requests(positions, step, attempt)
-            groups = self._sample(requests, result)
-            self.order.update({i: group["score"] for i, group in zip(positions, groups, strict=True)})
-            sampled, attempt = sampled + len(groups), attempt + 1
-            pairs = zip(requests, groups, strict=True)
-            kept += [pair for pair in pairs if not filtering.enable or informative(pair[1], filtering.metric)]
-        result.requests = [request for request, _ in kept[:wanted]]
-        result.batch = DataProtoRef.concat([group for _, group in kept[:wanted]])
-        if filtering.enable:
-            result.metrics["train/num_gen_batches"] = attempt
-            result.metrics["train/filtered_groups"] = 1 - len(kept) / sampled
+        self.open_steps(step, step)
+        state = self.open[step]
+        self.pump.wait(lambda: state.full)
+        del self.open[step]
+        kept = state.kept[: self.config.data.train_batch_size]
+        result = Rollout(DataProtoRef.concat([group for _, group in kept]), [request for request, _ in kept])
+        result.timings = timings(state.jobs)
+        result.failures = [text for job in state.jobs for text in job.failures]
+        if self.config.algorithm.filter_groups.enable:
+            result.metrics["train/num_gen_batches"] = len(state.jobs)
+            result.metrics["train/filtered_groups"] = 1 - len(state.kept) / state.num_sampled
+        if self.num_spare:
+            result.metrics["train/aborted_groups"] = sum(len(job.cancelled) for job in state.jobs)
         return result
 
-    def _sample(self, requests: list[GroupRequest], result: Rollout) -> list[DataProtoRef]:
-        """One handle per request; for ReMax with the greedy score as `reward_baseline`."""
+    @property
+    def num_spare(self) -> int:
+        """Prompts that a batch samples beyond those that train."""
+        return math.ceil(self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.over_sample_rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ledger: prompts that were drawn and have not trained, by step; as JSON."""
+        return {"open": {str(step): state.drawn for step, state in self.open.items()}, "backlog": self.backlog}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Steps that were open will sample the same prompts again, from the first token."""
+        self.backlog = list(state["backlog"])
+        self.open = {
+            int(step): OpenStep(drawn=[list(batch) for batch in drawn]) for step, drawn in state["open"].items()
+        }
+
+    # --- parts -------------------------------------------------------------------------------------------------
+    def _send_batch(self, step: int, state: OpenStep) -> None:
+        """Sample the step's next batch of prompts: one that was drawn before, or a new one."""
+        attempt = len(state.jobs)
+        if attempt == len(state.drawn):
+            state.drawn.append(self._draw())
+        requests = self._requests(state.drawn[attempt], step, attempt)
         greedy = list(self._greedy(requests)) if self.config.algorithm.adv_estimator == "remax" else []
-        pumped = self.pump.run([*requests, *greedy])
-        result.failures += pumped.failures
-        for name, seconds in pumped.timings.items():
-            result.timings[name] = result.timings.get(name, 0.0) + seconds
-        own, baselines = pumped.groups[: len(requests)], pumped.groups[len(requests) :]
-        for i, baseline in enumerate(baselines):
-            column = np.full(len(own[i]), baseline["score"][0], np.float32)
-            own[i] = dataclasses.replace(own[i], small=own[i].small | {"reward_baseline": column})
-        return own
+        state.jobs.append(self.pump.submit([*requests, *greedy], givers=self.givers))
+
+    def _draw(self) -> list[int]:
+        """The prompts of the next batch; those that were left over come first."""
+        if not self.num_spare:
+            return [int(i) for i in self.order.next_batch()]
+        wanted = self.config.data.train_batch_size + self.num_spare
+        while len(self.backlog) < wanted:
+            self.backlog += [int(i) for i in self.order.next_batch()]
+        batch, self.backlog = self.backlog[:wanted], self.backlog[wanted:]
+        return batch
+
+    def _advance(self) -> None:
+        """What follows from the groups that have come in; the pump calls it."""
+        for step, state in list(self.open.items()):
+            if state.full or not state.jobs:
+                continue
+            job = state.jobs[-1]
+            if self.num_spare and not job.done:
+                self._end_the_slowest(state, job)
+            if job.done and state.num_complete < len(state.jobs):
+                self._take_in(step, state, job)
+
+    def _end_the_slowest(self, state: OpenStep, job: RolloutJob) -> None:
+        """Cancel what is not there yet once enough groups are; its prompts come first in the next batch."""
+        drawn = state.drawn[-1]
+        scored = [i for i in range(len(drawn)) if i in job.scores and self._has_baseline(job, i, len(drawn))]
+        if job.cancelled or len(scored) < self.config.data.train_batch_size:
+            return
+        late = set(range(len(drawn))) - set(scored)
+        baselines = {i + len(drawn) for i in late if len(job.requests) > len(drawn)}
+        self.pump.cancel(job, late | baselines)
+        self.backlog = [drawn[i] for i in sorted(late)] + self.backlog
+
+    def _has_baseline(self, job: RolloutJob, i: int, num_prompts: int) -> bool:
+        return len(job.requests) == num_prompts or i + num_prompts in job.scores
+
+    def _take_in(self, step: int, state: OpenStep, job: RolloutJob) -> None:
+        """Keep the groups of a complete batch that train; sample another one if they are too few.
+
+        Raises:
+            GrpoDistError: too few groups with different rewards were found.
+        """
+        filtering, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
+        drawn = state.drawn[state.num_complete]
+        pairs = self._groups(job, drawn)
+        state.num_complete += 1
+        state.num_sampled += len(pairs)
+        self.order.update({position: group["score"] for position, _, group in pairs})
+        state.kept += [
+            (r, group) for _, r, group in pairs if not filtering.enable or informative(group, filtering.metric)
+        ]
+        state.full = len(state.kept) >= wanted
+        if state.full:
+            return
+        if filtering.enable and state.num_complete == filtering.max_num_gen_batches:
+            raise GrpoDistError(
+                f"algorithm.filter_groups.max_num_gen_batches={state.num_complete}: of {state.num_sampled} groups only "
+                f"{len(state.kept)} of the {wanted} needed have responses that differ in {filtering.metric}: the "
+                "prompts are too easy, too hard, or their reward says too little"
+            )
+        self._send_batch(step, state)
+
+    def _groups(self, job: RolloutJob, drawn: Sequence[int]) -> list[tuple[int, GroupRequest, DataProtoRef]]:
+        """(prompt, request, handle) of what was sampled; for ReMax with the greedy score as `reward_baseline`."""
+        groups = []
+        results = dict(zip(sorted(job.scores), job.results(), strict=True))
+        for i, position in enumerate(drawn):
+            if i in results:
+                group = results[i]
+                if len(job.requests) > len(drawn):
+                    column = np.full(len(group), results[i + len(drawn)]["score"][0], np.float32)
+                    group = dataclasses.replace(group, small=group.small | {"reward_baseline": column})
+                groups.append((position, job.requests[i], group))
+        return groups
 
     def _requests(self, positions: Sequence[int], step: int, attempt: int) -> list[GroupRequest]:
         requests = []
@@ -119,7 +239,7 @@ class TrainingSampler:
     def _greedy(self, requests: Sequence[GroupRequest]) -> Iterator[GroupRequest]:
         sampling = dataclasses.replace(self.sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, seed=None)
         for request in requests:
-            yield dataclasses.replace(request, uid=f"{request.uid}-greedy", sampling=sampling, needs_ref=False)
+            yield dataclasses.replace(request, uid=f"{request.uid}-greedy", sampling=sampling, needs_log_probs=False)
 
 
 def informative(group: DataProtoRef, metric: str) -> bool:

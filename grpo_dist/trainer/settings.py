@@ -67,7 +67,8 @@ def target_settings(config: RunConfig) -> TargetSettings:
         adv_estimator=absolute(algorithm.adv_estimator),
         options=algorithm.model_dump(include=options),
         kl_penalty=absolute(algorithm.kl_penalty) if algorithm.use_kl_in_reward else None,
-        rollout_correction=correction.model_dump(exclude={"bypass_mode", "loss_type"}),
+        rollout_correction=correction.model_dump(exclude={"bypass_mode", "loss_type"})
+        | {"rollout_is": config.rollout_is},
         bypass_mode=correction.bypass_mode,
         on_policy=config.on_policy,
         mask_truncated=algorithm.mask_truncated_responses,
@@ -92,7 +93,9 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
     }
     correction = config.algorithm.rollout_correction
     reinforce = correction.bypass_mode and correction.loss_type == "reinforce"
-    bypass = correction.model_dump(include={"rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold"})
+    in_loss = correction.bypass_mode and (reinforce or correction.rollout_rs)
+    in_loss = in_loss or (config.on_policy and config.rollout_is is not None)
+    bounds = correction.model_dump(include={"rollout_is_threshold", "rollout_rs", "rollout_rs_threshold"})
     return ObjectiveSettings(
         loss_mode="gpg" if reinforce else absolute(loss.loss_mode),  # -A log pi, weighted
         loss_agg_mode=actor.loss_agg_mode,
@@ -102,10 +105,10 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
         kl_loss_coef=actor.kl_loss_coef,
         entropy_coeff=actor.entropy_coeff,
         loss_scale_factor=actor.loss_scale_factor or config.data.max_response_length,
-        weighted=correction.rollout_is is not None and not correction.bypass_mode,
+        weighted=config.rollout_is is not None and not (correction.bypass_mode or config.on_policy),
         selects_tokens=loss.loss_mode in TOKEN_SELECTING_LOSSES,
         on_policy=config.on_policy,
-        bypass=bypass if correction.bypass_mode and (reinforce or correction.rollout_rs) else None,
+        correction={"rollout_is": config.rollout_is, **bounds} if in_loss else None,
     )
 
 
@@ -224,4 +227,6 @@ def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSe
         override_config=model.override_config,
         engine_kwargs={name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None},
         needs_tokenizer=bool(rollout.stop or rollout.bad_words),
+        clear_kv_cache_on_update=rollout.clear_kv_cache_on_update,
+        partial_rollout=rollout.partial_rollout,
     )

@@ -3,14 +3,18 @@
 A worker is a plain class; `spawn` runs one instance of it in each process. Calls return values in rank order. Whatever
 goes wrong in a worker comes out as one `GrpoDistError`: an error of ours as it is, anything else as a `WorkerError`
 with role, rank, node and stage. The first failure ends the wait: other ranks may never answer once a peer is gone.
+
+Every wait of the driver is `finished`, and while it waits for one thing the `Background` goes on: groups of responses
+move from role to role during an update.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError, UnserializableException
@@ -21,17 +25,20 @@ from grpo_dist.workers.resources import Bundle
 
 # A RayTaskError's text holds the remote traceback; this much of its end is kept.
 TRACEBACK_CHARS = 4000
+# How often a wait looks at its time limits while nothing finishes.
+POLL_S = 0.5
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call in flight: who was asked to do what, since when."""
+    """A call in flight: who was asked to do what, since when. `process` is the actor handle that was asked."""
 
     ref: ray.ObjectRef
     group: WorkerGroup
     rank: int
     stage: str
     started: float
+    process: Any = None
 
     def result(self) -> Any:
         """The value of a finished call.
@@ -51,25 +58,59 @@ class Call:
             raise self.group.error(self.rank, self.stage, f"no answer within {limit_s:g} s")
 
 
-def wait_any(calls: Sequence[Call], timeout_s: float) -> list[Call]:
-    """The calls that have finished; waits up to `timeout_s` seconds for the first one."""
-    by_ref = {call.ref: call for call in calls}
-    done, _ = ray.wait(list(by_ref), num_returns=1, timeout=timeout_s)
-    return [by_ref[ref] for ref in done]
+class Background(Protocol):
+    """What goes on while the driver waits for something else. It never waits itself."""
+
+    @property
+    def in_flight(self) -> list[Call]:
+        """Its calls."""
+
+    def collect(self, call: Call) -> None:
+        """Take in one of them that has finished, and start what follows from it."""
+
+    def tick(self) -> None:
+        """Look at time limits and queues."""
+
+
+def finished(calls: Sequence[Call], background: Background | None, timeout_s: float = POLL_S) -> list[Call]:
+    """Those of `calls` that have finished; waits up to `timeout_s` seconds for one of them or of the background's."""
+    others = background.in_flight if background is not None else []
+    by_ref = {call.ref: call for call in (*calls, *others)}
+    done: Sequence[ray.ObjectRef] = ()
+    if by_ref:
+        done, _ = ray.wait(list(by_ref), num_returns=1, timeout=timeout_s, fetch_local=False)
+    if done:  # what else is there already comes along: one look at many calls costs as much as at one
+        done, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0, fetch_local=False)
+    mine = set(calls)
+    if background is not None:
+        for ref in done:
+            if by_ref[ref] not in mine:
+                background.collect(by_ref[ref])
+        background.tick()
+    return [by_ref[ref] for ref in done if by_ref[ref] in mine]
 
 
 class WorkerGroup:
     """The workers of one role.
 
+    Attributes:
+        background: what goes on while this group is waited for.
+
     Args:
         role: "actor", "rollout", "ref" or "reward".
         handles: one Ray actor handle per rank.
         timeout_s: seconds without an answer after which a worker counts as hung.
+        make: by rank, what makes a new process in place of one that is gone.
     """
 
-    def __init__(self, role: str, handles: Sequence[Any], timeout_s: float) -> None:
+    def __init__(
+        self, role: str, handles: Sequence[Any], timeout_s: float, make: Sequence[Callable[[], Any]] = ()
+    ) -> None:
         self.role, self.handles, self.timeout_s = role, list(handles), timeout_s
         self.nodes = ["?"] * len(self.handles)
+        self.background: Background | None = None
+        self._make = list(make)
+        self._busy = [_BusyClock() for _ in self.handles]
 
     @classmethod
     def spawn(
@@ -85,7 +126,7 @@ class WorkerGroup:
     ) -> WorkerGroup:
         """Start one process per bundle; rank i is built with `worker_class(*args[i])`. Returns without waiting."""
         remote_class: Any = ray.remote(worker_class)
-        handles = []
+        make = []
         for bundle, arguments in zip(bundles, args, strict=True):
             options = remote_class.options(
                 num_cpus=bundle.num_cpus,
@@ -95,16 +136,31 @@ class WorkerGroup:
                 runtime_env={"env_vars": dict(env)} if env else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(bundle.group, bundle.index),
             )
-            handles.append(options.remote(*arguments))
-        return cls(role, handles, timeout_s)
+            make.append(functools.partial(options.remote, *arguments))
+        return cls(role, [start() for start in make], timeout_s, make)
+
+    def respawn(self, rank: int) -> None:
+        """End a worker's process, if it still lives, and start a new one in its place, without waiting."""
+        ray.kill(self.handles[rank])
+        self.handles[rank] = self._make[rank]()
+        self._busy[rank] = _BusyClock(self._busy[rank].seconds)
+
+    def busy_seconds(self) -> float:
+        """Seconds that the workers, taken together, have had something to do so far."""
+        return sum(clock.seconds for clock in self._busy)
 
     def __len__(self) -> int:
         return len(self.handles)
 
     def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
         """Call a method on one worker, without waiting."""
-        ref = getattr(self.handles[rank], method).remote(*args)
-        return Call(ref, self, rank, stage, time.monotonic())
+        handle = self.handles[rank]
+        self._busy[rank].begin()
+        return Call(getattr(handle, method).remote(*args), self, rank, stage, time.monotonic(), handle)
+
+    def tell(self, rank: int, method: str, *args: Any) -> None:
+        """Call a method whose answer nobody waits for."""
+        getattr(self.handles[rank], method).remote(*args)
 
     def call(self, rank: int, stage: str, method: str, *args: Any) -> Any:
         """Call a method on one worker and wait."""
@@ -128,22 +184,41 @@ class WorkerGroup:
         Raises:
             GrpoDistError: the first failure of any of them, or no answer in time.
         """
+        values = {}
+        for call, value in self._outcomes(calls, timeout_s):
+            if isinstance(value, GrpoDistError):
+                raise value
+            values[call.ref] = value
+        return [values[call.ref] for call in calls]
+
+    def settle(self, calls: Sequence[Call]) -> list[Any]:
+        """Wait until every call has a value or has failed; values and errors in the order of `calls`."""
+        values = {call.ref: value for call, value in self._outcomes(calls, None)}
+        return [values[call.ref] for call in calls]
+
+    def _outcomes(self, calls: Sequence[Call], timeout_s: float | None) -> Iterator[tuple[Call, Any]]:
+        """Each call with its value or error, as they finish; a call that is late has failed."""
         limit = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
-        waiting = {call.ref: call for call in calls}
-        values: dict[ray.ObjectRef, Any] = {}
+        waiting = dict.fromkeys(calls)
         while waiting:
-            left = max(deadline - time.monotonic(), 0)
-            done, _ = ray.wait(list(waiting), num_returns=1, timeout=left)
-            if not done:
-                late = next(iter(waiting.values()))
-                raise self.error(late.rank, late.stage, f"no answer within {limit:g} s")
-            call = waiting.pop(done[0])
-            values[call.ref] = self.resolve(call)
-        return [values[call.ref] for call in calls]
+            left = deadline - time.monotonic()
+            done = finished(list(waiting), self.background, min(max(left, 0), POLL_S))
+            if not done and left <= 0:
+                late = next(iter(waiting))
+                del waiting[late]
+                yield late, late.group.error(late.rank, late.stage, f"no answer within {limit:g} s")
+            for call in done:
+                del waiting[call]
+                try:
+                    yield call, call.result()
+                except GrpoDistError as error:
+                    yield call, error
 
     def resolve(self, call: Call) -> Any:
         """The value of a finished call; see `Call.result`."""
+        if call.process is self.handles[call.rank]:
+            self._busy[call.rank].end()
         try:
             return ray.get(call.ref, timeout=self.timeout_s)
         except RayTaskError as error:
@@ -170,6 +245,27 @@ class WorkerGroup:
         """End all processes at once."""
         for handle in self.handles:
             ray.kill(handle)
+
+
+class _BusyClock:
+    """Seconds during which at least one call was open."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds, self._open, self._since = seconds, 0, 0.0
+
+    def begin(self) -> None:
+        if self._open == 0:
+            self._since = time.monotonic()
+        self._open += 1
+
+    def end(self) -> None:
+        self._open -= 1
+        if self._open == 0:
+            self._seconds += time.monotonic() - self._since
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds + (time.monotonic() - self._since if self._open else 0.0)
 
 
 def _cause_of_death(error: RayActorError) -> str:

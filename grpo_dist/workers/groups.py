@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.engines.micro_batch_plan import Lengths
-from grpo_dist.engines.settings import EngineSettings, ObjectiveSettings, SamplingSettings
+from grpo_dist.engines.settings import ObjectiveSettings
 from grpo_dist.protocol import Mean, Metric, Sum, merge_metrics
 from grpo_dist.workers.balance import balance
 from grpo_dist.workers.batch_ref import DataProtoRef
@@ -21,12 +21,28 @@ from grpo_dist.workers.reward import SAMPLE_COLUMNS, TARGET_COLUMNS, RewardSetti
 LOOPBACK = "127.0.0.1"
 
 
-@dataclass(frozen=True)
+@dataclass
 class LogProbJob:
     """Log-probs being computed: one call per rank, and the rows that each rank works on."""
 
     calls: list[Call]
     rows: list[np.ndarray]
+    parts: dict[Call, DataProtoRef] = field(default_factory=dict)
+
+    @property
+    def in_flight(self) -> list[Call]:
+        """The calls that have not been collected."""
+        return [call for call in self.calls if call not in self.parts]
+
+    def collect(self, call: Call) -> DataProtoRef | None:
+        """Take in a finished call; after the last one, a handle in the order of the batch's rows."""
+        self.parts[call] = call.result()
+        return None if self.in_flight else self.merged()
+
+    def merged(self) -> DataProtoRef:
+        """One handle in the order of the batch's rows."""
+        parts = [self.parts[call] for call in self.calls]
+        return DataProtoRef.concat(parts).reorder(np.argsort(np.concatenate(self.rows)))
 
 
 class PolicyGroup:
@@ -56,8 +72,8 @@ class PolicyGroup:
 
     def collect_log_probs(self, job: LogProbJob) -> DataProtoRef:
         """Wait for a job; one handle in the order of the batch's rows."""
-        parts = self.workers.gather(job.calls)
-        return DataProtoRef.concat(parts).reorder(np.argsort(np.concatenate(job.rows)))
+        job.parts = dict(zip(job.calls, self.workers.gather(job.calls), strict=True))
+        return job.merged()
 
 
 class ReferenceGroup(PolicyGroup):
@@ -121,31 +137,6 @@ class ActorGroup(PolicyGroup):
         self.workers.call_all("export_hf_model", "export_hf_model", folder)
 
 
-class RolloutGroup:
-    """The vLLM engines. A prompt goes to the engine with the fewest prompts in flight."""
-
-    def __init__(self, workers: WorkerGroup) -> None:
-        self.workers = workers
-        self._in_flight = [0] * len(workers)
-
-    def submit_start(self, settings: Sequence[EngineSettings]) -> list[Call]:
-        """Start all engines, each with settings of its own, without waiting."""
-        self.workers.nodes = [address.host for address in self.workers.call_all("start", "address")]
-        return [self.workers.submit(rank, "start", "start", each) for rank, each in enumerate(settings)]
-
-    def submit(self, uid: str, prompt: np.ndarray, sampling: SamplingSettings) -> Call:
-        """Sample a group of responses, without waiting."""
-        rank = int(np.argmin(self._in_flight))
-        self._in_flight[rank] += 1
-        return self.workers.submit(rank, "generate", "generate", uid, prompt, sampling)
-
-    def collect(self, call: Call) -> DataProtoRef:
-        """The handle of a finished group."""
-        self._in_flight[call.rank] -= 1
-        group, _ = call.result()
-        return group
-
-
 class RewardPool:
     """The reward processes. Each scores one group at a time, so that the time limit of a call is its own."""
 
@@ -172,27 +163,31 @@ class RewardPool:
         self._free.append(call.rank)
         return call.result()
 
+    def _idle(self) -> int:
+        """A process that does not score now, if there is one: whole batches must not wait for one group's scores."""
+        return self._free[0] if self._free else 0
+
     def compute_targets(
         self, batch: DataProtoRef, settings: TargetSettings, kl_coef: float, seed: int
     ) -> tuple[DataProtoRef, dict[str, float]]:
         """What the update trains on, from the whole batch; and metrics."""
         inputs = batch.select(("uid", *TARGET_COLUMNS, *settings.columns))
-        return self.workers.call(0, "targets", "compute_targets", inputs, settings, kl_coef, seed)
+        return self.workers.call(self._idle(), "targets", "compute_targets", inputs, settings, kl_coef, seed)
 
-    def rollout_diagnostics(self, batch: DataProtoRef) -> dict[str, float]:
-        """How far the sampler and the policy are apart."""
+    def rollout_diagnostics(self, batch: DataProtoRef, correction: Mapping[str, Any]) -> dict[str, float]:
+        """How far the sampler and the policy are apart, and what the correction's weights are."""
         inputs = batch.select(("response_mask", "rollout_log_probs", "old_log_probs"))
-        return self.workers.call(0, "rollout_diagnostics", "rollout_diagnostics", inputs)
+        return self.workers.call(self._idle(), "rollout_diagnostics", "rollout_diagnostics", inputs, correction)
 
     def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The batch as text, one dict per row; for the few rows that are shown."""
         inputs = batch.select(SAMPLE_COLUMNS)
-        return self.workers.call(0, "read_samples", "read_samples", inputs, step, ground_truths)
+        return self.workers.call(self._idle(), "read_samples", "read_samples", inputs, step, ground_truths)
 
     def submit_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> Call:
         """Write the batch down as text, without waiting."""
         inputs = batch.select(SAMPLE_COLUMNS)
-        return self.workers.submit(0, "write_samples", "write_samples", inputs, path, step, ground_truths)
+        return self.workers.submit(self._idle(), "write_samples", "write_samples", inputs, path, step, ground_truths)
 
 
 def _shares(batch: DataProtoRef, rows: np.ndarray, num_ranks: int) -> list[np.ndarray]:

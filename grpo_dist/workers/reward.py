@@ -192,11 +192,11 @@ class RewardWorker(Process):
         columns["reward"] = out["token_level_rewards"].sum(-1)
         return DataProtoRef.put(DataProto.from_dict(columns), small=("advantage_mean", "reward")), metrics
 
-    def rollout_diagnostics(self, batch: DataProtoRef) -> dict[str, float]:
+    def rollout_diagnostics(self, batch: DataProtoRef, correction: Mapping[str, Any]) -> dict[str, float]:
         """The metrics of `algorithms.correction`, from old log-probs that the update brought."""
         names = ("old_log_probs", "rollout_log_probs", "response_mask")
         data = batch.fetch(names)
-        return compute_rollout_correction(**{name: data[name].to_padded(0) for name in names})[2]
+        return compute_rollout_correction(**{name: data[name].to_padded(0) for name in names}, **correction)[2]
 
     def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
         """step, uid, input, output, gts (ground truth), score and, where there is one, advantage of every row."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_dist.algorithms import compute_rollout_correction
-from grpo_dist.algorithms.correction import REJECTIONS, bypass_weights, read_bounds, read_rejections
+from grpo_dist.algorithms.correction import REJECTIONS, current_weights, read_bounds, read_rejections
 from grpo_dist.errors import BatchError, ConfigError
 
 # Two responses: ratios 2, 0.5, 4 and 1, (masked). The sampler gave every token 0.1.
@@ -78,18 +78,18 @@ def test_the_share_of_rejected_tokens_is_reported() -> None:
     assert correct(rollout_rs="seq_sum_k1", rollout_rs_threshold=3.9)[2]["rollout_corr/rs_masked_fraction"] == 0.75
 
 
-def test_bypass_weights_are_zero_on_rejected_tokens() -> None:
+def test_current_weights_are_zero_on_rejected_tokens() -> None:
     """Ratios 2, 0.5 and 4: truncated at 3; token_k1 within 1/3 and 3 rejects the last."""
     policy = OLD.clone().requires_grad_()
     options = {"rollout_is": "token", "rollout_is_threshold": 3.0, "rollout_rs": None, "rollout_rs_threshold": None}
-    weights = bypass_weights(policy, ROLLOUT, MASK, options)
+    weights = current_weights(policy, ROLLOUT, MASK, options)
     torch.testing.assert_close(weights[MASK > 0], torch.tensor([2.0, 0.5, 3.0, 1.0]))
     assert not weights.requires_grad
     rejecting = options | {"rollout_rs": "token_k1", "rollout_rs_threshold": 3.0}
     torch.testing.assert_close(
-        bypass_weights(policy, ROLLOUT, MASK, rejecting)[MASK > 0], torch.tensor([2.0, 0.5, 0.0, 1.0])
+        current_weights(policy, ROLLOUT, MASK, rejecting)[MASK > 0], torch.tensor([2.0, 0.5, 0.0, 1.0])
     )
-    alone = bypass_weights(policy, ROLLOUT, MASK, rejecting | {"rollout_is": None})
+    alone = current_weights(policy, ROLLOUT, MASK, rejecting | {"rollout_is": None})
     torch.testing.assert_close(alone[MASK > 0], torch.tensor([1.0, 1.0, 0.0, 1.0]))
 
 

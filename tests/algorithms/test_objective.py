@@ -49,7 +49,7 @@ def test_bypass_weighs_by_the_policy_as_it_trains() -> None:
     options = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": None, "rollout_rs_threshold": None}
     loss, _ = policy_objective(
         **ARGUMENTS
-        | {"log_probs": log_probs, "old_log_probs": torch.full(SHAPE, -1.5), "loss_mode": "gpg", "bypass": options}
+        | {"log_probs": log_probs, "old_log_probs": torch.full(SHAPE, -1.5), "loss_mode": "gpg", "correction": options}
         | {"ref_log_probs": None, "entropy": None}
     )
     root = math.exp(0.5)

@@ -138,7 +138,10 @@ CORRECTION = "algorithm.rollout_correction"
         ((f"{ACTOR}.ppo_epochs=2",), True),
         ((f"{ACTOR}.ppo_mini_batch_size=4",), True),
         (("algorithm.use_kl_in_reward=true",), True),
-        ((f"{CORRECTION}.rollout_is=token",), True),
+        ((f"{CORRECTION}.rollout_is=token",), False),
+        ((f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_batch_normalize=true"), True),
+        (("trainer.max_staleness=1",), False),
+        (("trainer.max_staleness=1", f"{ACTOR}.ppo_epochs=2"), True),
         ((f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=2"), True),
         ((f"{ACTOR}.top_entropy_quantile=0.2",), True),
         ((f"{ACTOR}.policy_loss.loss_mode=kl_cov",), True),
@@ -147,6 +150,25 @@ CORRECTION = "algorithm.rollout_correction"
 )
 def test_old_log_probs_are_computed_only_where_the_update_cannot_know_them(changes, needed):
     assert load(*ON_POLICY, *changes).needs_old_log_probs == needed
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ((), None),
+        (("trainer.max_staleness=2",), "token"),
+        (("trainer.max_staleness=2", f"{CORRECTION}.rollout_is=null"), None),
+        (("trainer.max_staleness=2", f"{CORRECTION}.rollout_is=sequence"), "sequence"),
+        ((f"{CORRECTION}.rollout_is=token",), "token"),
+        (("trainer.max_staleness=2", f"{CORRECTION}.bypass_mode=true"), None),  # the clipped ratio corrects
+        (
+            ("trainer.max_staleness=2", f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=reinforce"),
+            "token",
+        ),
+    ],
+)
+def test_stale_responses_are_corrected_unless_told_otherwise(changes, expected):
+    assert load(*changes).rollout_is == expected
 
 
 @pytest.mark.parametrize(

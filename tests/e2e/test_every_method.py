@@ -14,7 +14,7 @@ import pytest
 from grpo_dist.config.load import load_config
 from grpo_dist.config.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
 from grpo_dist.trainer.build import Workers, build_trainer, load_run_prompts
-from grpo_dist.trainer.trainer import Roles
+from grpo_dist.trainer.roles import Roles
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

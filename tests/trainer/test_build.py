@@ -12,7 +12,7 @@ from grpo_dist.data import PromptSampler
 from grpo_dist.data.curriculum import CustomSampler
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.trainer.build import load_run_prompts, resolve_names
-from grpo_dist.trainer.trainer import Prompts
+from grpo_dist.trainer.roles import Prompts
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "curriculum" / "easiest_first.py"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +13,7 @@ from grpo_dist.config.load import load_config
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import GrpoDistError, RewardError
-from grpo_dist.trainer.pump import GroupRequest, Pumped
+from grpo_dist.trainer.pump import GroupRequest, RolloutJob
 from grpo_dist.trainer.sampling import TrainingSampler, informative
 from grpo_dist.workers.batch_ref import DataProtoRef
 
@@ -22,17 +24,27 @@ class InstantPump:
     """Scores prompt i of the data set with `scores[i]`; a greedy response scores 9."""
 
     def __init__(self, scores: dict[int, list[float]]) -> None:
-        self.scores, self.requests = scores, []
+        self.scores, self.requests, self.late = scores, [], ()
 
-    def run(self, requests: list[GroupRequest]) -> Pumped:
+    def submit(self, requests: list[GroupRequest], *, givers: tuple[str, ...]) -> RolloutJob:
         self.requests += requests
-        groups = []
-        for request in requests:
+        job = RolloutJob(requests, {}, timings={"gen": 1.0})
+        for i, request in enumerate(requests):
             greedy = request.sampling.temperature == 0
             scores = [9.0] if greedy else self.scores[request.task.extra_info["index"]]
-            small = {"uid": np.array([request.uid] * len(scores)), "score": np.array(scores)}
-            groups.append(DataProtoRef(small=small | {"reward_extra/acc": np.array(scores) > 0}, num_rows=len(scores)))
-        return Pumped(groups, {"gen": 1.0}, [])
+            job.groups[i] = DataProtoRef(small={"uid": np.array([request.uid] * len(scores))}, num_rows=len(scores))
+            small = {"score": np.array(scores), "reward_extra/acc": np.array(scores) > 0}
+            job.scores[i] = DataProtoRef(small=small, num_rows=len(scores))
+        for i in self.late:
+            del job.scores[i]
+        return job
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        while not done():
+            self.on_progress()
+
+    def cancel(self, job: RolloutJob, groups: set[int]) -> None:
+        job.cancelled |= groups
 
 
 def make_sampler(scores: dict[int, list[float]], *overrides: str) -> TrainingSampler:
@@ -123,7 +135,7 @@ def test_remax_samples_every_prompt_once_more_greedily() -> None:
     assert result.batch["reward_baseline"].tolist() == [9.0] * 2 * N
     assert len(result.batch) == 2 * N
     greedy = sampler.pump.requests[2:]
-    assert [(r.sampling.n, r.sampling.temperature, r.needs_ref) for r in greedy] == [(1, 0.0, False)] * 2
+    assert [(r.sampling.n, r.sampling.temperature, r.needs_log_probs) for r in greedy] == [(1, 0.0, False)] * 2
 
 
 def test_the_metric_may_be_an_extra_value() -> None:
@@ -140,3 +152,42 @@ def test_smaller_batches_are_sampled_until_there_are_enough() -> None:
     sampler.order = PromptSampler(2, 1, shuffle=False, seed=0)
     result = sampler.rollout(1)
     assert [request.uid for request in result.requests] == ["step1-prompt0", "step1-prompt1-try2"]
+
+
+def test_steps_are_opened_in_order_and_each_prompt_is_drawn_once() -> None:
+    sampler = make_sampler(dict.fromkeys(range(6), MIXED))
+    sampler.open_steps(3, 1)
+    assert [sampler.open[step].drawn for step in (1, 2, 3)] == [[[0, 1]], [[2, 3]], [[4, 5]]]
+    sampler.open_steps(3, 1)
+    assert len(sampler.pump.requests) == 6, "open steps are not sampled again"
+    results = [sampler.rollout(step) for step in (1, 2, 3)]
+    uids = [request.uid for result in results for request in result.requests]
+    assert uids == [f"step{1 + i // 2}-prompt{i}" for i in range(6)]
+    assert sampler.open == {}
+
+
+def test_the_ledger_brings_back_what_was_drawn_and_has_not_trained() -> None:
+    before = make_sampler(dict.fromkeys(range(8), MIXED))
+    before.open_steps(3, 1)
+    before.rollout(1)
+    ledger = json.loads(json.dumps(before.state_dict()))
+    assert ledger == {"open": {"2": [[2, 3]], "3": [[4, 5]]}, "backlog": []}
+    after = make_sampler(dict.fromkeys(range(8), MIXED))
+    after.order.load_state_dict(before.order.state_dict())
+    after.load_state_dict(ledger)
+    after.open_steps(4, 2)
+    resumed = [request for step in (2, 3, 4) for request in after.rollout(step).requests]
+    assert [request.uid for request in resumed] == [f"step{2 + i // 2}-prompt{2 + i}" for i in range(6)]
+    assert [r.sampling.seed for r in resumed[:4]] == [r.sampling.seed for r in before.pump.requests[2:]]
+
+
+def test_the_slowest_of_an_over_sampled_batch_are_ended_and_come_first_in_the_next() -> None:
+    sampler = make_sampler(dict.fromkeys(range(8), MIXED), "actor_rollout_ref.rollout.over_sample_rate=0.5")
+    sampler.pump.late = (1,)
+    result = sampler.rollout(1)
+    assert [request.uid for request in result.requests] == ["step1-prompt0", "step1-prompt2"]
+    assert result.metrics == {"train/aborted_groups": 1}
+    assert sampler.backlog == [1, 3], "1 was ended, 3 was drawn with the others"
+    sampler.pump.late = (2,)
+    assert [request.uid for request in sampler.rollout(2).requests] == ["step2-prompt1", "step2-prompt3"]
+    assert sampler.backlog == [4, 5]

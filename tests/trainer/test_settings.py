@@ -103,7 +103,7 @@ def test_options_of_the_targets_arrive() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "loss_mode", "bypass"),
+    ("overrides", "loss_mode", "corrects"),
     [
         ((), "vanilla", False),
         (("bypass_mode=true",), "vanilla", False),
@@ -111,10 +111,23 @@ def test_options_of_the_targets_arrive() -> None:
         (("bypass_mode=true", "loss_type=reinforce", "rollout_is=token"), "gpg", True),
     ],
 )
-def test_bypass_mode_corrects_in_the_objective(overrides: tuple, loss_mode: str, bypass: bool) -> None:
+def test_bypass_mode_corrects_in_the_objective(overrides: tuple, loss_mode: str, corrects: bool) -> None:
     config = load(*(f"algorithm.rollout_correction.{override}" for override in overrides))
     objective = objective_settings(config)
-    assert (objective.loss_mode, objective.bypass is not None, objective.weighted) == (loss_mode, bypass, False)
+    assert (objective.loss_mode, objective.correction is not None, objective.weighted) == (loss_mode, corrects, False)
+
+
+def test_a_batch_of_one_optimizer_step_is_corrected_in_the_objective() -> None:
+    stale = objective_settings(load("trainer.max_staleness=1", f"{ACTOR}.use_kl_loss=false"))
+    assert stale.correction == {
+        "rollout_is": "token",
+        "rollout_is_threshold": 2.0,
+        "rollout_rs": None,
+        "rollout_rs_threshold": None,
+    }
+    assert stale.columns == ("advantages", "rollout_log_probs")
+    several = objective_settings(load("trainer.max_staleness=1", f"{ACTOR}.ppo_epochs=2"))
+    assert (several.correction, several.weighted) == (None, True)
 
 
 def test_the_roles_get_what_they_need() -> None:

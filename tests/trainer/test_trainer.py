@@ -15,11 +15,13 @@ from grpo_dist.config.load import load_config
 from grpo_dist.errors import BatchError, CheckpointError, RewardError, WorkerError
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.trainer.build import build_trainer, load_run_prompts, reward_settings
-from grpo_dist.trainer.trainer import GRPOTrainer, Roles
+from grpo_dist.trainer.roles import Roles
+from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.group import Call, WorkerGroup
-from grpo_dist.workers.groups import ActorGroup, ReferenceGroup, RewardPool, RolloutGroup
+from grpo_dist.workers.groups import ActorGroup, ReferenceGroup, RewardPool
 from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.reward import RewardWorker
+from grpo_dist.workers.rollout_group import RolloutGroup
 from tests.trainer.fakes import (
     FakeActorWorker,
     FakePolicyWorker,
@@ -176,7 +178,7 @@ def bytes_on_driver(tmp_path: Path, groups: dict, length: int, monkeypatch: pyte
     trainer.sync_weights()
     with monkeypatch.context() as patch:
         patch.setattr(WorkerGroup, "resolve", counting)
-        batch = trainer.compute_targets(trainer.old_log_probs(trainer.rollout()))
+        batch = trainer.compute_targets(trainer.rollout())
         trainer.update(batch)
     assert batch["response_length"].max() == length + 3
     with pytest.raises(BatchError, match="'responses' is not on the driver"):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from grpo_dist.errors import GrpoDistError, RewardError, WorkerError
-from grpo_dist.workers.group import WorkerGroup, wait_any
+from grpo_dist.workers.group import Call, WorkerGroup, finished
 from grpo_dist.workers.resources import reserve
 
 pytestmark = pytest.mark.ray
@@ -93,12 +94,62 @@ def test_every_rank_is_a_process_of_its_own_with_the_given_environment(group: Wo
     assert group.call_all("environment", "environment", "COLOUR") == ["blue", "blue"]
 
 
-def test_wait_any_gives_the_finished_calls(group: WorkerGroup) -> None:
-    slow, fast = group.submit(0, "add", "add", 1, 1.0), group.submit(1, "add", "add", 2)
-    assert wait_any([slow, fast], timeout_s=10) == [fast]
-    assert fast.result() == 102
-    assert wait_any([slow], timeout_s=0) == []
-    assert slow.result() == 1
+def test_what_is_finished_is_told_apart_from_the_rest(group: WorkerGroup) -> None:
+    slow, fast = group.submit(0, "slow", "add", 1, 2.0), group.submit(1, "fast", "add", 1)
+    while not (done := finished([slow, fast], None)):
+        pass
+    assert done == [fast]
+    assert fast.result() == 101
+    assert finished([slow], None, timeout_s=0) == []
+    group.gather([slow])
+
+
+class Counting:
+    """A background that is given two calls, one after the other."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group, self.values, self.ticks = group, [], 0
+        self.in_flight = [group.submit(1, "background", "add", 1)]
+
+    def collect(self, call: Call) -> None:
+        self.values.append(call.result())
+        self.in_flight.remove(call)
+        if len(self.values) < 2:
+            self.in_flight.append(self.group.submit(1, "background", "add", 2))
+
+    def tick(self) -> None:
+        self.ticks += 1
+
+
+def test_the_background_goes_on_while_a_call_is_waited_for(group: WorkerGroup) -> None:
+    background = group.background = Counting(group)
+    try:
+        group.call(0, "slow", "add", 1, 2.0)
+    finally:
+        group.background = None
+    assert background.values == [101, 102]
+    assert background.ticks >= 2
+
+
+def test_settle_waits_for_all_and_gives_failures_as_values(group: WorkerGroup) -> None:
+    calls = [group.submit(0, "fail", "fail"), group.submit(1, "fast", "add", 5)]
+    failure, value = group.settle(calls)
+    assert isinstance(failure, WorkerError)
+    assert (failure.rank, value) == (0, 105)
+
+
+def test_a_late_call_is_named_by_its_own_role(group: WorkerGroup) -> None:
+    other = WorkerGroup("ref", [], 0.2)
+    with pytest.raises(WorkerError, match=r"^actor worker 0 on node0, stage 'slow': no answer within 0.2 s"):
+        other.gather([group.submit(0, "slow", "add", 1, 2.0)])
+
+
+def test_busy_seconds_count_open_calls_once(local_ray: None) -> None:
+    group = WorkerGroup("actor", [SimpleNamespace(work=SimpleNamespace(remote=lambda: object()))], 1.0)
+    group.submit(0, "work", "work")
+    group.submit(0, "work", "work")
+    time.sleep(0.1)
+    assert 0.1 <= group.busy_seconds() < 0.2
 
 
 # --- errors ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,38 @@
+"""What a trainer works with: the worker groups of its roles, and its prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo_dist.data.curriculum import CustomSampler
+from grpo_dist.data.sampler import PromptSampler
+from grpo_dist.data.tokenize import TokenizedPrompt
+from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.groups import ActorGroup, ReferenceGroup, RewardPool
+from grpo_dist.workers.rollout_group import RolloutGroup
+
+
+@dataclass
+class Roles:
+    """The worker groups of a run; `ref` is None where no KL term needs it."""
+
+    actor: ActorGroup
+    rollout: RolloutGroup
+    reward: RewardPool
+    ref: ReferenceGroup | None
+
+    @property
+    def workers(self) -> list[WorkerGroup]:
+        """The processes of all of them."""
+        groups = [self.actor.workers, self.rollout.workers, self.reward.workers]
+        return groups if self.ref is None else [*groups, self.ref.workers]
+
+
+@dataclass
+class Prompts:
+    """The tokenized prompts of a run, and the order training takes them in."""
+
+    train: Sequence[TokenizedPrompt]
+    validation: Sequence[TokenizedPrompt]
+    sampler: PromptSampler | CustomSampler

@@ -1,0 +1,53 @@
+"""What was sampled, as text: every step's in a file, and a few validation responses for people to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.config.schema import TrainerConfig
+from grpo_dist.trainer.pump import GroupRequest
+from grpo_dist.trainer.validation import shown_rows
+from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.group import Call
+from grpo_dist.workers.groups import RewardPool
+
+
+@dataclass
+class SampleLog:
+    """Has reward processes, which hold the tokenizer, turn batches into text.
+
+    Attributes:
+        config: `trainer`.
+        reward: the reward processes.
+    """
+
+    config: TrainerConfig
+    reward: RewardPool
+    _writing: list[Call] = field(default_factory=list)
+
+    def write(self, folder: str, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> None:
+        """Write a batch to FOLDER/STEP.jsonl of the run directory; at most one file behind, so failures show."""
+        self.collect()
+        if self.config.log_rollouts:
+            path = str((Path(self.config.default_local_dir) / folder / f"{step}.jsonl").absolute())
+            self._writing.append(self.reward.submit_samples(batch, path, step, _ground_truths(requests)))
+
+    def collect(self) -> None:
+        """Wait until what was begun is written."""
+        self.reward.workers.gather(self._writing)
+        self._writing.clear()
+
+    def read_some(self, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> list[dict[str, Any]]:
+        """`log_val_generations` rows, the same ones each time, as text."""
+        count = self.config.log_val_generations
+        if not count:
+            return []
+        rows = batch.reorder(shown_rows(len(batch), count, self.config.seed))
+        return self.reward.read_samples(rows, step, _ground_truths(requests))
+
+
+def _ground_truths(requests: Sequence[GroupRequest]) -> dict[str, Any]:
+    return {request.uid: request.task.ground_truth for request in requests}

@@ -1,0 +1,252 @@
+"""The rollout workers as the driver sees them: who has room, who failed, who is being replaced.
+
+A group of responses goes to the worker with the fewest sequences in flight. How many a worker gets follows from what
+its engine says: enough that it never runs dry, and few enough that a slow engine leaves prompts to the others.
+
+A worker that dies, fails or does not answer is ended and started again, gets the weights in force, and takes part
+again. What it was asked for comes back to the caller (`lost`), who asks another worker. That has a budget: a run in
+which workers keep failing stops, with the last failure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from grpo_dist.engines.settings import EngineSettings, SamplingSettings
+from grpo_dist.errors import EngineError, GrpoDistError, WorkerError
+from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.group import Call, WorkerGroup
+
+# Where an engine's settings do not say how many sequences it runs at once.
+MAX_NUM_SEQS = 256
+# An engine has this share of what it can run waiting, so that it does not run dry while the driver is busy.
+QUEUED_SHARE = 1 / 8
+
+
+@dataclass
+class Member:
+    """One rollout worker.
+
+    Attributes:
+        max_num_seqs: most sequences its engine runs at once.
+        limit: sequences it may have in flight.
+        sequences: sequences it has in flight.
+        recovery: the call of its start, or of the weights it gets after that; None: it takes part.
+    """
+
+    max_num_seqs: int
+    limit: int
+    sequences: int = 0
+    recovery: Call | None = None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it takes another group."""
+        return self.recovery is None and self.sequences < self.limit
+
+    def adapt(self, running: int, waiting: int, group_size: int) -> None:
+        """Follow the engine's load: fewer in flight where too many wait (its memory is full), more where none do."""
+        spare = max(group_size, int(self.max_num_seqs * QUEUED_SHARE))
+        if waiting > spare:
+            self.limit = max(running + spare, 1)
+        elif waiting == 0:
+            self.limit = min(self.limit + group_size, self.max_num_seqs + spare)
+
+
+@dataclass
+class _Order:
+    """What a call of `generate` was for."""
+
+    uid: str
+    num_sequences: int
+
+
+@dataclass
+class Weights:
+    """The weights in force: their version, and where their buckets are."""
+
+    version: int
+    buckets: Sequence[Any] = field(default_factory=list)
+
+
+class RolloutGroup:
+    """The vLLM engines.
+
+    Args:
+        workers: their processes.
+        max_restarts: workers that may be replaced in the life of the group.
+        startup_timeout_s: seconds that a replacement may take to start.
+    """
+
+    def __init__(self, workers: WorkerGroup, *, max_restarts: int = 0, startup_timeout_s: float = 900.0) -> None:
+        self.workers = workers
+        self.max_restarts, self.startup_timeout_s = max_restarts, startup_timeout_s
+        self.num_restarts = 0
+        self.failures: list[str] = []
+        self._members = [_member(None) for _ in range(len(workers))]
+        self._settings: list[EngineSettings | None] = [None] * len(workers)
+        self._orders: dict[Call, _Order] = {}
+        self._lost: list[Call] = []
+        self._weights: Weights | None = None
+
+    def submit_start(self, settings: Sequence[EngineSettings | None]) -> list[Call]:
+        """Start all engines, each with settings of its own, without waiting."""
+        self.workers.nodes = [address.host for address in self.workers.call_all("start", "address")]
+        self._settings = list(settings)
+        self._members = [_member(each) for each in settings]
+        return [self.workers.submit(rank, "start", "start", each) for rank, each in enumerate(settings)]
+
+    # --- generating --------------------------------------------------------------------------------------------
+    @property
+    def has_room(self) -> bool:
+        """Whether any worker takes another group."""
+        return any(member.has_room for member in self._members)
+
+    @property
+    def in_flight(self) -> list[Call]:
+        """All calls being waited for: groups, and workers that are being replaced."""
+        return [*self._orders, *(m.recovery for m in self._members if m.recovery is not None)]
+
+    def submit(self, uid: str, prompt: np.ndarray, sampling: SamplingSettings) -> Call:
+        """Sample a group of responses on the worker with the most room, without waiting."""
+        room = [m.sequences / m.limit if m.has_room else np.inf for m in self._members]
+        rank = int(np.argmin(room))
+        self._members[rank].sequences += sampling.n
+        call = self.workers.submit(rank, "generate", "generate", uid, prompt, sampling)
+        self._orders[call] = _Order(uid, sampling.n)
+        return call
+
+    def abort(self, calls: Sequence[Call]) -> None:
+        """End the generation of these groups; their calls then give None."""
+        for rank in range(len(self.workers)):
+            uids = [self._orders[call].uid for call in calls if call in self._orders and call.rank == rank]
+            if uids:
+                self.workers.tell(rank, "abort", uids)
+
+    def collect(self, call: Call) -> DataProtoRef | None:
+        """Take in a finished call.
+
+        Returns:
+            The group's handle; None if there is none: it was aborted, its worker failed (see `take_lost`), or the
+            call was part of a worker's replacement.
+
+        Raises:
+            GrpoDistError: a mistake that another worker would make too, or too many workers have failed.
+        """
+        member = self._members[call.rank]
+        if member.recovery is call:
+            self._go_on(call)
+            return None
+        if call not in self._orders:  # it went with its worker
+            return None
+        try:
+            group, load = call.result()
+        except (EngineError, WorkerError) as error:
+            self._replace(call.rank, error)
+            return None
+        order = self._orders.pop(call)
+        member.sequences -= order.num_sequences
+        member.adapt(load.running, load.waiting, order.num_sequences)
+        return group
+
+    def take_lost(self) -> list[Call]:
+        """The calls that went with their workers since this was last asked."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def check_deadlines(self, generate_timeout_s: float) -> None:
+        """Replace workers that have not answered for too long.
+
+        Raises:
+            GrpoDistError: too many workers have failed.
+        """
+        for call in self.in_flight:
+            recovering = self._members[call.rank].recovery is call
+            if not recovering and call not in self._orders:
+                continue  # it went with its worker a moment ago
+            try:
+                call.check_deadline(self.startup_timeout_s if recovering else generate_timeout_s)
+            except WorkerError as error:
+                self._replace(call.rank, error)
+
+    # --- weights -----------------------------------------------------------------------------------------------
+    def load_weights(self, buckets: Sequence[Any], version: int) -> None:
+        """Give all workers new weights and wait until each has confirmed them.
+
+        A worker that fails is replaced and gets them later; it does not hold up the others.
+
+        Raises:
+            WeightSyncError: the weights are damaged, incomplete or out of order.
+            GrpoDistError: an engine confirmed another version, or too many workers have failed.
+        """
+        self._weights = Weights(version, buckets)
+        ready = [rank for rank, member in enumerate(self._members) if member.recovery is None]
+        calls = [self.workers.submit(rank, "sync_weights", "load_weights", buckets, version) for rank in ready]
+        for call, held in zip(calls, self.workers.settle(calls), strict=True):
+            if isinstance(held, EngineError | WorkerError):
+                if call.process is self.workers.handles[call.rank]:  # else a failed group has told already
+                    self._replace(call.rank, held)
+            elif isinstance(held, GrpoDistError):
+                raise held
+            else:
+                self._check_version(call.rank, held, version)
+
+    # --- replacing ---------------------------------------------------------------------------------------------
+    def _replace(self, rank: int, error: GrpoDistError) -> None:
+        """End a worker and start it again; what it was asked for is lost."""
+        if self.num_restarts >= self.max_restarts:
+            if self.max_restarts:
+                error.add_note(f"trainer.max_worker_restarts={self.max_restarts} rollout workers were replaced before")
+            raise error
+        self.num_restarts += 1
+        self.failures.append(str(error))
+        lost = [call for call in self._orders if call.rank == rank]
+        for call in lost:
+            del self._orders[call]
+        self._lost += lost
+        self.workers.respawn(rank)
+        self._members[rank] = _member(self._settings[rank])
+        self._members[rank].recovery = self.workers.submit(rank, "start", "start", self._settings[rank])
+
+    def _go_on(self, call: Call) -> None:
+        """After a replacement's start, or its weights: what it still lacks."""
+        member, weights = self._members[call.rank], self._weights
+        try:
+            held = call.result()
+        except (EngineError, WorkerError) as error:
+            self._replace(call.rank, error)
+            return
+        if weights is None or (call.stage == "sync_weights" and held == weights.version):
+            member.recovery = None
+        else:
+            arguments = weights.buckets, weights.version
+            member.recovery = self.workers.submit(call.rank, "sync_weights", "load_weights", *arguments)
+
+    def _check_version(self, rank: int, held: int, version: int) -> None:
+        if held != version:
+            raise GrpoDistError(f"rollout worker {rank} holds weight version {held} after the sync of {version}")
+
+    def wait_until_ready(self) -> None:
+        """Wait until every worker takes part.
+
+        Raises:
+            GrpoDistError: a worker does not start.
+        """
+        deadline = time.monotonic() + self.startup_timeout_s
+        while any(member.recovery is not None for member in self._members):
+            for member in self._members:
+                if member.recovery is not None:
+                    self.workers.settle([member.recovery])
+                    self._go_on(member.recovery)
+            if time.monotonic() > deadline:
+                raise EngineError(f"rollout workers are not ready after {self.startup_timeout_s:g} s")
+
+
+def _member(settings: EngineSettings | None) -> Member:
+    most = MAX_NUM_SEQS if settings is None else settings.max_num_seqs
+    return Member(most, most + int(most * QUEUED_SHARE))

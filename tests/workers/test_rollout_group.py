@@ -1,0 +1,209 @@
+"""Rollout workers that die, hang and fail: what they were asked for comes back, and others take their place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import ray
+
+from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.engines.vllm_engine import EngineLoad
+from grpo_dist.errors import ConfigError, EngineError, GrpoDistError, WeightSyncError, WorkerError
+from grpo_dist.workers.group import WorkerGroup, finished
+from grpo_dist.workers.process import Process
+from grpo_dist.workers.resources import reserve
+from grpo_dist.workers.rollout_group import Member, RolloutGroup
+
+pytestmark = pytest.mark.ray
+
+SAMPLING = SamplingSettings(4, 1.0, 1.0, -1, 8, None)
+PROMPT = np.array([1], np.int32)
+
+
+class Worker(Process):
+    """Answers with its process id and the weights it holds; a prompt's name says what happens to it."""
+
+    version = -1
+
+    async def start(self, settings: object) -> None: ...
+
+    async def generate(self, uid: str, prompt: np.ndarray, sampling: SamplingSettings) -> tuple[object, EngineLoad]:
+        if uid.startswith("slow"):
+            await asyncio.sleep(1.0)
+        if uid.startswith("hang"):
+            await asyncio.sleep(1000)
+        if uid == "engine fails":
+            raise EngineError("vLLM failed: EngineDeadError: engine died")
+        if uid == "user's mistake":
+            raise ConfigError("vLLM refuses the sampling settings")
+        return (uid, os.getpid(), self.version), EngineLoad()
+
+    async def load_weights(self, buckets: list, version: int) -> int:
+        if buckets == ["damaged"]:
+            raise WeightSyncError("weight bucket 0 is damaged")
+        if buckets == ["deadly for 0"] and self.version == 5:
+            os._exit(1)
+        self.version = version if buckets != ["ignored"] else 99
+        return self.version
+
+    async def set_version(self, version: int) -> None:
+        self.version = version
+
+    async def die(self) -> None:
+        os._exit(1)
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+@pytest.fixture
+def make(local_ray: None) -> Iterator[Callable[..., RolloutGroup]]:
+    made = []
+
+    def make(size: int = 2, **options: float) -> RolloutGroup:
+        placement, bundles = reserve({"rollout": (size, 0.01, 0)})
+        workers = WorkerGroup.spawn(
+            "rollout", Worker, bundles["rollout"], args=[()] * size, timeout_s=60, max_concurrency=100
+        )
+        made.append((workers, placement))
+        group = RolloutGroup(workers, **options)  # type: ignore[arg-type]
+        workers.gather(group.submit_start([None] * size))
+        return group
+
+    yield make
+    for workers, placement in made:
+        workers.kill()
+        ray.util.remove_placement_group(placement)
+
+
+def collect_all(group: RolloutGroup, uids: list[str], generate_timeout_s: float = 60.0) -> list:
+    """Ask for all groups, and again for those that were lost, until each is there."""
+    queue, asked, found = list(uids), {}, []
+    while queue or group.in_flight:
+        while queue and group.has_room:
+            uid = queue.pop()
+            asked[group.submit(uid, PROMPT, SAMPLING)] = uid
+        answers = [group.collect(call) for call in finished(group.in_flight, None)]
+        found += [answer for answer in answers if answer is not None]
+        group.check_deadlines(generate_timeout_s)
+        queue += [asked[call].removeprefix("hang ") for call in group.take_lost()]
+    return found
+
+
+def test_groups_are_spread_evenly(make: Callable[..., RolloutGroup]) -> None:
+    group = make()
+    calls = [group.submit(f"slow {i}", PROMPT, SAMPLING) for i in range(10)]
+    assert [sum(call.rank == rank for call in calls) for rank in (0, 1)] == [5, 5]
+    assert len(group.in_flight) == 10
+
+
+def test_what_a_dead_worker_was_asked_for_is_lost_and_the_worker_comes_back(make: Callable) -> None:
+    group = make(max_restarts=1)
+    group.load_weights(["good"], 5)
+    before = group.workers.call_all("pid", "pid")
+    calls = [group.submit(f"slow {i}", PROMPT, SAMPLING) for i in range(6)]
+    group.workers.tell(0, "die")
+    answers, lost = [], []
+    while group.in_flight:
+        for call in finished(group.in_flight, None):
+            answer = group.collect(call)
+            answers += [answer] if answer is not None else []
+        lost += group.take_lost()
+    assert sorted(answer[0] for answer in answers) == ["slow 1", "slow 3", "slow 5"], "the other worker's"
+    assert lost == [call for call in calls if call.rank == 0]
+    assert group.num_restarts == 1
+    assert "rollout worker 0" in group.failures[0]
+    after = group.workers.call_all("pid", "pid")
+    assert (after[0] != before[0], after[1]) == (True, before[1])
+    versions = {answer[2] for answer in collect_all(group, [f"{i}" for i in range(6)])}
+    assert versions == {5}, "the new process has the weights in force"
+
+
+def test_an_engine_that_fails_is_replaced_and_one_that_fails_too_often_stops_the_run(make: Callable) -> None:
+    group = make(1, max_restarts=1)
+    for expected in (0, 1):
+        call = group.submit("engine fails", PROMPT, SAMPLING)
+        while not finished([call], None):
+            pass
+        assert group.num_restarts == expected
+        if expected == 0:
+            assert group.collect(call) is None
+            group.wait_until_ready()
+    with pytest.raises(EngineError, match="engine died") as caught:
+        group.collect(call)
+    assert caught.value.__notes__ == ["trainer.max_worker_restarts=1 rollout workers were replaced before"]
+
+
+def test_a_mistake_of_the_users_is_not_tried_again(make: Callable) -> None:
+    group = make(1, max_restarts=3)
+    call = group.submit("user's mistake", PROMPT, SAMPLING)
+    while not finished([call], None):
+        pass
+    with pytest.raises(ConfigError, match="refuses the sampling settings"):
+        group.collect(call)
+    assert group.num_restarts == 0
+
+
+def test_a_worker_that_hangs_is_replaced(make: Callable) -> None:
+    group = make(1, max_restarts=1)
+    answers = collect_all(group, ["hang once"], generate_timeout_s=0.5)
+    assert [answer[0] for answer in answers] == ["once"]
+    assert "no answer within 0.5 s" in group.failures[0]
+
+
+def test_a_worker_that_dies_in_a_sync_does_not_hold_up_the_others(make: Callable) -> None:
+    group = make(max_restarts=1)
+    group.load_weights(["good"], 4)
+    group.workers.call(0, "test", "set_version", 5)
+    started = time.monotonic()
+    group.load_weights(["deadly for 0"], 6)
+    assert time.monotonic() - started < 10
+    assert group.num_restarts == 1
+    assert group.submit("now", PROMPT, SAMPLING).rank == 1, "the one that lives goes on at once"
+    group.wait_until_ready()
+    versions = {answer[2] for answer in collect_all(group, [f"{i}" for i in range(6)])}
+    assert versions == {6}
+
+
+def test_damaged_weights_and_other_versions_are_errors(make: Callable) -> None:
+    group = make(1, max_restarts=3)
+    with pytest.raises(WeightSyncError, match="is damaged"):
+        group.load_weights(["damaged"], 1)
+    with pytest.raises(GrpoDistError, match="rollout worker 0 holds weight version 99 after the sync of 2"):
+        group.load_weights(["ignored"], 2)
+    assert group.num_restarts == 0
+
+
+def test_without_a_budget_the_first_failure_stops_the_run(make: Callable) -> None:
+    group = make(1)
+    call = group.submit("slow", PROMPT, SAMPLING)
+    group.workers.tell(0, "die")
+    while not finished([call], None):
+        pass
+    with pytest.raises(WorkerError, match="its process died"):
+        group.collect(call)
+
+
+@pytest.mark.parametrize(
+    ("load", "expected"),
+    [
+        ((64, 0), 68),  # none waits: more
+        ((64, 8), 64),  # some wait, as they should
+        ((20, 44), 28),  # memory is full: what runs, and an eighth of what could
+    ],
+)
+def test_the_number_in_flight_follows_the_engines_load(load: tuple[int, int], expected: int) -> None:
+    member = Member(max_num_seqs=64, limit=64)
+    member.adapt(*load, group_size=4)
+    assert member.limit == expected
+
+
+def test_the_number_in_flight_has_an_upper_bound() -> None:
+    member = Member(max_num_seqs=64, limit=70)
+    member.adapt(64, 0, group_size=4)
+    assert member.limit == 72
