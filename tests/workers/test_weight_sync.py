@@ -13,6 +13,7 @@ import pytest
 from grpo_dist.errors import GrpoDistError, WorkerError
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.resources import reserve
+from grpo_dist.workers.rollout_group import RolloutGroup
 from grpo_dist.workers.weight_sync import sync_weights
 
 pytestmark = pytest.mark.ray
@@ -53,28 +54,28 @@ def worker_class() -> type:
 
 
 @pytest.fixture(scope="module")
-def groups(local_ray: None) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
+def groups(local_ray: None) -> Iterator[tuple[WorkerGroup, RolloutGroup]]:
     _, bundles = reserve({"actor": (2, 0.05, 0.0), "rollout": (2, 0.05, 0.0)})
     actor, rollout = (
         WorkerGroup.spawn(role, worker_class(), bundles[role], args=[(0,), (1,)], timeout_s=60.0)
         for role in ("actor", "rollout")
     )
-    yield actor, rollout
+    yield actor, RolloutGroup(rollout)
     actor.kill()
     rollout.kill()
 
 
 @pytest.fixture(autouse=True)
-def _fresh(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
-    for group in groups:
-        group.call_all("behave", "behave", None)
+def _fresh(groups: tuple[WorkerGroup, RolloutGroup]) -> None:
+    for workers in (groups[0], groups[1].workers):
+        workers.call_all("behave", "behave", None)
 
 
 def test_every_engine_loads_rank_0s_buckets_once_all_ranks_have_exported(groups: tuple) -> None:
     actor, rollout = groups
     sync_weights(actor, rollout, version=4, dtype="float32")
     exports = [log for (log,) in actor.call_all("calls", "calls")]
-    loads = [log for (log,) in rollout.call_all("calls", "calls")]
+    loads = [log for (log,) in rollout.workers.call_all("calls", "calls")]
     assert [log[:2] for log in exports] == [("export", "float32")] * 2, "once per rank, in the engines' type"
     assert [log[:3] for log in loads] == [("load", ["bucket 0 in float32", "bucket 1 in float32"], 4)] * 2
     assert max(log[3] for log in exports) < min(log[3] for log in loads)
@@ -83,13 +84,13 @@ def test_every_engine_loads_rank_0s_buckets_once_all_ranks_have_exported(groups:
 def test_versions_follow_one_another(groups: tuple) -> None:
     for version in (0, 1, 2):
         sync_weights(*groups, version=version, dtype="bfloat16")
-    assert [[log[2] for log in rank] for rank in groups[1].call_all("calls", "calls")] == [[0, 1, 2]] * 2
+    assert [[log[2] for log in rank] for rank in groups[1].workers.call_all("calls", "calls")] == [[0, 1, 2]] * 2
 
 
 @pytest.mark.parametrize("held", [3, -1, "4"])
 def test_an_engine_that_confirms_another_version_stops_the_run(groups: tuple, held: object) -> None:
     actor, rollout = groups
-    rollout.call(1, "behave", "behave", held)
+    rollout.workers.call(1, "behave", "behave", held)
     with pytest.raises(GrpoDistError, match=f"rollout worker 1 holds weight version {held} after the sync of 4"):
         sync_weights(actor, rollout, version=4, dtype="float32")
 
@@ -99,4 +100,4 @@ def test_no_engine_is_touched_when_the_export_fails(groups: tuple) -> None:
     actor.call(1, "behave", "behave", "fail")
     with pytest.raises(WorkerError, match=r"actor worker 1 on .*, stage 'sync_weights': RuntimeError: gather failed"):
         sync_weights(actor, rollout, version=5, dtype="float32")
-    assert rollout.call_all("calls", "calls") == [[], []]
+    assert rollout.workers.call_all("calls", "calls") == [[], []]

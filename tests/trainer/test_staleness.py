@@ -1,0 +1,232 @@
+"""`trainer.max_staleness` on workers that take a known time: what overlaps, how old weights get, what is never lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_dist.config.load import load_config
+from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
+from grpo_dist.engines.vllm_engine import EngineLoad, Response
+from grpo_dist.errors import GrpoDistError
+from grpo_dist.trainer.build import build_trainer, load_run_prompts, reward_settings
+from grpo_dist.trainer.metrics import staleness_metrics
+from grpo_dist.trainer.roles import Roles
+from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.groups import ActorGroup, RewardPool
+from grpo_dist.workers.resources import reserve
+from grpo_dist.workers.reward import RewardWorker
+from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
+from grpo_dist.workers.rollout_group import RolloutGroup
+from tests.trainer.fakes import FakeActorWorker, FakeRolloutWorker
+
+pytestmark = pytest.mark.ray
+
+STEPS = 6
+T = 1.0
+
+
+class SlowRolloutWorker(FakeRolloutWorker):
+    """Each token of a group takes the same time; a group takes T seconds. A token knows the weights that sampled it."""
+
+    seconds = T
+
+    async def set_seconds(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def generate(
+        self, uid: str, prompt: np.ndarray, sampling: SamplingSettings
+    ) -> tuple[DataProtoRef, EngineLoad]:
+        versions = []
+        for _ in range(self.length):
+            await asyncio.sleep(self.seconds / self.length)
+            versions.append(self.version)
+        responses = [Response([5] * self.length, [-1.25] * self.length, False, versions)] * sampling.n
+        return DataProtoRef.put(group_batch(uid, prompt, responses), small=SMALL_COLUMNS), EngineLoad()
+
+    async def die(self) -> None:
+        os._exit(1)
+
+
+class SlowActorWorker(FakeActorWorker):
+    """An update takes T seconds."""
+
+    seconds = T
+
+    def set_seconds(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def update(self, rows: DataProtoRef, mini_batches: list, objective: ObjectiveSettings, step: int) -> Any:
+        time.sleep(self.seconds)
+        return super().update(rows, mini_batches, objective, step)
+
+
+def spawn(role: str, worker_class: type, args: list[tuple]) -> WorkerGroup:
+    _, bundles = reserve({role: (len(args), 0.01, 0)})
+    concurrency = 100 if role == "rollout" else 1
+    return WorkerGroup.spawn(role, worker_class, bundles[role], args=args, timeout_s=200, max_concurrency=concurrency)
+
+
+@pytest.fixture(scope="module")
+def groups(local_ray: None) -> Iterator[dict[str, WorkerGroup]]:
+    groups = {
+        "actor": spawn("actor", SlowActorWorker, [(0, 1)]),
+        "rollout": spawn("rollout", SlowRolloutWorker, [(), ()]),
+        "reward": spawn("reward", RewardWorker, [()]),
+    }
+    yield groups
+    for group in groups.values():
+        group.kill()
+
+
+def make_trainer(tmp_path: Path, groups: dict[str, WorkerGroup], *overrides: str, seconds: float = 0.1) -> GRPOTrainer:
+    """4 prompts x 4 responses a step, no reference, one optimizer step."""
+    config, _ = load_config(
+        [
+            "data.train_batch_size=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "actor_rollout_ref.actor.use_kl_loss=false",
+            "actor_rollout_ref.rollout.n=4",
+            "data.val_files=null",
+            "trainer.val_before_train=false",
+            "trainer.log_rollouts=false",
+            "trainer.save_freq=-1",
+            f"trainer.total_training_steps={STEPS}",
+            f"trainer.default_local_dir={tmp_path}/run",
+            *overrides,
+        ]
+    )
+    pool = RewardPool(groups["reward"])
+    groups["reward"].gather(pool.submit_start(reward_settings(config)))
+    for role in ("actor", "rollout"):
+        groups[role].call_all("test", "set_seconds", seconds)
+    groups["actor"].call_all("test", "forget")
+    rollout = RolloutGroup(groups["rollout"], max_restarts=config.trainer.max_worker_restarts)
+    prompts, _ = load_run_prompts(config)
+    return build_trainer(config, Roles(ActorGroup(groups["actor"]), rollout, pool, None), prompts, STEPS)
+
+
+def trained_uids(groups: dict[str, WorkerGroup]) -> list[list[str]]:
+    """The groups of each step, in order, that the actor was given."""
+    updates = groups["actor"].call_all("test", "seen")[0]
+    return [list(dict.fromkeys(mini_batches[0])) for mini_batches in updates]
+
+
+def test_at_1_generation_hides_behind_the_update(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+    """Both take T. At 0 a step takes 2 T, at 1 about T."""
+    step_s = {}
+    for staleness in (0, 1):
+        trainer = make_trainer(tmp_path, groups, f"trainer.max_staleness={staleness}", seconds=T)
+        trainer.fit()
+        step_s[staleness] = float(np.mean([row["timing_s/step"] for row in trainer.history[2:]]))
+        if staleness:
+            idle = trainer.history[-2]["perf/idle/actor"]
+            assert idle < 0.15, "the actor hardly waits"
+    assert step_s[1] < 1.15 * T, step_s
+    assert step_s[0] > 2 * T, step_s
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_weights_are_never_older_than_allowed_and_every_prompt_trains_once(
+    tmp_path: Path, groups: dict[str, WorkerGroup], staleness: int
+) -> None:
+    trainer = make_trainer(tmp_path, groups, f"trainer.max_staleness={staleness}")
+    trainer.fit()
+    assert (trainer.sampler.open, trainer.pump.in_flight) == ({}, []), "nothing is sampled in vain"
+    assert [row["step"] for row in trainer.history] == list(range(1, STEPS + 1))
+    oldest = [row.get("staleness/max", 0) for row in trainer.history]
+    assert max(oldest) == min(staleness, STEPS - 1)
+    assert all(age <= staleness for age in oldest)
+    expected = [min(step, staleness) for step in range(STEPS)]
+    assert oldest[: staleness + 1] == expected[: staleness + 1], "the first batches are sampled at once"
+    prompts = [uid for step in trained_uids(groups) for uid in step]
+    assert len(set(prompts)) == 4 * STEPS
+    order = [f"step{step + 1}-" for step in range(STEPS) for _ in range(4)]
+    assert all(uid.startswith(step) for uid, step in zip(prompts, order, strict=True))
+    if staleness:
+        row = trainer.history[-1]
+        assert sum(row[f"staleness/share/{age}"] for age in range(staleness + 1)) == pytest.approx(1)
+
+
+def test_the_same_prompts_train_in_the_same_steps_whatever_the_staleness(
+    tmp_path: Path, groups: dict[str, WorkerGroup]
+) -> None:
+    seen = []
+    for staleness in (0, 2):
+        make_trainer(tmp_path, groups, f"trainer.max_staleness={staleness}").fit()
+        seen.append(trained_uids(groups))
+    assert seen[0] == seen[1]
+
+
+def test_a_run_that_was_ahead_resumes_with_the_same_prompts(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+    """Stopped after step 3 while steps 4 to 6 were being sampled."""
+    overrides = ("trainer.max_staleness=2", "trainer.save_freq=3")
+    make_trainer(tmp_path, groups, *overrides).fit()
+    whole = trained_uids(groups)
+    state = json.loads((tmp_path / "run/global_step_3/state.json").read_text())
+    assert list(state["ledger"]["open"]) == ["4", "5", "6"]
+    assert [len(drawn[0]) for drawn in state["ledger"]["open"].values()] == [4, 4, 4]
+    folder = f"trainer.resume_from_path={tmp_path}/run/global_step_3"
+    resumed = make_trainer(tmp_path, groups, *overrides, "trainer.resume_mode=resume_path", folder)
+    assert resumed.resume() is not None
+    resumed.fit()
+    assert trained_uids(groups) == whole[3:]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_rollout_worker_killed_while_it_generates_costs_no_prompt(
+    tmp_path: Path, groups: dict[str, WorkerGroup], staleness: int
+) -> None:
+    mortal = groups | {"rollout": spawn("rollout", SlowRolloutWorker, [(), ()])}
+    trainer = make_trainer(tmp_path, mortal, f"trainer.max_staleness={staleness}", seconds=0.5)
+    shown: list[str] = []
+    trainer.progress.message = shown.append  # type: ignore[method-assign]
+    trainer.sync_weights()
+    trainer.sampler.open_steps(1, 1)
+    mortal["rollout"].tell(0, "die")
+    trainer.weight_version -= 1  # `fit` begins with a sync of its own
+    trainer.fit()
+    assert len(trained_uids(mortal)) == STEPS
+    prompts = [uid for step in trained_uids(mortal) for uid in step]
+    assert len(set(prompts)) == len(prompts) == 4 * STEPS
+    assert trainer.history[-1]["training/worker_restarts"] == 1
+    assert [text for text in shown if "replaced a worker; its prompts went elsewhere: rollout worker 0" in text]
+    mortal["rollout"].kill()
+
+
+def test_over_sampling_ends_the_slowest_and_trains_whole_batches(
+    tmp_path: Path, groups: dict[str, WorkerGroup]
+) -> None:
+    trainer = make_trainer(tmp_path, groups, "actor_rollout_ref.rollout.over_sample_rate=0.5")
+    trainer.fit()
+    steps = trained_uids(groups)
+    assert [len(step) for step in steps] == [4] * STEPS
+    assert all(row["train/aborted_groups"] == 2 for row in trainer.history)
+
+
+def test_responses_from_weights_out_of_bounds_stop_the_run() -> None:
+    batch = DataProtoRef(
+        small={"weight_version": np.array([3, 5]), "last_weight_version": np.array([4, 5])}, num_rows=2
+    )
+    assert staleness_metrics(batch, 5, 2) == {
+        "staleness/mean": 1,
+        "staleness/max": 2,
+        "staleness/share/0": 0.5,
+        "staleness/share/1": 0,
+        "staleness/share/2": 0.5,
+        "staleness/spanning": 0.5,
+    }
+    with pytest.raises(GrpoDistError, match=r"0 to 2 updates old; trainer.max_staleness=1"):
+        staleness_metrics(batch, 5, 1)
+    with pytest.raises(GrpoDistError, match=r"-1 to 1 updates old"):
+        staleness_metrics(batch, 4, 2)
