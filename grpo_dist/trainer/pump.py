@@ -106,7 +106,7 @@ class _Flow:
         self.started = time.perf_counter()
         self.timings: dict[str, float] = {}
         self.generating: dict[Call, int] = {
-            pump.rollout.submit(r.uid, r.token_ids, r.sampling): i for i, r in enumerate(requests)
+            pump.rollout.submit(r.uid, r.token_ids, r.sampling, r.task): i for i, r in enumerate(requests)
         }
         self.scoring: dict[Call, int] = {}
         self.to_score: deque[int] = deque()

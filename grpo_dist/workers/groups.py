@@ -133,11 +133,11 @@ class RolloutGroup:
         self.workers.nodes = [address.host for address in self.workers.call_all("start", "address")]
         return [self.workers.submit(rank, "start", "start", each) for rank, each in enumerate(settings)]
 
-    def submit(self, uid: str, prompt: np.ndarray, sampling: SamplingSettings) -> Call:
+    def submit(self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None = None) -> Call:
         """Sample a group of responses, without waiting."""
         rank = int(np.argmin(self._in_flight))
         self._in_flight[rank] += 1
-        return self.workers.submit(rank, "generate", "generate", uid, prompt, sampling)
+        return self.workers.submit(rank, "generate", "generate", uid, prompt, sampling, task)
 
     def collect(self, call: Call) -> DataProtoRef:
         """The handle of a finished group."""
@@ -165,7 +165,9 @@ class RewardPool:
 
     def submit(self, group: DataProtoRef, task: Task) -> Call:
         """Score one group on a free process, without waiting."""
-        return self.workers.submit(self._free.pop(0), "score", "score", group.select(("responses",)), task)
+        return self.workers.submit(
+            self._free.pop(0), "score", "score", group.select(("responses", "response_mask")), task
+        )
 
     def collect(self, call: Call) -> tuple[DataProtoRef, list[str]]:
         """The handle of a finished group's scores, and why responses of it could not be scored."""
