@@ -107,7 +107,11 @@ def test_sampling_runs_where_run_was_called_and_costs_no_time_of_the_loop(tmp_pa
 @pytest.mark.parametrize(
     ("mode", "timeout_s", "text"),
     [
-        ("fail", 30, r"tool\.py:Tool: run\(\) raised KeyError: 'calculator', at .*tool\.py:\d+ \(prompt step1-prompt9, "),
+        (
+            "fail",
+            30,
+            r"tool\.py:Tool: run\(\) raised KeyError: 'calculator', at .*tool\.py:\d+ \(prompt step1-prompt9, ",
+        ),
         ("fail", 30, r"episode 2, after turn 1\)"),
         ("hang", 0.3, r"Tool: run\(\) did not end within .*agent\.timeout_s=0\.3 s outside the engine \(prompt step1"),
         ("block", 0.3, r"Tool: run\(\) blocks its thread for more than .*timeout_s=0\.3 s, at .*tool\.py:\d+; await"),
