@@ -53,6 +53,7 @@ class Tool(AgentLoop):
 
     async def block(self, episode):
         time.sleep(3)
+        raise RuntimeError("at last")
 
     async def own_timeout(self, episode):
         await asyncio.wait_for(asyncio.sleep(60), 0.01)
