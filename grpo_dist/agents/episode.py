@@ -163,8 +163,11 @@ class Episode:
         Raises:
             RuntimeError: nothing was sampled, so there is nothing to train.
         """
-        if not self.num_turns and not self.truncated:
-            raise RuntimeError("the episode ended without a turn: await episode.generate() at least once")
+        if not self.num_turns:
+            raise RuntimeError(
+                f"the episode ended without a turn, with {len(self.token_ids)} tokens put in and room for {self.room} "
+                "more (data.max_response_length): await episode.generate() at least once"
+            )
         return Response(
             self.token_ids,
             self._log_probs,

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from grpo_dist.agents import Episode
-from grpo_dist.agents.episode import NO_VERSION, Row
+from grpo_dist.agents import Episode, Row
+from grpo_dist.agents.episode import NO_VERSION
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.engines.vllm_engine import Response
 from tests.agents.fakes import END, Characters, Writer
@@ -115,6 +115,10 @@ def test_misuse_is_named() -> None:
     async def nothing(episode: Episode) -> None:
         episode.append("2")
 
+    async def no_room(episode: Episode) -> None:
+        episode.append("a very very long story")
+        await episode.generate()
+
     async def two_at_once(episode: Episode) -> None:
         await asyncio.gather(episode.generate(), episode.generate())
 
@@ -125,7 +129,8 @@ def test_misuse_is_named() -> None:
         episode.append_tokens([5, 128])
 
     for run, error, text in (
-        (nothing, RuntimeError, "without a turn"),
+        (nothing, RuntimeError, "without a turn, with 1 tokens put in and room for 19 more"),
+        (no_room, RuntimeError, "with 20 tokens put in and room for 0 more"),
         (two_at_once, RuntimeError, "await it first"),
         (no_length, ValueError, "max_tokens=0"),
         (wrong_id, ValueError, r"5\.\.128 leave the vocabulary of 128"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.agents.episode import Episode, Row
+from grpo_dist.agents import Episode, Row
 from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.engines.settings import AgentSettings, SamplingSettings
 from grpo_dist.engines.vllm_engine import Response

@@ -139,3 +139,12 @@ def test_the_reward_reaches_every_sampled_token_and_no_other(estimator: str) -> 
     assert (noisy[0]["advantages"][ENVIRONMENT_MASK == 0] == 0).all()
     whole = compute_targets(environment_columns(-30.0), TargetSettings(estimator, options), **ROWS, **more)[0]
     assert (whole["advantages"][0][ENVIRONMENT_MASK[0] == 1] > 0).all(), "the first turn is credited too"
+
+
+def test_a_step_that_ends_in_an_environments_words_credits_the_sampled_tokens_before_it() -> None:
+    """Step rewards 1 and 0, both on the last token: advantages of +-0.5 on what was sampled."""
+    scores = torch.tensor([[0.0, 0, 0, 0, 1], [0, 0, 0, 0, 0]])
+    steps = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 0, 1]])
+    columns = environment_columns(0.0) | {"token_level_scores": scores, "step_mask": steps}
+    out, _ = compute_targets(columns, TargetSettings("grpo_process", PLAIN), **ROWS)
+    torch.testing.assert_close(out["advantages"], torch.tensor([[0.5], [-0.5]]) * ENVIRONMENT_MASK)

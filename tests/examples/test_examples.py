@@ -153,8 +153,7 @@ def test_the_calculator_answers_calls(written: list[str], masked: str, turns: in
     """The last case asks more often than `max_calls`; what it writes then is its own."""
     import asyncio
 
-    from grpo_dist.agents import Episode
-    from grpo_dist.agents.episode import Row
+    from grpo_dist.agents import Episode, Row
     from grpo_dist.engines.settings import SamplingSettings
     from tests.agents.fakes import Characters, Writer
 
