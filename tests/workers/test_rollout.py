@@ -141,6 +141,17 @@ def test_episodes_are_the_same_whatever_else_is_sampled(agents: WorkerGroup) -> 
 
 
 @pytest.mark.ray
+def test_the_first_turns_are_what_one_request_for_the_group_gives(agents: WorkerGroup, rollouts: WorkerGroup) -> None:
+    one_request = rollouts.submit(1, "generate", "generate", "g", np.array([4, 5, 6], np.int32), SAMPLING)
+    (group, _), (turns, _) = agents.gather([one_request, episodes(agents, "e", [4, 5, 6])])
+    columns = ("responses", "rollout_log_probs")
+    expected, found = group.fetch(columns), turns.fetch(columns)
+    for name in columns:
+        for row, turn in zip(expected[name].rows(), found[name].rows(), strict=True):
+            torch.testing.assert_close(turn[:3], row[:3])
+
+
+@pytest.mark.ray
 def test_log_probs_of_later_turns_are_those_given_everything_before(
     agents: WorkerGroup, random_models: dict[str, str]
 ) -> None:
