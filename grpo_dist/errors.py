@@ -5,6 +5,7 @@
     │   └── DataError        a data file, row or model folder cannot be used
     ├── BatchError           a contract of protocol/fields.py was broken (also a ValueError)
     ├── RewardError          a reward function raised, returned nonsense, or did not return in time
+    ├── AgentError           an agent loop raised, or did not come back in time
     ├── TrainingDiverged     a non-finite loss or gradient, found before the optimizer step
     ├── WeightSyncError      new weights arrived damaged, incomplete or out of order; the engine keeps the old ones
     ├── EngineError          the rollout engine failed or hangs: its worker is replaced
@@ -44,6 +45,10 @@ class BatchError(GrpoDistError, ValueError):
 
 class RewardError(GrpoDistError):
     """A reward function raised, returned nonsense, or did not return in time."""
+
+
+class AgentError(GrpoDistError):
+    """An agent loop raised, or did not come back in time."""
 
 
 class TrainingDiverged(GrpoDistError):

@@ -4,6 +4,7 @@ import pytest
 
 from grpo_dist import errors
 from grpo_dist.errors import (
+    AgentError,
     BatchError,
     CheckpointError,
     ConfigError,
@@ -22,6 +23,7 @@ from grpo_dist.errors import (
         (DataError, (ConfigError,), 2),
         (BatchError, (GrpoDistError, ValueError), 1),
         (RewardError, (GrpoDistError,), 1),
+        (AgentError, (GrpoDistError,), 1),
         (TrainingDiverged, (GrpoDistError,), 1),
         (CheckpointError, (GrpoDistError,), 1),
         (WorkerError, (GrpoDistError,), 1),
@@ -35,7 +37,7 @@ def test_tree_and_exit_codes(error: type[GrpoDistError], parents: tuple[type, ..
 
 def test_the_drawing_shows_every_class() -> None:
     classes = [name for name, value in vars(errors).items() if isinstance(value, type)]
-    assert len(classes) == 11
+    assert len(classes) == 12
     for name in classes:
         assert name in errors.__doc__
 

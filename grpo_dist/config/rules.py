@@ -261,10 +261,12 @@ def model_folder_exists(config: RunConfig) -> Iterator[Problem]:
 
 def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
     """Python files named by the config are there."""
+    agent = config.actor_rollout_ref.rollout.agent
     named = {
         "custom_reward_function.path": config.custom_reward_function.path,
         "data.sampler.class_path": config.data.sampler.class_path,
         "algorithm.adv_estimator": config.algorithm.adv_estimator.rpartition(":")[0],
+        f"{_ROLLOUT}.agent.default_agent_loop": agent.default_agent_loop.rpartition(":")[0],
         f"{_ACTOR}.kl_loss_type": config.actor_rollout_ref.actor.kl_loss_type.rpartition(":")[0],
         f"{_ACTOR}.policy_loss.loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode.rpartition(":")[0],
     }

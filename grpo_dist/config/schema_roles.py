@@ -28,7 +28,7 @@ from grpo_dist.config.field_types import (
     builtin_or_custom,
     one_of,
 )
-from grpo_dist.config.names import KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
+from grpo_dist.config.names import AGENT_LOOPS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
 
 if TYPE_CHECKING:
     from grpo_dist.config.schema import DataConfig
@@ -156,6 +156,19 @@ class EngineKwargsConfig(Section):
     vllm: dict[str, Any]
 
 
+class AgentConfig(Section):
+    """`actor_rollout_ref.rollout.agent`: what runs an episode."""
+
+    default_agent_loop: Annotated[str, builtin_or_custom(AGENT_LOOPS)]
+    agent_kwargs: dict[str, Any]
+    timeout_s: PositiveFloat
+
+    @property
+    def is_single_turn(self) -> bool:
+        """Whether an episode is one response, which a whole group can share a request for."""
+        return self.default_agent_loop in AGENT_LOOPS
+
+
 class RolloutConfig(Section):
     """`actor_rollout_ref.rollout`: the engine and how it samples."""
 
@@ -188,6 +201,7 @@ class RolloutConfig(Section):
     log_prob_max_token_len_per_gpu: Count | None
     startup_timeout_s: PositiveFloat
     val_kwargs: ValKwargsConfig
+    agent: AgentConfig
 
     def resolved_dtype(self, default: TrainDtype) -> RolloutDtype:
         """Type of the engine's weights; null means `RunConfig.default_dtype`."""

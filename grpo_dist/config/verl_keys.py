@@ -98,9 +98,14 @@ FOREIGN: dict[str, Foreign] = {
     f"{_R}.enable_prefix_caching": Foreign("always on", ("true",)),
     f"{_R}.data_parallel_size": Foreign("engines are counted by cluster.rollout_world_size", _ONE),
     f"{_R}.expert_parallel_size": Foreign("experts are not split over GPUs", _ONE),
-    f"{_R}.multi_turn.enable": Foreign("one response a prompt", _OFF),
-    f"{_R}.multi_turn.*": Foreign("one response a prompt"),
-    f"{_R}.agent.*": Foreign("one response a prompt"),
+    f"{_R}.multi_turn.enable": Foreign(
+        "several turns are an agent loop, named by rollout.agent.default_agent_loop", _OFF
+    ),
+    f"{_R}.multi_turn.*": Foreign("options of an agent loop are rollout.agent.agent_kwargs"),
+    f"{_R}.agent.num_workers": Foreign("episodes run beside their engine, as many as it has prompts"),
+    f"{_R}.agent.agent_loop_config_path": Foreign("rollout.agent.default_agent_loop names the class itself", _OFF),
+    f"{_R}.agent.agent_loop_manager_class": Foreign("the engine is always driven request by request", _OFF),
+    f"{_R}.agent.custom_async_server.*": Foreign("the engine is always driven request by request"),
     "actor_rollout_ref.hybrid_engine": Foreign(_SEPARATE),
     "actor_rollout_ref.nccl_timeout": Foreign("trainer.worker_timeout_s is the limit"),
     "data.val_batch_size": Foreign("the validation set is one batch"),

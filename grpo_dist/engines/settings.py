@@ -112,13 +112,25 @@ class ObjectiveSettings:
 
 
 @dataclass(frozen=True)
+class AgentSettings:
+    """The agent loop that runs episodes on an engine: its class as `path/to/file.py:Class`, its keyword arguments, and
+    the seconds that an episode may spend outside the engine.
+    """
+
+    name: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True)
 class EngineSettings:
     """What an engine is started with; lengths in tokens, memory in GiB (None: what vLLM finds free).
 
     `override_config` changes entries of the model's config, `engine_kwargs` are more arguments of vLLM's. The engine
     loads the tokenizer only if it `needs_tokenizer`, to sample with texts that stop or are forbidden. New weights make
     running requests compute their cache anew, unless `clear_kv_cache_on_update` is false; without `partial_rollout`
-    they wait until those have ended.
+    they wait until those have ended. With an `agent` a prompt's responses are episodes that it runs; None: one turn
+    each.
     """
 
     model_path: str
@@ -139,6 +151,7 @@ class EngineSettings:
     needs_tokenizer: bool = False
     clear_kv_cache_on_update: bool = True
     partial_rollout: bool = True
+    agent: AgentSettings | None = None
 
 
 @dataclass(frozen=True)

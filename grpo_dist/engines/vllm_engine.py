@@ -31,14 +31,21 @@ CPU_KV_CACHE_GIB = 1.0
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response: id, log-prob (nats, temperature applied) and weight version of each token; `truncated` if
-    cut short.
+    """One response: id, log-prob (nats, temperature applied) and weight version of each token; `truncated` if cut.
+
+    Attributes:
+        stop: the text that stopped it; None: the end-of-sequence token, or it was cut short.
+        mask: 1 on tokens that were sampled, 0 on those an environment put in; None: all were sampled.
+        num_turns: how often the policy was sampled for it.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     truncated: bool
     weight_versions: list[int]
+    stop: str | None = None
+    mask: list[int] | None = None
+    num_turns: int = 1
 
 
 @dataclass(frozen=True)
@@ -227,7 +234,13 @@ def _response(output: Any) -> Response:
     for span in output.weight_versions or ():
         number = -1 if span.version == "default" else int(span.version)  # before the first sync
         versions.extend([number] * (span.end - span.start))
-    return Response(list(output.token_ids), list(output.logprobs.logprobs), output.finish_reason == "length", versions)
+    return Response(
+        list(output.token_ids),
+        list(output.logprobs.logprobs),
+        output.finish_reason == "length",
+        versions,
+        stop=output.stop_reason if isinstance(output.stop_reason, str) else None,  # a number is a token's id
+    )
 
 
 def quiet_environment(device: str) -> None:

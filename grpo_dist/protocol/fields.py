@@ -26,19 +26,25 @@ FIELDS: dict[str, Field] = {
     "prompts": Field("ragged (N, P_i)", "int32", "prompt token ids, chat template applied", "data"),
     "responses": Field("ragged (N, R_i)", "int32", "response token ids, end-of-sequence included", "rollout"),
     "response_mask": Field(
-        "ragged (N, R_i)", "int8", "1 on tokens that train; from lengths, never from ids", "rollout"
+        "ragged (N, R_i)", "int8", "1 on tokens that train; 0 on those an environment put in", "rollout"
     ),
     "rollout_log_probs": Field(
-        "ragged (N, R_i)", "float32", "the sampler's log-probs, temperature applied; nats", "rollout"
+        "ragged (N, R_i)",
+        "float32",
+        "the sampler's log-probs, temperature applied, 0 where it did not sample; nats",
+        "rollout",
     ),
-    "weight_versions": Field("ragged (N, R_i)", "int32", "version of the weights that sampled the token", "rollout"),
+    "weight_versions": Field(
+        "ragged (N, R_i)", "int32", "version of the weights that sampled the token; -1: none did", "rollout"
+    ),
     "weight_version": Field("(N,)", "int64", "oldest weights that sampled a token of the sequence", "rollout"),
     "last_weight_version": Field("(N,)", "int64", "newest weights that did", "rollout"),
     "response_length": Field("(N,)", "int64", "R_i", "rollout"),
     "prompt_length": Field("(N,)", "int64", "P_i", "rollout"),
+    "num_turns": Field("(N,)", "int64", "how often the policy was sampled for the response", "rollout"),
     "truncated": Field("(N,)", "int64", "1 where the response was cut at max_response_length", "rollout"),
     "token_level_scores": Field(
-        "ragged (N, R_i)", "float32", "raw reward; an outcome reward sits on the last token", "reward"
+        "ragged (N, R_i)", "float32", "raw reward; an outcome reward sits on the last token that trains", "reward"
     ),
     "score": Field("(N,)", "float32", "raw reward of the sequence: sum of token_level_scores", "reward"),
     "token_level_rewards": Field("ragged (N, R_i)", "float32", "scores less the KL penalty", "targets"),
@@ -46,7 +52,7 @@ FIELDS: dict[str, Field] = {
     "ref_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the reference; nats", "ref"),
     "advantages": Field("ragged (N, R_i)", "float32", "advantage of each token", "targets"),
     "reward": Field("(N,)", "float32", "score less the KL penalty: sum of token_level_rewards", "targets"),
-    "advantage_mean": Field("(N,)", "float32", "mean advantage of the sequence's tokens", "targets"),
+    "advantage_mean": Field("(N,)", "float32", "mean advantage of the tokens that train", "targets"),
     "reward_baseline": Field("(N,)", "float32", "score of the greedy response to the same prompt", "rollout"),
     "pred_id": Field("(N,)", "float32", "equal for equal answers of a group, nan for none; validation", "reward"),
     "step_mask": Field("ragged (N, R_i)", "int8", "1 on the last token of each step that has a reward", "reward"),

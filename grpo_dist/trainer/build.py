@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from grpo_dist.agents import load_agent_loop
 from grpo_dist.algorithms.advantage import ADVANTAGE
 from grpo_dist.algorithms.correction import KEY, read_bounds, read_rejections
 from grpo_dist.algorithms.kl import KL
@@ -61,6 +62,8 @@ def resolve_names(config: RunConfig) -> None:
     read_correction(config)
     KL.get(actor.kl_loss_type.removesuffix("+"))
     POLICY_LOSS.get(actor.policy_loss.loss_mode)
+    agent = config.actor_rollout_ref.rollout.agent
+    load_agent_loop(agent.default_agent_loop, agent.agent_kwargs)
     if reward.path is None:
         load_reward_function(None, reward.name, reward.reward_kwargs)
     else:

@@ -22,6 +22,7 @@ def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
         **_spread("critic/advantages", batch["advantage_mean"]),
         **_spread("response_length", batch["response_length"]),
         **_spread("prompt_length", batch["prompt_length"]),
+        **_spread("num_turns", batch["num_turns"]),
         "response_length/clip_ratio": float(batch["truncated"].mean()),
         "critic/zero_variance_groups": zero_variance_share(scores, uids),
         "perf/total_num_tokens": float(batch["prompt_length"].sum() + batch["response_length"].sum()),

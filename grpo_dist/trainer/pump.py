@@ -225,7 +225,8 @@ class RolloutPump:
             if place.job.started is None:
                 place.job.started = time.perf_counter()
             request = place.job.requests[place.index]
-            self._generating[self.rollout.submit(request.uid, request.token_ids, request.sampling)] = place
+            call = self.rollout.submit(request.uid, request.token_ids, request.sampling, request.task)
+            self._generating[call] = place
         while self._to_score and self.reward.has_free:
             job, i = self._to_score.popleft()
             self._scoring[self.reward.submit(job.groups[i], job.requests[i].task)] = job, i

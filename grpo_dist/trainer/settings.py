@@ -12,6 +12,7 @@ from grpo_dist.config.placement import Placement
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import ModelConfig
 from grpo_dist.engines.settings import (
+    AgentSettings,
     EngineSettings,
     LoraSettings,
     ModelSettings,
@@ -226,7 +227,16 @@ def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSe
         seed=config.trainer.seed + index,  # with equal seeds, engines would sample the same
         override_config=model.override_config,
         engine_kwargs={name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None},
-        needs_tokenizer=bool(rollout.stop or rollout.bad_words),
+        needs_tokenizer=bool(rollout.stop or rollout.bad_words) or not rollout.agent.is_single_turn,
         clear_kv_cache_on_update=rollout.clear_kv_cache_on_update,
         partial_rollout=rollout.partial_rollout,
+        agent=agent_settings(config),
     )
+
+
+def agent_settings(config: RunConfig) -> AgentSettings | None:
+    """The loop that runs episodes; None where an episode is one turn."""
+    agent = config.actor_rollout_ref.rollout.agent
+    if agent.is_single_turn:
+        return None
+    return AgentSettings(absolute(agent.default_agent_loop), agent.agent_kwargs, agent.timeout_s)

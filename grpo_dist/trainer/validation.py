@@ -66,7 +66,7 @@ def validation_metrics(batch: DataProtoRef, data_sources: Mapping[str, str], n: 
 
 def _of_one_source(batch: DataProtoRef, source: str, n: int) -> dict[str, float]:
     variables = {"reward": batch["score"]}
-    means = {name: batch[name] for name in ("response_length", "truncated")}
+    means = {name: batch[name] for name in ("response_length", "truncated", "num_turns")}
     for name, values in batch.small.items():
         if name == f"{EXTRA}acc" and not np.isnan(values).any():
             variables["acc"] = values

@@ -156,7 +156,9 @@ class RewardPool:
 
     def submit(self, group: DataProtoRef, task: Task) -> Call:
         """Score one group on a free process, without waiting."""
-        return self.workers.submit(self._free.pop(0), "score", "score", group.select(("responses",)), task)
+        return self.workers.submit(
+            self._free.pop(0), "score", "score", group.select(("responses", "response_mask")), task
+        )
 
     def collect(self, call: Call) -> tuple[DataProtoRef, list[str]]:
         """The handle of a finished group's scores, and why responses of it could not be scored."""

@@ -101,15 +101,16 @@ class RewardWorker(Process):
         """Score the responses to one prompt.
 
         Returns:
-            (handle, failures): a handle with `token_level_scores` (the score on the last token, or a score on the last
-            token of each step, with `step_mask` 1 there); `score` and the function's extra values (as
+            (handle, failures): a handle with `token_level_scores` (the score on the last token that trains, or a score
+            on the last token of each step, with `step_mask` 1 there); `score` and the function's extra values (as
             `reward_extra/NAME`) travel inside it, and for validation `pred_id`, where it finds answers. And why
             responses could not be scored, one text for each.
 
         Raises:
             RewardError: the function returned step scores that do not fit the steps.
         """
-        responses = group.fetch(("responses",))["responses"]
+        data = group.fetch(("responses", "response_mask"))
+        responses, mask = data["responses"], data["response_mask"]
         results, failures = self._score_texts(self._decode(responses), task)
         scores = torch.tensor([result.score for result in results], dtype=torch.float32)
         penalties = torch.zeros_like(scores)
@@ -122,13 +123,12 @@ class RewardWorker(Process):
             extras["pred_id"] = pred_ids([result.pred for result in results])
         columns: dict[str, Any] = {"score": scores + penalties}
         if self.step_separator is None:
-            columns["token_level_scores"] = on_last_token(scores + penalties, responses)
+            columns["token_level_scores"] = on_last_token(scores + penalties, responses, mask)
         else:
             steps, columns["step_mask"] = self._on_steps(results, responses)
             penalty = on_last_token(penalties, responses)
             columns["token_level_scores"] = Ragged(steps.values + penalty.values, steps.offsets)
-        data = DataProto.from_dict(columns)
-        handle = DataProtoRef.put(data, small=("score",))
+        handle = DataProtoRef.put(DataProto.from_dict(columns), small=("score",))
         return replace(handle, small=handle.small | extras), failures
 
     def _score_texts(self, texts: Sequence[str], task: Task) -> tuple[list[RewardResult], list[str]]:
@@ -188,7 +188,7 @@ class RewardWorker(Process):
         )
         out["response_mask"] = out["response_mask"].to(torch.int8)
         columns: dict[str, Any] = {name: Ragged.from_padded(value, lengths) for name, value in out.items()}
-        columns["advantage_mean"] = out["advantages"].sum(-1) / lengths.clamp_min(1)
+        columns["advantage_mean"] = out["advantages"].sum(-1) / out["response_mask"].sum(-1).clamp_min(1)
         columns["reward"] = out["token_level_rewards"].sum(-1)
         return DataProtoRef.put(DataProto.from_dict(columns), small=("advantage_mean", "reward")), metrics
 
@@ -238,9 +238,20 @@ def pred_ids(preds: Sequence[str | None]) -> np.ndarray:
     return np.array([np.nan if pred is None else numbers[pred] for pred in preds], np.float32)
 
 
-def on_last_token(scores: torch.Tensor, responses: Ragged) -> Ragged:
-    """An outcome reward sits on the last token of its response, zeros before it."""
-    values = torch.zeros(len(responses.values), dtype=torch.float32)
+def on_last_token(scores: torch.Tensor, responses: Ragged, mask: Ragged | None = None) -> Ragged:
+    """An outcome reward sits on the last token of its response, zeros elsewhere.
+
+    With a mask, on the last token that trains: estimators that pass rewards from token to token skip the others. On the
+    last token where none trains: the reward still counts in its group's mean.
+    """
+    positions = torch.arange(len(responses.values))
     nonempty = responses.lengths > 0
-    values[responses.offsets[1:][nonempty] - 1] = scores[nonempty]
+    last = responses.offsets[1:] - 1
+    if mask is not None:
+        rows = torch.repeat_interleave(torch.arange(len(responses.lengths)), responses.lengths)
+        trained = positions.where(mask.values.bool(), -1)
+        found = torch.full_like(last, -1).scatter_reduce(0, rows, trained, "amax")
+        last = found.where(found >= 0, last)
+    values = torch.zeros(len(responses.values), dtype=torch.float32)
+    values[last[nonempty]] = scores[nonempty]
     return Ragged(values, responses.offsets)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -14,8 +15,10 @@ from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.process import Process
+from grpo_dist.workers.reward import Task
 
 if TYPE_CHECKING:
+    from grpo_dist.agents.runner import EpisodeRunner
     from grpo_dist.engines.vllm_engine import EngineLoad, Response, VLLMEngine
 
 # Columns that travel inside the handle: one number or string per sequence.
@@ -24,40 +27,79 @@ SMALL_COLUMNS = (
     "prompt_length",
     "response_length",
     "truncated",
+    "num_turns",
     "weight_version",
     "last_weight_version",
 )
 
 
 class RolloutWorker(Process):
-    """Generates responses and takes new weights."""
+    """Generates responses, one turn or whole episodes of an agent loop, and takes new weights."""
 
     engine: VLLMEngine
+    runner: EpisodeRunner | None = None
 
     async def start(self, settings: EngineSettings) -> None:
-        """Start the engine."""
+        """Start the engine, and the agent loop where there is one."""
         from grpo_dist.assets import resolve_model_path
         from grpo_dist.engines.vllm_engine import VLLMEngine
 
         self.engine = VLLMEngine(replace(settings, model_path=resolve_model_path(settings.model_path)))
         await self.engine.start()
+        if settings.agent is not None:
+            await self._start_agent()
+
+    async def _start_agent(self) -> None:
+        from grpo_dist.agents.runner import EpisodeRunner
+        from grpo_dist.data.tokenize import load_tokenizer
+
+        settings = self.engine.settings
+        assert settings.agent is not None
+        self.tokenizer = load_tokenizer(settings.model_path, trust_remote_code=settings.trust_remote_code)
+        self.episodes: dict[str, asyncio.Task] = {}  # by group
+        self.runner = EpisodeRunner(settings.agent, self.engine.generate)
+        await self.runner.start()
 
     async def generate(
-        self, uid: str, prompt: np.ndarray, sampling: SamplingSettings
+        self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None = None
     ) -> tuple[DataProtoRef | None, EngineLoad]:
-        """Sample a group of responses to one prompt.
+        """Sample a group of responses to one prompt; `task` is what an agent loop is told about it.
 
         Returns:
             (a handle with one row per response, or None if the group was aborted; how busy the engine is).
         """
-        responses = await self.engine.generate(prompt.tolist(), sampling, uid)
+        if self.runner is None:  # one request: the prompt is computed once
+            responses = await self.engine.generate(prompt.tolist(), sampling, uid)
+        else:
+            responses = await self._run_episodes(self.runner, uid, prompt, sampling, task)
         if responses is None:
             return None, self.engine.load
         return DataProtoRef.put(group_batch(uid, prompt, responses), small=SMALL_COLUMNS), self.engine.load
 
+    async def _run_episodes(
+        self, runner: EpisodeRunner, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None
+    ) -> list[Response] | None:
+        """The responses of `sampling.n` episodes that run side by side; None if the group was aborted."""
+        from grpo_dist.agents.episode import Episode, Row
+
+        row = Row(uid, prompt.tolist())
+        if task is not None:  # all but the ground truth
+            row = replace(row, messages=task.messages, data_source=task.data_source, extra_info=task.extra_info)
+        common: dict[str, Any] = {"tokenizer": self.tokenizer, "max_model_len": self.engine.settings.max_model_len}
+        episodes = [Episode(row, sampling, index=i, **common) for i in range(sampling.n)]
+        self.episodes[uid] = asyncio.create_task(runner.run(episodes))
+        try:
+            return await self.episodes[uid]
+        except asyncio.CancelledError:
+            return None
+        finally:
+            del self.episodes[uid]
+
     async def abort(self, uids: Sequence[str]) -> None:
-        """End the generation of these groups."""
+        """End the generation of these groups, and what their episodes are at."""
         for uid in uids:
+            if self.runner is not None and uid in self.episodes:
+                self.episodes[uid].cancel()
             await self.engine.abort(uid)
 
     async def num_running(self) -> int:
@@ -70,25 +112,32 @@ class RolloutWorker(Process):
         return self.engine.weight_version
 
     async def shutdown(self) -> None:
-        """Stop the engine."""
+        """Stop the engine and the agent loop."""
+        if self.runner is not None:
+            self.runner.stop()
         self.engine.shutdown()
 
 
 def group_batch(uid: str, prompt: np.ndarray, responses: Sequence[Response]) -> DataProto:
-    """The responses to one prompt as a batch. The mask comes from lengths: the end-of-sequence token trains too."""
+    """The responses to one prompt as a batch. What was sampled trains, the end-of-sequence token too."""
     lengths = [len(response.token_ids) for response in responses]
-    versions = [response.weight_versions for response in responses]
+    masks = [[1] * len(r.token_ids) if r.mask is None else r.mask for r in responses]
+    versions = [
+        [version for version, sampled in zip(r.weight_versions, mask, strict=False) if sampled]
+        for r, mask in zip(responses, masks, strict=True)
+    ]
     n = len(responses)
     return DataProto.from_dict(
         {
             "prompts": Ragged.from_rows([prompt] * n, torch.int32),
             "responses": Ragged.from_rows([r.token_ids for r in responses], torch.int32),
-            "response_mask": Ragged.from_rows([np.ones(length) for length in lengths], torch.int8),
+            "response_mask": Ragged.from_rows(masks, torch.int8),
             "rollout_log_probs": Ragged.from_rows([r.log_probs for r in responses], torch.float32),
             "prompt_length": torch.full((n,), len(prompt), dtype=torch.int64),
             "response_length": torch.tensor(lengths, dtype=torch.int64),
             "truncated": torch.tensor([int(r.truncated) for r in responses], dtype=torch.int64),
-            "weight_versions": Ragged.from_rows(versions, torch.int32),
+            "num_turns": torch.tensor([r.num_turns for r in responses], dtype=torch.int64),
+            "weight_versions": Ragged.from_rows([r.weight_versions for r in responses], torch.int32),
             "weight_version": torch.tensor([min(row, default=-1) for row in versions], dtype=torch.int64),
             "last_weight_version": torch.tensor([max(row, default=-1) for row in versions], dtype=torch.int64),
         },

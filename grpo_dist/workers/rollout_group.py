@@ -21,6 +21,7 @@ from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.errors import EngineError, GrpoDistError, WorkerError
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.reward import Task
 
 # Where an engine's settings do not say how many sequences it runs at once.
 MAX_NUM_SEQS = 256
@@ -112,12 +113,12 @@ class RolloutGroup:
         """All calls being waited for: groups, and workers that are being replaced."""
         return [*self._orders, *(m.recovery for m in self._members if m.recovery is not None)]
 
-    def submit(self, uid: str, prompt: np.ndarray, sampling: SamplingSettings) -> Call:
+    def submit(self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None = None) -> Call:
         """Sample a group of responses on the worker with the most room, without waiting."""
         room = [m.sequences / m.limit if m.has_room else np.inf for m in self._members]
         rank = int(np.argmin(room))
         self._members[rank].sequences += sampling.n
-        call = self.workers.submit(rank, "generate", "generate", uid, prompt, sampling)
+        call = self.workers.submit(rank, "generate", "generate", uid, prompt, sampling, task)
         self._orders[call] = _Order(uid, sampling.n)
         return call
 

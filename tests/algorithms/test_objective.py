@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from grpo_dist.algorithms import policy_objective
+from grpo_dist.algorithms.policy_loss import DEFAULTS, POLICY_LOSS
+from grpo_dist.config.names import KL_LOSS_TYPES, LOSS_AGG_MODES, TOKEN_SELECTING_LOSSES
 
 SHAPE = (2, 2)
 ARGUMENTS = {
@@ -57,3 +59,50 @@ def test_bypass_weighs_by_the_policy_as_it_trains() -> None:
     loss.backward()
     expected = torch.tensor([[-root, -2.0], [3 * root, 0.0]]) / 3
     torch.testing.assert_close(log_probs.grad, expected)
+
+
+LOSSES = sorted(POLICY_LOSS.names())
+COLUMNS = ("log_probs", "old_log_probs", "advantages", "ref_log_probs", "entropy", "rollout_is_weights", "selected")
+
+
+def loss_and_gradient(noise: float, **options: object) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
+    """Three responses with tokens in the middle that an environment put in; their columns hold `noise`."""
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.tensor([[1.0, 0, 0, 1, 1], [1, 1, 0, 1, 0], [0, 0, 1, 1, 1]])
+    columns = {name: torch.randn(mask.shape, generator=generator) - 1 for name in COLUMNS}
+    columns["rollout_is_weights"], columns["selected"] = (
+        columns["rollout_is_weights"].exp(),
+        torch.tensor([[1.0, 1, 1, 0, 0], [0, 1, 1, 0, 1], [1, 0, 0, 1, 0]]),
+    )
+    columns = {name: values.where(mask > 0, noise) for name, values in columns.items()}
+    log_probs = columns["log_probs"].requires_grad_()
+    arguments = ARGUMENTS | columns | {"response_mask": mask, "global_tokens": 9, "global_sequences": 3} | options
+    arguments["options"] = {**DEFAULTS, "clip_ratio": 0.2, "clip_ratio_c": 3.0}
+    loss, metrics = policy_objective(**{**arguments, "log_probs": log_probs})
+    loss.backward()
+    assert log_probs.grad is not None
+    assert (log_probs.grad[mask == 0] == 0).all()
+    assert (log_probs.grad[mask == 1] != 0).any()
+    return loss.item(), log_probs.grad, metrics
+
+
+@pytest.mark.parametrize("agg", LOSS_AGG_MODES)
+@pytest.mark.parametrize("loss_mode", LOSSES)
+def test_tokens_off_the_mask_change_neither_loss_nor_gradient(loss_mode: str, agg: str) -> None:
+    """Wherever they are, and whatever their columns hold."""
+    options = {"loss_mode": loss_mode, "loss_agg_mode": agg, "loss_scale_factor": 5}
+    if loss_mode not in TOKEN_SELECTING_LOSSES:
+        options["selected"] = None
+    plain, noisy = (loss_and_gradient(noise, **options) for noise in (0.0, -30.0))
+    assert noisy[0] == plain[0]
+    assert torch.equal(noisy[1], plain[1])
+    assert noisy[2] == plain[2]
+
+
+@pytest.mark.parametrize("kl_loss_type", sorted(KL_LOSS_TYPES[:-1]))
+def test_nor_does_their_kl(kl_loss_type: str) -> None:
+    plain, noisy = (
+        loss_and_gradient(noise, kl_loss_type=kl_loss_type, selected=None, kl_loss_coef=1.0) for noise in (0.0, -30.0)
+    )
+    assert (noisy[0], noisy[2]) == (plain[0], plain[2])
+    assert torch.equal(noisy[1], plain[1])

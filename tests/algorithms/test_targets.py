@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets, high_entropy
+from grpo_dist.config.names import ADV_ESTIMATORS
 
 # Two responses to one prompt, 2 and 3 tokens, scores 1 and 0; the second was cut short.
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]], dtype=torch.int8)
@@ -103,3 +104,47 @@ def test_on_policy_nothing_is_compared_yet() -> None:
     assert torch.equal(out["advantages"], expected["advantages"])
     assert "old_log_probs" not in out
     assert metrics == {}
+
+
+# --- tokens that an environment put in ---------------------------------------------------------------------------
+ENVIRONMENT_MASK = torch.tensor([[1, 0, 0, 1, 0], [1, 1, 0, 1, 1]], dtype=torch.int8)
+
+
+def environment_columns(noise: float) -> dict[str, torch.Tensor]:
+    """Scores 1 and 0 on the last trained tokens; log-probs and entropies of the other tokens are `noise`."""
+    columns = {name: torch.rand(2, 5, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(COLUMNS)}
+    columns = {name: values.where(ENVIRONMENT_MASK > 0, noise) for name, values in columns.items()}
+    scores = torch.zeros(2, 5)
+    scores[0, 3] = 1.0
+    steps = {"step_mask": torch.tensor([[0, 0, 0, 1, 0], [0, 0, 0, 0, 1]])}
+    return columns | {"token_level_scores": scores, "response_mask": ENVIRONMENT_MASK} | steps
+
+
+@pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
+def test_the_reward_reaches_every_sampled_token_and_no_other(estimator: str) -> None:
+    options = {"gamma": 0.9, "lam": 0.95} if estimator in ("gae", "reinforce_plus_plus") else PLAIN
+    settings = TargetSettings(
+        estimator,
+        options,
+        kl_penalty="k1",
+        rollout_correction={"rollout_is": "sequence", "rollout_rs": "seq_max_k2", "rollout_rs_threshold": 5.0},
+        top_entropy_quantile=0.9,
+    )
+    more = {"reward_baselines": torch.tensor([0.2, 0.2]), "reward_components": {"right": torch.tensor([1.0, 0.0])}}
+    plain, noisy = (compute_targets(environment_columns(x), settings, **ROWS, **more) for x in (0.0, -30.0))
+    for name, values in plain[0].items():
+        on_mask = (tensor.where(ENVIRONMENT_MASK > 0, 0.0) for tensor in (values, noisy[0][name]))
+        assert torch.equal(*on_mask), name
+    assert noisy[1] == plain[1]
+    assert (noisy[0]["advantages"][ENVIRONMENT_MASK == 0] == 0).all()
+    whole = compute_targets(environment_columns(-30.0), TargetSettings(estimator, options), **ROWS, **more)[0]
+    assert (whole["advantages"][0][ENVIRONMENT_MASK[0] == 1] > 0).all(), "the first turn is credited too"
+
+
+def test_a_step_that_ends_in_an_environments_words_credits_the_sampled_tokens_before_it() -> None:
+    """Step rewards 1 and 0, both on the last token: advantages of +-0.5 on what was sampled."""
+    scores = torch.tensor([[0.0, 0, 0, 0, 1], [0, 0, 0, 0, 0]])
+    steps = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 0, 1]])
+    columns = environment_columns(0.0) | {"token_level_scores": scores, "step_mask": steps}
+    out, _ = compute_targets(columns, TargetSettings("grpo_process", PLAIN), **ROWS)
+    torch.testing.assert_close(out["advantages"], torch.tensor([[0.5], [-0.5]]) * ENVIRONMENT_MASK)

@@ -26,9 +26,10 @@ ARROWS: dict[str, set[str]] = {
     "algorithms": {"errors", "registry"},
     "protocol": {"errors", "registry", "algorithms"},
     **{part: BASE for part in PARTS},
-    "workers": BASE | PARTS,
-    "trainer": BASE | PARTS | {"workers"},
-    "main": BASE | PARTS | {"workers", "trainer"},
+    "agents": {"errors", "registry", "engines"},
+    "workers": BASE | PARTS | {"agents"},
+    "trainer": BASE | PARTS | {"agents", "workers"},
+    "main": BASE | PARTS | {"agents", "workers", "trainer"},
 }
 MAY_USE_RAY = {"workers", "trainer", "main"}
 # Where Ray actors are made: once, in one file.

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ PUBLIC = {
         "kl_penalty",
         "policy_objective",
     },
+    "grpo_dist.agents": {"AgentLoop", "Episode", "Row", "SingleTurn", "Turn", "load_agent_loop"},
     "grpo_dist.protocol": {"DataProto", "Max", "Mean", "Metric", "Ragged", "Sum", "merge_metrics", "metric_values"},
     "grpo_dist.data": {
         "Prompt",
@@ -60,6 +62,10 @@ SIGNATURES = {
         "config",
     ],
     "grpo_dist.algorithms:kl_penalty": ["name", "log_probs", "ref_log_probs"],
+    "grpo_dist.agents:AgentLoop.run": ["self", "episode"],
+    "grpo_dist.agents:Episode.generate": ["self", "max_tokens", "stop"],
+    "grpo_dist.agents:Episode.append": ["self", "text"],
+    "grpo_dist.agents:Episode.append_tokens": ["self", "token_ids"],
     "grpo_dist.algorithms.advantage.outcome:grpo": ["batch", "config"],
     "grpo_dist.algorithms.policy_loss.clipped:clipped_surrogate": ["batch", "config"],
     "grpo_dist.algorithms.kl:k3": ["log_probs", "ref_log_probs"],
@@ -120,7 +126,8 @@ def test_public_names(package: str) -> None:
 @pytest.mark.parametrize("spec", SIGNATURES)
 def test_signatures(spec: str) -> None:
     module, _, name = spec.partition(":")
-    assert list(inspect.signature(getattr(importlib.import_module(module), name)).parameters) == SIGNATURES[spec]
+    function = attrgetter(name)(importlib.import_module(module))
+    assert list(inspect.signature(function).parameters) == SIGNATURES[spec]
 
 
 def python_blocks(text: str) -> list[str]:

@@ -239,6 +239,14 @@ def test_a_sampler_has_a_path_and_a_name():
     load(f"{keys[0]}=pkg://my.module", f"{keys[1]}=Mine")
 
 
+def test_the_file_of_an_agent_loop_is_there(tmp_path):
+    key = "actor_rollout_ref.rollout.agent.default_agent_loop"
+    assert refused(f"{key}=gone.py:Loop").startswith(f"{key}=gone.py: no such file")
+    assert "not one of single_turn_agent" in refused(f"{key}=tool_agent")
+    (tmp_path / "loop.py").write_text("")
+    load(f"{key}={tmp_path}/loop.py:Loop", "actor_rollout_ref.rollout.agent.agent_kwargs={depth: 2}")
+
+
 def test_hub_data_needs_the_library(monkeypatch):
     load("data.train_files=hf:openai/gsm8k/main:train")
     monkeypatch.setattr("grpo_dist.config.data_files.find_spec", lambda name: None)

@@ -84,6 +84,8 @@ def test_keys_without_a_meaning_are_said_once(override: str) -> None:
         ("reward_model.reward_manager=mine", "only naive or dapo or prime or batch"),
         ("algorithm.rollout_is_threshold=2", "algorithm.rollout_correction.rollout_is_threshold"),
         ("data.custom_cls.path=mine.py", "verl's schema"),
+        ("actor_rollout_ref.rollout.multi_turn.enable=true", "rollout.agent.default_agent_loop"),
+        ("actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml", "default_agent_loop"),
         ("--config-name=ppo_megatron_trainer.yaml", "leave it out"),
     ],
 )

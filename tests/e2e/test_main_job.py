@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -144,3 +145,22 @@ def test_a_killed_actor_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
         assert "error: actor worker" in log.read_text()
         assert "its process died" in log.read_text()
         assert_gone(family)
+
+
+def test_a_run_with_an_agent_loop(tmp_path: Path) -> None:
+    """The calculator of examples/: calls are answered, and trainer and engine agree on what was sampled."""
+    loop = Path(__file__).parents[2] / "examples" / "calculator" / "calculator.py"
+    overrides = [
+        f"actor_rollout_ref.rollout.agent.default_agent_loop={loop}:Calculator",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=false",
+    ]
+    done = subprocess.run(command(tmp_path, *overrides), capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for row in metrics(tmp_path)[-2:]:
+        assert (row["num_turns/min"], row["num_turns/max"] >= 4) == (1, True)
+        assert row["training/rollout_probs_diff_max"] < 0.01
+    outputs = [json.loads(line)["output"] for line in (tmp_path / "rollouts" / "2.jsonl").read_text().splitlines()]
+    sums = [re.fullmatch(r"(\d)\+(\d)=(\d+)", output.split()[0]) for output in outputs if "=" in output.split()[0]]
+    assert len(sums) > 10
+    assert all(int(found[1]) + int(found[2]) == int(found[3]) for found in sums if found)

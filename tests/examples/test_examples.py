@@ -134,6 +134,40 @@ def test_curriculum_fits_the_protocol() -> None:
     assert sampler.next_batch().tolist() == expected
 
 
+def test_calculator_resolves(tmp_path: Path) -> None:
+    done = run_script(EXAMPLES / "calculator" / "run.sh", DRY_RUN, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "default_agent_loop: examples/calculator/calculator.py:Calculator" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("written", "masked", "turns"),
+    [
+        (["#### 1358"], "", 1),
+        (["4+4=", " 6+9=", " 9+4+1=", " #### 1458"], "81514", 4),
+        (["7+5-2=", " ="], "10?", 3),
+        ([" 1+1="] * 5, "222", 4),
+    ],
+)
+def test_the_calculator_answers_calls(written: list[str], masked: str, turns: int) -> None:
+    """The last case asks more often than `max_calls`; what it writes then is its own."""
+    import asyncio
+
+    from grpo_dist.agents import Episode, Row
+    from grpo_dist.engines.settings import SamplingSettings
+    from tests.agents.fakes import Characters, Writer
+
+    loop = load_module(EXAMPLES / "calculator" / "calculator.py").Calculator(max_calls=3)
+    sampling = SamplingSettings(1, 1.0, 1.0, -1, 48, 0)
+    episode = Episode(Row("p0", [1]), sampling, tokenizer=Characters(), max_model_len=76)
+    episode.connect(Writer(*written).sample)
+    asyncio.run(loop.run(episode))
+    response = episode.response()
+    put_in = [token for token, mask in zip(response.token_ids, response.mask, strict=True) if not mask]
+    assert "".join(map(chr, put_in)) == masked
+    assert response.num_turns == turns
+
+
 def test_own_data_works_as_written(tmp_path: Path) -> None:
     text = (EXAMPLES / "own_data" / "README.md").read_text()
     rows, reward = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -27,7 +27,9 @@ class FakeRolloutWorker(Process):
 
     async def start(self, settings: object) -> None: ...
 
-    async def generate(self, uid: str, prompt: np.ndarray, sampling: object) -> tuple[DataProtoRef, EngineLoad]:
+    async def generate(
+        self, uid: str, prompt: np.ndarray, sampling: object, task: object
+    ) -> tuple[DataProtoRef, EngineLoad]:
         lengths = [self.length + i for i in range(sampling.n)]
         responses = [Response([5] * k, [-1.0] * k, False, [self.version] * k) for k in lengths]
         return DataProtoRef.put(group_batch(uid, prompt, responses), small=SMALL_COLUMNS), EngineLoad()
@@ -104,9 +106,11 @@ class RecordingRolloutWorker(FakeRolloutWorker):
     def __init__(self) -> None:
         self.asked: list = []
 
-    async def generate(self, uid: str, prompt: np.ndarray, sampling: object) -> tuple[DataProtoRef, EngineLoad]:
+    async def generate(
+        self, uid: str, prompt: np.ndarray, sampling: object, task: object
+    ) -> tuple[DataProtoRef, EngineLoad]:
         self.asked.append((uid, sampling))
-        return await super().generate(uid, prompt, sampling)
+        return await super().generate(uid, prompt, sampling, task)
 
     async def seen(self) -> list:
         return self.asked

@@ -75,6 +75,18 @@ def test_the_sampler_is_the_one_of_the_config(tmp_path: Path) -> None:
         resolve_names(config)
 
 
+def test_an_agent_loop_is_imported_and_checked_before_workers_start() -> None:
+    file, key = EXAMPLE.parents[1] / "calculator" / "calculator.py", "actor_rollout_ref.rollout.agent"
+    resolve_names(load_config([f"{key}.default_agent_loop={file}:Calculator"])[0])
+    for overrides, text in (
+        ([f"{key}.default_agent_loop={file}:Calculater"], "did you mean 'Calculator'"),
+        ([f"{key}.default_agent_loop={file}:evaluate"], "must be a class derived from"),
+        ([f"{key}.default_agent_loop={file}:Calculator", f"{key}.agent_kwargs={{calls: 1}}"], "argument 'calls'"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            resolve_names(load_config(overrides)[0])
+
+
 def test_fewer_rows_than_a_batch(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data.train_batch_size=2: the training set has only 1 prompts"):
         load(tmp_path, contents=["1+1=?"])

@@ -1,9 +1,12 @@
 """What parts of the config reach what parts of the run."""
 
+from pathlib import Path
+
 import pytest
 
 from grpo_dist.config.load import load_config
 from grpo_dist.config.placement import placement
+from grpo_dist.engines.settings import AgentSettings
 from grpo_dist.trainer.settings import (
     engine_settings,
     objective_settings,
@@ -71,6 +74,18 @@ def test_sampling_arrives() -> None:
     assert engine_settings(config, placement(config), 0).needs_tokenizer
     plain = load()
     assert not engine_settings(plain, placement(plain), 0).needs_tokenizer
+
+
+def test_an_agent_loop_arrives_with_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.py").write_text("")
+    key = "actor_rollout_ref.rollout.agent"
+    config = load(f"{key}.default_agent_loop=loop.py:Mine", f"{key}.agent_kwargs={{depth: 2}}", f"{key}.timeout_s=7")
+    settings = engine_settings(config, placement(config), 0)
+    assert settings.agent == AgentSettings(f"{tmp_path}/loop.py:Mine", {"depth": 2}, 7)
+    assert settings.needs_tokenizer, "turns end at texts"
+    plain = load()
+    assert engine_settings(plain, placement(plain), 0).agent is None
 
 
 def test_options_of_the_loss_arrive() -> None:

@@ -45,7 +45,7 @@ class SlowRolloutWorker(FakeRolloutWorker):
         self.seconds = seconds
 
     async def generate(
-        self, uid: str, prompt: np.ndarray, sampling: SamplingSettings
+        self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: object
     ) -> tuple[DataProtoRef, EngineLoad]:
         versions = []
         for _ in range(self.length):

@@ -118,6 +118,7 @@ def test_metrics_are_right(finished: tuple) -> None:
     assert (step["critic/score/min"], step["critic/score/max"]) == (8, 11)
     assert step["reward_extra/half/mean"] == pytest.approx(4.75)
     assert step["response_length/mean"] == pytest.approx(9.5)
+    assert step["num_turns/mean"] == 1
     assert step["critic/advantages/mean"] == pytest.approx(0, abs=1e-6)
     assert step["critic/zero_variance_groups"] == 0
     assert step["training/rollout_probs_diff_mean"] == pytest.approx(np.exp(-1) - np.exp(-1.25))

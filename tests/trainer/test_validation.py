@@ -16,11 +16,12 @@ SOURCES = {"v0": "gsm8k", "v1": "arithmetic", "v2": "gsm8k"}
 
 
 def metrics_of(n: int, **columns: list) -> dict[str, float]:
-    """Prompts v0, v1 and v2 with n responses each; lengths 1, 2, 3 ..., nothing truncated."""
+    """Prompts v0, v1 and v2 with n responses each; lengths 1, 2, 3 ..., nothing truncated, two turns."""
     small = {
         "uid": np.repeat(["v0", "v1", "v2"], n),
         "response_length": np.arange(1, 3 * n + 1),
         "truncated": np.zeros(3 * n, np.int64),
+        "num_turns": np.full(3 * n, 2),
         **{name.replace("__", "/"): np.array(values, np.float32) for name, values in columns.items()},
     }
     return validation_metrics(DataProtoRef(small=small, num_rows=3 * n), SOURCES, n)
@@ -31,9 +32,11 @@ def test_one_greedy_response_per_prompt() -> None:
         "val-core/gsm8k/reward/mean@1": 0.5,
         "val-aux/gsm8k/response_length/mean": 2.0,
         "val-aux/gsm8k/truncated/mean": 0.0,
+        "val-aux/gsm8k/num_turns/mean": 2.0,
         "val-core/arithmetic/reward/mean@1": 1.0,
         "val-aux/arithmetic/response_length/mean": 2.0,
         "val-aux/arithmetic/truncated/mean": 0.0,
+        "val-aux/arithmetic/num_turns/mean": 2.0,
     }
 
 

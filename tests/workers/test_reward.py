@@ -41,8 +41,13 @@ def worker(local_ray: None, random_models: dict[str, str], tmp_path_factory: pyt
     return worker
 
 
-def put(responses: list[list[int]]) -> DataProtoRef:
-    return DataProtoRef.put(DataProto.from_dict({"responses": Ragged.from_rows(responses, torch.int32)}), small=())
+def put(responses: list[list[int]], masks: list[list[int]] | None = None) -> DataProtoRef:
+    masks = [[1] * len(response) for response in responses] if masks is None else masks
+    columns = {
+        "responses": Ragged.from_rows(responses, torch.int32),
+        "response_mask": Ragged.from_rows(masks, torch.int8),
+    }
+    return DataProtoRef.put(DataProto.from_dict(columns), small=())
 
 
 def rows(column: Ragged) -> list[list[float]]:
@@ -61,6 +66,14 @@ def test_on_last_token_of_nothing() -> None:
     assert len(on_last_token(torch.empty(0), Ragged.from_rows([], torch.int32))) == 0
 
 
+def test_on_the_last_token_that_trains() -> None:
+    """Not on what an environment put in behind it; where nothing trains, on the last token."""
+    responses = Ragged.from_rows([[5, 6, 7], [], [8, 9], [8, 9]], torch.int32)
+    masks = Ragged.from_rows([[1, 0, 0], [], [0, 1], [0, 0]], torch.int8)
+    placed = on_last_token(torch.tensor([1.5, 9.0, -2.0, 3.0]), responses, masks)
+    assert rows(placed) == [[1.5, 0, 0], [], [0, -2.0], [0, 3.0]]
+
+
 # --- score -------------------------------------------------------------------------------------------------------
 @pytest.mark.ray
 def test_scores_and_extra_values(worker: RewardWorker) -> None:
@@ -72,6 +85,24 @@ def test_scores_and_extra_values(worker: RewardWorker) -> None:
     assert handle["reward_extra/seen"].tolist() == [3, 3, 3]
     assert "reward_extra/text" not in handle.small
     assert rows(handle.fetch(("token_level_scores",))["token_level_scores"]) == [[0, 0, 12], [0, 1], [11]]
+
+
+@pytest.mark.ray
+def test_what_an_environment_put_in_is_read_and_earns_nothing(worker: RewardWorker) -> None:
+    """All words count; the reward sits where the policy can be blamed for it, and the advantage is a mean over that."""
+    scored, _ = worker.score(put([[5, 6, 7], [6, 2]], [[1, 1, 0], [1, 1]]), TASK)
+    assert scored["score"].tolist() == [13, 1]
+    assert rows(scored.fetch(("token_level_scores",))["token_level_scores"]) == [[0, 13, 0], [0, 1]]
+    columns = {
+        "response_mask": Ragged.from_rows([[1, 1, 0], [1, 1]], torch.int8),
+        "rollout_log_probs": Ragged.from_rows([[-1.0, -1.0, 0.0], [-1.0, -1.0]], torch.float32),
+    }
+    rest = DataProtoRef.put(DataProto.from_dict(columns, {"uid": ["a", "a"]}), small=("uid",))
+    batch = scored.union(replace(rest, small=rest.small | {"truncated": np.zeros(2)}))
+    settings = TargetSettings("grpo", {"norm_adv_by_std_in_grpo": False}, bypass_mode=True)
+    targets, _ = worker.compute_targets(batch, settings, 0.0, 0)
+    assert rows(targets.fetch(("advantages",))["advantages"]) == [[6, 6, 0], [-6, -6]]
+    assert targets["advantage_mean"].tolist() == [6, -6]
 
 
 @pytest.mark.ray

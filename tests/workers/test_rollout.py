@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.engines.settings import AgentSettings, EngineSettings, SamplingSettings
 from grpo_dist.engines.vllm_engine import Response
-from grpo_dist.errors import BatchError
+from grpo_dist.errors import AgentError, BatchError
 from grpo_dist.protocol.fields import FIELDS
-from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
+from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.resources import reserve
+from grpo_dist.workers.reward import Task
+from grpo_dist.workers.rollout import SMALL_COLUMNS, RolloutWorker, group_batch
 
 RESPONSES = [Response([8, 2], [-0.5, -1.5], False, [7, 7]), Response([9, 0, 7], [-1.0, -2.0, -3.0], True, [7, 8, 8])]
 
@@ -31,6 +38,17 @@ def test_group_batch() -> None:
 def test_every_token_trains_end_and_padding_ids_too() -> None:
     data = group_batch("p3", np.array([4], np.int32), RESPONSES)
     assert [row.tolist() for row in data["response_mask"].rows()] == [[1, 1], [1, 1, 1]]
+
+
+def test_what_an_environment_put_in_does_not_train() -> None:
+    """Nor did any weights sample it."""
+    episode = Response([8, 40, 41, 2], [-0.5, 0, 0, -1], False, [7, -1, -1, 8], mask=[1, 0, 0, 1], num_turns=2)
+    data = group_batch("p3", np.array([4], np.int32), [episode, RESPONSES[0]])
+    assert [row.tolist() for row in data["response_mask"].rows()] == [[1, 0, 0, 1], [1, 1]]
+    assert [row.tolist() for row in data["weight_versions"].rows()] == [[7, -1, -1, 8], [7, 7]]
+    assert (data["weight_version"].tolist(), data["last_weight_version"].tolist()) == ([7, 7], [8, 7])
+    assert data["response_length"].tolist() == [4, 2]
+    assert data["num_turns"].tolist() == [2, 1]
 
 
 def test_types_follow_the_contract() -> None:
@@ -57,3 +75,110 @@ def test_the_worker_hands_out_a_handle_with_the_small_columns(rollouts: WorkerGr
     assert [row.tolist() for row in data["prompts"].rows()] == [[4, 5, 6]] * 3
     with pytest.raises(BatchError, match=r"'old_log_probs' \(made by actor\)"):
         handle.fetch(("old_log_probs",))
+
+
+# --- episodes on a real engine -----------------------------------------------------------------------------------
+LOOP = """
+import asyncio
+
+from grpo_dist.agents import AgentLoop
+
+
+class Echo(AgentLoop):
+    def __init__(self, words, wait=0.0):
+        self.words, self.wait = words, wait
+
+    async def run(self, episode):
+        assert episode.row.messages[0]["content"] == "hello" and episode.row.extra_info == {"index": 3}
+        assert not hasattr(episode.row, "ground_truth")
+        await episode.generate(max_tokens=3)
+        await asyncio.sleep(self.wait)
+        episode.append(self.words)
+        await episode.generate(max_tokens=4)
+"""
+SAMPLING = SamplingSettings(3, 1.0, 1.0, -1, 20, 11, ignore_eos=True)
+TASK = Task("words", "secret", {"index": 3}, [{"role": "user", "content": "hello"}])
+
+
+@pytest.fixture(scope="module")
+def agents(local_ray: None, random_models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two workers with agent loops: rank 0 answers at once, rank 1 waits for very long."""
+    file = tmp_path_factory.mktemp("loop") / "echo.py"
+    file.write_text(LOOP)
+    common = (random_models["untied"], "cpu", "float32", False, 1, 96, 64, 128, 0.8, 0.0625, True, False, 1)
+    settings = [
+        EngineSettings(
+            *common, needs_tokenizer=True, agent=AgentSettings(f"{file}:Echo", {"words": "w40 w41", "wait": wait})
+        )
+        for wait in (0.0, 500.0)
+    ]
+    _, bundles = reserve({"rollout": (2, 0.1, 0.0)})
+    environment = {"OMP_NUM_THREADS": "1"}
+    options: dict[str, Any] = {"env": environment, "timeout_s": 240.0, "max_concurrency": 20}
+    group = WorkerGroup.spawn("rollout", RolloutWorker, bundles["rollout"], args=[(), ()], **options)
+    group.call_each("start", "start", [(each,) for each in settings])
+    yield group
+    group.call_all("shutdown", "shutdown")
+    group.kill()
+
+
+def episodes(group: WorkerGroup, uid: str, prompt: list[int]) -> Call:
+    return group.submit(0, "generate", "generate", uid, np.array(prompt, np.int32), SAMPLING, TASK)
+
+
+@pytest.mark.ray
+def test_episodes_are_the_same_whatever_else_is_sampled(agents: WorkerGroup) -> None:
+    alone, _ = agents.gather([episodes(agents, "a", [4, 5, 6])])[0]
+    together = agents.gather([episodes(agents, f"b{i}", [4 + i, 5, 6]) for i in range(4)])
+    first, again = (handle.fetch(handle.columns) for handle in (alone, together[0][0]))
+    assert alone["num_turns"].tolist() == [2, 2, 2]
+    for row, mask in zip(first["responses"].rows(), first["response_mask"].rows(), strict=True):
+        assert row[3:5].tolist() == [40, 41]
+        assert mask.tolist() == [1, 1, 1, 0, 0, 1, 1, 1, 1]
+    for name in ("responses", "rollout_log_probs"):
+        assert torch.equal(first[name].values, again[name].values), name
+    assert len({tuple(row.tolist()) for row in first["responses"].rows()}) == 3
+
+
+@pytest.mark.ray
+def test_the_first_turns_are_what_one_request_for_the_group_gives(agents: WorkerGroup, rollouts: WorkerGroup) -> None:
+    one_request = rollouts.submit(1, "generate", "generate", "g", np.array([4, 5, 6], np.int32), SAMPLING)
+    (group, _), (turns, _) = agents.gather([one_request, episodes(agents, "e", [4, 5, 6])])
+    columns = ("responses", "rollout_log_probs")
+    expected, found = group.fetch(columns), turns.fetch(columns)
+    for name in columns:
+        for row, turn in zip(expected[name].rows(), found[name].rows(), strict=True):
+            torch.testing.assert_close(turn[:3], row[:3])
+
+
+@pytest.mark.ray
+def test_log_probs_of_later_turns_are_those_given_everything_before(
+    agents: WorkerGroup, random_models: dict[str, str]
+) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["untied"])
+    handle, _ = agents.gather([episodes(agents, "c", [4, 5, 6])])[0]
+    data = handle.fetch(("responses", "rollout_log_probs"))
+    for response, log_probs in zip(data["responses"].rows(), data["rollout_log_probs"].rows(), strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[4, 5, 6, *response.tolist()]])).logits[0, 2:-1]
+        expected = torch.log_softmax(logits, -1).gather(-1, response.long().unsqueeze(-1)).squeeze(-1)
+        expected[3:5] = 0
+        torch.testing.assert_close(log_probs, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.ray
+def test_an_aborted_group_ends_while_its_tool_works(agents: WorkerGroup) -> None:
+    call = agents.submit(1, "generate", "generate", "slow", np.array([4, 5], np.int32), SAMPLING, TASK)
+    time.sleep(1)
+    agents.call(1, "abort", "abort", ["slow", "unknown"])
+    assert agents.gather([call])[0][0] is None
+
+
+@pytest.mark.ray
+def test_a_failing_loop_reaches_the_driver_as_what_it_is(agents: WorkerGroup) -> None:
+    other = replace(TASK, extra_info={})
+    call = agents.submit(0, "generate", "generate", "d", np.array([4], np.int32), SAMPLING, other)
+    with pytest.raises(AgentError, match=r"echo\.py:Echo: run\(\) raised AssertionError"):
+        agents.gather([call])

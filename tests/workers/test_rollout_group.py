@@ -32,7 +32,9 @@ class Worker(Process):
 
     async def start(self, settings: object) -> None: ...
 
-    async def generate(self, uid: str, prompt: np.ndarray, sampling: SamplingSettings) -> tuple[object, EngineLoad]:
+    async def generate(
+        self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: object
+    ) -> tuple[object, EngineLoad]:
         if uid.startswith("slow"):
             await asyncio.sleep(1.0)
         if uid.startswith("hang"):

@@ -1,0 +1,6 @@
+"""Agent loops: code that runs an episode turn by turn, with the policy and whatever it is up against."""
+
+from grpo_dist.agents.base import AgentLoop, SingleTurn, load_agent_loop
+from grpo_dist.agents.episode import Episode, Row, Turn
+
+__all__ = ["AgentLoop", "Episode", "Row", "SingleTurn", "Turn", "load_agent_loop"]

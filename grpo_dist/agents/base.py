@@ -1,0 +1,67 @@
+"""The interface of an agent loop, its default, and how one is found by name."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_dist.agents.episode import Episode
+from grpo_dist.errors import ConfigError
+from grpo_dist.registry import Registry
+
+KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
+KWARGS_KEY = "actor_rollout_ref.rollout.agent.agent_kwargs"
+
+
+class AgentLoop(ABC):
+    """Runs episodes.
+
+    One object per rollout engine, made with `agent_kwargs`, runs many episodes at the same time, so what belongs to an
+    episode stays in local variables of `run`. It lives on a thread of its own: a call that blocks holds up the other
+    episodes, not the engine; `await asyncio.to_thread(...)` holds up nothing.
+    """
+
+    @abstractmethod
+    async def run(self, episode: Episode) -> None:
+        """Run one episode to its end: sample with `episode.generate`, put in other text with `episode.append`."""
+
+
+AGENT_LOOP: Registry[Any] = Registry("agent loop", KEY)
+
+
+@AGENT_LOOP.register("single_turn_agent")
+class SingleTurn(AgentLoop):
+    """One response to the prompt. The rollout worker samples a whole group of these in one request."""
+
+    async def run(self, episode: Episode) -> None:
+        """Sample the response."""
+        await episode.generate()
+
+
+def load_agent_loop(name: str, kwargs: Mapping[str, Any]) -> type[AgentLoop]:
+    """The class called `name`, built-in or `pkg.module:Class` or `path/to/file.py:Class`.
+
+    Raises:
+        ConfigError: there is none, it is no `AgentLoop` with an `async def run(self, episode)`, or it does not take
+            `kwargs`.
+    """
+    found = AGENT_LOOP.get(name)
+    if not isinstance(found, type) or not issubclass(found, AgentLoop):
+        raise ConfigError(f"{KEY}={name}: must be a class derived from grpo_dist.agents.AgentLoop")
+    if inspect.isabstract(found) or not inspect.iscoroutinefunction(found.run) or not _takes(found.run, None, None):
+        raise ConfigError(f"{KEY}={name}: {found.__name__} needs `async def run(self, episode)`")
+    try:
+        inspect.signature(found).bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{KWARGS_KEY}={dict(kwargs)}: {found.__name__}: {error}") from None
+    return found
+
+
+def _takes(function: Any, *arguments: Any) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    return True

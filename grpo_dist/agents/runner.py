@@ -1,0 +1,150 @@
+"""Runs the episodes of a rollout worker, on a thread beside the engine's.
+
+The user's code has an event loop of its own there, so what blocks in it delays neither the engine nor other groups'
+sampling, and is found: a loop that waits for too long is cancelled, one that blocks is reported with the line it is at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+
+from grpo_dist.agents.base import KEY, KWARGS_KEY, AgentLoop, load_agent_loop
+from grpo_dist.agents.episode import Episode, Sample
+from grpo_dist.engines.settings import AgentSettings, SamplingSettings
+from grpo_dist.engines.vllm_engine import Response
+from grpo_dist.errors import AgentError, ConfigError, GrpoDistError
+
+TIMEOUT_KEY = "actor_rollout_ref.rollout.agent.timeout_s"
+# Seconds that cancelled episodes get to clean up.
+CANCEL_S = 5.0
+
+# VLLMEngine.generate
+Generate = Callable[[Sequence[int], SamplingSettings, str | None], Awaitable[list[Response] | None]]
+
+
+class EpisodeRunner:
+    """One agent loop and the thread it runs on.
+
+    Args:
+        settings: the loop.
+        generate: the engine's; called on the event loop that calls `run`.
+    """
+
+    def __init__(self, settings: AgentSettings, generate: Generate) -> None:
+        self.settings, self._generate = settings, generate
+        self._events = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._events.run_forever, name="agent loop", daemon=True)
+        self._loop: AgentLoop
+
+    async def start(self) -> None:
+        """Make the agent loop.
+
+        Raises:
+            ConfigError: the class is not there, or cannot be made.
+        """
+        self._thread.start()
+        future = asyncio.run_coroutine_threadsafe(self._make(), self._events)
+        self._loop = await asyncio.wrap_future(future)
+
+    async def run(self, episodes: Sequence[Episode]) -> list[Response]:
+        """Run episodes side by side; their responses, in order.
+
+        Raises:
+            AgentError: the loop raised, took too long, or blocks.
+            asyncio.CancelledError: the engine aborted them.
+        """
+        here = asyncio.get_running_loop()
+        outcome = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._run_all(episodes, here), self._events))
+        try:
+            while not (await asyncio.wait({outcome}, timeout=self.settings.timeout_s))[0]:
+                await self._check_not_blocked()
+        finally:
+            outcome.cancel()
+        return outcome.result()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._events.call_soon_threadsafe(self._events.stop)
+
+    async def _make(self) -> AgentLoop:
+        loop_class = load_agent_loop(self.settings.name, self.settings.kwargs)
+        try:
+            return loop_class(**self.settings.kwargs)
+        except Exception as error:  # noqa: BLE001 - the user's code
+            where = f"{KEY}={self.settings.name} with {KWARGS_KEY}={dict(self.settings.kwargs)}"
+            raise ConfigError(f"{where}: {loop_class.__name__}() raised {type(error).__name__}: {error}") from None
+
+    async def _run_all(self, episodes: Sequence[Episode], engine: asyncio.AbstractEventLoop) -> list[Response]:
+        tasks = [asyncio.create_task(self._run_one(episode, engine)) for episode in episodes]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=CANCEL_S)
+
+    async def _run_one(self, episode: Episode, engine: asyncio.AbstractEventLoop) -> Response:
+        limit = asyncio.timeout(self.settings.timeout_s)
+        try:
+            async with limit:
+                episode.connect(self._sampler(episode.row.uid, engine, limit))
+                await self._loop.run(episode)
+            return episode.response()
+        except GrpoDistError:
+            raise  # the engine's
+        except Exception as error:  # noqa: BLE001 - the user's code
+            if limit.expired():
+                problem = f"run() did not end within {TIMEOUT_KEY}={self.settings.timeout_s:g} s outside the engine"
+            else:
+                problem = f"run() raised {type(error).__name__}: {error}{_line_of(error)}"
+            where = f"prompt {episode.row.uid}, episode {episode.index}, after turn {episode.num_turns}"
+            raise AgentError(f"agent loop {self._name}: {problem} ({where})") from None
+
+    def _sampler(self, uid: str, engine: asyncio.AbstractEventLoop, limit: asyncio.Timeout) -> Sample:
+        """Samples on the engine's event loop; the time that takes, waiting included, is not the agent loop's."""
+
+        async def request(prompt: list[int], sampling: SamplingSettings) -> Response | None:
+            responses = await self._generate(prompt, sampling, uid)
+            return responses[0] if responses is not None else None
+
+        async def sample(prompt: list[int], sampling: SamplingSettings) -> Response | None:
+            when = limit.when()
+            left = (when if when is not None else self._events.time()) - self._events.time()
+            limit.reschedule(None)
+            try:
+                return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request(prompt, sampling), engine))
+            finally:
+                limit.reschedule(self._events.time() + left)
+
+        return sample
+
+    async def _check_not_blocked(self) -> None:
+        sign_of_life = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._events))
+        if (await asyncio.wait({sign_of_life}, timeout=self.settings.timeout_s))[0]:
+            return
+        raise AgentError(
+            f"agent loop {self._name}: run() blocks its thread for more than {TIMEOUT_KEY}="
+            f"{self.settings.timeout_s:g} s{self._blocked_line()}; await there, or use asyncio.to_thread"
+        )
+
+    @property
+    def _name(self) -> str:
+        return self.settings.name
+
+    def _blocked_line(self) -> str:
+        """Where the thread is, in the file of the user's class if it passes there."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        stack = traceback.extract_stack(frame)
+        own = [entry for entry in stack if entry.filename == inspect.getfile(type(self._loop))]
+        return f", at {(own or stack)[-1].filename}:{(own or stack)[-1].lineno}" if stack else ""
+
+
+def _line_of(error: BaseException) -> str:
+    """Where an exception was raised."""
+    entries = traceback.extract_tb(error.__traceback__)
+    return f", at {entries[-1].filename}:{entries[-1].lineno}" if entries else ""

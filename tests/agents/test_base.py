@@ -1,0 +1,71 @@
+"""What counts as an agent loop, and how it is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.agents import AgentLoop, SingleTurn, load_agent_loop
+from grpo_dist.agents.base import AGENT_LOOP
+from grpo_dist.config.names import AGENT_LOOPS
+from grpo_dist.errors import ConfigError
+
+LOOPS = """
+from grpo_dist.agents import AgentLoop
+
+class Good(AgentLoop):
+    def __init__(self, *, depth=2):
+        self.depth = depth
+
+    async def run(self, episode):
+        await episode.generate()
+
+class NotAsync(AgentLoop):
+    def run(self, episode): ...
+
+class NoEpisode(AgentLoop):
+    async def run(self): ...
+
+class NoRun(AgentLoop): ...
+
+class Other: ...
+"""
+
+
+@pytest.fixture
+def loops(tmp_path: Path) -> str:
+    (tmp_path / "loops.py").write_text(LOOPS)
+    return f"{tmp_path}/loops.py"
+
+
+def test_the_config_knows_the_built_in_names() -> None:
+    assert tuple(AGENT_LOOP.names()) == AGENT_LOOPS
+    assert load_agent_loop("single_turn_agent", {}) is SingleTurn
+
+
+def test_a_class_by_file(loops: str) -> None:
+    found = load_agent_loop(f"{loops}:Good", {"depth": 3})
+    assert issubclass(found, AgentLoop)
+    assert found(depth=3).depth == 3  # type: ignore[call-arg, attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "text"),
+    [
+        ("Other", {}, "must be a class derived from grpo_dist.agents.AgentLoop"),
+        ("NoRun", {}, r"NoRun needs `async def run\(self, episode\)`"),
+        ("NotAsync", {}, "NotAsync needs `async def run"),
+        ("NoEpisode", {}, "NoEpisode needs `async def run"),
+        ("Goood", {}, "did you mean 'Good'"),
+        ("Good", {"width": 3}, r"agent_kwargs=\{'width': 3\}: Good: got an unexpected keyword argument 'width'"),
+    ],
+)
+def test_what_is_no_agent_loop(loops: str, name: str, kwargs: dict, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        load_agent_loop(f"{loops}:{name}", kwargs)
+
+
+def test_the_built_in_one_takes_no_arguments() -> None:
+    with pytest.raises(ConfigError, match=r"agent_kwargs=\{'depth': 1\}: SingleTurn"):
+        load_agent_loop("single_turn_agent", {"depth": 1})

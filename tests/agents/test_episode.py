@@ -1,0 +1,156 @@
+"""An episode's tokens, masks and limits, on a made-up engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from grpo_dist.agents import Episode, Row
+from grpo_dist.agents.episode import NO_VERSION
+from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.engines.vllm_engine import Response
+from tests.agents.fakes import END, Characters, Writer
+
+PROMPT = [ord(character) for character in "Q:"]
+
+
+def make(writer: Writer, *, index: int = 0, max_model_len: int = 100, **changes: object) -> Episode:
+    values = {"n": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 20, "seed": 100}
+    sampling = SamplingSettings(**(values | changes))  # type: ignore[arg-type]
+    row = Row("p3", PROMPT, [{"role": "user", "content": "Q:"}], "sums", {"index": 3})
+    episode = Episode(row, sampling, index=index, tokenizer=Characters(), max_model_len=max_model_len)
+    episode.connect(writer.sample)
+    return episode
+
+
+def play(episode: Episode, run: Callable[[Episode], Awaitable[None]]) -> Response:
+    asyncio.run(run(episode))  # type: ignore[arg-type]
+    return episode.response()
+
+
+async def call_and_answer(episode: Episode) -> None:
+    turn = await episode.generate(stop="=")
+    assert (turn.text, turn.stop, turn.truncated) == ("1+1=", "=", False)
+    episode.append("2")
+    turn = await episode.generate(stop=("=",))
+    assert (turn.text, turn.token_ids, turn.stop, turn.truncated) == ("!", (ord("!"), END), None, False)
+
+
+def test_what_is_sampled_trains_and_what_is_put_in_does_not() -> None:
+    writer = Writer("1+1=3", "!")
+    episode = make(writer)
+    response = play(episode, call_and_answer)
+    assert Characters().decode(response.token_ids, skip_special_tokens=True) == episode.text == "1+1=2!"
+    assert response.mask == [1, 1, 1, 1, 0, 1, 1]
+    assert response.log_probs == [-0.5] * 4 + [0.0] + [-0.5] * 2
+    assert response.weight_versions == [8] * 4 + [NO_VERSION] + [9] * 2
+    assert (response.num_turns, response.truncated) == (2, False)
+    assert [bytes(prompt) for prompt, _ in writer.asked] == [b"Q:", b"Q:1+1=2"], "the policy reads what was put in"
+
+
+def test_seeds_depend_on_sample_and_turn_alone() -> None:
+    """The first turn's is the one that vLLM gives response i of a request for n."""
+    seeds: dict[int, list[int | None]] = {}
+    for index in (0, 3):
+        writer = Writer("1+1=", "!")
+        play(make(writer, index=index), call_and_answer)
+        assert all(sampling.n == 1 for _, sampling in writer.asked)
+        seeds[index] = [sampling.seed for _, sampling in writer.asked]
+    assert (seeds[0][0], seeds[3][0]) == (100, 103)
+    assert len({*seeds[0], *seeds[3]}) == 4
+    again = Writer("1+1=", "!")
+    play(make(again, index=3), call_and_answer)
+    assert [sampling.seed for _, sampling in again.asked] == seeds[3]
+    unseeded = Writer("1+1=", "!")
+    play(make(unseeded, seed=None), call_and_answer)
+    assert [sampling.seed for _, sampling in unseeded.asked] == [None, None]
+
+
+@pytest.mark.parametrize(("max_tokens", "max_model_len"), [(6, 100), (20, 8)])
+def test_room_is_the_shorter_of_both_limits(max_tokens: int, max_model_len: int) -> None:
+    writer = Writer("1+1=", "much too long")
+
+    async def run(episode: Episode) -> None:
+        assert episode.room == 6
+        await episode.generate(stop="=")
+        assert episode.room == 2
+        episode.append("2")
+        turn = await episode.generate()
+        assert (turn.text, turn.truncated, episode.room) == ("m", True, 0)
+        assert episode.truncated
+
+    response = play(make(writer, max_tokens=max_tokens, max_model_len=max_model_len), run)
+    assert (len(response.token_ids), response.truncated) == (6, True)
+    assert [sampling.max_tokens for _, sampling in writer.asked] == [6, 1]
+
+
+def test_text_that_does_not_fit_is_cut_and_ends_the_episode() -> None:
+    writer = Writer("1=")
+
+    async def run(episode: Episode) -> None:
+        while (turn := await episode.generate(stop="=")).stop == "=":
+            episode.append("a long story")
+        assert (turn.text, turn.truncated, episode.num_turns) == ("", True, 1), "nothing is left to sample into"
+
+    response = play(make(writer, max_tokens=5), run)
+    assert (response.mask, response.truncated) == ([1, 1, 0, 0, 0], True)
+
+
+def test_a_turn_may_be_short_and_the_episode_goes_on() -> None:
+    writer = Writer("thinking", "!")
+
+    async def run(episode: Episode) -> None:
+        turn = await episode.generate(max_tokens=3)
+        assert (turn.text, turn.truncated, episode.truncated) == ("thi", True, False)
+        await episode.generate()
+
+    response = play(make(writer, min_tokens=4, stop=("#",)), run)
+    assert not response.truncated
+    assert [(s.max_tokens, s.min_tokens, s.stop) for _, s in writer.asked] == [(3, 3, ("#",)), (17, 1, ("#",))]
+
+
+def test_misuse_is_named() -> None:
+    async def nothing(episode: Episode) -> None:
+        episode.append("2")
+
+    async def no_room(episode: Episode) -> None:
+        episode.append("a very very long story")
+        await episode.generate()
+
+    async def two_at_once(episode: Episode) -> None:
+        await asyncio.gather(episode.generate(), episode.generate())
+
+    async def no_length(episode: Episode) -> None:
+        await episode.generate(max_tokens=0)
+
+    async def wrong_id(episode: Episode) -> None:
+        episode.append_tokens([5, 128])
+
+    for run, error, text in (
+        (nothing, RuntimeError, "without a turn, with 1 tokens put in and room for 19 more"),
+        (no_room, RuntimeError, "with 20 tokens put in and room for 0 more"),
+        (two_at_once, RuntimeError, "await it first"),
+        (no_length, ValueError, "max_tokens=0"),
+        (wrong_id, ValueError, r"5\.\.128 leave the vocabulary of 128"),
+    ):
+        with pytest.raises(error, match=text):
+            play(make(Writer("1+1=")), run)
+
+
+def test_an_aborted_turn_cannot_be_survived() -> None:
+    async def aborted(prompt: list[int], sampling: SamplingSettings) -> None:
+        return None
+
+    async def stubborn(episode: Episode) -> None:
+        try:
+            await episode.generate()
+        except Exception:
+            episode.append("?")
+
+    episode = make(Writer())
+    episode.connect(aborted)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(stubborn(episode))
+    assert episode.token_ids == []

@@ -1,0 +1,174 @@
+"""Episodes side by side on a thread of their own: order, limits, failures, abort."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.agents import Episode, Row
+from grpo_dist.agents.runner import EpisodeRunner
+from grpo_dist.engines.settings import AgentSettings, SamplingSettings
+from grpo_dist.engines.vllm_engine import Response
+from grpo_dist.errors import AgentError, ConfigError, EngineError
+from tests.agents.fakes import Characters, Writer
+
+LOOPS = """
+import asyncio
+import time
+
+from grpo_dist.agents import AgentLoop
+
+
+class Tool(AgentLoop):
+    cleaned = 0
+
+    def __init__(self, mode="answer"):
+        if mode == "broken":
+            raise OSError("no such service")
+        self.mode = mode
+
+    async def run(self, episode):
+        try:
+            while (await episode.generate(stop="=")).stop == "=":
+                await getattr(self, self.mode)(episode)
+        finally:
+            Tool.cleaned += 1
+
+    async def answer(self, episode):
+        await asyncio.sleep(0.02 * (4 - episode.index))
+        episode.append(str(episode.index))
+
+    async def fail(self, episode):
+        if episode.index == 2:
+            raise KeyError("calculator")
+        await asyncio.sleep(60)
+
+    async def hang(self, episode):
+        await asyncio.sleep(60)
+
+    async def block(self, episode):
+        time.sleep(3)
+        raise RuntimeError("at last")
+
+    async def own_timeout(self, episode):
+        await asyncio.wait_for(asyncio.sleep(60), 0.01)
+"""
+
+
+@asynccontextmanager
+async def runner(folder: Path, generate: object, mode: str, timeout_s: float = 30.0) -> AsyncIterator[EpisodeRunner]:
+    (folder / "tool.py").write_text(LOOPS)
+    made = EpisodeRunner(AgentSettings(f"{folder}/tool.py:Tool", {"mode": mode}, timeout_s), generate)  # type: ignore
+    await made.start()
+    yield made
+    made.stop()
+
+
+def episodes(count: int = 4) -> list[Episode]:
+    sampling = SamplingSettings(count, 1.0, 1.0, -1, 30, 5)
+    row = Row("step1-prompt9", [1, 2])
+    return [Episode(row, sampling, index=i, tokenizer=Characters(), max_model_len=90) for i in range(count)]
+
+
+def in_loop(test: Callable[[], Awaitable[object]]) -> object:
+    return asyncio.run(test())  # type: ignore[arg-type]
+
+
+def test_responses_come_in_order_whoever_is_done_first(tmp_path: Path) -> None:
+    async def test() -> list[Response]:
+        writer = Writer(*["1+1=" for _ in range(4)])
+        async with runner(tmp_path, writer.generate, "answer") as made:
+            return await made.run(episodes())
+
+    responses = in_loop(test)
+    assert [bytes(r.token_ids) for r in responses] == [f"1+1={i}\0".encode() for i in range(4)]  # type: ignore
+    assert [r.mask for r in responses] == [[1, 1, 1, 1, 0, 1]] * 4  # type: ignore[attr-defined]
+
+
+def test_sampling_runs_where_run_was_called_and_costs_no_time_of_the_loop(tmp_path: Path) -> None:
+    async def test() -> list[Response]:
+        here, writer = asyncio.get_running_loop(), Writer("a")
+
+        async def slow(*args: object) -> list[Response]:
+            assert asyncio.get_running_loop() is here
+            await asyncio.sleep(0.5)
+            return await writer.generate(*args)  # type: ignore[arg-type]
+
+        async with runner(tmp_path, slow, "answer", timeout_s=0.2) as made:
+            return await made.run(episodes(1))
+
+    assert len(in_loop(test)) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mode", "timeout_s", "text"),
+    [
+        (
+            "fail",
+            30,
+            r"tool\.py:Tool: run\(\) raised KeyError: 'calculator', at .*tool\.py:\d+ \(prompt step1-prompt9, ",
+        ),
+        ("fail", 30, r"episode 2, after turn 1\)"),
+        ("hang", 0.3, r"Tool: run\(\) did not end within .*agent\.timeout_s=0\.3 s outside the engine \(prompt step1"),
+        ("block", 0.3, r"Tool: run\(\) blocks its thread for more than .*timeout_s=0\.3 s, at .*tool\.py:\d+; await"),
+        ("own_timeout", 30, r"run\(\) raised TimeoutError"),
+    ],
+)
+def test_failures_are_named_and_end_the_group(tmp_path: Path, mode: str, timeout_s: float, text: str) -> None:
+    async def test() -> None:
+        async with runner(tmp_path, Writer(*["1+1="] * 4).generate, mode, timeout_s) as made:
+            await made.run(episodes())
+
+    began = time.perf_counter()
+    with pytest.raises(AgentError, match=text):
+        in_loop(test)
+    assert time.perf_counter() - began < 2
+
+
+def test_an_error_of_the_engine_stays_what_it_is(tmp_path: Path) -> None:
+    async def dead(*args: object) -> list[Response]:
+        raise EngineError("vLLM failed")
+
+    async def test() -> None:
+        async with runner(tmp_path, dead, "answer") as made:
+            await made.run(episodes())
+
+    with pytest.raises(EngineError, match="vLLM failed"):
+        in_loop(test)
+
+
+def test_abort_ends_episodes_in_the_tool_and_in_the_engine(tmp_path: Path) -> None:
+    async def cancel_while_the_tool_works() -> int:
+        async with runner(tmp_path, Writer(*["1+1="] * 4).generate, "hang") as made:
+            task = asyncio.create_task(made.run(episodes()))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.sleep(0.1)
+            return type(made._loop).cleaned
+
+    async def engine_aborts() -> None:
+        async def none(*args: object) -> None:
+            return None
+
+        async with runner(tmp_path, none, "answer") as made:
+            with pytest.raises(asyncio.CancelledError):
+                await made.run(episodes())
+
+    assert in_loop(cancel_while_the_tool_works) == 4, "cancelled, so that they can clean up"
+    in_loop(engine_aborts)
+
+
+def test_a_class_that_cannot_be_made(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with runner(tmp_path, Writer().generate, "broken"):
+            pass
+
+    with pytest.raises(ConfigError, match=r"Tool\(\) raised OSError: no such service"):
+        in_loop(test)
