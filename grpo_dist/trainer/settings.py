@@ -55,6 +55,7 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
         grad_clip=actor.grad_clip,
         reference_columns=reference_columns(config) if config.needs_reference and lora else (),
         exact_kl=objective_settings(config).exact_kl,
+        weight_bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
     )
 
 
@@ -224,4 +225,5 @@ def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSe
         override_config=model.override_config,
         engine_kwargs={name: value for name, value in rollout.engine_kwargs.vllm.items() if value is not None},
         needs_tokenizer=bool(rollout.stop or rollout.bad_words),
+        weight_transport=rollout.checkpoint_engine.resolved_backend(place.device, shares_gpu=place.shares_gpu),
     )
