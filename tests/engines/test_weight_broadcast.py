@@ -169,12 +169,12 @@ def _a_silent_receiver(rank: int, limit: float) -> Any:
 
 def test_a_receiver_that_does_not_answer_is_given_up_in_time() -> None:
     """And the ranks that do answer form a group without it, in which the same sync can start anew."""
-    limit = 1.5
+    limit = 3.0
     (sent, took, gathered, sent_again), (receipt, waited, _, received_again), _ = run_ranks(
         3, _a_silent_receiver, limit
     )
     assert "sync of weight version 1, after" in sent
-    assert "weight group 1 of 3 ranks: a rank died or did not answer within 1.5 s" in sent
+    assert "weight group 1 of 3 ranks: a rank died or did not answer within 3 s" in sent
     assert took < 2.5 * limit
     assert gathered == list(NAMES), "the other actor ranks would wait for the sender in every gather"
     assert "weight group 1" in receipt.fault or "the sender gave up" in receipt.fault
