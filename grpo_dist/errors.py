@@ -7,7 +7,7 @@
     ├── RewardError          a reward function raised, returned nonsense, or did not return in time
     ├── AgentError           an agent loop raised, or did not come back in time
     ├── TrainingDiverged     a non-finite loss or gradient, found before the optimizer step
-    ├── WeightSyncError      new weights arrived damaged, incomplete or out of order; the engine keeps the old ones
+    ├── WeightSyncError      new weights arrived damaged, incomplete or out of order; says what the engine now holds
     ├── EngineError          the rollout engine failed or hangs: its worker is replaced
     ├── CheckpointError      a checkpoint cannot be written or read
     └── WorkerError          a worker process failed or died; carries role, rank, node, stage and its traceback
@@ -56,7 +56,7 @@ class TrainingDiverged(GrpoDistError):
 
 
 class WeightSyncError(GrpoDistError):
-    """New weights arrived damaged, incomplete or out of order; the engine keeps the old ones."""
+    """New weights arrived damaged, incomplete or out of order; it says what the engine now holds."""
 
 
 class EngineError(GrpoDistError):

@@ -35,3 +35,4 @@ LOSS_MODES = (
 AGENT_LOOPS = ("single_turn_agent",)
 TOKEN_SELECTING_LOSSES = ("clip_cov", "kl_cov")  # choose tokens by the whole batch, before the update
 SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")  # published as a mean over sequences
+WEIGHT_TRANSPORTS = ("object_store", "broadcast")

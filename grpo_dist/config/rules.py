@@ -177,6 +177,14 @@ def roles_fit_on_the_gpus(config: RunConfig) -> Iterator[Problem]:
         yield _problem(config, why, *keys)
 
 
+def broadcast_has_a_gpu_for_each_process(config: RunConfig) -> Iterator[Problem]:
+    """NCCL takes no two processes on one GPU."""
+    key, place = f"{_ROLLOUT}.checkpoint_engine.backend", placement(config)
+    if config.actor_rollout_ref.rollout.checkpoint_engine.backend == "broadcast" and place.shares_gpu:
+        why = "NCCL refuses two processes on one GPU, and all roles share the only one; set it to null or object_store"
+        yield _problem(config, why, key, "trainer.n_gpus_per_node")
+
+
 def engine_holds_the_longest_sequence(config: RunConfig) -> Iterator[Problem]:
     """The engine's longest sequence covers the longest prompt and response."""
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -299,6 +307,7 @@ RULES: tuple[Rule, ...] = (
     copies_divide_the_actor_ranks,
     engines_use_whole_groups_of_gpus,
     roles_fit_on_the_gpus,
+    broadcast_has_a_gpu_for_each_process,
     engine_holds_the_longest_sequence,
     token_budgets_hold_the_longest_sequence,
     validation_samples_differ,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from grpo_dist.assets import BUILTIN
 from grpo_dist.config.field_types import (
@@ -28,7 +28,7 @@ from grpo_dist.config.field_types import (
     builtin_or_custom,
     one_of,
 )
-from grpo_dist.config.names import AGENT_LOOPS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
+from grpo_dist.config.names import AGENT_LOOPS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES, WEIGHT_TRANSPORTS
 
 if TYPE_CHECKING:
     from grpo_dist.config.schema import DataConfig
@@ -169,6 +169,22 @@ class AgentConfig(Section):
         return self.default_agent_loop in AGENT_LOOPS
 
 
+def _verls_backend(value: Any) -> Any:
+    """The meaning here of two of verl's names."""
+    return {"nccl": "broadcast", "naive": None}.get(value, value) if isinstance(value, str) else value
+
+
+class CheckpointEngineConfig(Section):
+    """`actor_rollout_ref.rollout.checkpoint_engine`: how new weights reach the engines."""
+
+    backend: Annotated[Annotated[str, one_of(WEIGHT_TRANSPORTS)] | None, BeforeValidator(_verls_backend)]
+    update_weights_bucket_megabytes: Count
+
+    def resolved_backend(self, device: Device, *, shares_gpu: bool) -> str:
+        """The transport; null means broadcast where every process has a GPU of its own."""
+        return self.backend or ("broadcast" if device == "cuda" and not shares_gpu else "object_store")
+
+
 class RolloutConfig(Section):
     """`actor_rollout_ref.rollout`: the engine and how it samples."""
 
@@ -200,6 +216,7 @@ class RolloutConfig(Section):
     log_prob_use_dynamic_bsz: bool | None
     log_prob_max_token_len_per_gpu: Count | None
     startup_timeout_s: PositiveFloat
+    checkpoint_engine: CheckpointEngineConfig
     val_kwargs: ValKwargsConfig
     agent: AgentConfig
 

@@ -24,6 +24,9 @@ RENAMED = {
         for name in ("path", "name", "reward_kwargs")
     },
     "reward_model.num_workers": "reward.num_workers",
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes": (
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
+    ),
     "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
     "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": "actor_rollout_ref.actor.fsdp_config.dtype",
     "actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype": "actor_rollout_ref.ref.fsdp_config.dtype",
@@ -92,8 +95,7 @@ FOREIGN: dict[str, Foreign] = {
     f"{_R}.load_format": Foreign("the engine gets its weights from the actor before the first step"),
     f"{_R}.layered_summon": Foreign("weights are always gathered tensor by tensor"),
     f"{_R}.calculate_log_probs": Foreign("the sampler's log-probs are always kept"),
-    f"{_R}.checkpoint_engine.*": Foreign("the size of a bucket is fixed"),
-    f"{_R}.update_weights_bucket_megabytes": Foreign("the size of a bucket is fixed"),
+    f"{_R}.checkpoint_engine.*": Foreign("there is nothing more to set for a transport of weights"),
     f"{_R}.disable_log_stats": Foreign("the engine's own log is off"),
     f"{_R}.enable_prefix_caching": Foreign("always on", ("true",)),
     f"{_R}.data_parallel_size": Foreign("engines are counted by cluster.rollout_world_size", _ONE),

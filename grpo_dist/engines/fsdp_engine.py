@@ -186,9 +186,9 @@ class FSDPEngine:
         return MiniBatchResult(merge_metrics([*metrics, step]), old)
 
     # --- weights -----------------------------------------------------------------------------------------------
-    def full_parameters(self, dtype: str) -> Iterator[tuple[str, Tensor]]:
-        """The whole weights, tensor by tensor, on CPU; dtype is a torch name such as "bfloat16"."""
-        return full_parameters(self.model, getattr(torch, dtype))
+    def full_parameters(self, dtype: str, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+        """The whole weights, tensor by tensor, on `device`; dtype is a torch name such as "bfloat16"."""
+        return full_parameters(self.model, getattr(torch, dtype), device)
 
     @torch.no_grad()
     def mix_parameters(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:

@@ -103,13 +103,13 @@ def transformer_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def full_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, whole tensor on CPU in `dtype`) one at a time; a tied tensor comes once.
+def full_parameters(model: nn.Module, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (Hugging Face name, whole tensor on `device` in `dtype`) one at a time; a tied tensor comes once.
 
     LoRA's factors are merged. Collective: all ranks iterate together.
     """
     for name, tensor in merged_parameters(model, dtype):
-        yield name, tensor.cpu()
+        yield name, tensor.to(device)
 
 
 @contextlib.contextmanager

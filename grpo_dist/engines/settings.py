@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# Rank of the actor in a weight group; those of the engines' workers follow.
+SENDER = 0
+
 
 @dataclass(frozen=True)
 class LoraSettings:
@@ -129,8 +132,8 @@ class EngineSettings:
     `override_config` changes entries of the model's config, `engine_kwargs` are more arguments of vLLM's. The engine
     loads the tokenizer only if it `needs_tokenizer`, to sample with texts that stop or are forbidden. New weights make
     running requests compute their cache anew, unless `clear_kv_cache_on_update` is false; without `partial_rollout`
-    they wait until those have ended. With an `agent` a prompt's responses are episodes that it runs; None: one turn
-    each.
+    they wait until those have ended. They come by `weight_transport`, "object_store" or "broadcast". With an `agent` a
+    prompt's responses are episodes that it runs; None: one turn each.
     """
 
     model_path: str
@@ -152,6 +155,25 @@ class EngineSettings:
     clear_kv_cache_on_update: bool = True
     partial_rollout: bool = True
     agent: AgentSettings | None = None
+    weight_transport: str = "object_store"
+
+
+@dataclass(frozen=True)
+class GroupAddress:
+    """Where the ranks of a weight group meet; see weight_broadcast.py.
+
+    Attributes:
+        host: of the store, which lives in the sender's process; likewise `port`.
+        generation: number of the group; no two groups of a store have the same.
+        world_size: the sender and all receivers.
+        timeout_s: limit of every step that waits for another rank.
+    """
+
+    host: str
+    port: int
+    generation: int
+    world_size: int
+    timeout_s: float
 
 
 @dataclass(frozen=True)

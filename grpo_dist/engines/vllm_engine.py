@@ -1,8 +1,7 @@
 """The rollout engine: vLLM's AsyncLLM, the same on CPU and GPU. Speaks token ids only; knows no Ray and no tokenizer.
 
-New weights come while requests run: pause (requests wait where they are, the prefix cache is dropped), load bucket by
-bucket, set the version, resume. Each token knows the version that sampled it. Every call into vLLM has a time limit,
-because a call that is pending when an engine dies never returns.
+New weights come while requests run (vllm_weight_update.py). Each token knows the version that sampled it. Every call
+into vLLM has a time limit, because a call that is pending when an engine dies never returns.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ import tempfile
 import uuid
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
-from grpo_dist.engines.weight_buckets import Bucket, check_buckets
-from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError, WeightSyncError
+from grpo_dist.engines.vllm_weight_update import WeightUpdater
+from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError
 
 # An engine call that takes longer than this has died or hangs.
 CALL_TIMEOUT_S = 600.0
@@ -57,11 +55,12 @@ class EngineLoad:
 
 
 class VLLMEngine:
-    """One vLLM engine and the version of the weights it holds."""
+    """One vLLM engine. Its `weights` are there once it has started."""
+
+    weights: WeightUpdater
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
-        self.weight_version = -1
         self.load = EngineLoad()
         self._running: dict[str | None, set[str]] = {}  # ours -> vLLM's ids
         self._llm: Any = None
@@ -97,9 +96,7 @@ class VLLMEngine:
         config = self._llm.vllm_config.model_config
         self._vocab_size = config.get_vocab_size()
         self._stop_token_ids = _stop_token_ids(config)
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        await self._call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest({})))
+        self.weights = WeightUpdater(self._llm, self._call, settings=self.settings)
 
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
@@ -117,8 +114,9 @@ class VLLMEngine:
         Raises:
             BatchError: the prompt is empty, too long, or holds an id outside the vocabulary (which would kill vLLM).
             ConfigError: vLLM refuses the sampling settings.
-            EngineError: the engine failed.
+            EngineError: the engine failed, or a failed sync has left its weights mixed.
         """
+        self.weights.check_whole()
         self._check_prompt(prompt)
         params = _sampling_params(sampling, self._stop_token_ids)
         output = await self._call(self._final_output(list(prompt), params, request_id))
@@ -131,38 +129,10 @@ class VLLMEngine:
         for vllm_id in list(self._running.get(request_id, ())):
             await self._call(self._llm.abort(vllm_id))
 
-    async def load_weights(self, buckets: Sequence[Bucket], version: int) -> None:
-        """Replace all weights; `weight_version` is `version` afterwards.
-
-        Requests in flight wait and go on under the new weights, with their cache computed anew (by the settings they
-        keep it, or end first). All buckets are checked before the first is loaded. If vLLM fails on one then, the
-        engine is unusable: the caller replaces it.
-
-        Raises:
-            WeightSyncError: the buckets are not as they were sent, or `version` is not newer than the one held; the
-                engine goes on with the weights it has.
-            EngineError: the engine failed.
-        """
-        try:
-            if version <= self.weight_version:
-                raise WeightSyncError(f"weight version {version} came after version {self.weight_version}")
-            check_buckets(buckets)
-        except WeightSyncError as error:
-            kept = f"the engine keeps version {self.weight_version}"
-            raise WeightSyncError(f"sync of weight version {version}: {error}; {kept}") from None
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        mode, clear = "keep" if self.settings.partial_rollout else "wait", self.settings.clear_kv_cache_on_update
-        await self._call(self._llm.pause_generation(mode=mode, clear_cache=clear))
-        await self._call(self._llm.start_weight_update())
-        with tempfile.TemporaryDirectory(prefix="grpo_dist-", dir=_shared_memory_dir()) as folder:
-            for bucket in buckets:
-                update = _write_bucket(bucket, Path(folder))
-                await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update)))
-        await self._call(self._llm.finish_weight_update())
-        await self._call(self._llm.update_weight_version(str(version)))
-        self.weight_version = version
-        await self._call(self._llm.resume_generation())
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights; -1: those of the model folder."""
+        return self.weights.version
 
     def shutdown(self) -> None:
         """Stop the engine and every process it started."""
@@ -267,7 +237,7 @@ def _engine_args(settings: EngineSettings) -> Any:
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
 
-    from grpo_dist.engines.vllm_weight_backend import BACKEND, WorkerExtension
+    from grpo_dist.engines.vllm_weight_backend import BACKENDS, WorkerExtension
 
     cpu = settings.device == "cpu"
     chunked = settings.enable_chunked_prefill and not cpu  # on CPU it crashes requests that carry a seed
@@ -290,7 +260,7 @@ def _engine_args(settings: EngineSettings) -> Any:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
-        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "weight_transfer_config": WeightTransferConfig(backend=BACKENDS[settings.weight_transport]),
     }
     memory_gib = settings.kv_cache_memory_gib or (CPU_KV_CACHE_GIB if cpu else None)
     if memory_gib is not None:
@@ -331,14 +301,3 @@ def _stop_token_ids(model_config: Any) -> list[int]:
     for value in named:
         ids.extend(value if isinstance(value, list) else [value] if value is not None else [])
     return sorted(set(ids))
-
-
-def _shared_memory_dir() -> str | None:
-    return "/dev/shm" if os.path.isdir("/dev/shm") else None
-
-
-def _write_bucket(bucket: Bucket, folder: Path) -> dict[str, Any]:
-    path = folder / uuid.uuid4().hex
-    bucket.data.tofile(path)
-    entries = [[e.name, e.dtype, list(e.shape), e.offset, e.num_bytes] for e in bucket.entries]
-    return {"path": str(path), "num_bytes": len(bucket.data), "entries": entries}

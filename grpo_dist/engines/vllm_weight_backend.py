@@ -1,21 +1,27 @@
-"""A weight-transfer backend for vLLM that reads buckets from shared memory files of its node.
+"""Weight-transfer backends for vLLM: buckets from shared memory files of the node, or broadcast by the actor.
 
 vLLM imports this module in each of its workers (`worker_extension_cls`) before it makes the transfer engine, and that
-import registers the backend under `BACKEND`. The life cycle is vLLM's: start, any number of updates, finish.
+import registers the backends under the names of `BACKENDS`. The life cycle is vLLM's: start, any number of updates,
+finish.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from grpo_dist.engines.settings import GroupAddress
+from grpo_dist.engines.weight_broadcast import Receipt, WeightGroup, receive
 from grpo_dist.engines.weight_buckets import Entry, unpack
+from grpo_dist.errors import WeightSyncError
 
-BACKEND = "shared_memory"
+# Transport of the weights (EngineSettings.weight_transport) -> name of the backend in vLLM's factory.
+BACKENDS = {"object_store": "grpo_dist_shared_memory", "broadcast": "grpo_dist_broadcast"}
 
 
 @dataclass
@@ -32,8 +38,49 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
     entries: list[list[Any]]
 
 
-class SharedMemoryWeightTransferEngine(WeightTransferEngine):
-    """Loads buckets through vLLM's layerwise reload, so fused names and tensor parallel shards are vLLM's business."""
+@dataclass
+class BroadcastInitInfo(WeightTransferInitInfo):
+    """The group to join (`GroupAddress`) and the rank in it of the engine's first worker."""
+
+    address: dict[str, Any]
+    first_rank: int
+
+
+@dataclass
+class BroadcastUpdateInfo(WeightTransferUpdateInfo):
+    """The sync to receive: all its buckets."""
+
+    version: int
+
+
+class LayerwiseWeightTransferEngine(WeightTransferEngine):
+    """Loads tensors through vLLM's layerwise reload, so fused names and tensor parallel shards are vLLM's business."""
+
+    receipt = Receipt()
+
+    def start_weight_update(self) -> None:
+        """Begin a reload of all layers."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.receipt = Receipt()
+        initialize_layerwise_reload(self.model)
+
+    def load(self, tensors: list[tuple[str, Tensor]]) -> None:
+        """Load some tensors. The reload keeps those of layers that are not complete yet."""
+        model: Any = self.model
+        model.load_weights((name, tensor.to(self.device, non_blocking=False)) for name, tensor in tensors)
+
+    def finish_weight_update(self) -> None:
+        """Post-process the layers, as after loading a checkpoint; those that got nothing keep what they had."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            repack_tied_embeddings(self.model)
+
+
+class SharedMemoryWeightTransferEngine(LayerwiseWeightTransferEngine):
+    """Maps one bucket after the other."""
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
@@ -41,29 +88,45 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine):
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
         """Nothing to set up."""
 
-    def start_weight_update(self) -> None:
-        """Begin a reload of all layers."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        initialize_layerwise_reload(self.model)
-
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Load one bucket. The reload keeps views of it, and so the mapping alive, until `finish_weight_update`."""
+        """Load one bucket. Its mapping lives as long as views of it."""
         entries = [Entry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in update_info.entries]
         data = torch.from_file(update_info.path, shared=True, size=update_info.num_bytes, dtype=torch.uint8)
-        model: Any = self.model
-        model.load_weights((name, tensor.to(self.device, non_blocking=False)) for name, tensor in unpack(data, entries))
-
-    def finish_weight_update(self) -> None:
-        """Post-process the layers, as after loading a checkpoint."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type == "cpu":
-            repack_tied_embeddings(self.model)
+        self.load(unpack(data, entries))
 
     def shutdown(self) -> None:
         """Nothing is held."""
+
+
+class BroadcastWeightTransferEngine(LayerwiseWeightTransferEngine):
+    """Receives all buckets from the actor's rank 0. What goes wrong is in `receipt`: vLLM would lose its type."""
+
+    init_info_cls = BroadcastInitInfo
+    update_info_cls = BroadcastUpdateInfo
+    group: WeightGroup | None = None
+
+    def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
+        """Join a group, in place of the one before."""
+        self.shutdown()
+        rank = init_info.first_rank + self.parallel_config.rank
+        self.receipt = Receipt()
+        try:
+            self.group = WeightGroup(GroupAddress(**init_info.address), rank, self.device)
+        except WeightSyncError as error:
+            self.receipt = Receipt(fault=str(error))
+
+    def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
+        """Receive and load one sync."""
+        if self.group is None:
+            self.receipt = Receipt(fault="the engine is in no weight group")
+        else:
+            self.receipt = receive(self.group, version=update_info.version, load=self.load)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        if self.group is not None:
+            self.group.close()
+            self.group = None
 
 
 def repack_tied_embeddings(model: Any) -> None:
@@ -88,8 +151,16 @@ def repack_tied_embeddings(model: Any) -> None:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's workers: naming this class makes them import the module, which registers the backend."""
+    """Mixed into vLLM's workers: naming this class makes them import the module, which registers the backends."""
+
+    weight_transfer_engine: LayerwiseWeightTransferEngine
+
+    def weight_receipt(self) -> dict[str, Any]:
+        """How this worker fared in the last update, or when it last joined a group: a `Receipt`."""
+        return asdict(self.weight_transfer_engine.receipt)
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryWeightTransferEngine)
+ENGINES = {"object_store": SharedMemoryWeightTransferEngine, "broadcast": BroadcastWeightTransferEngine}
+for transport, backend in BACKENDS.items():
+    if backend not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(backend, ENGINES[transport])

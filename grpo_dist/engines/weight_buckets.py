@@ -47,6 +47,16 @@ class Bucket:
     checksum: int
 
 
+@dataclass(frozen=True)
+class PackedTensors:
+    """A bucket before it has a checksum: `data` is a (B,) uint8 tensor on any device; see `Bucket` for the rest."""
+
+    data: Tensor
+    entries: tuple[Entry, ...]
+    number: int
+    last: bool
+
+
 def check_buckets(buckets: Sequence[Bucket]) -> None:
     """Check that a whole model arrived as it was sent, before any of it is used.
 
@@ -69,7 +79,17 @@ def check_buckets(buckets: Sequence[Bucket]) -> None:
 
 
 def pack(tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[Bucket]:
-    """Pack tensors, in order, into buckets of at most `bucket_bytes` (a larger tensor gets a bucket of its own)."""
+    """`pack_tensors` on CPU, as arrays with a CRC-32."""
+    for packed in pack_tensors(tensors, bucket_bytes=bucket_bytes):
+        data = packed.data.numpy()
+        yield Bucket(data, packed.entries, packed.number, packed.last, zlib.crc32(data.data))
+
+
+def pack_tensors(tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[PackedTensors]:
+    """Pack tensors, in order, into buckets of at most `bucket_bytes` (a larger tensor gets a bucket of its own).
+
+    A bucket lies on the device of its tensors, and its bytes are a multiple of `ALIGNMENT`.
+    """
     pending: list[tuple[Entry, Tensor]] = []
     used = number = 0
     for name, tensor in tensors:
@@ -94,9 +114,11 @@ def unpack(data: np.ndarray | Tensor, entries: Iterable[Entry]) -> list[tuple[st
     ]
 
 
-def _fill(pending: list[tuple[Entry, Tensor]], num_bytes: int, number: int, *, last: bool) -> Bucket:
-    data = torch.zeros(num_bytes, dtype=torch.uint8)  # also the gaps between tensors: the checksum covers them
+def _fill(pending: list[tuple[Entry, Tensor]], num_bytes: int, number: int, *, last: bool) -> PackedTensors:
+    data = torch.zeros(
+        num_bytes, dtype=torch.uint8, device=pending[0][1].device
+    )  # also the gaps between tensors: the checksum covers them
     entries = tuple(entry for entry, _ in pending)
     for (_, tensor), (_, target) in zip(pending, unpack(data, entries), strict=True):
         target.copy_(tensor)
-    return Bucket(data.numpy(), entries, number, last, zlib.crc32(data.numpy().data))
+    return PackedTensors(data, entries, number, last)

@@ -168,6 +168,7 @@ class RolloutPump:
             GrpoDistError: a worker failed; RewardError if too many responses could not be scored.
         """
         while not done():
+            self.rollout.catch_up()  # the actor stands still: whoever waits here does not train
             finished((), self)
 
     def cancel(self, job: RolloutJob, groups: Iterable[int]) -> None:

@@ -56,6 +56,7 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
         grad_clip=actor.grad_clip,
         reference_columns=reference_columns(config) if config.needs_reference and lora else (),
         exact_kl=objective_settings(config).exact_kl,
+        weight_bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
     )
 
 
@@ -231,6 +232,7 @@ def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSe
         clear_kv_cache_on_update=rollout.clear_kv_cache_on_update,
         partial_rollout=rollout.partial_rollout,
         agent=agent_settings(config),
+        weight_transport=rollout.checkpoint_engine.resolved_backend(place.device, shares_gpu=place.shares_gpu),
     )
 
 

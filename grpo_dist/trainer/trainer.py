@@ -23,6 +23,7 @@ import numpy as np
 
 from grpo_dist.algorithms.kl_control import KLController
 from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import KLCtrlConfig, RunConfig
 from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
 from grpo_dist.errors import CheckpointError
@@ -41,6 +42,7 @@ from grpo_dist.trainer.stage import stage
 from grpo_dist.trainer.validation import validation_metrics, validation_requests
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.weight_sync import sync_weights
+from grpo_dist.workers.weight_transport import weight_transport
 
 
 @dataclass
@@ -83,6 +85,12 @@ class GRPOTrainer:
         trainer = self.config.trainer
         self.run_dir = Path(trainer.default_local_dir)
         self.kl_controller = kl_controller(self.config.algorithm.kl_ctrl)
+        place, rollout = placement(self.config), self.config.actor_rollout_ref.rollout
+        self.transport = weight_transport(
+            rollout.checkpoint_engine.resolved_backend(place.device, shares_gpu=place.shares_gpu),
+            workers_per_engine=place.tensor_parallel,
+            worker_timeout_s=trainer.worker_timeout_s,
+        )
         reward = self.config.reward
         limits = {
             "reward_timeout_s": reward.timeout_s,
@@ -193,7 +201,8 @@ class GRPOTrainer:
         """Bring the actor's weights to the engines, under the next version number."""
         dtype = self.config.actor_rollout_ref.rollout.resolved_dtype(self.config.default_dtype)
         version = self.weight_version + 1
-        sync_weights(self.roles.actor.workers, self.roles.rollout, version=version, dtype=dtype)
+        roles = self.roles.actor.workers, self.roles.rollout
+        sync_weights(*roles, version=version, dtype=dtype, transport=self.transport)
         self.weight_version = version
 
     @stage("sync_reference")

@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
+from grpo_dist.engines.settings import SENDER, GroupAddress, ModelSettings, ObjectiveSettings, OptimizerSettings
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.protocol import DataProto, Metric, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.process import Process, keep_freed_memory, use_threads
+from grpo_dist.workers.process import Address, Process, keep_freed_memory, use_threads
 
 if TYPE_CHECKING:
     from grpo_dist.engines.fsdp_engine import FSDPEngine
-
-# Weights travel in pieces of this size, so that no process needs room for a second whole model at once.
-WEIGHT_BUCKET_BYTES = 256 << 20
+    from grpo_dist.engines.weight_broadcast import WeightGroup
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,8 @@ class PolicySettings:
         grad_clip: largest gradient norm.
         exact_kl: the loss takes the KL over the vocabulary, and needs the reference's output layer.
         reference_columns: of the actor with LoRA: what a pass without its factors computes.
+        weight_bucket_bytes: weights travel in pieces of this size, so that no process needs room for a second whole
+            model at once.
     """
 
     model: ModelSettings
@@ -59,6 +59,7 @@ class PolicySettings:
     grad_clip: float = float("inf")
     exact_kl: bool = False
     reference_columns: tuple[str, ...] = ()
+    weight_bucket_bytes: int = 256 << 20
 
 
 def on_device(*, optimizer: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -187,6 +188,9 @@ def import_engine() -> None:
 class ActorWorker(PolicyWorker):
     """One rank of the policy that trains."""
 
+    _weight_store: Any = None
+    _weight_group: WeightGroup | None = None
+
     @on_device()
     def compute_reference(self, rows: DataProtoRef) -> DataProtoRef:
         """With LoRA: `settings.reference_columns`, by the model without its factors."""
@@ -243,7 +247,38 @@ class ActorWorker(PolicyWorker):
             for _ in tensors:  # gathering is collective: the other ranks take part and drop the result
                 pass
             return []
-        return [ray.put(bucket) for bucket in pack(tensors, bucket_bytes=WEIGHT_BUCKET_BYTES)]
+        return [ray.put(bucket) for bucket in pack(tensors, bucket_bytes=self.settings.weight_bucket_bytes)]
+
+    def open_weight_store(self) -> Address:
+        """Open the store at which weight groups meet; called on rank 0, once."""
+        import torch.distributed as dist
+
+        address = self.address()
+        self._weight_store = dist.TCPStore(address.ip, 0, is_master=True, wait_for_workers=False)
+        return replace(address, port=self._weight_store.port)
+
+    def join_weight_group(self, address: GroupAddress) -> None:
+        """Rank 0: join the group to which it will broadcast, in place of the one before."""
+        import torch
+
+        from grpo_dist.engines.weight_broadcast import WeightGroup
+
+        if self._weight_group is not None:
+            self._weight_group.close()
+        self._weight_group = WeightGroup(address, SENDER, torch.device(self.settings.device), self._weight_store)
+
+    @on_device()
+    def broadcast_weights(self, dtype: str, version: int) -> None:
+        """Broadcast the whole weights to the group, bucket by bucket, from rank 0."""
+        from grpo_dist.engines.weight_broadcast import send
+
+        tensors = self.engine.full_parameters(dtype, self.settings.device)
+        if self.rank != 0:
+            for _ in tensors:  # as in `export_weights`
+                pass
+            return
+        assert self._weight_group is not None, "join_weight_group comes first"
+        send(self._weight_group, tensors, version=version, bucket_bytes=self.settings.weight_bucket_bytes)
 
     @on_device(optimizer=True)
     def save_checkpoint(self, folder: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import ray
 import torch
 
-from grpo_dist.engines.settings import EngineSettings, SamplingSettings
+from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.process import Process
@@ -108,7 +108,16 @@ class RolloutWorker(Process):
 
     async def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> int:
         """Replace the weights by the buckets' and return the version now held."""
-        await self.engine.load_weights([await bucket for bucket in buckets], version)
+        await self.engine.weights.load([await bucket for bucket in buckets], version)
+        return self.engine.weight_version
+
+    async def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
+        """Join the group to which the actor broadcasts, with ranks from `first_rank` on."""
+        await self.engine.weights.join(address, first_rank)
+
+    async def receive_weights(self, version: int) -> int:
+        """Replace the weights by those that the actor broadcasts and return the version now held."""
+        await self.engine.weights.receive(version)
         return self.engine.weight_version
 
     async def shutdown(self) -> None:

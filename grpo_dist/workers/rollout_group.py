@@ -4,16 +4,14 @@ A group of responses goes to the worker with the fewest sequences in flight. How
 its engine says: enough that it never runs dry, and few enough that a slow engine leaves prompts to the others.
 
 A worker that dies, fails or does not answer is ended and started again, gets the weights in force, and takes part
-again. What it was asked for comes back to the caller (`lost`), who asks another worker. That has a budget: a run in
-which workers keep failing stops, with the last failure.
+again (weight_sync.py). What it was asked for comes back to the caller (`lost`), who asks another worker. That has a
+budget: a run in which workers keep failing stops, with the last failure.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,6 +20,7 @@ from grpo_dist.errors import EngineError, GrpoDistError, WorkerError
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.reward import Task
+from grpo_dist.workers.weight_transport import Outcomes
 
 # Where an engine's settings do not say how many sequences it runs at once.
 MAX_NUM_SEQS = 256
@@ -37,18 +36,20 @@ class Member:
         max_num_seqs: most sequences its engine runs at once.
         limit: sequences it may have in flight.
         sequences: sequences it has in flight.
-        recovery: the call of its start, or of the weights it gets after that; None: it takes part.
+        starting: the call of its start, after it was replaced.
+        lacks_weights: whether it was replaced and has not got the weights in force yet.
     """
 
     max_num_seqs: int
     limit: int
     sequences: int = 0
-    recovery: Call | None = None
+    starting: Call | None = None
+    lacks_weights: bool = False
 
     @property
     def has_room(self) -> bool:
         """Whether it takes another group."""
-        return self.recovery is None and self.sequences < self.limit
+        return self.starting is None and not self.lacks_weights and self.sequences < self.limit
 
     def adapt(self, running: int, waiting: int, group_size: int) -> None:
         """Follow the engine's load: fewer in flight where too many wait (its memory is full), more where none do."""
@@ -65,14 +66,6 @@ class _Order:
 
     uid: str
     num_sequences: int
-
-
-@dataclass
-class Weights:
-    """The weights in force: their version, and where their buckets are."""
-
-    version: int
-    buckets: Sequence[Any] = field(default_factory=list)
 
 
 class RolloutGroup:
@@ -93,7 +86,8 @@ class RolloutGroup:
         self._settings: list[EngineSettings | None] = [None] * len(workers)
         self._orders: dict[Call, _Order] = {}
         self._lost: list[Call] = []
-        self._weights: Weights | None = None
+        self._bring: Callable[[Sequence[int]], Outcomes] | None = None
+        self._version = -1
 
     def submit_start(self, settings: Sequence[EngineSettings | None]) -> list[Call]:
         """Start all engines, each with settings of its own, without waiting."""
@@ -110,8 +104,8 @@ class RolloutGroup:
 
     @property
     def in_flight(self) -> list[Call]:
-        """All calls being waited for: groups, and workers that are being replaced."""
-        return [*self._orders, *(m.recovery for m in self._members if m.recovery is not None)]
+        """All calls being waited for: groups, and workers that start anew."""
+        return [*self._orders, *(m.starting for m in self._members if m.starting is not None)]
 
     def submit(self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None = None) -> Call:
         """Sample a group of responses on the worker with the most room, without waiting."""
@@ -134,22 +128,24 @@ class RolloutGroup:
 
         Returns:
             The group's handle; None if there is none: it was aborted, its worker failed (see `take_lost`), or the
-            call was part of a worker's replacement.
+            call was a worker's start.
 
         Raises:
             GrpoDistError: a mistake that another worker would make too, or too many workers have failed.
         """
         member = self._members[call.rank]
-        if member.recovery is call:
-            self._go_on(call)
-            return None
-        if call not in self._orders:  # it went with its worker
+        starting = member.starting is call
+        if not starting and call not in self._orders:  # it went with its worker
             return None
         try:
-            group, load = call.result()
+            answer = call.result()
         except (EngineError, WorkerError) as error:
             self._replace(call.rank, error)
             return None
+        if starting:
+            member.starting = None
+            return None
+        group, load = answer
         order = self._orders.pop(call)
         member.sequences -= order.num_sequences
         member.adapt(load.running, load.waiting, order.num_sequences)
@@ -167,35 +163,57 @@ class RolloutGroup:
             GrpoDistError: too many workers have failed.
         """
         for call in self.in_flight:
-            recovering = self._members[call.rank].recovery is call
-            if not recovering and call not in self._orders:
+            starting = self._members[call.rank].starting is call
+            if not starting and call not in self._orders:
                 continue  # it went with its worker a moment ago
             try:
-                call.check_deadline(self.startup_timeout_s if recovering else generate_timeout_s)
+                call.check_deadline(self.startup_timeout_s if starting else generate_timeout_s)
             except WorkerError as error:
                 self._replace(call.rank, error)
 
     # --- weights -----------------------------------------------------------------------------------------------
-    def load_weights(self, buckets: Sequence[Any], version: int) -> None:
+    def take_weights(self, bring: Callable[[Sequence[int]], Outcomes], version: int) -> None:
         """Give all workers new weights and wait until each has confirmed them.
 
-        A worker that fails is replaced and gets them later; it does not hold up the others.
+        A worker that fails is replaced and gets them later (`catch_up`); it does not hold up the others.
+
+        Args:
+            bring: brings the weights to workers, and says what came of it for each.
+            version: what they hold then.
 
         Raises:
             WeightSyncError: the weights are damaged, incomplete or out of order.
             GrpoDistError: an engine confirmed another version, or too many workers have failed.
         """
-        self._weights = Weights(version, buckets)
-        ready = [rank for rank, member in enumerate(self._members) if member.recovery is None]
-        calls = [self.workers.submit(rank, "sync_weights", "load_weights", buckets, version) for rank in ready]
-        for call, held in zip(calls, self.workers.settle(calls), strict=True):
+        self._bring, self._version = bring, version
+        self._bring_to([rank for rank, member in enumerate(self._members) if member.starting is None])
+
+    def catch_up(self) -> None:
+        """Give workers that were replaced the weights in force. The actor must still hold them.
+
+        Raises:
+            GrpoDistError: as `take_weights`.
+        """
+        late = [rank for rank, member in enumerate(self._members) if member.starting is None and member.lacks_weights]
+        if late and self._bring is not None:
+            self._bring_to(late)
+
+    def _bring_to(self, ranks: Sequence[int]) -> None:
+        assert self._bring is not None
+        before = list(self.workers.handles)
+        for rank, held in self._bring(ranks).items():
+            if before[rank] is not self.workers.handles[rank]:
+                continue  # a group that failed meanwhile has told, and the worker was replaced
             if isinstance(held, EngineError | WorkerError):
-                if call.process is self.workers.handles[call.rank]:  # else a failed group has told already
-                    self._replace(call.rank, held)
+                self._replace(rank, held)
             elif isinstance(held, GrpoDistError):
                 raise held
+            elif held != self._version:
+                raise GrpoDistError(
+                    f"rollout worker {rank} holds weight version {held} after the sync of {self._version}"
+                )
             else:
-                self._check_version(call.rank, held, version)
+                self._members[rank].lacks_weights = False
 
     # --- replacing ---------------------------------------------------------------------------------------------
     def _replace(self, rank: int, error: GrpoDistError) -> None:
@@ -211,41 +229,9 @@ class RolloutGroup:
             del self._orders[call]
         self._lost += lost
         self.workers.respawn(rank)
-        self._members[rank] = _member(self._settings[rank])
-        self._members[rank].recovery = self.workers.submit(rank, "start", "start", self._settings[rank])
-
-    def _go_on(self, call: Call) -> None:
-        """After a replacement's start, or its weights: what it still lacks."""
-        member, weights = self._members[call.rank], self._weights
-        try:
-            held = call.result()
-        except (EngineError, WorkerError) as error:
-            self._replace(call.rank, error)
-            return
-        if weights is None or (call.stage == "sync_weights" and held == weights.version):
-            member.recovery = None
-        else:
-            arguments = weights.buckets, weights.version
-            member.recovery = self.workers.submit(call.rank, "sync_weights", "load_weights", *arguments)
-
-    def _check_version(self, rank: int, held: int, version: int) -> None:
-        if held != version:
-            raise GrpoDistError(f"rollout worker {rank} holds weight version {held} after the sync of {version}")
-
-    def wait_until_ready(self) -> None:
-        """Wait until every worker takes part.
-
-        Raises:
-            GrpoDistError: a worker does not start.
-        """
-        deadline = time.monotonic() + self.startup_timeout_s
-        while any(member.recovery is not None for member in self._members):
-            for member in self._members:
-                if member.recovery is not None:
-                    self.workers.settle([member.recovery])
-                    self._go_on(member.recovery)
-            if time.monotonic() > deadline:
-                raise EngineError(f"rollout workers are not ready after {self.startup_timeout_s:g} s")
+        member = self._members[rank] = _member(self._settings[rank])
+        member.starting = self.workers.submit(rank, "start", "start", self._settings[rank])
+        member.lacks_weights = self._bring is not None
 
 
 def _member(settings: EngineSettings | None) -> Member:

@@ -1,28 +1,37 @@
 """Weight sync: the actor's weights to every rollout engine, with a version number.
 
-The protocol, in order. The driver starts it after each update, and once before the first rollout:
+The driver starts it after each update, and once before the first rollout. The weights travel as buckets of bounded
+size, each with its number and a checksum: all actor ranks gather one tensor at a time, and rank 0 packs them, cast to
+the engine's type. How the buckets travel is the transport's business (weight_transport.py):
 
-1. `ActorWorker.export_weights` on all actor ranks: the ranks gather one tensor at a time; rank 0 packs them, cast to
-   the engine's type, into buckets and puts each bucket, with its number and checksum, into the object store. The
-   driver gets references.
-2. `RolloutWorker.load_weights(buckets, version)` on every engine: check all buckets, pause, load them, set the
-   version, resume. What is damaged, incomplete or not newer is refused, and the weights in force stay.
-   The prefix cache is dropped with the old weights.
-   Requests that are in flight go on under the new weights (`rollout.partial_rollout`), or are finished first.
-3. Every engine answers with the version it now holds; from then on each token it samples carries it. The buckets stay
-   until the next sync: a worker that is replaced in between takes them.
+- object_store: an engine has all buckets at hand, checks them, and only then pauses and loads. What is damaged,
+  incomplete or not newer is refused, and the weights in force stay.
+- broadcast: an engine pauses, then checks and loads one bucket after the other as they come in. A damaged first bucket
+  is refused as above. After a later one the weights are mixed, and the engine samples nothing until a whole sync has
+  come through; the transport makes a second attempt with the engines that still answer.
 
-A rollout worker that fails on the way is replaced and does not hold up the others (see `rollout_group`); no response
-is taken from an engine whose version was not confirmed. If an actor rank fails, the sync raises and the run stops.
+Responses that are in flight go on under the new weights (`rollout.partial_rollout`), or are finished first. The prefix
+cache is dropped with the old ones. Every engine answers with the version it now holds; from then on each token it
+samples carries it.
+
+A rollout worker that fails on the way is replaced and does not hold up the others (rollout_group.py). It takes part
+again once it holds the weights in force, by the next sync or, where the driver waits for responses, by one of its own:
+the actor stands still then. No response is taken from an engine whose version was not confirmed. If an actor rank
+fails, the sync raises and the run stops.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.rollout_group import RolloutGroup
+from grpo_dist.workers.weight_transport import ObjectStoreTransport, Outcomes, WeightTransport
 
 
-def sync_weights(actor: WorkerGroup, rollout: RolloutGroup, *, version: int, dtype: str) -> None:
+def sync_weights(
+    actor: WorkerGroup, rollout: RolloutGroup, *, version: int, dtype: str, transport: WeightTransport | None = None
+) -> None:
     """Bring the actor's weights, as weight version `version`, to all rollout engines.
 
     Args:
@@ -30,9 +39,14 @@ def sync_weights(actor: WorkerGroup, rollout: RolloutGroup, *, version: int, dty
         rollout: the engines.
         version: what the engines will hold.
         dtype: the engines' type, a torch name such as "float32".
+        transport: how the weights travel; None: through the object store.
 
     Raises:
         GrpoDistError: an actor rank failed, too many rollout workers have failed, or one confirmed another version.
     """
-    buckets = actor.call_all("sync_weights", "export_weights", dtype)[0]
-    rollout.load_weights(buckets, version)
+    way = transport or ObjectStoreTransport()
+
+    def bring(ranks: Sequence[int]) -> Outcomes:
+        return way.sync(actor, rollout.workers, ranks, version=version, dtype=dtype)
+
+    rollout.take_weights(bring, version)

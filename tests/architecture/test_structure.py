@@ -39,6 +39,7 @@ TESTED_ELSEWHERE = {
     "engines/sharded.py": "engines/test_lora.py",  # one line, which gathers merged weights
     "engines/vllm_inproc_core.py": "engines/test_vllm_engine.py",  # how the engine starts on CPU
     "engines/vllm_weight_backend.py": "engines/test_vllm_engine.py",  # runs inside vLLM only
+    "engines/vllm_weight_update.py": "engines/test_vllm_engine.py",  # a part of the engine
     "tracking/names.py": "tracking/test_summary.py",  # metric names
     "trainer/pump.py": "trainer/test_trainer.py",  # every rollout there goes through it
     "workers/groups.py": "trainer/test_trainer.py",  # likewise

@@ -72,6 +72,11 @@ def notes(*overrides):
             "in one machine",
         ),
         (
+            ["cluster=single_gpu", f"{ROLLOUT}.checkpoint_engine.backend=broadcast"],
+            f"{ROLLOUT}.checkpoint_engine.backend=broadcast, trainer.n_gpus_per_node=1: NCCL refuses two processes on "
+            "one GPU, and all roles share the only one; set it to null or object_store",
+        ),
+        (
             [f"{ROLLOUT}.max_model_len=127"],
             f"{ROLLOUT}.max_model_len=127, data.max_prompt_length=64, "
             "data.max_response_length=64: must be at least "

@@ -200,3 +200,25 @@ def test_the_overlong_buffer_is_off_unless_asked_for() -> None:
         load("reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=16")
     ).overlong_penalty
     assert (penalty.max_length, penalty.buffer, penalty.factor) == (64, 16, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "transport"),
+    [
+        ([], "object_store"),
+        (["cluster=single_gpu"], "object_store"),  # NCCL takes no two processes on one GPU
+        (["cluster=node8"], "broadcast"),
+        (["cluster=node8", "actor_rollout_ref.rollout.checkpoint_engine.backend=naive"], "broadcast"),
+        (["cluster=node8", "actor_rollout_ref.rollout.checkpoint_engine.backend=object_store"], "object_store"),
+        (["actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast"], "broadcast"),
+        (["actor_rollout_ref.rollout.checkpoint_engine.backend=nccl"], "broadcast"),
+    ],
+)
+def test_how_weights_reach_the_engines(overrides: list[str], transport: str) -> None:
+    config = load(*overrides)
+    assert engine_settings(config, placement(config), 0).weight_transport == transport
+
+
+def test_the_size_of_a_bucket() -> None:
+    config = load("actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=4096")
+    assert policy_settings(config, placement(config), 1).weight_bucket_bytes == 4 << 30

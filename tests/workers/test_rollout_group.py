@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from grpo_dist.workers.group import WorkerGroup, finished
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.rollout_group import Member, RolloutGroup
+from grpo_dist.workers.weight_transport import Outcomes, outcomes
 
 pytestmark = pytest.mark.ray
 
@@ -83,10 +84,18 @@ def make(local_ray: None) -> Iterator[Callable[..., RolloutGroup]]:
         ray.util.remove_placement_group(placement)
 
 
+def sync(group: RolloutGroup, buckets: list, version: int) -> None:
+    def bring(ranks: Sequence[int]) -> Outcomes:
+        return outcomes({rank: group.workers.submit(rank, "sync", "load_weights", buckets, version) for rank in ranks})
+
+    group.take_weights(bring, version)
+
+
 def collect_all(group: RolloutGroup, uids: list[str], generate_timeout_s: float = 60.0) -> list:
     """Ask for all groups, and again for those that were lost, until each is there."""
     queue, asked, found = list(uids), {}, []
     while queue or group.in_flight:
+        group.catch_up()
         while queue and group.has_room:
             uid = queue.pop()
             asked[group.submit(uid, PROMPT, SAMPLING)] = uid
@@ -106,7 +115,7 @@ def test_groups_are_spread_evenly(make: Callable[..., RolloutGroup]) -> None:
 
 def test_what_a_dead_worker_was_asked_for_is_lost_and_the_worker_comes_back(make: Callable) -> None:
     group = make(max_restarts=1)
-    group.load_weights(["good"], 5)
+    sync(group, ["good"], 5)
     before = group.workers.call_all("pid", "pid")
     calls = [group.submit(f"slow {i}", PROMPT, SAMPLING) for i in range(6)]
     group.workers.tell(0, "die")
@@ -134,8 +143,8 @@ def test_an_engine_that_fails_is_replaced_and_one_that_fails_too_often_stops_the
             pass
         assert group.num_restarts == expected
         if expected == 0:
-            assert group.collect(call) is None
-            group.wait_until_ready()
+            assert (group.collect(call), group.take_lost()) == (None, [call])
+            assert collect_all(group, []) == []
     with pytest.raises(EngineError, match="engine died") as caught:
         group.collect(call)
     assert caught.value.__notes__ == ["trainer.max_worker_restarts=1 rollout workers were replaced before"]
@@ -160,24 +169,25 @@ def test_a_worker_that_hangs_is_replaced(make: Callable) -> None:
 
 def test_a_worker_that_dies_in_a_sync_does_not_hold_up_the_others(make: Callable) -> None:
     group = make(max_restarts=1)
-    group.load_weights(["good"], 4)
+    sync(group, ["good"], 4)
     group.workers.call(0, "test", "set_version", 5)
     started = time.monotonic()
-    group.load_weights(["deadly for 0"], 6)
+    sync(group, ["deadly for 0"], 6)
     assert time.monotonic() - started < 10
     assert group.num_restarts == 1
     assert group.submit("now", PROMPT, SAMPLING).rank == 1, "the one that lives goes on at once"
-    group.wait_until_ready()
-    versions = {answer[2] for answer in collect_all(group, [f"{i}" for i in range(6)])}
-    assert versions == {6}
+    answers = collect_all(group, [f"slow {i}" for i in range(6)])
+    while group.workers.call(0, "test", "pid") not in {answer[1] for answer in answers}:
+        answers += collect_all(group, [f"slow {i}" for i in range(6)])
+    assert {answer[2] for answer in answers} == {6}, "the new process too"
 
 
 def test_damaged_weights_and_other_versions_are_errors(make: Callable) -> None:
     group = make(1, max_restarts=3)
     with pytest.raises(WeightSyncError, match="is damaged"):
-        group.load_weights(["damaged"], 1)
+        sync(group, ["damaged"], 1)
     with pytest.raises(GrpoDistError, match="rollout worker 0 holds weight version 99 after the sync of 2"):
-        group.load_weights(["ignored"], 2)
+        sync(group, ["ignored"], 2)
     assert group.num_restarts == 0
 
 

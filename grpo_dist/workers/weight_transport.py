@@ -1,0 +1,154 @@
+"""The two ways of the weights from the actor to the engines, as the driver sees them.
+
+`object_store`: rank 0 of the actor puts buckets into Ray's object store, and every engine reads them there and writes
+them into a shared memory file for its workers. Works anywhere.
+
+`broadcast`: rank 0 broadcasts them to the workers of all engines at once (engines/weight_broadcast.py): NCCL on GPU,
+gloo on CPU. Needs a GPU of its own for every process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from grpo_dist.engines.settings import SENDER, GroupAddress
+from grpo_dist.errors import GrpoDistError, WeightSyncError
+from grpo_dist.workers.group import Call, WorkerGroup
+
+LOOPBACK = "127.0.0.1"
+STAGE = "sync_weights"
+# A rank that waits longer than this for another one counts it as dead; below the limits of FSDP's own collectives,
+# in which the other actor ranks wait meanwhile.
+BROADCAST_TIMEOUT_S = 300.0
+
+# By engine: the weight version that it holds after a sync, or why it does not say so.
+Outcomes = dict[int, Any]
+
+
+class WeightTransport(Protocol):
+    """Brings the actor's weights to engines."""
+
+    def sync(
+        self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
+    ) -> Outcomes:
+        """Bring the weights, cast to `dtype`, to the engines in `ranks`, as version `version`.
+
+        Returns:
+            What came of it, by rank: the version now held, or the `GrpoDistError` that the engine answered with.
+
+        Raises:
+            GrpoDistError: the actor failed.
+        """
+
+
+class ObjectStoreTransport:
+    """Buckets in Ray's object store."""
+
+    def sync(
+        self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
+    ) -> Outcomes:
+        """See `WeightTransport.sync`."""
+        buckets = actor.call_all(STAGE, "export_weights", dtype)[0]
+        return outcomes({rank: rollout.submit(rank, STAGE, "load_weights", buckets, version) for rank in ranks})
+
+
+class BroadcastTransport:
+    """A process group of the actor's rank 0 and all workers of all engines.
+
+    It is formed by the first sync, and anew by one whose engines are others than before or that follows a failure.
+
+    Args:
+        workers_per_engine: tensor parallel ranks.
+        timeout_s: seconds after which a rank that waits for another one gives up.
+    """
+
+    def __init__(self, workers_per_engine: int, timeout_s: float = BROADCAST_TIMEOUT_S) -> None:
+        self.workers_per_engine, self.timeout_s = workers_per_engine, timeout_s
+        self.generation = 0
+        self._members: list[Any] = []
+        self._store: Any = None
+
+    def sync(
+        self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
+    ) -> Outcomes:
+        """See `WeightTransport.sync`. Engines that live when another one has died get a second attempt without it."""
+        found = self._attempt(actor, rollout, ranks, version, dtype)
+        again = [rank for rank, outcome in found.items() if isinstance(outcome, WeightSyncError)]
+        return found | self._attempt(actor, rollout, again, version, dtype) if again else found
+
+    def _attempt(
+        self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], version: int, dtype: str
+    ) -> Outcomes:
+        members = [rollout.handles[rank] for rank in ranks]
+        if members != self._members:
+            failed = self._form(actor, rollout, ranks)
+            if failed:
+                return failed
+        self._members = []  # until all has gone well
+        sends = actor.submit_all(STAGE, "broadcast_weights", dtype, version)
+        loads = {rank: rollout.submit(rank, STAGE, "receive_weights", version) for rank in ranks}
+        found = outcomes(loads)
+        sent = outcomes(dict(enumerate(sends)))
+        _raise_first(outcome for outcome in sent.values() if not isinstance(outcome, WeightSyncError))
+        if all(outcome == version for outcome in found.values()):
+            _raise_first(sent.values())
+            self._members = members
+        return found
+
+    def _form(self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int]) -> Outcomes:
+        """Have the actor's rank 0 and the engines form a group; if that fails, what came of it by engine."""
+        found = outcomes({rank: rollout.submit(rank, STAGE, "address") for rank in ranks})
+        living = [rank for rank in ranks if not isinstance(found[rank], GrpoDistError)]
+        if len(living) < len(ranks):
+            unformed = WeightSyncError("the weight group was not formed: one of its engines is dead")
+            return {rank: unformed if rank in living else found[rank] for rank in ranks}
+        if self._store is None:
+            self._store = actor.call(SENDER, STAGE, "open_weight_store")
+        self.generation += 1
+        one_node = {self._store.ip} == {found[rank].ip for rank in ranks}
+        workers = self.workers_per_engine
+        address = GroupAddress(
+            host=LOOPBACK if one_node else self._store.ip,
+            port=self._store.port,
+            generation=self.generation,
+            world_size=1 + workers * len(ranks),
+            timeout_s=self.timeout_s,
+        )
+        sender = {SENDER: actor.submit(SENDER, STAGE, "join_weight_group", address)}
+        joins = {
+            rank: rollout.submit(rank, STAGE, "join_weight_group", address, 1 + place * workers)
+            for place, rank in enumerate(ranks)
+        }
+        joined, sent = outcomes(joins), outcomes(sender)
+        if not any(isinstance(outcome, GrpoDistError) for outcome in joined.values()):
+            _raise_first(sent.values())
+            return {}
+        unformed = WeightSyncError("the weight group was not formed")
+        return {rank: outcome or unformed for rank, outcome in joined.items()}
+
+
+def weight_transport(name: str, *, workers_per_engine: int, worker_timeout_s: float) -> WeightTransport:
+    """The transport of that name: "object_store" or "broadcast"."""
+    if name == "object_store":
+        return ObjectStoreTransport()
+    return BroadcastTransport(workers_per_engine, min(BROADCAST_TIMEOUT_S, worker_timeout_s / 2))
+
+
+def outcomes(calls: Mapping[int, Call]) -> Outcomes:
+    """Wait for all calls, each until its own worker's time limit: their values, or the errors that came instead."""
+    found: Outcomes = {}
+    for rank, call in calls.items():
+        left = call.group.timeout_s - (time.monotonic() - call.started)
+        try:
+            found[rank] = call.group.gather([call], timeout_s=max(left, 0.0))[0]
+        except GrpoDistError as error:
+            found[rank] = error
+    return found
+
+
+def _raise_first(found: Any) -> None:
+    for outcome in found:
+        if isinstance(outcome, GrpoDistError):
+            raise outcome

@@ -1,0 +1,232 @@
+"""Both transports on real processes: an actor of two FSDP2 ranks, and vLLM engines that generate with its weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from grpo_dist.engines.settings import EngineSettings, ModelSettings, OptimizerSettings
+from grpo_dist.engines.weight_buckets import unpack
+from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError
+from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.groups import PolicyGroup
+from grpo_dist.workers.policy import ActorWorker, PolicySettings
+from grpo_dist.workers.resources import reserve
+from grpo_dist.workers.rollout import RolloutWorker
+from grpo_dist.workers.rollout_group import RolloutGroup
+from grpo_dist.workers.weight_sync import sync_weights
+from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes, weight_transport
+from tests.engines.test_vllm_engine import PROMPTS, RANKS, generate, hf_greedy, sampling, tokens
+
+pytestmark = pytest.mark.ray
+
+GREEDY = sampling(n=1, temperature=0.0, seed=None)
+BUCKET_BYTES = 20_000
+TIMEOUT_S = 20.0
+
+
+def actor_class() -> type:
+    """An actor whose weights and broadcasts can be spoiled; Ray sends it by value."""
+
+    class Actor(ActorWorker):
+        def perturb(self, seed: int) -> None:
+            torch.manual_seed(100 * seed + self.rank)
+            with torch.no_grad():
+                for parameter in self.engine.model.parameters():
+                    shard = parameter.to_local()
+                    shard += 0.5 * 0.05 * torch.randn_like(shard)
+
+        def damage(self, bucket: int) -> None:
+            """Flip a bit of that bucket of the next sync, after its checksum was taken."""
+            group, count = self._weight_group, iter(range(1000))
+            broadcast = type(group).broadcast
+
+            def run(data: torch.Tensor) -> Any:
+                if next(count) == bucket:
+                    data[len(data) // 3] ^= 16
+                return broadcast(group, data)
+
+            group.broadcast = run
+
+    return Actor
+
+
+@dataclass
+class Case:
+    """An actor and two engines with the same model."""
+
+    name: str
+    path: str
+    actor: WorkerGroup
+    rollout: WorkerGroup
+    transport: BroadcastTransport
+    version: int = -1
+
+    def sync(self, dtype: str = "float32") -> None:
+        self.version += 1
+        sync_weights(
+            self.actor, RolloutGroup(self.rollout), version=self.version, dtype=dtype, transport=self.transport
+        )
+
+    def buckets(self, dtype: str = "float32") -> list[ray.ObjectRef]:
+        return self.actor.call_all("test", "export_weights", dtype)[0]
+
+    def hugging_face(self, dtype: str = "float32") -> Any:
+        """Hugging Face's model with the actor's weights, rounded to `dtype` on the way."""
+        import transformers
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
+        own = dict(model.named_parameters())
+        for bucket in ray.get(self.buckets(dtype)):
+            for name, tensor in unpack(bucket.data, bucket.entries):
+                own.pop(name).data.copy_(tensor)
+        assert not own
+        return model
+
+    def answers(self, rank: int) -> list[list[int]]:
+        found = generate(self.rollout, rank, PROMPTS, GREEDY)
+        assert set(found["weight_version"].tolist()) == {self.version}
+        return tokens(found)
+
+
+@pytest.fixture(scope="module", params=RANKS)
+def case(request: pytest.FixtureRequest, local_ray: None, random_models: dict[str, str]) -> Iterator[Case]:
+    path = random_models[request.param]
+    _, bundles = reserve({"actor": (2, 0.02, 0.0), "rollout": (2, 0.02, 0.0)})
+    limit = {"timeout_s": 240.0}
+    actor = WorkerGroup.spawn("actor", actor_class(), bundles["actor"], args=[(0, 2), (1, 2)], **limit)
+    engine = {"env": {"OMP_NUM_THREADS": "1"}, "max_concurrency": 100}
+    rollout = WorkerGroup.spawn("rollout", RolloutWorker, bundles["rollout"], args=[(), ()], **engine, **limit)
+    calls = PolicyGroup(actor).submit_start(policy_settings(path))
+    calls += [rollout.submit(rank, "start", "start", engine_settings(path, rank)) for rank in range(2)]
+    actor.gather(calls)
+    yield Case(request.param, path, actor, rollout, BroadcastTransport(1, TIMEOUT_S))
+    actor.kill()
+    rollout.kill()
+
+
+def policy_settings(path: str) -> PolicySettings:
+    return PolicySettings(
+        model=ModelSettings(path, False, "fp32", "fp32", False, True),
+        device="cpu",
+        num_threads=1,
+        temperature=1.0,
+        columns=("old_log_probs",),
+        log_prob_micro_batch_size=4,
+        seed=1,
+        optimizer=OptimizerSettings(1e-2, 0.0, (0.9, 0.999), "constant", 0, 10, 0.0),
+        weight_bucket_bytes=BUCKET_BYTES,
+    )
+
+
+def engine_settings(path: str, seed: int) -> EngineSettings:
+    limits = {"max_model_len": 96, "max_num_seqs": 64, "max_num_batched_tokens": 128}
+    memory = {"gpu_memory_utilization": 0.8, "kv_cache_memory_gib": 0.0625}
+    ways = {"enforce_eager": True, "enable_chunked_prefill": False, "weight_transport": "broadcast"}
+    return EngineSettings(path, "cpu", "float32", False, 1, seed=seed, **limits, **memory, **ways)  # type: ignore[arg-type]
+
+
+def test_all_engines_generate_with_the_actors_weights(case: Case, rollouts: WorkerGroup) -> None:
+    """And so does an engine that got the same weights through the object store."""
+    seen = [case.answers(0)]
+    for step, dtype in enumerate(("float32", "bfloat16", "float32")):
+        case.actor.call_all("test", "perturb", step)
+        case.sync(dtype)
+        assert len(case.buckets(dtype)) > 2, "smaller than the model"
+        model = case.hugging_face(dtype)
+        expected = [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+        assert [case.answers(rank) for rank in (0, 1)] == [expected] * 2, (step, dtype)
+        assert expected not in seen, "the change does not show"
+        seen.append(expected)
+    assert case.transport.generation == 1, "one group for all syncs"
+    rank, version = RANKS[case.name], 1_000_000
+    through_store = ObjectStoreTransport().sync(case.actor, rollouts, [rank], version=version, dtype="float32")
+    assert through_store == {rank: version}
+    assert tokens(generate(rollouts, rank, PROMPTS, GREEDY)) == seen[-1]
+
+
+def spoiled_sync(case: Case, bucket: int) -> dict[int, Any]:
+    """What the engines say to a sync with one damaged bucket; as of now, no second attempt."""
+    case.actor.call_all("test", "perturb", 10 + bucket)
+    case.actor.call(0, "test", "damage", bucket)
+    calls = [case.rollout.submit(rank, "test", "receive_weights", case.version + 1) for rank in range(2)]
+    case.actor.call_all("test", "broadcast_weights", "float32", case.version + 1)
+    return outcomes(dict(enumerate(calls)))
+
+
+def test_a_damaged_first_bucket_leaves_the_weights_in_force(case: Case) -> None:
+    case.sync()
+    before = case.answers(0)
+    for error in spoiled_sync(case, 0).values():
+        assert isinstance(error, WeightSyncError)
+        assert f"sync of weight version {case.version + 1}: weight bucket 0 (" in str(error)
+        assert f"; the engine keeps version {case.version}" in str(error)
+    assert [case.answers(rank) for rank in (0, 1)] == [before] * 2
+
+
+def test_a_damaged_later_bucket_leaves_mixed_weights_until_a_whole_sync(case: Case) -> None:
+    case.sync()
+    for error in spoiled_sync(case, 2).values():
+        assert isinstance(error, WeightSyncError)
+        assert "weight bucket 2 (" in str(error)
+        versions = f"{case.version} and {case.version + 1}"
+        expected = f"2 weight buckets were loaded before, so the engine's weights are mixed of versions {versions}"
+        assert expected in str(error)
+    with pytest.raises(EngineError, match="weights are mixed of versions"):
+        generate(case.rollout, 1, PROMPTS, GREEDY)
+    case.sync()
+    model = case.hugging_face()
+    expected = [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+    assert [case.answers(rank) for rank in (0, 1)] == [expected] * 2
+
+
+def test_one_damaged_bucket_costs_a_second_attempt_only(case: Case) -> None:
+    case.sync()
+    groups = case.transport.generation
+    case.actor.call(0, "test", "damage", 1)
+    case.actor.call_all("test", "perturb", 30)
+    case.sync()
+    assert case.transport.generation == groups + 1
+    model = case.hugging_face()
+    expected = [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+    assert [case.answers(rank) for rank in (0, 1)] == [expected] * 2
+
+
+def test_an_engine_that_dies_during_a_sync_does_not_take_the_other_along(case: Case) -> None:
+    """The last test of the case: rank 0 is gone afterwards."""
+    case.sync()
+    case.actor.call_all("test", "perturb", 40)
+    calls = {1: case.rollout.submit(1, "test", "receive_weights", case.version + 1)}
+    time.sleep(0.5)  # it waits for the sender, and so does nobody on rank 0
+    ray.kill(case.rollout.handles[0])
+    started = time.monotonic()
+    sent = outcomes(dict(enumerate(case.actor.submit_all("test", "broadcast_weights", "float32", case.version + 1))))
+    assert isinstance(sent[0], WeightSyncError), "rank 0 sends"
+    assert sent[1] is None, "the other rank only gathers, and is not held up"
+    assert isinstance(outcomes(calls)[1], WeightSyncError)
+    assert time.monotonic() - started < 2 * TIMEOUT_S
+    groups, case.version = case.transport.generation, case.version + 1
+    case.transport._members = []  # as after a failure of its own
+    found = case.transport.sync(case.actor, case.rollout, [0, 1], version=case.version, dtype="float32")
+    assert isinstance(found[0], WorkerError), "its process died"
+    assert found[1] == case.version
+    assert case.transport.generation == groups + 1, "a group without it"
+    model = case.hugging_face()
+    assert case.answers(1) == [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+    with pytest.raises(GrpoDistError, match=r"rollout worker 0 on .*: its process died"):
+        case.sync()
+
+
+def test_transports_by_name() -> None:
+    assert isinstance(
+        weight_transport("object_store", workers_per_engine=2, worker_timeout_s=9.0), ObjectStoreTransport
+    )
+    broadcast = weight_transport("broadcast", workers_per_engine=2, worker_timeout_s=9.0)
+    assert isinstance(broadcast, BroadcastTransport)
+    assert (broadcast.workers_per_engine, broadcast.timeout_s) == (2, 4.5), "sooner than the driver gives up"
