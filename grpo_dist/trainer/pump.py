@@ -270,8 +270,12 @@ class RolloutPump:
         if i in job.cancelled:
             return
         job.scores[i] = scores
-        job.failures += failures
         job.timings["reward"] = job.elapsed()
+        if failures:
+            self._count_failures(job, failures)
+
+    def _count_failures(self, job: RolloutJob, failures: Sequence[str]) -> None:
+        job.failures += failures
         total, rate = sum(request.sampling.n for request in job.requests), self.max_failure_rate
         if len(job.failures) > rate * total:
             raise RewardError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 from dataclasses import dataclass
@@ -11,22 +12,23 @@ import ray
 
 @dataclass(frozen=True)
 class Address:
-    """Where a worker runs, and a port that was free there a moment ago."""
+    """Where a worker runs, its process, and a port that was free there a moment ago."""
 
     host: str
     ip: str
     port: int
+    pid: int
 
 
 class Process:
     """Base of the worker classes: address and peak memory."""
 
     def address(self) -> Address:
-        """This process's node and a free port of it."""
+        """This process, its node and a free port of it."""
         ip = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((ip, 0))
-            return Address(socket.gethostname(), ip, probe.getsockname()[1])
+            return Address(socket.gethostname(), ip, probe.getsockname()[1], os.getpid())
 
     def peak_memory_gib(self) -> dict[str, float]:
         """Most memory this process has held: resident, and on the GPU where there is one."""

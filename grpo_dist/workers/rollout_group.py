@@ -10,6 +10,7 @@ budget: a run in which workers keep failing stops, with the last failure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -47,9 +48,9 @@ class Member:
     lacks_weights: bool = False
 
     @property
-    def has_room(self) -> bool:
-        """Whether it takes another group."""
-        return self.starting is None and not self.lacks_weights and self.sequences < self.limit
+    def load(self) -> float:
+        """Share of its limit that is in flight; infinite while it takes no part."""
+        return math.inf if self.starting is not None or self.lacks_weights else self.sequences / self.limit
 
     def adapt(self, running: int, waiting: int, group_size: int) -> None:
         """Follow the engine's load: fewer in flight where too many wait (its memory is full), more where none do."""
@@ -83,6 +84,7 @@ class RolloutGroup:
         self.num_restarts = 0
         self.failures: list[str] = []
         self._members = [_member(None) for _ in range(len(workers))]
+        self._loads = np.zeros(len(workers))  # by rank, `Member.load`: there may be hundreds, and many groups
         self._settings: list[EngineSettings | None] = [None] * len(workers)
         self._orders: dict[Call, _Order] = {}
         self._lost: list[Call] = []
@@ -100,7 +102,7 @@ class RolloutGroup:
     @property
     def has_room(self) -> bool:
         """Whether any worker takes another group."""
-        return any(member.has_room for member in self._members)
+        return bool(self._loads.min() < 1)
 
     @property
     def in_flight(self) -> list[Call]:
@@ -108,10 +110,10 @@ class RolloutGroup:
         return [*self._orders, *(m.starting for m in self._members if m.starting is not None)]
 
     def submit(self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None = None) -> Call:
-        """Sample a group of responses on the worker with the most room, without waiting."""
-        room = [m.sequences / m.limit if m.has_room else np.inf for m in self._members]
-        rank = int(np.argmin(room))
+        """Sample a group of responses on the worker that is the least loaded, without waiting."""
+        rank = int(self._loads.argmin())
         self._members[rank].sequences += sampling.n
+        self._update_load(rank)
         call = self.workers.submit(rank, "generate", "generate", uid, prompt, sampling, task)
         self._orders[call] = _Order(uid, sampling.n)
         return call
@@ -144,11 +146,13 @@ class RolloutGroup:
             return None
         if starting:
             member.starting = None
+            self._update_load(call.rank)
             return None
         group, load = answer
         order = self._orders.pop(call)
         member.sequences -= order.num_sequences
         member.adapt(load.running, load.waiting, order.num_sequences)
+        self._update_load(call.rank)
         return group
 
     def take_lost(self) -> list[Call]:
@@ -214,6 +218,7 @@ class RolloutGroup:
                 )
             else:
                 self._members[rank].lacks_weights = False
+                self._update_load(rank)
 
     # --- replacing ---------------------------------------------------------------------------------------------
     def _replace(self, rank: int, error: GrpoDistError) -> None:
@@ -232,6 +237,10 @@ class RolloutGroup:
         member = self._members[rank] = _member(self._settings[rank])
         member.starting = self.workers.submit(rank, "start", "start", self._settings[rank])
         member.lacks_weights = self._bring is not None
+        self._update_load(rank)
+
+    def _update_load(self, rank: int) -> None:
+        self._loads[rank] = self._members[rank].load
 
 
 def _member(settings: EngineSettings | None) -> Member:

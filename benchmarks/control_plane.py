@@ -1,0 +1,129 @@
+"""What a step costs the driver, with workers that make up their answers.
+
+The driver sees as many rollout workers as it is told; a few processes answer for all of them, since a machine holds
+only so many. Everything on the driver's side is real: pump, handles, Ray's calls and object store, balancing.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Any
+
+import numpy as np
+
+from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
+from grpo_dist.engines.vllm_engine import EngineLoad, Response
+from grpo_dist.protocol import DataProto, Mean, Ragged
+from grpo_dist.trainer.pump import GroupRequest, RolloutPump
+from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.groups import ActorGroup, RewardPool
+from grpo_dist.workers.resources import reserve
+from grpo_dist.workers.reward import Task, on_last_token
+from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
+from grpo_dist.workers.rollout_group import RolloutGroup
+
+N, PROMPT_LENGTH, LENGTHS = 8, 64, (32, 256)
+PROCESSES = {"rollout": 4, "reward": 2, "actor": 1}
+REWARD_WORKERS, ACTOR_RANKS = 64, 64
+OBJECTIVE = ObjectiveSettings("vanilla", "token-mean", {}, False, "k3", 0.0, 0.0, on_policy=False)
+
+
+class FakeRollout:
+    """Answers at once with responses of one length."""
+
+    length = 0
+
+    async def set_length(self, length: int) -> None:
+        """Of the responses to come."""
+        self.length = length
+
+    async def generate(
+        self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task
+    ) -> tuple[DataProtoRef, EngineLoad]:
+        """A group of equal responses."""
+        tokens, log_probs, versions = ([value] * self.length for value in (5, -1.0, 0))
+        response = Response(tokens, log_probs, False, versions)  # type: ignore[arg-type]
+        return DataProtoRef.put(group_batch(uid, prompt, [response] * sampling.n), small=SMALL_COLUMNS), EngineLoad()
+
+
+class FakeReward:
+    """Every response scores its position."""
+
+    def score(self, group: DataProtoRef, task: Task) -> tuple[DataProtoRef, list[str]]:
+        """Scores of a group."""
+        import torch
+
+        responses = group.fetch(("responses",))["responses"]
+        scores = torch.arange(len(responses)).float()
+        columns = {"score": scores, "token_level_scores": on_last_token(scores, responses)}
+        return DataProtoRef.put(DataProto.from_dict(columns), small=("score",)), []
+
+
+class FakeActor:
+    """Takes its rows and does nothing with them."""
+
+    def update(self, rows: DataProtoRef, *args: Any) -> tuple[list[dict[str, Any]], None]:
+        """One mini-batch's metrics."""
+        return [{"actor/loss": Mean(float(len(rows)), 1)}], None
+
+
+def measure(num_workers: int, samples: int) -> list[dict[str, Any]]:
+    """A step for each response length: the driver's processor and wall seconds, and its memory."""
+    rollout = _spawn("rollout", FakeRollout, num_workers, max_concurrency=1000)
+    reward, actor = _spawn("reward", FakeReward, REWARD_WORKERS), _spawn("actor", FakeActor, ACTOR_RANKS)
+    group = RolloutGroup(rollout)
+    pump = RolloutPump(group, RewardPool(reward), {}, reward_timeout_s=600.0, generate_timeout_s=600.0)
+    rows = []
+    for length in LENGTHS:
+        rollout.call_all("set_length", "set_length", length)
+        rows.append({"workers": num_workers, "response tokens": length, **_step(pump, ActorGroup(actor), samples)})
+    return rows
+
+
+def _step(pump: RolloutPump, actor: ActorGroup, samples: int) -> dict[str, float]:
+    sampling = SamplingSettings(N, 1.0, 1.0, -1, 1, 0)
+    prompt = np.arange(PROMPT_LENGTH, dtype=np.int32)
+    task = Task("arithmetic", "579", {"index": 0}, [{"role": "user", "content": "123+456=?"}])
+    requests = [GroupRequest(f"step1-prompt{i}", prompt, sampling, task) for i in range(samples // N)]
+    wall, cpu, before = time.perf_counter(), time.process_time(), _resident_mib()
+    job = pump.submit(requests)
+    pump.wait(lambda: job.done)
+    batch = DataProtoRef.concat(job.results())
+    rollout_wall, rollout_cpu = time.perf_counter() - wall, time.process_time() - cpu
+    mask = DataProtoRef.put(_advantages(batch), small=())
+    batch = batch.union(mask)
+    actor.update(batch, [np.arange(len(batch))], OBJECTIVE, 1)
+    return {
+        "rollout s": rollout_wall,
+        "driver's processor s": rollout_cpu,
+        "update s": time.perf_counter() - wall - rollout_wall,
+        "driver MiB": _resident_mib(),
+        "of that the step's": _resident_mib() - before,
+        "groups/s": len(requests) / rollout_wall,
+    }
+
+
+def _advantages(batch: DataProtoRef) -> DataProto:
+    """A column as the targets make it, put once for the whole batch."""
+    import torch
+
+    lengths = torch.as_tensor(batch["response_length"])
+    values = torch.zeros(int(lengths.sum()), dtype=torch.float32)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    return DataProto.from_dict({name: Ragged(values, offsets) for name in ("advantages", "old_log_probs")})
+
+
+def _spawn(role: str, worker_class: type, size: int, **options: Any) -> WorkerGroup:
+    """A group of `size` ranks, several of which share a process."""
+    processes = PROCESSES[role]
+    _, bundles = reserve({role: (processes, 0.01, 0.0)})
+    args: list[tuple[Any, ...]] = [()] * processes
+    group = WorkerGroup.spawn(role, worker_class, bundles[role], args=args, timeout_s=600.0, **options)
+    return WorkerGroup(role, [group.handles[rank % processes] for rank in range(size)], 600.0)
+
+
+def _resident_mib() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 2**20

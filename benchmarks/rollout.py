@@ -1,0 +1,60 @@
+"""The rollout: `python -m benchmarks.rollout` prints three tables and writes JSON. Some minutes on two cores.
+
+(a) tokens per second of our rollout group (Ray, pump, vLLM's async engine) against vLLM's offline `LLM.generate` and
+    against Hugging Face's `generate`, on the same prompts and with responses of the same length, in turns;
+(b) weight sync: seconds and bytes per second of each transport, against a copy in memory;
+(c) control plane: what a step of many samples on many (fake) workers costs the driver, and whether that grows with
+    the length of responses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.workers.cluster import connect, set_local_environment
+
+
+def main() -> None:
+    """Measure, print and write."""
+    set_local_environment()  # before the others import Ray
+    from benchmarks import control_plane, record, throughput, weight_sync, workload
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/rollout.json"))
+    parser.add_argument("--parts", default="abc", help="which of a, b and c")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=3, help="of (a) and (b)")
+    parser.add_argument("--samples", type=int, default=100_000, help="of (c)")
+    parser.add_argument("--workers", type=int, default=256, help="of (c)")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {
+        "machine": record.machine(),
+        "arguments": vars(arguments) | {"output": str(arguments.output)},
+    }
+    connect("local", None)
+    with tempfile.TemporaryDirectory() as folder:
+        if "a" in arguments.parts:
+            small = workload.write_llama(Path(folder) / "a", workload.SMOLLM2_135M)
+            models = {"builtin:tiny-qwen3": resolve_model_path("builtin:tiny-qwen3"), "SmolLM2-135M (random)": small}
+            result["throughput"] = throughput.compare(models, arguments.threads, arguments.rounds)
+            print(record.table("(a) tokens per second", result["throughput"]))
+        if "b" in arguments.parts:
+            gigabyte = workload.SMOLLM2_135M | {"num_hidden_layers": 62}  # twice the layers
+            sizes = {"SmolLM2-135M": workload.SMOLLM2_135M, "1 GB": gigabyte}
+            models = {name: workload.write_llama(Path(folder) / name, each) for name, each in sizes.items()}
+            result["weight_sync"] = weight_sync.compare(models, arguments.threads, arguments.rounds)
+            print(record.table("(b) weight sync, fp32, one actor rank to one engine", result["weight_sync"]))
+    if "c" in arguments.parts:
+        result["control_plane"] = control_plane.measure(arguments.workers, arguments.samples)
+        print(record.table(f"(c) a step of {arguments.samples:,} samples: the driver", result["control_plane"]))
+    record.write(arguments.output, result)
+
+
+if __name__ == "__main__":
+    main()

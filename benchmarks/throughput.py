@@ -1,0 +1,154 @@
+"""Tokens per second of our rollout group, of vLLM offline and of Hugging Face, each in a process of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from grpo_dist.engines.settings import EngineSettings, SamplingSettings
+from grpo_dist.trainer.pump import GroupRequest, RolloutPump
+from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.groups import RewardPool
+from grpo_dist.workers.resources import reserve
+from grpo_dist.workers.reward import Task
+from grpo_dist.workers.rollout import RolloutWorker
+from grpo_dist.workers.rollout_group import RolloutGroup
+
+PROMPTS, N, PROMPT_LENGTH, RESPONSE_LENGTH, HF_BATCH = 32, 4, 32, 64, 32
+MAX_NUM_SEQS = 64
+TIMEOUT_S = 1800.0
+
+
+def compare(models: dict[str, str], threads: int, rounds: int) -> list[dict[str, Any]]:
+    """For each model the best of some rounds, taken in turns."""
+    rows = []
+    for name, path in models.items():
+        ways = {"ours": _ours(path, threads), "vllm": _remote(Offline, path, threads)}
+        ways["hf"] = _remote(HuggingFace, path, threads)
+        for run in ways.values():
+            run()  # warms up
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(rounds):
+            for way, run in ways.items():
+                times[way].append(run())
+        tokens = PROMPTS * N * RESPONSE_LENGTH
+        rates = {f"{way} tokens/s": tokens / min(each) for way, each in times.items()}
+        rates |= {"of vllm": min(times["vllm"]) / min(times["ours"]), "of hf": min(times["hf"]) / min(times["ours"])}
+        rows.append({"model": name, "responses": PROMPTS * N, "tokens": tokens, **rates})
+    return rows
+
+
+def engine_settings(path: str, **changes: Any) -> EngineSettings:
+    """An engine on CPU in fp32."""
+    limits = {"max_model_len": 128, "max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 8192}
+    memory = {"gpu_memory_utilization": 0.8, "kv_cache_memory_gib": 1.0}
+    ways = {"enforce_eager": True, "enable_chunked_prefill": False}
+    return EngineSettings(path, "cpu", "float32", False, 1, seed=0, **limits, **memory, **ways, **changes)  # type: ignore[arg-type]
+
+
+def spawn(role: str, worker_class: type, args: tuple[Any, ...], threads: int, **options: Any) -> WorkerGroup:
+    """One process."""
+    _, bundles = reserve({role: (1, 0.01, 0.0)})
+    env = {"OMP_NUM_THREADS": str(threads)}
+    return WorkerGroup.spawn(role, worker_class, bundles[role], args=[args], env=env, timeout_s=TIMEOUT_S, **options)
+
+
+def _prompts() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [[int(i) for i in rng.integers(10, 100, PROMPT_LENGTH)] for _ in range(PROMPTS)]
+
+
+class _NoReward:
+    """Scores nothing: only generation is measured."""
+
+    has_free = False
+
+
+def _ours(path: str, threads: int) -> Callable[[], float]:
+    workers = spawn("rollout", RolloutWorker, (), threads, max_concurrency=1000)
+    group = RolloutGroup(workers)
+    workers.gather(group.submit_start([engine_settings(path)]))
+    reward: RewardPool = _NoReward()  # type: ignore[assignment]
+    pump = RolloutPump(group, reward, {}, reward_timeout_s=TIMEOUT_S, generate_timeout_s=TIMEOUT_S)
+    sampling = SamplingSettings(N, 1.0, 1.0, -1, RESPONSE_LENGTH, None, ignore_eos=True)
+
+    def run() -> float:
+        prompts = [np.array(prompt, np.int32) for prompt in _prompts()]
+        requests = [GroupRequest(f"p{i}", prompt, sampling, Task("", "", {})) for i, prompt in enumerate(prompts)]
+        started = time.perf_counter()
+        job = pump.submit(requests)
+        pump.wait(lambda: len(job.groups) == len(requests))
+        return time.perf_counter() - started
+
+    return run
+
+
+def _remote(worker_class: type, path: str, threads: int) -> Callable[[], float]:
+    worker = spawn(worker_class.__name__, worker_class, (path, threads), threads)
+    return lambda: float(worker.call(0, "run", "run"))
+
+
+class Offline:
+    """vLLM's `LLM`, as one would use it without us."""
+
+    def __init__(self, path: str, threads: int) -> None:
+        from grpo_dist.engines.vllm_engine import quiet_environment
+
+        quiet_environment("cpu")
+        from vllm import LLM, SamplingParams
+
+        self.llm = LLM(
+            model=path,
+            dtype="float32",
+            max_model_len=128,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=8192,
+            enforce_eager=True,
+            enable_chunked_prefill=False,
+            block_size=32,
+            kv_cache_memory_bytes=1 << 30,
+            skip_tokenizer_init=True,
+        )
+        self.sampling = SamplingParams(
+            n=N, max_tokens=RESPONSE_LENGTH, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False
+        )
+
+    def run(self) -> float:
+        """Seconds of all prompts."""
+        prompts = [{"prompt_token_ids": prompt} for prompt in _prompts()]
+        started = time.perf_counter()
+        self.llm.generate(prompts, self.sampling, use_tqdm=False)
+        return time.perf_counter() - started
+
+
+class HuggingFace:
+    """transformers' `generate`, in batches."""
+
+    def __init__(self, path: str, threads: int) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    def run(self) -> float:
+        """Seconds of all prompts."""
+        import torch
+
+        ids = torch.tensor(_prompts()).repeat_interleave(N, 0)
+        lengths = {"max_new_tokens": RESPONSE_LENGTH, "min_new_tokens": RESPONSE_LENGTH}
+        started = time.perf_counter()
+        for part in ids.split(HF_BATCH):
+            self.model.generate(part, attention_mask=torch.ones_like(part), do_sample=True, **lengths)
+        return time.perf_counter() - started
+
+
+def kill(groups: Sequence[WorkerGroup]) -> None:
+    """End processes whose measurement is over."""
+    for group in groups:
+        for handle in group.handles:
+            ray.kill(handle)

@@ -1,0 +1,90 @@
+"""Weight sync on real processes: one actor rank, one engine, every transport, in turns."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.throughput import TIMEOUT_S, engine_settings, kill, spawn
+from grpo_dist.engines.settings import ModelSettings, OptimizerSettings
+from grpo_dist.workers.groups import PolicyGroup
+from grpo_dist.workers.policy import ActorWorker, PolicySettings
+from grpo_dist.workers.rollout import RolloutWorker
+from grpo_dist.workers.weight_transport import weight_transport
+
+TRANSPORTS = ("object_store", "broadcast")
+
+
+def compare(models: dict[str, str], threads: int, rounds: int) -> list[dict[str, Any]]:
+    """The best of some syncs of each model by each transport, and of copies of as many bytes."""
+    return [row for name, path in models.items() for row in _compare(name, path, threads, rounds)]
+
+
+def _compare(name: str, path: str, threads: int, rounds: int) -> list[dict[str, Any]]:
+    actor = spawn("actor", ActorWorker, (0, 1), threads)
+    calls = PolicyGroup(actor).submit_start(_policy_settings(path, threads))
+    engines = {}
+    for way in TRANSPORTS:
+        engines[way] = spawn("rollout", RolloutWorker, (), threads, max_concurrency=10)
+        calls.append(engines[way].submit(0, "start", "start", engine_settings(path, weight_transport=way)))
+    actor.gather(calls)
+    transports = {way: weight_transport(way, workers_per_engine=1, worker_timeout_s=TIMEOUT_S) for way in TRANSPORTS}
+    num_bytes = _num_bytes(path)
+    times: dict[str, list[float]] = {way: [] for way in (*TRANSPORTS, "copy")}
+    for version in range(rounds + 1):  # the first one warms up, and forms the group
+        for way in TRANSPORTS:
+            started = time.perf_counter()
+            confirmed = transports[way].sync(actor, engines[way], [0], version=version, dtype="float32")
+            times[way].append(time.perf_counter() - started)
+            assert confirmed == {0: version}, confirmed
+        times["copy"].append(_copy_seconds(num_bytes))
+    best = {way: min(each[1:]) for way, each in times.items()}
+    kill([actor, *engines.values()])
+    return [
+        {
+            "model": name,
+            "MB": num_bytes / 1e6,
+            "transport": way,
+            "seconds": best[way],
+            "MB/s": num_bytes / 1e6 / best[way],
+            "copy MB/s": num_bytes / 1e6 / best["copy"],
+            "of a copy": best["copy"] / best[way],
+        }
+        for way in TRANSPORTS
+    ]
+
+
+def _copy_seconds(num_bytes: int) -> float:
+    source, target = np.ones(num_bytes, np.uint8), np.empty(num_bytes, np.uint8)
+    target[:] = 0  # the pages are there from now on
+    started = time.perf_counter()
+    np.copyto(target, source)
+    return time.perf_counter() - started
+
+
+def _num_bytes(path: str) -> int:
+    """Of the weights in fp32."""
+    from pathlib import Path
+
+    from safetensors import safe_open
+
+    total = 0
+    for file in Path(path).glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            total += sum(4 * int(np.prod(tensors.get_slice(key).get_shape())) for key in tensors.keys())
+    return total
+
+
+def _policy_settings(path: str, threads: int) -> PolicySettings:
+    return PolicySettings(
+        model=ModelSettings(path, False, "fp32", "fp32", False, True),
+        device="cpu",
+        num_threads=threads,
+        temperature=1.0,
+        columns=("old_log_probs",),
+        log_prob_micro_batch_size=4,
+        seed=1,
+        optimizer=OptimizerSettings(1e-6, 0.0, (0.9, 0.999), "constant", 0, 10, 0.0),
+    )

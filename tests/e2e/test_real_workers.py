@@ -1,0 +1,204 @@
+"""The trainer on real workers against a loop that does one thing after the other, and with workers that are killed.
+
+Every run starts from the same weights and optimizer states, and must end with the same ones, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from grpo_dist.config.load import load_config
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.protocol import metric_values
+from grpo_dist.trainer.build import Workers, build_trainer, load_run_prompts
+from grpo_dist.trainer.roles import Roles
+from grpo_dist.trainer.seeds import group_seed
+from grpo_dist.trainer.settings import objective_settings, sampling_settings, target_settings
+from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.reward import Task
+from grpo_dist.workers.weight_sync import sync_weights
+from grpo_dist.workers.weight_transport import ObjectStoreTransport, Outcomes
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+STEPS = 2
+CONFIG = (
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "cluster.rollout_world_size=2",
+    "data.val_files=null",
+    "trainer.val_before_train=false",
+    "trainer.save_freq=-1",
+    "trainer.export_hf_model=false",
+    "trainer.log_rollouts=false",
+    f"trainer.total_training_steps={STEPS}",
+)
+
+
+@dataclass
+class Lab:
+    """Started roles, and where every run begins. Engines only take newer weights: versions go on from run to run."""
+
+    config: RunConfig
+    roles: Roles
+    start: str
+    version: int = -1
+
+    def weights(self) -> np.ndarray:
+        buckets = ray.get(self.roles.actor.workers.call_all("test", "export_weights", "float32")[0])
+        return np.concatenate([bucket.data for bucket in buckets])
+
+    def train(self, prepare: Callable[[GRPOTrainer], None] = lambda trainer: None) -> GRPOTrainer:
+        self.roles.actor.load_checkpoint(self.start)
+        trainer = build_trainer(self.config, self.roles, load_run_prompts(self.config)[0], STEPS)
+        trainer.weight_version = self.version
+        prepare(trainer)
+        trainer.fit()
+        self.version = trainer.weight_version
+        return trainer
+
+
+@pytest.fixture(scope="module")
+def lab(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder = tmp_path_factory.mktemp("lab")
+    config, _ = load_config([*CONFIG, f"trainer.default_local_dir={folder}"])
+    workers = Workers(config)
+    try:
+        roles = workers.start(num_steps=STEPS)
+        roles.actor.save_checkpoint(str(folder / "start"))
+        yield Lab(config, roles, str(folder / "start"))
+    finally:
+        workers.shutdown()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(lab: Lab) -> tuple[list[dict[str, float]], np.ndarray]:
+    """Metrics and last weights of a run in which nothing happened."""
+    trainer = lab.train()
+    return trainer.history, lab.weights()
+
+
+def plain_loop(lab: Lab) -> list[dict[str, float]]:
+    """One prompt after the other on one engine, then its score, then the log-probs, the update, the sync."""
+    config, roles, history = lab.config, lab.roles, []
+    prompts, objective, targets = load_run_prompts(config)[0], objective_settings(config), target_settings(config)
+    for step in range(1, STEPS + 1):
+        lab.version += 1
+        sync_weights(roles.actor.workers, roles.rollout, version=lab.version, dtype="float32")
+        groups = [sample(lab, prompts.train[int(i)], step) for i in prompts.sampler.next_batch()]
+        batch = DataProtoRef.concat(groups)
+        assert roles.ref is not None
+        batch = batch.union(roles.ref.collect_log_probs(roles.ref.submit_log_probs("ref", batch)))
+        seed = group_seed(config.trainer.seed, step, -1)
+        computed, metrics = roles.reward.compute_targets(batch, targets, 0.0, seed)
+        batch = batch.replace(computed)
+        _, update = roles.actor.update(batch, [np.arange(len(batch))], objective, step)
+        scores = {"critic/score/mean": float(batch["score"].mean())}
+        history.append(metrics | scores | metric_values(update))
+    return history
+
+
+def sample(lab: Lab, prompt: Any, step: int) -> DataProtoRef:
+    source = prompt.prompt
+    task = Task(source.data_source, source.ground_truth, source.extra_info, source.messages)
+    seed = group_seed(lab.config.trainer.seed, step, source.index)
+    sampling = replace(sampling_settings(lab.config)[0], seed=seed)
+    uid = f"step{step}-prompt{source.index}"
+    arguments = uid, prompt.token_ids, sampling, task
+    group, _ = lab.roles.rollout.workers.call(1, "generate", "generate", *arguments)
+    inputs = group.select(("responses", "response_mask"))
+    scores, failures = lab.roles.reward.workers.call(0, "score", "score", inputs, task)
+    assert not failures
+    return group.union(scores)
+
+
+def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undisturbed: tuple) -> None:
+    history, weights = undisturbed
+    lab.roles.actor.load_checkpoint(lab.start)
+    before = lab.weights()
+    plain = plain_loop(lab)
+    assert (lab.weights() == weights).all()
+    assert (before != weights).any(), "it has learned something"
+    for expected, found in zip(plain, history, strict=True):
+        shared = {name: found[name] for name in expected if name in found}
+        assert {"critic/score/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm"} <= shared.keys()
+        assert shared == {name: expected[name] for name in shared}
+
+
+def kill(lab: Lab, rank: int) -> None:
+    os.kill(lab.roles.rollout.workers.call(rank, "test", "address").pid, signal.SIGKILL)
+
+
+def test_an_engine_killed_while_it_generates_changes_nothing(lab: Lab, undisturbed: tuple) -> None:
+    def prepare(trainer: GRPOTrainer) -> None:
+        submit = trainer.pump.submit
+
+        def then_kill(*args: Any, **kwargs: Any) -> Any:
+            trainer.pump.submit = submit  # type: ignore[method-assign]
+            job = submit(*args, **kwargs)
+            kill(lab, 0)
+            return job
+
+        trainer.pump.submit = then_kill  # type: ignore[method-assign]
+
+    restarts = lab.roles.rollout.num_restarts
+    trainer = lab.train(prepare)
+    assert lab.roles.rollout.num_restarts == restarts + 1
+    assert_same(trainer, lab.weights(), undisturbed)
+
+
+class Deadly(ObjectStoreTransport):
+    """Kills an engine in the second sync, after the actor has sent the weights."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab, self.syncs = lab, 0
+
+    def sync(
+        self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
+    ) -> Outcomes:
+        self.syncs += 1
+        if self.syncs == 2:
+            kill(self.lab, ranks[-1])  # maybe the only one: the other may still be starting
+        return super().sync(actor, rollout, ranks, version=version, dtype=dtype)
+
+
+def test_an_engine_killed_in_a_sync_changes_nothing(lab: Lab, undisturbed: tuple) -> None:
+    def prepare(trainer: GRPOTrainer) -> None:
+        trainer.transport = Deadly(lab)
+
+    restarts = lab.roles.rollout.num_restarts
+    trainer = lab.train(prepare)
+    assert lab.roles.rollout.num_restarts == restarts + 1
+    assert_same(trainer, lab.weights(), undisturbed)
+
+
+def assert_same(trainer: GRPOTrainer, weights: np.ndarray, undisturbed: tuple) -> None:
+    history, expected = undisturbed
+    assert (weights == expected).all()
+    for row, other in zip(trainer.history, history, strict=True):
+        names = [name for name in row if name.startswith(("critic/", "actor/", "response_length/"))]
+        assert {name: row[name] for name in names} == {name: other[name] for name in names}
+
+
+def test_one_step_ahead_the_same_prompts_train_once_and_the_difference_is_weighed(lab: Lab, tmp_path: Path) -> None:
+    """Real engines take new weights while they sample for the next step."""
+    config, _ = load_config([*CONFIG, "trainer.max_staleness=1", f"trainer.default_local_dir={tmp_path}"])
+    trainer = replace(lab, config=config).train()
+    lab.version = trainer.weight_version
+    assert [row["staleness/max"] for row in trainer.history] == [0, 1]
+    assert trainer.history[0]["training/rollout_probs_diff_max"] < 1e-4, "sampled by the weights it trains"
+    assert trainer.history[1]["training/rollout_probs_diff_max"] > 1e-4, "by older ones"
+    assert 0.5 < trainer.history[1]["rollout_corr/rollout_is_mean"] < 1.5
