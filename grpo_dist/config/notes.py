@@ -45,6 +45,17 @@ def _method(config: RunConfig) -> Iterator[str]:
             "the distribution, the trainer's log-probs are of the whole; training/rollout_probs_diff_* show it, "
             "algorithm.rollout_correction mends it"
         )
+    stale, correction = config.trainer.max_staleness, config.algorithm.rollout_correction
+    if stale and config.rollout_is is None and not correction.bypass_mode:
+        yield (
+            f"trainer.max_staleness={stale}: responses may be {stale} updates old, and with "
+            "algorithm.rollout_correction.rollout_is=null nothing weighs the difference; auto does"
+        )
+    if rollout.over_sample_rate:
+        yield (
+            f"actor_rollout_ref.rollout.over_sample_rate={rollout.over_sample_rate:g}: the slowest groups are ended, "
+            "so batches lean to short responses, and the same seed does not give the same run"
+        )
     if config.algorithm.adv_estimator == "gae":
         yield "algorithm.adv_estimator=gae: there is no critic here, so its values are 0"
 
@@ -65,6 +76,10 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
     for key, offload in offloads.items():
         if offload and config.device == "cpu":
             yield f"{key}=true has no effect on CPU"
+    rollout = config.actor_rollout_ref.rollout
+    for name in ("partial_rollout", "clear_kv_cache_on_update"):
+        if not trainer.max_staleness and not getattr(rollout, name):
+            yield f"actor_rollout_ref.rollout.{name}=false has no effect with trainer.max_staleness=0"
     if config.data.sampler.class_path is not None and config.data.shuffle:
         yield "data.shuffle has no effect on the order: data.sampler.class_path decides it"
     if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":

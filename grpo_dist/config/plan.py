@@ -115,6 +115,9 @@ def _run_rows(config: RunConfig) -> Rows:
     if not config.needs_reference:
         terms.append("no KL")
     terms.append(f"lr {actor.optim.lr:g}")
+    if trainer.max_staleness:
+        weights = f"rollout_is={config.rollout_is}" if config.rollout_is else "no importance weights"
+        terms.append(f"up to {_many(trainer.max_staleness, 'update')} stale, {weights}")
     limit = _many(trainer.total_epochs, "epoch")
     if trainer.total_training_steps is not None:
         limit = _many(trainer.total_training_steps, "training step")

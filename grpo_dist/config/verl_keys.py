@@ -176,6 +176,9 @@ FOREIGN: dict[str, Foreign] = {
     "algorithm.rollout_correction.rollout_token_veto_threshold": Foreign(
         "use rollout_rs=seq_max_k2 with rollout_rs_threshold", refused=True
     ),
+    "async_training.staleness_threshold": Foreign("use trainer.max_staleness, in updates", refused=True),
+    "async_training.partial_rollout": Foreign("use actor_rollout_ref.rollout.partial_rollout", refused=True),
+    "async_training.*": Foreign("sampling ahead of the update is trainer.max_staleness"),
     "algorithm.rollout_is": Foreign("use algorithm.rollout_correction.rollout_is", refused=True),
     "algorithm.rollout_is_threshold": Foreign("use algorithm.rollout_correction.rollout_is_threshold", refused=True),
 }

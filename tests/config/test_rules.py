@@ -304,6 +304,33 @@ def test_notes(overrides, part):
     assert part in note
 
 
+STALE = "trainer.max_staleness=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        ([STALE, f"{CORRECTION}.rollout_is=null"], "responses may be 2 updates old"),
+        ([f"{ROLLOUT}.over_sample_rate=0.2"], "the slowest groups are ended"),
+        ([f"{ROLLOUT}.partial_rollout=false"], "partial_rollout=false has no effect with trainer.max_staleness=0"),
+        ([f"{ROLLOUT}.clear_kv_cache_on_update=false"], "clear_kv_cache_on_update=false has no effect"),
+    ],
+)
+def test_notes_on_sampling_ahead(overrides, part):
+    (note,) = notes(*overrides)
+    assert part in note
+
+
+def test_sampling_ahead_with_its_defaults_has_no_notes():
+    assert notes(STALE) == []
+    assert notes(STALE, f"{ROLLOUT}.partial_rollout=false", f"{ROLLOUT}.clear_kv_cache_on_update=false") == []
+
+
+def test_two_ways_to_sample_more_prompts_are_refused():
+    told = refused(f"{ROLLOUT}.over_sample_rate=0.5", "algorithm.filter_groups.enable=true")
+    assert f"{ROLLOUT}.over_sample_rate=0.5, algorithm.filter_groups.enable=true: dynamic sampling has" in told
+
+
 def test_the_default_run_has_no_notes():
     assert notes() == []
     assert notes(f"{ACTOR}.kl_loss_type=k1", f"{ACTOR}.use_kl_loss=false") == []

@@ -83,6 +83,7 @@ def test_keys_without_a_meaning_are_said_once(override: str) -> None:
         ("reward_model.enable=true", "http_reward"),
         ("reward_model.model.path=some/model", "http_reward"),
         ("reward_model.reward_manager=mine", "only naive or dapo or prime or batch"),
+        ("async_training.staleness_threshold=0.5", "trainer.max_staleness"),
         ("algorithm.rollout_is_threshold=2", "algorithm.rollout_correction.rollout_is_threshold"),
         ("data.custom_cls.path=mine.py", "verl's schema"),
         ("actor_rollout_ref.rollout.multi_turn.enable=true", "rollout.agent.default_agent_loop"),

@@ -76,8 +76,8 @@ def models(random_models: dict[str, str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", RANKS)
 def test_sampled_log_probs_equal_hugging_face(rollouts: WorkerGroup, models: dict[str, Any], name: str) -> None:
-    data = generate(rollouts, RANKS[name], PROMPTS, sampling(n=4))
-    assert len(data) == 12
+    data = generate(rollouts, RANKS[name], PROMPTS, sampling(n=17, ignore_eos=True))
+    assert data["response_length"].sum() == 1020
     assert_log_probs_equal(models[name], data)
     assert data["rollout_log_probs"].values.std() > 0.3, "near uniform: the temperature would not show"
     assert (data["weight_version"] == -1).all(), "no weights were sent yet"
