@@ -86,6 +86,7 @@ class RolloutGroup:
         self._members = [_member(None) for _ in range(len(workers))]
         self._loads = np.zeros(len(workers))  # by rank, `Member.load`: there may be hundreds, and many groups
         self._settings: list[EngineSettings | None] = [None] * len(workers)
+        self._homes: dict[bytes, int] = {}  # prompt -> the worker whose prefix cache has it
         self._orders: dict[Call, _Order] = {}
         self._lost: list[Call] = []
         self._bring: Callable[[Sequence[int]], Outcomes] | None = None
@@ -110,8 +111,12 @@ class RolloutGroup:
         return [*self._orders, *(m.starting for m in self._members if m.starting is not None)]
 
     def submit(self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None = None) -> Call:
-        """Sample a group of responses on the worker that is the least loaded, without waiting."""
-        rank = int(self._loads.argmin())
+        """Sample a group of responses, without waiting: on the worker that is the least loaded, or, if it has room, on
+        the one that has computed the prompt since its weights came.
+        """
+        home = self._homes.get(key := prompt.tobytes())
+        rank = home if home is not None and self._loads[home] < 1 else int(self._loads.argmin())
+        self._homes[key] = rank
         self._members[rank].sequences += sampling.n
         self._update_load(rank)
         call = self.workers.submit(rank, "generate", "generate", uid, prompt, sampling, task)
@@ -190,6 +195,7 @@ class RolloutGroup:
             GrpoDistError: an engine confirmed another version, or too many workers have failed.
         """
         self._bring, self._version = bring, version
+        self._homes.clear()  # new weights empty the prefix caches
         self._bring_to([rank for rank, member in enumerate(self._members) if member.starting is None])
 
     def catch_up(self) -> None:

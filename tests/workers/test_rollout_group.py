@@ -98,7 +98,7 @@ def collect_all(group: RolloutGroup, uids: list[str], generate_timeout_s: float 
         group.catch_up()
         while queue and group.has_room:
             uid = queue.pop()
-            asked[group.submit(uid, PROMPT, SAMPLING)] = uid
+            asked[group.submit(uid, np.frombuffer(uid.encode(), np.int8), SAMPLING)] = uid
         answers = [group.collect(call) for call in finished(group.in_flight, None)]
         found += [answer for answer in answers if answer is not None]
         group.check_deadlines(generate_timeout_s)
@@ -108,16 +108,26 @@ def collect_all(group: RolloutGroup, uids: list[str], generate_timeout_s: float 
 
 def test_groups_are_spread_evenly(make: Callable[..., RolloutGroup]) -> None:
     group = make()
-    calls = [group.submit(f"slow {i}", PROMPT, SAMPLING) for i in range(10)]
+    calls = [group.submit(f"slow {i}", np.array([i], np.int32), SAMPLING) for i in range(10)]
     assert [sum(call.rank == rank for call in calls) for rank in (0, 1)] == [5, 5]
     assert len(group.in_flight) == 10
+
+
+def test_a_prompt_comes_back_to_the_engine_that_has_its_prefix_until_new_weights_come(make: Callable) -> None:
+    group = make()
+    first, other = (group.submit(uid, np.array([i], np.int32), SAMPLING) for i, uid in enumerate(("slow a", "slow b")))
+    assert {first.rank, other.rank} == {0, 1}
+    again = [group.submit("slow again", np.array([1], np.int32), SAMPLING).rank for _ in range(3)]
+    assert again == [other.rank] * 3
+    sync(group, ["good"], 1)
+    assert group.submit("slow later", np.array([1], np.int32), SAMPLING).rank == first.rank, "the least loaded"
 
 
 def test_what_a_dead_worker_was_asked_for_is_lost_and_the_worker_comes_back(make: Callable) -> None:
     group = make(max_restarts=1)
     sync(group, ["good"], 5)
     before = group.workers.call_all("pid", "pid")
-    calls = [group.submit(f"slow {i}", PROMPT, SAMPLING) for i in range(6)]
+    calls = [group.submit(f"slow {i}", np.array([i], np.int32), SAMPLING) for i in range(6)]
     group.workers.tell(0, "die")
     answers, lost = [], []
     while group.in_flight:
@@ -176,9 +186,10 @@ def test_a_worker_that_dies_in_a_sync_does_not_hold_up_the_others(make: Callable
     assert time.monotonic() - started < 10
     assert group.num_restarts == 1
     assert group.submit("now", PROMPT, SAMPLING).rank == 1, "the one that lives goes on at once"
-    answers = collect_all(group, [f"slow {i}" for i in range(6)])
-    while group.workers.call(0, "test", "pid") not in {answer[1] for answer in answers}:
-        answers += collect_all(group, [f"slow {i}" for i in range(6)])
+    answers, round_ = [], 0
+    while not answers or group.workers.call(0, "test", "pid") not in {answer[1] for answer in answers}:
+        round_ += 1
+        answers += collect_all(group, [f"slow {round_} {i}" for i in range(6)])
     assert {answer[2] for answer in answers} == {6}, "the new process too"
 
 
