@@ -16,8 +16,8 @@ from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
 from grpo_dist.engines.vllm_engine import EngineLoad, Response
 from grpo_dist.protocol import DataProto, Mean, Ragged
 from grpo_dist.trainer.pump import GroupRequest, RolloutPump
-from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.batch_ref import DataProtoRef, Label
+from grpo_dist.workers.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.workers.groups import ActorGroup, RewardPool
 from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.reward import Task, on_last_token
@@ -41,11 +41,12 @@ class FakeRollout:
 
     async def generate(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task
-    ) -> tuple[DataProtoRef, EngineLoad]:
+    ) -> tuple[tuple[Label, EngineLoad], DataProto]:
         """A group of equal responses."""
         tokens, log_probs, versions = ([value] * self.length for value in (5, -1.0, 0))
         response = Response(tokens, log_probs, False, versions)  # type: ignore[arg-type]
-        return DataProtoRef.put(group_batch(uid, prompt, [response] * sampling.n), small=SMALL_COLUMNS), EngineLoad()
+        data = group_batch(uid, prompt, [response] * sampling.n)
+        return (Label.of(data, SMALL_COLUMNS), EngineLoad()), data
 
 
 class FakeReward:
@@ -120,6 +121,7 @@ def _spawn(role: str, worker_class: type, size: int, **options: Any) -> WorkerGr
     processes = PROCESSES[role]
     _, bundles = reserve({role: (processes, 0.01, 0.0)})
     args: list[tuple[Any, ...]] = [()] * processes
+    options |= {"env": DATA_STAYS_IN_STORE} if role == "rollout" else {}  # as in a run
     group = WorkerGroup.spawn(role, worker_class, bundles[role], args=args, timeout_s=600.0, **options)
     return WorkerGroup(role, [group.handles[rank % processes] for rank in range(size)], 600.0)
 

@@ -75,6 +75,17 @@ def over_sampling_ends_one_batch(config: RunConfig) -> Iterator[Problem]:
         yield _problem(config, why, f"{_ROLLOUT}.over_sample_rate", "algorithm.filter_groups.enable")
 
 
+def the_reference_moves_between_batches(config: RunConfig) -> Iterator[Problem]:
+    """Sampled ahead, groups of one batch would meet the reference before and after it moves."""
+    if (
+        config.trainer.max_staleness
+        and config.actor_rollout_ref.ref.ref_model_sync_steps > 0
+        and config.needs_reference
+    ):
+        why = "groups sampled ahead would be compared with different references; set one of the two to its default"
+        yield _problem(config, why, "trainer.max_staleness", "actor_rollout_ref.ref.ref_model_sync_steps")
+
+
 def prompts_are_sampled_for_use(config: RunConfig) -> Iterator[Problem]:
     """Without a filter, groups beyond the batch would be thrown away."""
     data = config.data
@@ -298,6 +309,7 @@ RULES: tuple[Rule, ...] = (
     estimators_get_what_they_need,
     prompts_are_sampled_for_use,
     over_sampling_ends_one_batch,
+    the_reference_moves_between_batches,
     something_to_validate,
     lora_reference_stands_still,
     overlong_buffer_fits,

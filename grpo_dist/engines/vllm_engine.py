@@ -119,7 +119,8 @@ class VLLMEngine:
         self.weights.check_whole()
         self._check_prompt(prompt)
         params = _sampling_params(sampling, self._stop_token_ids)
-        output = await self._call(self._final_output(list(prompt), params, request_id))
+        # as long as it takes: the limit is the driver's, who knows how long a group may wait and run
+        output = await self._call(self._final_output(list(prompt), params, request_id), timeout_s=None)
         if any(r.finish_reason in (None, "abort") for r in output.outputs) or len(output.outputs) < sampling.n:
             return None
         return [_response(r) for r in sorted(output.outputs, key=lambda r: r.index)]
@@ -173,12 +174,12 @@ class VLLMEngine:
 
         return LoadLogger
 
-    async def _call(self, call: Coroutine[Any, Any, Any]) -> Any:
+    async def _call(self, call: Coroutine[Any, Any, Any], timeout_s: float | None = CALL_TIMEOUT_S) -> Any:
         """Await a vLLM call; its exceptions become ours, since vLLM's own do not survive the way to another process."""
         try:
-            return await asyncio.wait_for(call, CALL_TIMEOUT_S)
+            return await asyncio.wait_for(call, timeout_s)
         except TimeoutError:
-            raise EngineError(f"vLLM did not answer within {CALL_TIMEOUT_S:.0f} s") from None
+            raise EngineError(f"vLLM did not answer within {timeout_s:.0f} s") from None
         except GrpoDistError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever vLLM raises

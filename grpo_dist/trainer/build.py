@@ -35,7 +35,7 @@ from grpo_dist.trainer.settings import (
     target_settings,
 )
 from grpo_dist.trainer.trainer import GRPOTrainer
-from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.workers.groups import ActorGroup, ReferenceGroup, RewardPool
 from grpo_dist.workers.policy import ActorWorker, PolicyWorker
 from grpo_dist.workers.resources import reserve
@@ -262,9 +262,8 @@ def _resources(config: RunConfig, place: Placement) -> Mapping[str, tuple[int, f
 
 
 def _environment(place: Placement) -> dict[str, str]:
-    """What must be set before an engine's process starts: vLLM's kernels ask OpenMP. Ray itself sets OMP_NUM_THREADS=1
-    for workers of up to one CPU, and workers without variables of their own can use the processes that Ray has started
-    beforehand.
+    """What must be set before an engine's process starts. vLLM's kernels ask OpenMP, and Ray itself sets
+    OMP_NUM_THREADS=1 for workers of up to one CPU.
     """
     threads = place.num_threads["rollout"]
-    return {"OMP_NUM_THREADS": str(threads)} if place.device == "cpu" and threads > 1 else {}
+    return DATA_STAYS_IN_STORE | ({"OMP_NUM_THREADS": str(threads)} if place.device == "cpu" and threads > 1 else {})

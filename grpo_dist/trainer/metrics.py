@@ -32,7 +32,7 @@ def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
 
 
 def staleness_metrics(batch: DataProtoRef, weight_version: int, max_staleness: int) -> dict[str, float]:
-    """How many updates old the weights were that sampled the first token of each sequence, before the update.
+    """How many updates old the weights were that sampled the oldest token of each sequence, before the update.
 
     Returns:
         `staleness/mean` and `max`, the share of sequences at each age (`staleness/share/AGE`, a histogram), and the

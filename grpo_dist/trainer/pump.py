@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import RewardError, WorkerError
+from grpo_dist.errors import GrpoDistError, RewardError, WorkerError
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import POLL_S, Call, WorkerGroup, finished
 from grpo_dist.workers.groups import LogProbJob, RewardPool
@@ -169,6 +169,10 @@ class RolloutPump:
         """
         while not done():
             self.rollout.catch_up()  # the actor stands still: whoever waits here does not train
+            if not self.in_flight:
+                self.tick()
+            if not (self.in_flight or done()):
+                raise GrpoDistError("nothing is in flight and groups are missing: the pump has lost track of them")
             finished((), self)
 
     def cancel(self, job: RolloutJob, groups: Iterable[int]) -> None:

@@ -4,7 +4,7 @@ Every prompt is sampled `rollout.n` times. ReMax also samples each prompt once g
 `algorithm.filter_groups` (DAPO's dynamic sampling) groups whose responses are all equal teach nothing: they are
 dropped, and more prompts are sampled until the batch is full; what is sampled beyond that is dropped too. With
 `rollout.over_sample_rate` more prompts are sampled than train, and once enough groups are there the slowest are ended;
-their prompts come first in the next batch.
+their prompts come first in the next batch that is drawn.
 
 A step is opened when its prompts may be sampled (`trainer.max_staleness` steps ahead of the update) and goes on in the
 background until its batch is full. Prompts are drawn step by step, so no prompt is skipped or taken twice.
@@ -24,7 +24,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import GrpoDistError, RewardError
+from grpo_dist.errors import DataError, GrpoDistError, RewardError
 from grpo_dist.trainer.pump import GroupRequest, RolloutJob, RolloutPump, timings
 from grpo_dist.trainer.seeds import group_seed
 from grpo_dist.workers.batch_ref import DataProtoRef
@@ -59,6 +59,7 @@ class OpenStep:
         jobs: the batches that were sent so far.
         kept: groups that train.
         num_complete: batches whose groups are all in `kept`, or were dropped.
+        late: where more is sampled than trains: which of the batch were ended, or are too many; None: not known yet.
         full: whether the batch is there.
     """
 
@@ -67,7 +68,12 @@ class OpenStep:
     kept: list[tuple[GroupRequest, DataProtoRef]] = field(default_factory=list)
     num_complete: int = 0
     num_sampled: int = 0
+    late: set[int] | None = None
     full: bool = False
+
+    def prompts(self) -> list[list[int]]:
+        """`drawn`, less those that go to another batch."""
+        return [[prompt for i, prompt in enumerate(batch) if i not in (self.late or ())] for batch in self.drawn]
 
 
 class TrainingSampler:
@@ -97,7 +103,7 @@ class TrainingSampler:
         self.backlog: list[int] = []  # prompts that were drawn and not sampled to their end
         pump.on_progress = self._advance
 
-    def open_steps(self, last: int, first: int) -> None:
+    def open_steps(self, first: int, last: int) -> None:
         """Begin to sample all steps from `first` to `last` that are not open yet, in order."""
         for step in range(first, last + 1):
             state = self.open.setdefault(step, OpenStep())
@@ -122,7 +128,7 @@ class TrainingSampler:
             result.metrics["train/num_gen_batches"] = len(state.jobs)
             result.metrics["train/filtered_groups"] = 1 - len(state.kept) / state.num_sampled
         if self.num_spare:
-            result.metrics["train/aborted_groups"] = sum(len(job.cancelled) for job in state.jobs)
+            result.metrics["train/aborted_groups"] = len(state.late or ())
         return result
 
     @property
@@ -132,7 +138,8 @@ class TrainingSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """The ledger: prompts that were drawn and have not trained, by step; as JSON."""
-        return {"open": {str(step): state.drawn for step, state in self.open.items()}, "backlog": self.backlog}
+        drawn = {str(step): state.prompts() for step, state in self.open.items()}
+        return {"open": drawn, "backlog": list(self.backlog)}  # copies: the pump may go on while they are written
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Steps that were open will sample the same prompts again, from the first token."""
@@ -152,13 +159,27 @@ class TrainingSampler:
         state.jobs.append(self.pump.submit([*requests, *greedy], givers=self.givers))
 
     def _draw(self) -> list[int]:
-        """The prompts of the next batch; those that were left over come first."""
-        if not self.num_spare:
+        """The prompts of the next batch, none twice; those that were left over come first.
+
+        Raises:
+            DataError: the order does not give so many different prompts.
+        """
+        data = self.config.data
+        if not self.num_spare and not self.backlog:
             return [int(i) for i in self.order.next_batch()]
-        wanted = self.config.data.train_batch_size + self.num_spare
-        while len(self.backlog) < wanted:
-            self.backlog += [int(i) for i in self.order.next_batch()]
-        batch, self.backlog = self.backlog[:wanted], self.backlog[wanted:]
+        wanted = (data.gen_batch_size or data.train_batch_size) + self.num_spare
+        batch: list[int] = []
+        again: list[int] = []
+        while len(batch) < wanted:
+            if len(again) > 2 * len(self.prompts):
+                raise DataError(
+                    f"actor_rollout_ref.rollout.over_sample_rate: a batch samples {wanted} different prompts, and the "
+                    f"order of the training set gives only {len(batch)}; lower it, or data.train_batch_size"
+                )
+            self.backlog = self.backlog or [int(i) for i in self.order.next_batch()]
+            i = self.backlog.pop(0)
+            (again if i in batch else batch).append(i)
+        self.backlog = again + self.backlog
         return batch
 
     def _advance(self) -> None:
@@ -167,24 +188,23 @@ class TrainingSampler:
             if state.full or not state.jobs:
                 continue
             job = state.jobs[-1]
-            if self.num_spare and not job.done:
+            if self.num_spare and state.late is None:
                 self._end_the_slowest(state, job)
             if job.done and state.num_complete < len(state.jobs):
                 self._take_in(step, state, job)
 
     def _end_the_slowest(self, state: OpenStep, job: RolloutJob) -> None:
-        """Cancel what is not there yet once enough groups are; its prompts come first in the next batch."""
-        drawn = state.drawn[-1]
-        scored = [i for i in range(len(drawn)) if i in job.scores and self._has_baseline(job, i, len(drawn))]
-        if job.cancelled or len(scored) < self.config.data.train_batch_size:
+        """Once enough groups are there, cancel the others; their prompts come first in the next batch that is drawn."""
+        drawn, wanted = state.drawn[-1], self.config.data.train_batch_size
+        has_baselines = len(job.requests) > len(drawn)
+        there = [
+            i for i in range(len(drawn)) if i in job.scores and (not has_baselines or i + len(drawn) in job.scores)
+        ]
+        if len(there) < wanted:
             return
-        late = set(range(len(drawn))) - set(scored)
-        baselines = {i + len(drawn) for i in late if len(job.requests) > len(drawn)}
-        self.pump.cancel(job, late | baselines)
-        self.backlog = [drawn[i] for i in sorted(late)] + self.backlog
-
-    def _has_baseline(self, job: RolloutJob, i: int, num_prompts: int) -> bool:
-        return len(job.requests) == num_prompts or i + num_prompts in job.scores
+        state.late = set(range(len(drawn))) - set(there[:wanted])
+        self.pump.cancel(job, state.late | {i + len(drawn) for i in state.late if has_baselines})
+        self.backlog = [drawn[i] for i in sorted(state.late)] + self.backlog
 
     def _take_in(self, step: int, state: OpenStep, job: RolloutJob) -> None:
         """Keep the groups of a complete batch that train; sample another one if they are too few.
@@ -194,7 +214,7 @@ class TrainingSampler:
         """
         filtering, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
         drawn = state.drawn[state.num_complete]
-        pairs = self._groups(job, drawn)
+        pairs = self._groups(job, drawn, state.late or set())
         state.num_complete += 1
         state.num_sampled += len(pairs)
         self.order.update({position: group["score"] for position, _, group in pairs})
@@ -206,18 +226,20 @@ class TrainingSampler:
             return
         if filtering.enable and state.num_complete == filtering.max_num_gen_batches:
             raise GrpoDistError(
-                f"algorithm.filter_groups.max_num_gen_batches={state.num_complete}: of {state.num_sampled} groups only "
-                f"{len(state.kept)} of the {wanted} needed have responses that differ in {filtering.metric}: the "
-                "prompts are too easy, too hard, or their reward says too little"
+                f"algorithm.filter_groups.max_num_gen_batches={state.num_complete}: of {state.num_sampled} groups for "
+                f"step {step} only {len(state.kept)} of the {wanted} needed have responses that differ in "
+                f"{filtering.metric}: the prompts are too easy, too hard, or their reward says too little"
             )
         self._send_batch(step, state)
 
-    def _groups(self, job: RolloutJob, drawn: Sequence[int]) -> list[tuple[int, GroupRequest, DataProtoRef]]:
+    def _groups(
+        self, job: RolloutJob, drawn: Sequence[int], late: set[int]
+    ) -> list[tuple[int, GroupRequest, DataProtoRef]]:
         """(prompt, request, handle) of what was sampled; for ReMax with the greedy score as `reward_baseline`."""
         groups = []
         results = dict(zip(sorted(job.scores), job.results(), strict=True))
         for i, position in enumerate(drawn):
-            if i in results:
+            if i in results and i not in late:
                 group = results[i]
                 if len(job.requests) > len(drawn):
                     column = np.full(len(group), results[i + len(drawn)]["score"][0], np.float32)

@@ -143,7 +143,7 @@ class GRPOTrainer:
     @stage("rollout", adds=("responses", "token_level_scores"))
     def rollout(self) -> DataProtoRef:
         """Sample and score a group for each of the next prompts; with a reference, its log-probs too."""
-        self.sampler.open_steps(self.newest_step(self.step), self.step + 1)
+        self.sampler.open_steps(self.step + 1, self.newest_step(self.step))
         result = self.sampler.rollout(self.step + 1)
         self._requests, batch = result.requests, result.batch
         self.timings |= result.timings
@@ -155,7 +155,7 @@ class GRPOTrainer:
     def sample_ahead(self) -> None:
         """Begin to sample what the weights that were just synced are new enough for."""
         if self.staleness:
-            self.sampler.open_steps(self.newest_step(self.step + 1), self.step + 2)
+            self.sampler.open_steps(self.step + 2, self.newest_step(self.step + 1))
 
     @property
     def staleness(self) -> int:
@@ -312,7 +312,7 @@ class GRPOTrainer:
     def report(self) -> None:
         """Send the step's metrics to the trackers, and tell which workers were replaced."""
         for failure in self.roles.rollout.failures[self._told_restarts :]:
-            self.progress.message(f"replaced a worker; its prompts went elsewhere: {failure}")
+            self.progress.message(f"replaced a worker; what it was asked for goes elsewhere: {failure}")
         self._told_restarts = len(self.roles.rollout.failures)
         for name in ("testing", "save_checkpoint"):
             if name in self.timings:

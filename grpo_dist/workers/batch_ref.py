@@ -45,6 +45,20 @@ class Frame:
 
 
 @dataclass(frozen=True)
+class Label:
+    """What a handle says of a batch that is stored elsewhere: stored columns, small columns, number of rows."""
+
+    columns: tuple[str, ...]
+    small: dict[str, np.ndarray]
+    num_rows: int
+
+    @classmethod
+    def of(cls, data: DataProto, small: Sequence[str]) -> Label:
+        """The label of `data`, with the columns named in `small`."""
+        return cls(tuple(data.columns()), {name: np.asarray(data[name]) for name in small}, len(data))
+
+
+@dataclass(frozen=True)
 class DataProtoRef:
     """Handle of a batch of N rows.
 
@@ -61,9 +75,14 @@ class DataProtoRef:
     @classmethod
     def put(cls, data: DataProto, small: Sequence[str]) -> DataProtoRef:
         """Store `data` once; the columns named in `small` also travel inside the handle."""
-        rows = len(data)
-        frame = Frame(tuple(data.columns()), (ray.put(data),), np.zeros(rows, np.int64), np.arange(rows))
-        return cls((frame,), {name: np.asarray(data[name]) for name in small}, rows)
+        return cls.stored(ray.put(data), Label.of(data, small))
+
+    @classmethod
+    def stored(cls, data: ray.ObjectRef, label: Label) -> DataProtoRef:
+        """Handle of a batch that is in the object store already."""
+        rows = label.num_rows
+        frame = Frame(label.columns, (data,), np.zeros(rows, np.int64), np.arange(rows))
+        return cls((frame,), label.small, rows)
 
     @property
     def columns(self) -> tuple[str, ...]:

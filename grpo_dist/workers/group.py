@@ -25,13 +25,18 @@ from grpo_dist.workers.resources import Bundle
 
 # A RayTaskError's text holds the remote traceback; this much of its end is kept.
 TRACEBACK_CHARS = 4000
+# Ray sends results up to 100 kB back with the reply, to the driver's memory. Data is not for the driver: a worker with
+# this in its environment leaves all but short answers in the object store.
+DATA_STAYS_IN_STORE = {"RAY_max_direct_call_object_size": "4096"}
 # How often a wait looks at its time limits while nothing finishes.
 POLL_S = 0.5
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call in flight: who was asked to do what, since when. `process` is the actor handle that was asked."""
+    """A call in flight: who was asked to do what, since when. `process` is the actor handle that was asked, `data` what
+    it returns besides its answer (see `WorkerGroup.submit_for_data`).
+    """
 
     ref: ray.ObjectRef
     group: WorkerGroup
@@ -39,6 +44,8 @@ class Call:
     stage: str
     started: float
     process: Any = None
+    data: ray.ObjectRef | None = None
+    is_timed: bool = True
 
     def result(self) -> Any:
         """The value of a finished call.
@@ -152,11 +159,23 @@ class WorkerGroup:
     def __len__(self) -> int:
         return len(self.handles)
 
-    def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
-        """Call a method on one worker, without waiting."""
+    def submit(self, rank: int, stage: str, method: str, *args: Any, timed: bool = True) -> Call:
+        """Call a method on one worker, without waiting; `timed` if it counts as something to do."""
+        handle = self.handles[rank]
+        if timed:
+            self._busy[rank].begin()
+        return Call(getattr(handle, method).remote(*args), self, rank, stage, time.monotonic(), handle, is_timed=timed)
+
+    def submit_for_data(self, rank: int, stage: str, method: str, *args: Any) -> Call:
+        """Call a method that returns (answer, data), without waiting.
+
+        `Call.data` refers to the data, which stays in the object store. Unlike what a worker puts there itself it
+        outlives the worker: it belongs to this process.
+        """
         handle = self.handles[rank]
         self._busy[rank].begin()
-        return Call(getattr(handle, method).remote(*args), self, rank, stage, time.monotonic(), handle)
+        answer, data = getattr(handle, method).options(num_returns=2).remote(*args)
+        return Call(answer, self, rank, stage, time.monotonic(), handle, data)
 
     def tell(self, rank: int, method: str, *args: Any) -> None:
         """Call a method whose answer nobody waits for."""
@@ -217,7 +236,7 @@ class WorkerGroup:
 
     def resolve(self, call: Call) -> Any:
         """The value of a finished call; see `Call.result`."""
-        if call.process is self.handles[call.rank]:
+        if call.is_timed and call.process is self.handles[call.rank]:
             self._busy[call.rank].end()
         try:
             return ray.get(call.ref, timeout=self.timeout_s)

@@ -187,9 +187,11 @@ class RewardPool:
         return self.workers.call(self._idle(), "read_samples", "read_samples", inputs, step, ground_truths)
 
     def submit_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> Call:
-        """Write the batch down as text, without waiting."""
+        """Write the batch down as text, without waiting. It is collected a step later, so the clock must not run."""
         inputs = batch.select(SAMPLE_COLUMNS)
-        return self.workers.submit(self._idle(), "write_samples", "write_samples", inputs, path, step, ground_truths)
+        return self.workers.submit(
+            self._idle(), "write_samples", "write_samples", inputs, path, step, ground_truths, timed=False
+        )
 
 
 def _shares(batch: DataProtoRef, rows: np.ndarray, num_ranks: int) -> list[np.ndarray]:

@@ -13,7 +13,7 @@ import torch
 
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.batch_ref import Label
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.reward import Task
 
@@ -62,19 +62,20 @@ class RolloutWorker(Process):
 
     async def generate(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None = None
-    ) -> tuple[DataProtoRef | None, EngineLoad]:
+    ) -> tuple[tuple[Label | None, EngineLoad], DataProto | None]:
         """Sample a group of responses to one prompt; `task` is what an agent loop is told about it.
 
         Returns:
-            (a handle with one row per response, or None if the group was aborted; how busy the engine is).
+            ((label of the group, or None if it was aborted; how busy the engine is), the group, a row per response).
         """
         if self.runner is None:  # one request: the prompt is computed once
             responses = await self.engine.generate(prompt.tolist(), sampling, uid)
         else:
             responses = await self._run_episodes(self.runner, uid, prompt, sampling, task)
         if responses is None:
-            return None, self.engine.load
-        return DataProtoRef.put(group_batch(uid, prompt, responses), small=SMALL_COLUMNS), self.engine.load
+            return (None, self.engine.load), None
+        data = group_batch(uid, prompt, responses)
+        return (Label.of(data, SMALL_COLUMNS), self.engine.load), data
 
     async def _run_episodes(
         self, runner: EpisodeRunner, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None

@@ -119,7 +119,7 @@ class RolloutGroup:
         self._homes[key] = rank
         self._members[rank].sequences += sampling.n
         self._update_load(rank)
-        call = self.workers.submit(rank, "generate", "generate", uid, prompt, sampling, task)
+        call = self.workers.submit_for_data(rank, "generate", "generate", uid, prompt, sampling, task)
         self._orders[call] = _Order(uid, sampling.n)
         return call
 
@@ -153,12 +153,12 @@ class RolloutGroup:
             member.starting = None
             self._update_load(call.rank)
             return None
-        group, load = answer
+        label, load = answer
         order = self._orders.pop(call)
         member.sequences -= order.num_sequences
         member.adapt(load.running, load.waiting, order.num_sequences)
         self._update_load(call.rank)
-        return group
+        return None if label is None or call.data is None else DataProtoRef.stored(call.data, label)
 
     def take_lost(self) -> list[Call]:
         """The calls that went with their workers since this was last asked."""
@@ -205,11 +205,11 @@ class RolloutGroup:
             GrpoDistError: as `take_weights`.
         """
         late = [rank for rank, member in enumerate(self._members) if member.starting is None and member.lacks_weights]
-        if late and self._bring is not None:
-            self._bring_to(late)
+        self._bring_to(late)
 
     def _bring_to(self, ranks: Sequence[int]) -> None:
-        assert self._bring is not None
+        if not ranks or self._bring is None:
+            return
         before = list(self.workers.handles)
         for rank, held in self._bring(ranks).items():
             if before[rank] is not self.workers.handles[rank]:

@@ -9,7 +9,6 @@ gloo on CPU. Needs a GPU of its own for every process.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -50,8 +49,10 @@ class ObjectStoreTransport:
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
     ) -> Outcomes:
         """See `WeightTransport.sync`."""
+        before = list(rollout.handles)
         buckets = actor.call_all(STAGE, "export_weights", dtype)[0]
-        return outcomes({rank: rollout.submit(rank, STAGE, "load_weights", buckets, version) for rank in ranks})
+        same = [rank for rank in ranks if rollout.handles[rank] is before[rank]]  # one may have been replaced meanwhile
+        return outcomes({rank: rollout.submit(rank, STAGE, "load_weights", buckets, version) for rank in same})
 
 
 class BroadcastTransport:
@@ -83,7 +84,7 @@ class BroadcastTransport:
     ) -> Outcomes:
         members = [rollout.handles[rank] for rank in ranks]
         if members != self._members:
-            failed = self._form(actor, rollout, ranks)
+            failed = self._form(actor, rollout, ranks, members)
             if failed:
                 return failed
         self._members = []  # until all has gone well
@@ -97,9 +98,12 @@ class BroadcastTransport:
             self._members = members
         return found
 
-    def _form(self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int]) -> Outcomes:
+    def _form(self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], members: Sequence[Any]) -> Outcomes:
         """Have the actor's rank 0 and the engines form a group; if that fails, what came of it by engine."""
         found = outcomes({rank: rollout.submit(rank, STAGE, "address") for rank in ranks})
+        replaced = {rank for rank, handle in zip(ranks, members, strict=True) if rollout.handles[rank] is not handle}
+        for rank in replaced:  # its new process starts first, and would be waited for
+            found[rank] = rollout.error(rank, STAGE, "its process was replaced")
         living = [rank for rank in ranks if not isinstance(found[rank], GrpoDistError)]
         if len(living) < len(ranks):
             unformed = WeightSyncError("the weight group was not formed: one of its engines is dead")
@@ -137,15 +141,11 @@ def weight_transport(name: str, *, workers_per_engine: int, worker_timeout_s: fl
 
 
 def outcomes(calls: Mapping[int, Call]) -> Outcomes:
-    """Wait for all calls, each until its own worker's time limit: their values, or the errors that came instead."""
-    found: Outcomes = {}
-    for rank, call in calls.items():
-        left = call.group.timeout_s - (time.monotonic() - call.started)
-        try:
-            found[rank] = call.group.gather([call], timeout_s=max(left, 0.0))[0]
-        except GrpoDistError as error:
-            found[rank] = error
-    return found
+    """Wait for all calls, of one group, within its time limit: their values, or the errors that came instead."""
+    if not calls:
+        return {}
+    group = next(iter(calls.values())).group
+    return dict(zip(calls, group.settle(list(calls.values())), strict=True))
 
 
 def _raise_first(found: Any) -> None:

@@ -326,6 +326,11 @@ def test_sampling_ahead_with_its_defaults_has_no_notes():
     assert notes(STALE, f"{ROLLOUT}.partial_rollout=false", f"{ROLLOUT}.clear_kv_cache_on_update=false") == []
 
 
+def test_the_reference_does_not_move_under_groups_sampled_ahead():
+    told = refused(STALE, "actor_rollout_ref.ref.ref_model_sync_steps=2")
+    assert "trainer.max_staleness=2, actor_rollout_ref.ref.ref_model_sync_steps=2: groups sampled ahead" in told
+
+
 def test_two_ways_to_sample_more_prompts_are_refused():
     told = refused(f"{ROLLOUT}.over_sample_rate=0.5", "algorithm.filter_groups.enable=true")
     assert f"{ROLLOUT}.over_sample_rate=0.5, algorithm.filter_groups.enable=true: dynamic sampling has" in told

@@ -25,7 +25,7 @@ from grpo_dist.trainer.seeds import group_seed
 from grpo_dist.trainer.settings import objective_settings, sampling_settings, target_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.reward import Task
 from grpo_dist.workers.weight_sync import sync_weights
 from grpo_dist.workers.weight_transport import ObjectStoreTransport, Outcomes
@@ -118,7 +118,11 @@ def sample(lab: Lab, prompt: Any, step: int) -> DataProtoRef:
     sampling = replace(sampling_settings(lab.config)[0], seed=seed)
     uid = f"step{step}-prompt{source.index}"
     arguments = uid, prompt.token_ids, sampling, task
-    group, _ = lab.roles.rollout.workers.call(1, "generate", "generate", *arguments)
+    workers = lab.roles.rollout.workers
+    call = workers.submit_for_data(1, "generate", "generate", *arguments)
+    label, _ = workers.gather([call])[0]
+    assert call.data is not None
+    group = DataProtoRef.stored(call.data, label)
     inputs = group.select(("responses", "response_mask"))
     scores, failures = lab.roles.reward.workers.call(0, "score", "score", inputs, task)
     assert not failures
@@ -138,21 +142,21 @@ def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undi
         assert shared == {name: expected[name] for name in shared}
 
 
-def kill(lab: Lab, rank: int) -> None:
-    os.kill(lab.roles.rollout.workers.call(rank, "test", "address").pid, signal.SIGKILL)
-
-
 def test_an_engine_killed_while_it_generates_changes_nothing(lab: Lab, undisturbed: tuple) -> None:
+    """It has answered one group by then, which is scored after its death, and is at work on others."""
+
     def prepare(trainer: GRPOTrainer) -> None:
-        submit = trainer.pump.submit
+        rollout = trainer.roles.rollout
+        collect, process = rollout.collect, rollout.workers.call(0, "test", "address").pid
 
-        def then_kill(*args: Any, **kwargs: Any) -> Any:
-            trainer.pump.submit = submit  # type: ignore[method-assign]
-            job = submit(*args, **kwargs)
-            kill(lab, 0)
-            return job
+        def then_kill(call: Call) -> DataProtoRef | None:
+            group = collect(call)
+            if group is not None and call.rank == 0:
+                rollout.collect = collect  # type: ignore[method-assign]
+                os.kill(process, signal.SIGKILL)
+            return group
 
-        trainer.pump.submit = then_kill  # type: ignore[method-assign]
+        rollout.collect = then_kill  # type: ignore[method-assign]
 
     restarts = lab.roles.rollout.num_restarts
     trainer = lab.train(prepare)
@@ -163,21 +167,21 @@ def test_an_engine_killed_while_it_generates_changes_nothing(lab: Lab, undisturb
 class Deadly(ObjectStoreTransport):
     """Kills an engine in the second sync, after the actor has sent the weights."""
 
-    def __init__(self, lab: Lab) -> None:
-        self.lab, self.syncs = lab, 0
+    syncs = 0
 
     def sync(
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
     ) -> Outcomes:
         self.syncs += 1
         if self.syncs == 2:
-            kill(self.lab, ranks[-1])  # maybe the only one: the other may still be starting
+            process = rollout.call(ranks[-1], "test", "address").pid
+            os.kill(process, signal.SIGKILL)  # maybe the only one: the other may still be starting
         return super().sync(actor, rollout, ranks, version=version, dtype=dtype)
 
 
 def test_an_engine_killed_in_a_sync_changes_nothing(lab: Lab, undisturbed: tuple) -> None:
     def prepare(trainer: GRPOTrainer) -> None:
-        trainer.transport = Deadly(lab)
+        trainer.transport = Deadly()
 
     restarts = lab.roles.rollout.num_restarts
     trainer = lab.train(prepare)

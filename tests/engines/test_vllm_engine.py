@@ -36,8 +36,8 @@ def submit(group: WorkerGroup, rank: int, prompt: Sequence[int], settings: Sampl
 
 def generate(group: WorkerGroup, rank: int, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> DataProto:
     """Responses to all prompts, sampled at once."""
-    handles = group.gather([submit(group, rank, prompt, settings) for prompt in prompts])
-    return DataProto.concat([handle.fetch(handle.columns) for handle, _ in handles])
+    answers = group.gather([submit(group, rank, prompt, settings) for prompt in prompts])
+    return DataProto.concat([data for _, data in answers])
 
 
 def tokens(data: DataProto) -> list[list[int]]:
@@ -147,8 +147,7 @@ def test_responses_go_on_under_new_weights_and_every_token_knows_its_version(
     while rollouts.call(0, "generate", "num_running") < 8:
         pass
     assert load(rollouts, 0, new, 31) == 31
-    handle, _ = rollouts.gather([call])[0]
-    data = handle.fetch(handle.columns)
+    _, data = rollouts.gather([call])[0]
     assert set(data["weight_version"].tolist()) == {30}, "the request had begun under the old weights"
     assert set(data["last_weight_version"].tolist()) == {31}, "and went on under the new ones"
     columns = (data[name].rows() for name in ("prompts", "responses", "rollout_log_probs", "weight_versions"))
@@ -167,20 +166,20 @@ def test_an_aborted_group_gives_nothing_and_the_others_go_on(rollouts: WorkerGro
     while rollouts.call(0, "generate", "num_running") < 8:
         pass
     rollouts.call(0, "abort", "abort", ["stop-me", "never-there"])
-    (stopped, _), (kept, load) = rollouts.gather(calls)
+    ((stopped, _), _), ((kept, load), _) = rollouts.gather(calls)
     assert stopped is None
-    assert kept["response_length"].tolist() == [80] * 4
+    assert kept.small["response_length"].tolist() == [80] * 4
     assert load.waiting == 0
-    again, _ = rollouts.gather([rollouts.submit(0, "generate", "generate", "stop-me", prompt, long)])[0]
-    assert len(again) == 4, "the same group may be asked for again"
+    (again, _), _ = rollouts.gather([rollouts.submit(0, "generate", "generate", "stop-me", prompt, long)])[0]
+    assert again.num_rows == 4, "the same group may be asked for again"
 
 
 def test_a_seed_decides_the_tokens_whatever_else_runs(rollouts: WorkerGroup) -> None:
     alone = tokens(generate(rollouts, 0, PROMPTS[:1], sampling(n=3)))
     others = [submit(rollouts, 0, [i, i + 1, i + 2], sampling(seed=i, max_tokens=40)) for i in range(3, 30)]
     among = submit(rollouts, 0, PROMPTS[0], sampling(n=3))
-    handles = rollouts.gather([*others, among])
-    assert tokens(handles[-1][0].fetch(("responses",))) == alone
+    answers = rollouts.gather([*others, among])
+    assert tokens(answers[-1][1]) == alone
     assert len({tuple(row) for row in alone}) == 3, "the responses of a group differ"
     assert tokens(generate(rollouts, 0, PROMPTS[:1], sampling(n=3, seed=500))) != alone
     one = tokens(generate(rollouts, 0, PROMPTS[:1], sampling(n=1, seed=12)))

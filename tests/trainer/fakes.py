@@ -11,7 +11,7 @@ import torch
 from grpo_dist.engines.settings import ObjectiveSettings
 from grpo_dist.engines.vllm_engine import EngineLoad, Response
 from grpo_dist.protocol import DataProto, Mean, Ragged, Sum
-from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.reward import RewardWorker
 from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
@@ -29,10 +29,11 @@ class FakeRolloutWorker(Process):
 
     async def generate(
         self, uid: str, prompt: np.ndarray, sampling: object, task: object
-    ) -> tuple[DataProtoRef, EngineLoad]:
+    ) -> tuple[tuple[Label, EngineLoad], DataProto]:
         lengths = [self.length + i for i in range(sampling.n)]
         responses = [Response([5] * k, [-1.0] * k, False, [self.version] * k) for k in lengths]
-        return DataProtoRef.put(group_batch(uid, prompt, responses), small=SMALL_COLUMNS), EngineLoad()
+        data = group_batch(uid, prompt, responses)
+        return (Label.of(data, SMALL_COLUMNS), EngineLoad()), data
 
     async def load_weights(self, buckets: list, version: int) -> int:
         self.version = version
@@ -108,7 +109,7 @@ class RecordingRolloutWorker(FakeRolloutWorker):
 
     async def generate(
         self, uid: str, prompt: np.ndarray, sampling: object, task: object
-    ) -> tuple[DataProtoRef, EngineLoad]:
+    ) -> tuple[tuple[Label, EngineLoad], DataProto]:
         self.asked.append((uid, sampling))
         return await super().generate(uid, prompt, sampling, task)
 

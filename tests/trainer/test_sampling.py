@@ -12,7 +12,7 @@ import pytest
 from grpo_dist.config.load import load_config
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import GrpoDistError, RewardError
+from grpo_dist.errors import DataError, GrpoDistError, RewardError
 from grpo_dist.trainer.pump import GroupRequest, RolloutJob
 from grpo_dist.trainer.sampling import TrainingSampler, informative
 from grpo_dist.workers.batch_ref import DataProtoRef
@@ -44,7 +44,7 @@ class InstantPump:
             self.on_progress()
 
     def cancel(self, job: RolloutJob, groups: set[int]) -> None:
-        job.cancelled |= groups
+        job.cancelled |= groups - job.scores.keys()
 
 
 def make_sampler(scores: dict[int, list[float]], *overrides: str) -> TrainingSampler:
@@ -104,7 +104,7 @@ def test_the_search_for_groups_has_an_end() -> None:
     sampler = make_sampler(
         {0: EQUAL, 1: MIXED, 2: EQUAL, 3: EQUAL}, FILTER, "algorithm.filter_groups.max_num_gen_batches=2"
     )
-    with pytest.raises(GrpoDistError, match=r"max_num_gen_batches=2: of 4 groups only 1 of the 2 needed"):
+    with pytest.raises(GrpoDistError, match=r"max_num_gen_batches=2: of 4 groups for step 1 only 1 of the 2 needed"):
         sampler.rollout(1)
 
 
@@ -156,9 +156,9 @@ def test_smaller_batches_are_sampled_until_there_are_enough() -> None:
 
 def test_steps_are_opened_in_order_and_each_prompt_is_drawn_once() -> None:
     sampler = make_sampler(dict.fromkeys(range(6), MIXED))
-    sampler.open_steps(3, 1)
+    sampler.open_steps(1, 3)
     assert [sampler.open[step].drawn for step in (1, 2, 3)] == [[[0, 1]], [[2, 3]], [[4, 5]]]
-    sampler.open_steps(3, 1)
+    sampler.open_steps(1, 3)
     assert len(sampler.pump.requests) == 6, "open steps are not sampled again"
     results = [sampler.rollout(step) for step in (1, 2, 3)]
     uids = [request.uid for result in results for request in result.requests]
@@ -168,14 +168,14 @@ def test_steps_are_opened_in_order_and_each_prompt_is_drawn_once() -> None:
 
 def test_the_ledger_brings_back_what_was_drawn_and_has_not_trained() -> None:
     before = make_sampler(dict.fromkeys(range(8), MIXED))
-    before.open_steps(3, 1)
+    before.open_steps(1, 3)
     before.rollout(1)
     ledger = json.loads(json.dumps(before.state_dict()))
     assert ledger == {"open": {"2": [[2, 3]], "3": [[4, 5]]}, "backlog": []}
     after = make_sampler(dict.fromkeys(range(8), MIXED))
     after.order.load_state_dict(before.order.state_dict())
     after.load_state_dict(ledger)
-    after.open_steps(4, 2)
+    after.open_steps(2, 4)
     resumed = [request for step in (2, 3, 4) for request in after.rollout(step).requests]
     assert [request.uid for request in resumed] == [f"step{2 + i // 2}-prompt{2 + i}" for i in range(6)]
     assert [r.sampling.seed for r in resumed[:4]] == [r.sampling.seed for r in before.pump.requests[2:]]
@@ -188,6 +188,37 @@ def test_the_slowest_of_an_over_sampled_batch_are_ended_and_come_first_in_the_ne
     assert [request.uid for request in result.requests] == ["step1-prompt0", "step1-prompt2"]
     assert result.metrics == {"train/aborted_groups": 1}
     assert sampler.backlog == [1, 3], "1 was ended, 3 was drawn with the others"
-    sampler.pump.late = (2,)
+    sampler.pump.late = ()
     assert [request.uid for request in sampler.rollout(2).requests] == ["step2-prompt1", "step2-prompt3"]
-    assert sampler.backlog == [4, 5]
+    assert sampler.backlog == [4, 5], "4 was ready too, and one too many"
+
+
+def test_over_sampling_is_in_the_ledger_once() -> None:
+    """Prompt 1 was ended in step 1 and waits; the checkpoint has it in one place."""
+    sampler = make_sampler(dict.fromkeys(range(8), MIXED), "actor_rollout_ref.rollout.over_sample_rate=0.5")
+    sampler.pump.late = (1,)
+    sampler.open_steps(1, 1)
+    sampler.pump.on_progress()
+    assert sampler.state_dict() == {"open": {"1": [[0, 2]]}, "backlog": [1, 3]}
+
+
+def test_an_over_sampled_batch_never_has_a_prompt_twice() -> None:
+    """4 prompts, 2 + 1 a batch, drawn two at a time: after an epoch the backlog has prompts that come again."""
+    sampler = make_sampler(dict.fromkeys(range(4), MIXED), "actor_rollout_ref.rollout.over_sample_rate=0.5")
+    for step in range(1, 9):
+        sampler.open_steps(step, step)
+        assert len(set(sampler.open[step].drawn[0])) == 3
+        sampler.rollout(step)
+    too_few = make_sampler(dict.fromkeys(range(2), MIXED), "actor_rollout_ref.rollout.over_sample_rate=0.5")
+    with pytest.raises(DataError, match=r"a batch samples 3 different prompts, and the order .* gives only 2"):
+        too_few.rollout(1)
+
+
+def test_over_sampling_takes_a_prompt_only_with_its_greedy_baseline() -> None:
+    """Of 3 prompts the second one's baseline (the fifth request) is late."""
+    overrides = ("actor_rollout_ref.rollout.over_sample_rate=0.5", "algorithm.adv_estimator=remax")
+    sampler = make_sampler(dict.fromkeys(range(8), MIXED), *overrides)
+    sampler.pump.late = (4,)
+    result = sampler.rollout(1)
+    assert [request.uid for request in result.requests] == ["step1-prompt0", "step1-prompt2"]
+    assert result.metrics == {"train/aborted_groups": 1}

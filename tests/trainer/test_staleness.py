@@ -17,11 +17,12 @@ from grpo_dist.config.load import load_config
 from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
 from grpo_dist.engines.vllm_engine import EngineLoad, Response
 from grpo_dist.errors import GrpoDistError
+from grpo_dist.protocol import DataProto
 from grpo_dist.trainer.build import build_trainer, load_run_prompts, reward_settings
 from grpo_dist.trainer.metrics import staleness_metrics
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.trainer import GRPOTrainer
-from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.groups import ActorGroup, RewardPool
 from grpo_dist.workers.resources import reserve
@@ -46,13 +47,14 @@ class SlowRolloutWorker(FakeRolloutWorker):
 
     async def generate(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: object
-    ) -> tuple[DataProtoRef, EngineLoad]:
+    ) -> tuple[tuple[Label, EngineLoad], DataProto]:
         versions = []
         for _ in range(self.length):
             await asyncio.sleep(self.seconds / self.length)
             versions.append(self.version)
         responses = [Response([5] * self.length, [-1.25] * self.length, False, versions)] * sampling.n
-        return DataProtoRef.put(group_batch(uid, prompt, responses), small=SMALL_COLUMNS), EngineLoad()
+        data = group_batch(uid, prompt, responses)
+        return (Label.of(data, SMALL_COLUMNS), EngineLoad()), data
 
     async def die(self) -> None:
         os._exit(1)
@@ -200,7 +202,9 @@ def test_a_rollout_worker_killed_while_it_generates_costs_no_prompt(
     prompts = [uid for step in trained_uids(mortal) for uid in step]
     assert len(set(prompts)) == len(prompts) == 4 * STEPS
     assert trainer.history[-1]["training/worker_restarts"] == 1
-    assert [text for text in shown if "replaced a worker; its prompts went elsewhere: rollout worker 0" in text]
+    assert [
+        text for text in shown if "replaced a worker; what it was asked for goes elsewhere: rollout worker 0" in text
+    ]
     mortal["rollout"].kill()
 
 

@@ -13,6 +13,7 @@ from grpo_dist.engines.settings import AgentSettings, EngineSettings, SamplingSe
 from grpo_dist.engines.vllm_engine import Response
 from grpo_dist.errors import AgentError, BatchError
 from grpo_dist.protocol.fields import FIELDS
+from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.reward import Task
@@ -65,7 +66,11 @@ def test_no_responses_give_no_rows() -> None:
 @pytest.mark.ray
 def test_the_worker_hands_out_a_handle_with_the_small_columns(rollouts: WorkerGroup) -> None:
     prompt = np.array([4, 5, 6], np.int32)
-    handle, load = rollouts.call(0, "generate", "generate", "p3", prompt, SamplingSettings(3, 1.0, 1.0, -1, 6, 1))
+    sampling = SamplingSettings(3, 1.0, 1.0, -1, 6, 1)
+    call = rollouts.submit_for_data(0, "generate", "generate", "p3", prompt, sampling)
+    label, load = rollouts.gather([call])[0]
+    assert call.data is not None
+    handle = DataProtoRef.stored(call.data, label)
     assert (load.waiting, len(handle)) == (0, 3)
     assert set(handle.small) == set(SMALL_COLUMNS)
     assert handle["uid"].tolist() == ["p3"] * 3
@@ -128,10 +133,10 @@ def episodes(group: WorkerGroup, uid: str, prompt: list[int]) -> Call:
 
 @pytest.mark.ray
 def test_episodes_are_the_same_whatever_else_is_sampled(agents: WorkerGroup) -> None:
-    alone, _ = agents.gather([episodes(agents, "a", [4, 5, 6])])[0]
+    (label, _), alone = agents.gather([episodes(agents, "a", [4, 5, 6])])[0]
     together = agents.gather([episodes(agents, f"b{i}", [4 + i, 5, 6]) for i in range(4)])
-    first, again = (handle.fetch(handle.columns) for handle in (alone, together[0][0]))
-    assert alone["num_turns"].tolist() == [2, 2, 2]
+    first, again = alone, together[0][1]
+    assert label.small["num_turns"].tolist() == [2, 2, 2]
     for row, mask in zip(first["responses"].rows(), first["response_mask"].rows(), strict=True):
         assert row[3:5].tolist() == [40, 41]
         assert mask.tolist() == [1, 1, 1, 0, 0, 1, 1, 1, 1]
@@ -143,9 +148,8 @@ def test_episodes_are_the_same_whatever_else_is_sampled(agents: WorkerGroup) -> 
 @pytest.mark.ray
 def test_the_first_turns_are_what_one_request_for_the_group_gives(agents: WorkerGroup, rollouts: WorkerGroup) -> None:
     one_request = rollouts.submit(1, "generate", "generate", "g", np.array([4, 5, 6], np.int32), SAMPLING)
-    (group, _), (turns, _) = agents.gather([one_request, episodes(agents, "e", [4, 5, 6])])
+    (_, expected), (_, found) = agents.gather([one_request, episodes(agents, "e", [4, 5, 6])])
     columns = ("responses", "rollout_log_probs")
-    expected, found = group.fetch(columns), turns.fetch(columns)
     for name in columns:
         for row, turn in zip(expected[name].rows(), found[name].rows(), strict=True):
             torch.testing.assert_close(turn[:3], row[:3])
@@ -158,8 +162,7 @@ def test_log_probs_of_later_turns_are_those_given_everything_before(
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(random_models["untied"])
-    handle, _ = agents.gather([episodes(agents, "c", [4, 5, 6])])[0]
-    data = handle.fetch(("responses", "rollout_log_probs"))
+    _, data = agents.gather([episodes(agents, "c", [4, 5, 6])])[0]
     for response, log_probs in zip(data["responses"].rows(), data["rollout_log_probs"].rows(), strict=True):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([[4, 5, 6, *response.tolist()]])).logits[0, 2:-1]
@@ -173,7 +176,8 @@ def test_an_aborted_group_ends_while_its_tool_works(agents: WorkerGroup) -> None
     call = agents.submit(1, "generate", "generate", "slow", np.array([4, 5], np.int32), SAMPLING, TASK)
     time.sleep(1)
     agents.call(1, "abort", "abort", ["slow", "unknown"])
-    assert agents.gather([call])[0][0] is None
+    (label, _), data = agents.gather([call])[0]
+    assert (label, data) == (None, None)
 
 
 @pytest.mark.ray

@@ -14,6 +14,7 @@ import ray
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.engines.vllm_engine import EngineLoad
 from grpo_dist.errors import ConfigError, EngineError, GrpoDistError, WeightSyncError, WorkerError
+from grpo_dist.workers.batch_ref import Label
 from grpo_dist.workers.group import WorkerGroup, finished
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.resources import reserve
@@ -35,7 +36,7 @@ class Worker(Process):
 
     async def generate(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: object
-    ) -> tuple[object, EngineLoad]:
+    ) -> tuple[tuple[Label, EngineLoad], np.ndarray]:
         if uid.startswith("slow"):
             await asyncio.sleep(1.0)
         if uid.startswith("hang"):
@@ -44,7 +45,8 @@ class Worker(Process):
             raise EngineError("vLLM failed: EngineDeadError: engine died")
         if uid == "user's mistake":
             raise ConfigError("vLLM refuses the sampling settings")
-        return (uid, os.getpid(), self.version), EngineLoad()
+        label = Label(("pid",), {"uid": uid, "pid": os.getpid(), "version": self.version}, 1)
+        return (label, EngineLoad()), np.full(100_000, os.getpid())
 
     async def load_weights(self, buckets: list, version: int) -> int:
         if buckets == ["damaged"]:
@@ -71,7 +73,12 @@ def make(local_ray: None) -> Iterator[Callable[..., RolloutGroup]]:
     def make(size: int = 2, **options: float) -> RolloutGroup:
         placement, bundles = reserve({"rollout": (size, 0.01, 0)})
         workers = WorkerGroup.spawn(
-            "rollout", Worker, bundles["rollout"], args=[()] * size, timeout_s=60, max_concurrency=100
+            "rollout",
+            Worker,
+            bundles["rollout"],
+            args=[()] * size,
+            timeout_s=60,
+            max_concurrency=100,
         )
         made.append((workers, placement))
         group = RolloutGroup(workers, **options)  # type: ignore[arg-type]
@@ -135,14 +142,22 @@ def test_what_a_dead_worker_was_asked_for_is_lost_and_the_worker_comes_back(make
             answer = group.collect(call)
             answers += [answer] if answer is not None else []
         lost += group.take_lost()
-    assert sorted(answer[0] for answer in answers) == ["slow 1", "slow 3", "slow 5"], "the other worker's"
+    assert sorted(answer.small["uid"] for answer in answers) == ["slow 1", "slow 3", "slow 5"], "the other worker's"
     assert lost == [call for call in calls if call.rank == 0]
     assert group.num_restarts == 1
     assert "rollout worker 0" in group.failures[0]
     after = group.workers.call_all("pid", "pid")
     assert (after[0] != before[0], after[1]) == (True, before[1])
-    versions = {answer[2] for answer in collect_all(group, [f"{i}" for i in range(6)])}
+    versions = {answer.small["version"] for answer in collect_all(group, [f"{i}" for i in range(6)])}
     assert versions == {5}, "the new process has the weights in force"
+
+
+def test_what_a_worker_has_answered_outlives_it(make: Callable) -> None:
+    group = make(1, max_restarts=1)
+    (answer,) = collect_all(group, ["answered"])
+    group.workers.kill()
+    (block,) = answer.frames[0].blocks
+    assert (ray.get(block, timeout=30) == answer.small["pid"]).all()
 
 
 def test_an_engine_that_fails_is_replaced_and_one_that_fails_too_often_stops_the_run(make: Callable) -> None:
@@ -173,7 +188,7 @@ def test_a_mistake_of_the_users_is_not_tried_again(make: Callable) -> None:
 def test_a_worker_that_hangs_is_replaced(make: Callable) -> None:
     group = make(1, max_restarts=1)
     answers = collect_all(group, ["hang once"], generate_timeout_s=0.5)
-    assert [answer[0] for answer in answers] == ["once"]
+    assert [answer.small["uid"] for answer in answers] == ["once"]
     assert "no answer within 0.5 s" in group.failures[0]
 
 
@@ -187,10 +202,10 @@ def test_a_worker_that_dies_in_a_sync_does_not_hold_up_the_others(make: Callable
     assert group.num_restarts == 1
     assert group.submit("now", PROMPT, SAMPLING).rank == 1, "the one that lives goes on at once"
     answers, round_ = [], 0
-    while not answers or group.workers.call(0, "test", "pid") not in {answer[1] for answer in answers}:
+    while not answers or group.workers.call(0, "test", "pid") not in {answer.small["pid"] for answer in answers}:
         round_ += 1
         answers += collect_all(group, [f"slow {round_} {i}" for i in range(6)])
-    assert {answer[2] for answer in answers} == {6}, "the new process too"
+    assert {answer.small["version"] for answer in answers} == {6}, "the new process too"
 
 
 def test_damaged_weights_and_other_versions_are_errors(make: Callable) -> None:
