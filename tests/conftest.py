@@ -73,9 +73,8 @@ def rollouts(local_ray: None, random_models: dict[str, str]) -> Iterator[Any]:
     a tokenizer.
     """
     from grpo_dist.engines.settings import EngineSettings
-    from grpo_dist.workers.group import WorkerGroup
-    from grpo_dist.workers.resources import reserve
     from grpo_dist.workers.rollout import RolloutWorker
+    from tests.processes import spawned
 
     settings = [
         EngineSettings(
@@ -83,17 +82,7 @@ def rollouts(local_ray: None, random_models: dict[str, str]) -> Iterator[Any]:
         )
         for seed, path in enumerate((random_models["tied"], random_models["untied"]))
     ]
-    _, bundles = reserve({"rollout": (2, 0.1, 0.0)})
-    group = WorkerGroup.spawn(
-        "rollout",
-        RolloutWorker,
-        bundles["rollout"],
-        args=[(), ()],
-        env={"OMP_NUM_THREADS": "1"},
-        timeout_s=240.0,
-        max_concurrency=100,
-    )
-    group.call_each("start", "start", [(each,) for each in settings])
-    yield group
-    group.call_all("shutdown", "shutdown")
-    group.kill()
+    with spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as group:
+        group.call_each("start", "start", [(each,) for each in settings])
+        yield group
+        group.call_all("shutdown", "shutdown")

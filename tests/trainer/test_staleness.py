@@ -25,10 +25,10 @@ from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.groups import ActorGroup, RewardPool
-from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.reward import RewardWorker
 from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
 from grpo_dist.workers.rollout_group import RolloutGroup
+from tests.processes import spawned
 from tests.trainer.fakes import FakeActorWorker, FakeRolloutWorker
 
 pytestmark = pytest.mark.ray
@@ -73,22 +73,14 @@ class SlowActorWorker(FakeActorWorker):
         return super().update(rows, mini_batches, objective, step)
 
 
-def spawn(role: str, worker_class: type, args: list[tuple]) -> WorkerGroup:
-    _, bundles = reserve({role: (len(args), 0.01, 0)})
-    concurrency = 100 if role == "rollout" else 1
-    return WorkerGroup.spawn(role, worker_class, bundles[role], args=args, timeout_s=200, max_concurrency=concurrency)
-
-
 @pytest.fixture(scope="module")
 def groups(local_ray: None) -> Iterator[dict[str, WorkerGroup]]:
-    groups = {
-        "actor": spawn("actor", SlowActorWorker, [(0, 1)]),
-        "rollout": spawn("rollout", SlowRolloutWorker, [(), ()]),
-        "reward": spawn("reward", RewardWorker, [()]),
-    }
-    yield groups
-    for group in groups.values():
-        group.kill()
+    with (
+        spawned("actor", SlowActorWorker, [(0, 1)]) as actor,
+        spawned("rollout", SlowRolloutWorker, [(), ()]) as rollout,
+        spawned("reward", RewardWorker, [()]) as reward,
+    ):
+        yield {"actor": actor, "rollout": rollout, "reward": reward}
 
 
 def make_trainer(tmp_path: Path, groups: dict[str, WorkerGroup], *overrides: str, seconds: float = 0.1) -> GRPOTrainer:
@@ -189,23 +181,25 @@ def test_a_run_that_was_ahead_resumes_with_the_same_prompts(tmp_path: Path, grou
 def test_a_rollout_worker_killed_while_it_generates_costs_no_prompt(
     tmp_path: Path, groups: dict[str, WorkerGroup], staleness: int
 ) -> None:
-    mortal = groups | {"rollout": spawn("rollout", SlowRolloutWorker, [(), ()])}
-    trainer = make_trainer(tmp_path, mortal, f"trainer.max_staleness={staleness}", seconds=0.5)
-    shown: list[str] = []
-    trainer.progress.message = shown.append  # type: ignore[method-assign]
-    trainer.sync_weights()
-    trainer.sampler.open_steps(1, 1)
-    mortal["rollout"].tell(0, "die")
-    trainer.weight_version -= 1  # `fit` begins with a sync of its own
-    trainer.fit()
-    assert len(trained_uids(mortal)) == STEPS
-    prompts = [uid for step in trained_uids(mortal) for uid in step]
-    assert len(set(prompts)) == len(prompts) == 4 * STEPS
-    assert trainer.history[-1]["training/worker_restarts"] == 1
-    assert [
-        text for text in shown if "replaced a worker; what it was asked for goes elsewhere: rollout worker 0" in text
-    ]
-    mortal["rollout"].kill()
+    with spawned("rollout", SlowRolloutWorker, [(), ()]) as rollout:
+        mortal = groups | {"rollout": rollout}
+        trainer = make_trainer(tmp_path, mortal, f"trainer.max_staleness={staleness}", seconds=0.5)
+        shown: list[str] = []
+        trainer.progress.message = shown.append  # type: ignore[method-assign]
+        trainer.sync_weights()
+        trainer.sampler.open_steps(1, 1)
+        mortal["rollout"].tell(0, "die")
+        trainer.weight_version -= 1  # `fit` begins with a sync of its own
+        trainer.fit()
+        assert len(trained_uids(mortal)) == STEPS
+        prompts = [uid for step in trained_uids(mortal) for uid in step]
+        assert len(set(prompts)) == len(prompts) == 4 * STEPS
+        assert trainer.history[-1]["training/worker_restarts"] == 1
+        assert [
+            text
+            for text in shown
+            if "replaced a worker; what it was asked for goes elsewhere: rollout worker 0" in text
+        ]
 
 
 def test_over_sampling_ends_the_slowest_and_trains_whole_batches(

@@ -19,9 +19,9 @@ from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.groups import ActorGroup, ReferenceGroup, RewardPool
-from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.reward import RewardWorker
 from grpo_dist.workers.rollout_group import RolloutGroup
+from tests.processes import spawned
 from tests.trainer.fakes import (
     FakeActorWorker,
     FakePolicyWorker,
@@ -40,24 +40,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def spawn(role: str, worker_class: type, args: list[tuple]) -> WorkerGroup:
-    _, bundles = reserve({role: (len(args), 0.01, 0)})
-    concurrency = 8 if role == "rollout" else 1
-    return WorkerGroup.spawn(role, worker_class, bundles[role], args=args, timeout_s=200, max_concurrency=concurrency)
-
-
 @pytest.fixture(scope="module")
 def groups(local_ray: None) -> Iterator[dict[str, WorkerGroup]]:
     """2 actor ranks, 2 engines, 1 reference, 1 reward process, for all tests here: processes are slow to start."""
-    groups = {
-        "actor": spawn("actor", FakeActorWorker, [(0, 2), (1, 2)]),
-        "rollout": spawn("rollout", FakeRolloutWorker, [(), ()]),
-        "ref": spawn("ref", FakePolicyWorker, [(0, 1)]),
-        "reward": spawn("reward", RewardWorker, [()]),
-    }
-    yield groups
-    for group in groups.values():
-        group.kill()
+    with (
+        spawned("actor", FakeActorWorker, [(0, 2), (1, 2)]) as actor,
+        spawned("rollout", FakeRolloutWorker, [(), ()]) as rollout,
+        spawned("ref", FakePolicyWorker, [(0, 1)]) as ref,
+        spawned("reward", RewardWorker, [()]) as reward,
+    ):
+        yield {"actor": actor, "rollout": rollout, "ref": ref, "reward": reward}
 
 
 def make_trainer(
@@ -223,23 +215,24 @@ def test_a_reward_process_that_hangs_ends_the_step(
     groups: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo_dist.trainer.pump.SCORER_START_S", 0.0)
-    stuck = groups | {"reward": spawn("reward", StuckRewardWorker, [()])}
-    trainer = make_trainer(tmp_path, stuck, "reward.timeout_s=0.2")
-    trainer.sync_weights()
-    message = r"the reward process did not answer for prompt step1-prompt\d+ \(data_source 'arithmetic'\)"
-    with pytest.raises(RewardError, match=message):
-        trainer.rollout()
-    stuck["reward"].kill()
+    with spawned("reward", StuckRewardWorker, [()]) as reward:
+        stuck = groups | {"reward": reward}
+        trainer = make_trainer(tmp_path, stuck, "reward.timeout_s=0.2")
+        trainer.sync_weights()
+        message = r"the reward process did not answer for prompt step1-prompt\d+ \(data_source 'arithmetic'\)"
+        with pytest.raises(RewardError, match=message):
+            trainer.rollout()
 
 
 def test_a_dead_worker_is_named(groups: dict, tmp_path: Path) -> None:
-    dead = groups | {"ref": spawn("ref", FakePolicyWorker, [(0, 1)])}
-    trainer = make_trainer(tmp_path, dead)
-    trainer.sync_weights()
-    dead["ref"].call_all("test", "start")
-    dead["ref"].kill()
-    with pytest.raises(WorkerError, match=r"ref worker 0 .*stage 'ref_log_prob': its process died"):
-        trainer.rollout()
+    with spawned("ref", FakePolicyWorker, [(0, 1)]) as ref:
+        dead = groups | {"ref": ref}
+        trainer = make_trainer(tmp_path, dead)
+        trainer.sync_weights()
+        dead["ref"].call_all("test", "start")
+        dead["ref"].kill()
+        with pytest.raises(WorkerError, match=r"ref worker 0 .*stage 'ref_log_prob': its process died"):
+            trainer.rollout()
 
 
 def test_iterative_grpo_moves_the_reference_and_saves_it(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
@@ -289,26 +282,34 @@ def test_on_policy_the_old_log_probs_are_the_updates_own(tmp_path: Path, groups:
 
 def test_validation_samples_in_its_own_way(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """All of val_kwargs reach the engine, each prompt with a seed of its own, the same in every validation."""
-    recording = groups | {"rollout": spawn("rollout", RecordingRolloutWorker, [()])}
-    val = "actor_rollout_ref.rollout.val_kwargs"
-    overrides = (f"{val}.do_sample=true", f"{val}.temperature=0.7", f"{val}.top_p=0.8", f"{val}.top_k=20", f"{val}.n=3")
-    trainer = make_trainer(tmp_path, recording, *overrides, "trainer.log_val_generations=2")
-    trainer.trackers = Trackers({"text": (shown := TextTracker())}, resumed_step=None)
-    trainer.sync_weights()
-    trainer.validate()
-    trainer.validate()
-    asked = recording["rollout"].call_all("seen", "seen")[0]
-    recording["rollout"].kill()
-    assert {(s.n, s.temperature, s.top_p, s.top_k, s.max_tokens) for _, s in asked} == {(3, 0.7, 0.8, 20, 64)}
-    by_prompt = [sorted(part, key=lambda each: each[0]) for part in (asked[:4], asked[4:])]  # Ray calls in any order
-    assert by_prompt[0] == by_prompt[1]
-    assert len({sampling.seed for _, sampling in asked}) == 4
-    metrics = {name.removeprefix("val-core/arithmetic/reward/"): v for name, v in trainer.metrics.items()}
-    assert (metrics["mean@3"], metrics["best@3/mean"]) == (9, 10), "responses of 8, 9 and 10 characters"
-    first, second = shown.samples
-    assert first == second
-    assert len(first) == 2
-    assert first[0].keys() == {"step", "uid", "input", "output", "gts", "score"}
+    with spawned("rollout", RecordingRolloutWorker, [()]) as rollout:
+        recording = groups | {"rollout": rollout}
+        val = "actor_rollout_ref.rollout.val_kwargs"
+        overrides = (
+            f"{val}.do_sample=true",
+            f"{val}.temperature=0.7",
+            f"{val}.top_p=0.8",
+            f"{val}.top_k=20",
+            f"{val}.n=3",
+        )
+        trainer = make_trainer(tmp_path, recording, *overrides, "trainer.log_val_generations=2")
+        trainer.trackers = Trackers({"text": (shown := TextTracker())}, resumed_step=None)
+        trainer.sync_weights()
+        trainer.validate()
+        trainer.validate()
+        asked = recording["rollout"].call_all("seen", "seen")[0]
+        assert {(s.n, s.temperature, s.top_p, s.top_k, s.max_tokens) for _, s in asked} == {(3, 0.7, 0.8, 20, 64)}
+        by_prompt = [
+            sorted(part, key=lambda each: each[0]) for part in (asked[:4], asked[4:])
+        ]  # Ray calls in any order
+        assert by_prompt[0] == by_prompt[1]
+        assert len({sampling.seed for _, sampling in asked}) == 4
+        metrics = {name.removeprefix("val-core/arithmetic/reward/"): v for name, v in trainer.metrics.items()}
+        assert (metrics["mean@3"], metrics["best@3/mean"]) == (9, 10), "responses of 8, 9 and 10 characters"
+        first, second = shown.samples
+        assert first == second
+        assert len(first) == 2
+        assert first[0].keys() == {"step", "uid", "input", "output", "gts", "score"}
 
 
 class TextTracker:

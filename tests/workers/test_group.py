@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 
 import pytest
 
 from grpo_dist.errors import GrpoDistError, RewardError, WorkerError
 from grpo_dist.workers.group import Call, WorkerGroup, finished
-from grpo_dist.workers.resources import reserve
+from tests.processes import reserved
 
 pytestmark = pytest.mark.ray
 
@@ -61,8 +61,9 @@ def worker_class() -> type:
 
 
 @pytest.fixture(scope="module")
-def bundles(local_ray: None) -> dict[str, list]:
-    return reserve({"lasting": (2, 0.05, 0.0), "dying": (3, 0.05, 0.0), "unbuilt": (1, 0.05, 0.0)})[1]
+def bundles(local_ray: None) -> Iterator[Mapping[str, list]]:
+    with reserved(lasting=2, dying=3, unbuilt=1) as found:
+        yield found
 
 
 def spawn(bundles: list, timeout_s: float, args: list[tuple]) -> WorkerGroup:
@@ -72,7 +73,7 @@ def spawn(bundles: list, timeout_s: float, args: list[tuple]) -> WorkerGroup:
 
 
 @pytest.fixture(scope="module")
-def group(bundles: dict[str, list]) -> Iterator[WorkerGroup]:
+def group(bundles: Mapping[str, list]) -> Iterator[WorkerGroup]:
     group = spawn(bundles["lasting"], 30.0, [(0,), (1,)])
     yield group
     group.kill()
@@ -208,7 +209,7 @@ def test_the_deadline_of_a_call(group: WorkerGroup) -> None:
 
 
 # --- death -------------------------------------------------------------------------------------------------------
-def test_a_dead_process_is_told_while_others_hang(bundles: dict[str, list]) -> None:
+def test_a_dead_process_is_told_while_others_hang(bundles: Mapping[str, list]) -> None:
     group = spawn(bundles["dying"], 60.0, [(0,), (1,), (2,)])
     (victim,) = group.gather([group.submit(2, "pid", "pid")])
     try:
@@ -226,7 +227,7 @@ def test_a_dead_process_is_told_while_others_hang(bundles: dict[str, list]) -> N
         group.call(0, "add", "add", 1)
 
 
-def test_a_worker_that_cannot_be_built_says_why(bundles: dict[str, list]) -> None:
+def test_a_worker_that_cannot_be_built_says_why(bundles: Mapping[str, list]) -> None:
     group = spawn(bundles["unbuilt"], 60.0, [(-1,)])
     with pytest.raises(GrpoDistError, match="rank -1 cannot be built"):
         group.call(0, "start", "pid")

@@ -10,19 +10,16 @@ import ray
 
 from grpo_dist.engines.settings import LoraSettings, ModelSettings, OptimizerSettings
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.groups import ActorGroup
 from grpo_dist.workers.policy import ActorWorker, PolicySettings
-from grpo_dist.workers.resources import reserve
 from tests.models import objective, random_batch
+from tests.processes import spawned
 
 pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
 def actor(local_ray: None, random_models: dict[str, str]) -> Iterator[ActorGroup]:
-    _, bundles = reserve({"actor": (2, 0.05, 0.0)})
-    group = ActorGroup(WorkerGroup.spawn("actor", ActorWorker, bundles["actor"], args=[(0, 2), (1, 2)], timeout_s=200))
     lora = LoraSettings(4, 8, "all-linear")
     settings = PolicySettings(
         model=ModelSettings(random_models["tied"], False, "fp32", "fp32", False, True, lora=lora),
@@ -36,9 +33,10 @@ def actor(local_ray: None, random_models: dict[str, str]) -> Iterator[ActorGroup
         train_micro_batch_size=4,
         reference_columns=("ref_log_probs",),
     )
-    group.workers.gather(group.submit_start(settings))
-    yield group
-    group.workers.kill()
+    with spawned("actor", ActorWorker, [(0, 2), (1, 2)]) as workers:
+        group = ActorGroup(workers)
+        workers.gather(group.submit_start(settings))
+        yield group
 
 
 def log_probs(actor: ActorGroup, batch: DataProtoRef, method: str) -> np.ndarray:

@@ -15,9 +15,9 @@ from grpo_dist.errors import AgentError, BatchError
 from grpo_dist.protocol.fields import FIELDS
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
-from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.reward import Task
 from grpo_dist.workers.rollout import SMALL_COLUMNS, RolloutWorker, group_batch
+from tests.processes import spawned
 
 RESPONSES = [Response([8, 2], [-0.5, -1.5], False, [7, 7]), Response([9, 0, 7], [-1.0, -2.0, -3.0], True, [7, 8, 8])]
 
@@ -117,14 +117,10 @@ def agents(local_ray: None, random_models: dict[str, str], tmp_path_factory: pyt
         )
         for wait in (0.0, 500.0)
     ]
-    _, bundles = reserve({"rollout": (2, 0.1, 0.0)})
-    environment = {"OMP_NUM_THREADS": "1"}
-    options: dict[str, Any] = {"env": environment, "timeout_s": 240.0, "max_concurrency": 20}
-    group = WorkerGroup.spawn("rollout", RolloutWorker, bundles["rollout"], args=[(), ()], **options)
-    group.call_each("start", "start", [(each,) for each in settings])
-    yield group
-    group.call_all("shutdown", "shutdown")
-    group.kill()
+    with spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as group:
+        group.call_each("start", "start", [(each,) for each in settings])
+        yield group
+        group.call_all("shutdown", "shutdown")
 
 
 def episodes(group: WorkerGroup, uid: str, prompt: list[int]) -> Call:

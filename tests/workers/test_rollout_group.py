@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +16,11 @@ from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.engines.vllm_engine import EngineLoad
 from grpo_dist.errors import ConfigError, EngineError, GrpoDistError, WeightSyncError, WorkerError
 from grpo_dist.workers.batch_ref import Label
-from grpo_dist.workers.group import WorkerGroup, finished
+from grpo_dist.workers.group import finished
 from grpo_dist.workers.process import Process
-from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.rollout_group import Member, RolloutGroup
 from grpo_dist.workers.weight_transport import Outcomes, outcomes
+from tests.processes import spawned
 
 pytestmark = pytest.mark.ray
 
@@ -68,27 +69,15 @@ class Worker(Process):
 
 @pytest.fixture
 def make(local_ray: None) -> Iterator[Callable[..., RolloutGroup]]:
-    made = []
+    with contextlib.ExitStack() as processes:
 
-    def make(size: int = 2, **options: float) -> RolloutGroup:
-        placement, bundles = reserve({"rollout": (size, 0.01, 0)})
-        workers = WorkerGroup.spawn(
-            "rollout",
-            Worker,
-            bundles["rollout"],
-            args=[()] * size,
-            timeout_s=60,
-            max_concurrency=100,
-        )
-        made.append((workers, placement))
-        group = RolloutGroup(workers, **options)  # type: ignore[arg-type]
-        workers.gather(group.submit_start([None] * size))
-        return group
+        def make(size: int = 2, **options: float) -> RolloutGroup:
+            workers = processes.enter_context(spawned("rollout", Worker, [()] * size))
+            group = RolloutGroup(workers, **options)  # type: ignore[arg-type]
+            workers.gather(group.submit_start([None] * size))
+            return group
 
-    yield make
-    for workers, placement in made:
-        workers.kill()
-        ray.util.remove_placement_group(placement)
+        yield make
 
 
 def sync(group: RolloutGroup, buckets: list, version: int) -> None:

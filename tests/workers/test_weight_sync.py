@@ -12,9 +12,9 @@ import pytest
 
 from grpo_dist.errors import GrpoDistError, WorkerError
 from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.rollout_group import RolloutGroup
 from grpo_dist.workers.weight_sync import sync_weights
+from tests.processes import spawned
 
 pytestmark = pytest.mark.ray
 
@@ -55,14 +55,9 @@ def worker_class() -> type:
 
 @pytest.fixture(scope="module")
 def groups(local_ray: None) -> Iterator[tuple[WorkerGroup, RolloutGroup]]:
-    _, bundles = reserve({"actor": (2, 0.05, 0.0), "rollout": (2, 0.05, 0.0)})
-    actor, rollout = (
-        WorkerGroup.spawn(role, worker_class(), bundles[role], args=[(0,), (1,)], timeout_s=60.0)
-        for role in ("actor", "rollout")
-    )
-    yield actor, RolloutGroup(rollout)
-    actor.kill()
-    rollout.kill()
+    ranks: list[tuple] = [(0,), (1,)]
+    with spawned("actor", worker_class(), ranks) as actor, spawned("rollout", worker_class(), ranks) as rollout:
+        yield actor, RolloutGroup(rollout)
 
 
 @pytest.fixture(autouse=True)

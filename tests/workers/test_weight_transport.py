@@ -17,12 +17,12 @@ from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, Worker
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.groups import PolicyGroup
 from grpo_dist.workers.policy import ActorWorker, PolicySettings
-from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.rollout_group import RolloutGroup
 from grpo_dist.workers.weight_sync import sync_weights
 from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes, weight_transport
 from tests.engines.test_vllm_engine import PROMPTS, RANKS, generate, hf_greedy, sampling, tokens
+from tests.processes import spawned
 
 pytestmark = pytest.mark.ray
 
@@ -98,17 +98,14 @@ class Case:
 @pytest.fixture(scope="module", params=RANKS)
 def case(request: pytest.FixtureRequest, local_ray: None, random_models: dict[str, str]) -> Iterator[Case]:
     path = random_models[request.param]
-    _, bundles = reserve({"actor": (2, 0.02, 0.0), "rollout": (2, 0.02, 0.0)})
-    limit = {"timeout_s": 240.0}
-    actor = WorkerGroup.spawn("actor", actor_class(), bundles["actor"], args=[(0, 2), (1, 2)], **limit)
-    engine = {"env": {"OMP_NUM_THREADS": "1"}, "max_concurrency": 100}
-    rollout = WorkerGroup.spawn("rollout", RolloutWorker, bundles["rollout"], args=[(), ()], **engine, **limit)
-    calls = PolicyGroup(actor).submit_start(policy_settings(path))
-    calls += [rollout.submit(rank, "start", "start", engine_settings(path, rank)) for rank in range(2)]
-    actor.gather(calls)
-    yield Case(request.param, path, actor, rollout, BroadcastTransport(1, TIMEOUT_S))
-    actor.kill()
-    rollout.kill()
+    with (
+        spawned("actor", actor_class(), [(0, 2), (1, 2)]) as actor,
+        spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as rollout,
+    ):
+        calls = PolicyGroup(actor).submit_start(policy_settings(path))
+        calls += [rollout.submit(rank, "start", "start", engine_settings(path, rank)) for rank in range(2)]
+        actor.gather(calls)
+        yield Case(request.param, path, actor, rollout, BroadcastTransport(1, TIMEOUT_S))
 
 
 def policy_settings(path: str) -> PolicySettings:

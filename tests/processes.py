@@ -1,0 +1,36 @@
+"""Processes for tests: reserved on their own, and released at the end, so that no test starves the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from ray.util.placement_group import remove_placement_group
+
+from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.resources import Bundle, reserve
+
+# Logical CPUs of each process: all that run at the same time fit into a small cluster.
+SHARE = 0.01
+
+
+@contextmanager
+def reserved(**counts: int) -> Iterator[Mapping[str, list[Bundle]]]:
+    """Bundles for so many processes of each role. At the end whatever still runs in them is killed."""
+    placement, bundles = reserve({role: (count, SHARE, 0.0) for role, count in counts.items()})
+    try:
+        yield bundles
+    finally:
+        remove_placement_group(placement)
+
+
+@contextmanager
+def spawned(
+    role: str, worker_class: type, args: Sequence[tuple], env: Mapping[str, str] | None = None
+) -> Iterator[WorkerGroup]:
+    """The processes of a role, one for each of `args`."""
+    concurrency = 100 if role == "rollout" else 1
+    with reserved(**{role: len(args)}) as bundles:
+        yield WorkerGroup.spawn(
+            role, worker_class, bundles[role], args=args, timeout_s=240.0, env=env, max_concurrency=concurrency
+        )
