@@ -1,5 +1,6 @@
 # make quickstart   set up .venv and train the built-in model on the built-in task (a few minutes, no download of models)
 # make test         set up and run all tests
+# make chaos        kill and stop every role at every moment of a run (most of an hour)
 # make smollm2      train SmolLM2-135M-Instruct for a few steps on GSM8K and on arithmetic
 # make check        what every change must pass: format, lint, types, layers, fast tests
 # make format       let ruff format and fix; make clean removes caches and builds
@@ -13,7 +14,7 @@ CODE := $(wildcard grpo_dist tests scripts benchmarks examples)
 
 export PYTHON
 
-.PHONY: help setup quickstart smollm2 test check format clean
+.PHONY: help setup quickstart smollm2 test chaos check format clean
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
@@ -29,6 +30,9 @@ smollm2: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+chaos: setup
+	$(BIN)/python -m pytest -m chaos tests/chaos -s
 
 check: setup
 	$(BIN)/ruff format --check $(CODE)

@@ -15,12 +15,14 @@ import numpy as np
 from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
 from grpo_dist.engines.vllm_engine import EngineLoad, Response
 from grpo_dist.protocol import DataProto, Mean, Ragged
-from grpo_dist.trainer.pump import GroupRequest, RolloutPump
+from grpo_dist.trainer.pump import RolloutPump
+from grpo_dist.trainer.rollout_job import GroupRequest
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.group import DATA_STAYS_IN_STORE, WorkerGroup
-from grpo_dist.workers.groups import ActorGroup, RewardPool
+from grpo_dist.workers.groups import ActorGroup
 from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.reward import Task, on_last_token
+from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
 from grpo_dist.workers.rollout_group import RolloutGroup
 
@@ -52,22 +54,22 @@ class FakeRollout:
 class FakeReward:
     """Every response scores its position."""
 
-    def score(self, group: DataProtoRef, task: Task) -> tuple[DataProtoRef, list[str]]:
+    def score(self, group: DataProtoRef, task: Task) -> tuple[tuple[Label, list[str]], DataProto]:
         """Scores of a group."""
         import torch
 
         responses = group.fetch(("responses",))["responses"]
         scores = torch.arange(len(responses)).float()
-        columns = {"score": scores, "token_level_scores": on_last_token(scores, responses)}
-        return DataProtoRef.put(DataProto.from_dict(columns), small=("score",)), []
+        data = DataProto.from_dict({"score": scores, "token_level_scores": on_last_token(scores, responses)})
+        return (Label.of(data, ("score",)), []), data
 
 
 class FakeActor:
     """Takes its rows and does nothing with them."""
 
-    def update(self, rows: DataProtoRef, *args: Any) -> tuple[list[dict[str, Any]], None]:
+    def update(self, rows: DataProtoRef, *args: Any) -> tuple[tuple[list[dict[str, Any]], None], None]:
         """One mini-batch's metrics."""
-        return [{"actor/loss": Mean(float(len(rows)), 1)}], None
+        return ([{"actor/loss": Mean(float(len(rows)), 1)}], None), None
 
 
 def measure(num_workers: int, samples: int) -> list[dict[str, Any]]:
@@ -75,7 +77,7 @@ def measure(num_workers: int, samples: int) -> list[dict[str, Any]]:
     rollout = _spawn("rollout", FakeRollout, num_workers, max_concurrency=1000)
     reward, actor = _spawn("reward", FakeReward, REWARD_WORKERS), _spawn("actor", FakeActor, ACTOR_RANKS)
     group = RolloutGroup(rollout)
-    pump = RolloutPump(group, RewardPool(reward), {}, reward_timeout_s=600.0, generate_timeout_s=600.0)
+    pump = RolloutPump(group, RewardPool(reward), {}, reward_timeout_s=600.0, worker_timeout_s=600.0)
     rows = []
     for length in LENGTHS:
         rollout.call_all("set_length", "set_length", length)
@@ -121,8 +123,8 @@ def _spawn(role: str, worker_class: type, size: int, **options: Any) -> WorkerGr
     processes = PROCESSES[role]
     _, bundles = reserve({role: (processes, 0.01, 0.0)})
     args: list[tuple[Any, ...]] = [()] * processes
-    options |= {"env": DATA_STAYS_IN_STORE} if role == "rollout" else {}  # as in a run
-    group = WorkerGroup.spawn(role, worker_class, bundles[role], args=args, timeout_s=600.0, **options)
+    options |= {"timeout_s": 600.0, "env": DATA_STAYS_IN_STORE}  # as in a run
+    group = WorkerGroup.spawn(role, worker_class, bundles[role], args=args, **options)
     return WorkerGroup(role, [group.handles[rank % processes] for rank in range(size)], 600.0)
 
 

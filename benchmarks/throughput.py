@@ -10,11 +10,12 @@ import numpy as np
 import ray
 
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
-from grpo_dist.trainer.pump import GroupRequest, RolloutPump
+from grpo_dist.trainer.pump import RolloutPump
+from grpo_dist.trainer.rollout_job import GroupRequest
 from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.groups import RewardPool
 from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.reward import Task
+from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.rollout_group import RolloutGroup
 
@@ -65,7 +66,7 @@ def _prompts() -> list[list[int]]:
 class _NoReward:
     """Scores nothing: only generation is measured."""
 
-    has_free = False
+    has_free, starting = False, ()
 
 
 def _ours(path: str, threads: int) -> Callable[[], float]:
@@ -73,7 +74,7 @@ def _ours(path: str, threads: int) -> Callable[[], float]:
     group = RolloutGroup(workers)
     workers.gather(group.submit_start([engine_settings(path)]))
     reward: RewardPool = _NoReward()  # type: ignore[assignment]
-    pump = RolloutPump(group, reward, {}, reward_timeout_s=TIMEOUT_S, generate_timeout_s=TIMEOUT_S)
+    pump = RolloutPump(group, reward, {}, reward_timeout_s=TIMEOUT_S, worker_timeout_s=TIMEOUT_S)
     sampling = SamplingSettings(N, 1.0, 1.0, -1, RESPONSE_LENGTH, None, ignore_eos=True)
 
     def run() -> float:

@@ -10,7 +10,8 @@
     ├── WeightSyncError      new weights arrived damaged, incomplete or out of order; says what the engine now holds
     ├── EngineError          the rollout engine failed or hangs: its worker is replaced
     ├── CheckpointError      a checkpoint cannot be written or read
-    └── WorkerError          a worker process failed or died; carries role, rank, node, stage and its traceback
+    └── WorkerError          a worker process failed; carries role, rank, node, stage and its traceback
+        └── WorkerLost       its process died or does not answer: not the fault of what it was asked for
     Terminated               SIGTERM, a KeyboardInterrupt by someone else: exit code 143
 
 Every message says what failed, the value, the config key or the rank, and what to do.
@@ -68,7 +69,7 @@ class CheckpointError(GrpoDistError):
 
 
 class WorkerError(GrpoDistError):
-    """A worker process failed or died.
+    """A worker process failed.
 
     Args:
         message: what happened, in one line.
@@ -94,3 +95,7 @@ class WorkerError(GrpoDistError):
 
     def __str__(self) -> str:
         return f"{self.role} worker {self.rank} on {self.node}, stage {self.stage!r}: {self.message}"
+
+
+class WorkerLost(WorkerError):
+    """A worker's process died or does not answer. What it was asked for may be asked again, of another process."""

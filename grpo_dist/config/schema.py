@@ -156,6 +156,8 @@ class TrainerConfig(Section):
     resume_from_path: Text | None
     max_staleness: NonNegativeInt
     max_worker_restarts: NonNegativeInt
+    max_actor_restarts: NonNegativeInt
+    save_on_sigterm: bool
     export_hf_model: bool
     log_rollouts: bool
     log_val_generations: NonNegativeInt

@@ -36,10 +36,12 @@ from grpo_dist.trainer.settings import (
 )
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.group import DATA_STAYS_IN_STORE, WorkerGroup
-from grpo_dist.workers.groups import ActorGroup, ReferenceGroup, RewardPool
+from grpo_dist.workers.groups import ActorGroup, ReferenceGroup
 from grpo_dist.workers.policy import ActorWorker, PolicyWorker
-from grpo_dist.workers.resources import reserve
+from grpo_dist.workers.resources import release, reserve
+from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import RewardWorker
+from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.rollout_group import RolloutGroup
 
@@ -171,15 +173,16 @@ class Workers:
         """Start the processes; they import what they need while the driver reads the prompts."""
         self.config, self.place = config, placement(config)
         self._placement_group, bundles = reserve(_resources(config, self.place))
-        common: dict[str, Any] = {"timeout_s": config.trainer.worker_timeout_s}
+        timeout_s = config.trainer.worker_timeout_s
 
-        def spawn(role: str, worker_class: type, **options: Any) -> WorkerGroup:
+        def spawn(role: str, worker_class: type, env: Mapping[str, str] = {}, **options: Any) -> WorkerGroup:
             size = len(bundles[role])
             args = [(rank, size) if issubclass(worker_class, PolicyWorker) else () for rank in range(size)]
-            return WorkerGroup.spawn(role, worker_class, bundles[role], args=args, **common, **options)
+            options |= {"timeout_s": timeout_s, "env": DATA_STAYS_IN_STORE | dict(env)}
+            return WorkerGroup.spawn(role, worker_class, bundles[role], args=args, **options)
 
-        engine = {"env": _environment(self.place), "max_concurrency": MAX_PROMPTS_IN_FLIGHT}
-        self.rollout = spawn("rollout", RolloutWorker, **engine)
+        threads = _thread_environment(self.place)
+        self.rollout = spawn("rollout", RolloutWorker, threads, max_concurrency=MAX_PROMPTS_IN_FLIGHT)
         self.actor = spawn("actor", ActorWorker)
         self.ref = spawn("ref", PolicyWorker) if self.place.ref_world_size else None
         self.reward = spawn("reward", RewardWorker)
@@ -192,19 +195,17 @@ class Workers:
     def start(self, num_steps: int) -> Roles:
         """Load models and engines, all at the same time, and wait until every process is ready."""
         config, place = self.config, self.place
-        ref = ReferenceGroup(self.ref) if self.ref is not None else None
-        rollout = RolloutGroup(
-            self.rollout,
-            max_restarts=config.trainer.max_worker_restarts,
-            startup_timeout_s=config.actor_rollout_ref.rollout.startup_timeout_s,
-        )
-        roles = Roles(ActorGroup(self.actor), rollout, RewardPool(self.reward), ref)
+        restarts = RestartBudget(config.trainer.max_worker_restarts)
+        ref = ReferenceGroup(self.ref, restarts) if self.ref is not None else None
+        startup = config.actor_rollout_ref.rollout.startup_timeout_s
+        rollout = RolloutGroup(self.rollout, restarts, startup_timeout_s=startup)
+        roles = Roles(ActorGroup(self.actor), rollout, RewardPool(self.reward, restarts), ref, restarts)
         engines = [engine_settings(config, place, i) for i in range(place.num_engines)]
         calls = roles.rollout.submit_start(engines)
         calls += roles.actor.submit_start(policy_settings(config, place, num_steps))
         calls += ref.submit_start(reference_settings(config, place)) if ref is not None else []
         calls += roles.reward.submit_start(reward_settings(config))
-        self.actor.gather(calls, timeout_s=config.actor_rollout_ref.rollout.startup_timeout_s)
+        self.actor.gather(calls, timeout_s=startup)
         return roles
 
     def peak_memory(self) -> dict[str, float]:
@@ -227,6 +228,7 @@ class Workers:
             pass  # it is dead or hangs: the kill below is for that
         for group in self.groups:
             group.kill()
+        release(self._placement_group)
 
 
 def build_trainer(config: RunConfig, roles: Roles, prompts: Prompts, steps: int) -> GRPOTrainer:
@@ -261,9 +263,9 @@ def _resources(config: RunConfig, place: Placement) -> Mapping[str, tuple[int, f
     return {role: needs for role, needs in roles.items() if needs[0]}
 
 
-def _environment(place: Placement) -> dict[str, str]:
+def _thread_environment(place: Placement) -> dict[str, str]:
     """What must be set before an engine's process starts. vLLM's kernels ask OpenMP, and Ray itself sets
     OMP_NUM_THREADS=1 for workers of up to one CPU.
     """
     threads = place.num_threads["rollout"]
-    return DATA_STAYS_IN_STORE | ({"OMP_NUM_THREADS": str(threads)} if place.device == "cpu" and threads > 1 else {})
+    return {"OMP_NUM_THREADS": str(threads)} if place.device == "cpu" and threads > 1 else {}

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,89 +21,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import GrpoDistError, RewardError, WorkerError
-from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.errors import GrpoDistError, RewardError, WorkerLost
+from grpo_dist.trainer.log_prob_passes import Giver, PassQueue
+from grpo_dist.trainer.rollout_job import GroupRequest, LogProbPass, RolloutJob
 from grpo_dist.workers.group import POLL_S, Call, WorkerGroup, finished
-from grpo_dist.workers.groups import LogProbJob, RewardPool
-from grpo_dist.workers.reward import Task
+from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout_group import RolloutGroup
 
-# Begins to compute log-probs of a batch.
-Giver = Callable[[DataProtoRef], LogProbJob]
 # A reward process may have to start its scorer again in between.
 SCORER_START_S = 180.0
 # Log-probs of a job are computed in this many passes: enough to overlap with generation, few enough to be large.
 LOG_PROB_PASSES = 4
-
-
-@dataclass(frozen=True)
-class GroupRequest:
-    """One prompt to sample for: its group id, token ids, sampling, what the reward function is told, and whether
-    log-probs of it are wanted (of whoever gives them for its job).
-    """
-
-    uid: str
-    token_ids: np.ndarray
-    sampling: SamplingSettings
-    task: Task
-    needs_log_probs: bool = True
-
-
-@dataclass
-class LogProbPass:
-    """Some groups of a job whose log-probs are computed together, once all of them are generated."""
-
-    groups: list[int]
-    queued: bool = False
-    done: bool = False
-
-
-@dataclass
-class RolloutJob:
-    """Groups that were asked for together; they are known by their positions in `requests`.
-
-    Attributes:
-        requests: what was asked for.
-        passes: by giver of log-probs.
-        groups: handles of what was generated.
-        scores: handles of the scores.
-        log_probs: by giver, handles of its log-probs.
-        cancelled: groups that are not wanted any more.
-        timings: seconds from the first prompt sent until the last group was generated (`gen`) and scored (`reward`),
-            and those that log-probs took beyond that (`ref`, `old_log_prob`).
-        failures: why responses could not be scored, a text for each.
-    """
-
-    requests: Sequence[GroupRequest]
-    passes: dict[str, list[LogProbPass]]
-    groups: dict[int, DataProtoRef] = field(default_factory=dict)
-    scores: dict[int, DataProtoRef] = field(default_factory=dict)
-    log_probs: dict[str, dict[int, DataProtoRef]] = field(default_factory=dict)
-    cancelled: set[int] = field(default_factory=set)
-    timings: dict[str, float] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
-    started: float | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether every group that was not cancelled has everything."""
-        complete = len(self.scores) + len(self.cancelled) == len(self.requests)
-        return complete and all(part.done for parts in self.passes.values() for part in parts)
-
-    def results(self) -> list[DataProtoRef]:
-        """All groups with everything, in the order of the requests, less the cancelled ones."""
-        results = []
-        for i in sorted(self.scores):
-            group = self.groups[i].union(self.scores[i])
-            for found in self.log_probs.values():
-                group = group.union(found[i]) if i in found else group
-            results.append(group)
-        return results
-
-    def elapsed(self) -> float:
-        """Seconds since its first prompt was sent."""
-        return 0.0 if self.started is None else time.perf_counter() - self.started
 
 
 class RolloutPump:
@@ -117,7 +44,7 @@ class RolloutPump:
         reward_timeout_s: seconds one response may take to score. The reward process sees to that; here it bounds how
             long that process itself may be silent.
         max_failure_rate: share of the responses of a job that the reward function may fail on.
-        generate_timeout_s: seconds one group may take to be generated.
+        worker_timeout_s: seconds one group may take to be generated, and one pass of log-probs.
     """
 
     def __init__(
@@ -127,14 +54,14 @@ class RolloutPump:
         givers: Mapping[str, Giver],
         *,
         reward_timeout_s: float,
-        generate_timeout_s: float,
+        worker_timeout_s: float,
         max_failure_rate: float = 0.0,
     ) -> None:
         self.rollout, self.reward = rollout, reward
-        self.reward_timeout_s, self.generate_timeout_s = reward_timeout_s, generate_timeout_s
+        self.reward_timeout_s, self.worker_timeout_s = reward_timeout_s, worker_timeout_s
         self.max_failure_rate = max_failure_rate
         self.on_progress: Callable[[], None] = lambda: None
-        self._givers = {name: _Passes(name, give) for name, give in givers.items()}
+        self._givers = {name: PassQueue(name, giver) for name, giver in givers.items()}
         self._next_check = 0.0
         self._order = itertools.count()
         self._queue: list[_Place] = []
@@ -203,12 +130,14 @@ class RolloutPump:
     def in_flight(self) -> list[Call]:
         """All calls being waited for."""
         log_probs = [call for giver in self._givers.values() for call in giver.in_flight]
-        return [*self.rollout.in_flight, *self._scoring, *log_probs]
+        return [*self.rollout.in_flight, *self._scoring, *self.reward.starting, *log_probs]
 
     def collect(self, call: Call) -> None:
         """Take in what a finished call returned."""
         if call in self._scoring:
             self._collect_scores(call)
+        elif call in self.reward.starting:
+            self.reward.collect(call)
         elif any(call in giver.in_flight for giver in self._givers.values()):
             for giver in self._givers.values():
                 giver.collect(call)
@@ -270,9 +199,13 @@ class RolloutPump:
 
     def _collect_scores(self, call: Call) -> None:
         job, i = self._scoring.pop(call)
-        scores, failures = self.reward.collect(call)
+        scored = self.reward.collect(call)
         if i in job.cancelled:
             return
+        if scored is None:  # its process is being replaced
+            self._to_score.appendleft((job, i))
+            return
+        scores, failures = scored
         job.scores[i] = scores
         job.timings["reward"] = job.elapsed()
         if failures:
@@ -288,18 +221,29 @@ class RolloutPump:
             )
 
     def _check_deadlines(self) -> None:
-        self.rollout.check_deadlines(self.generate_timeout_s)
+        self.rollout.check_deadlines(self.worker_timeout_s)
         self._queue_lost()
-        for call, (job, i) in self._scoring.items():
+        for giver in self._givers.values():
+            giver.check_deadline(self.worker_timeout_s)
+        for call in self.reward.starting:
+            if call.is_late(self.worker_timeout_s):
+                self.reward.replace(call, call.group.late([call], self.worker_timeout_s))
+        for call, (job, i) in list(self._scoring.items()):
+            limit = self.reward_timeout_s * (job.requests[i].sampling.n + 1) + SCORER_START_S
+            if call.is_late(limit):
+                self._replace_scorer(call, job, i, limit)
+
+    def _replace_scorer(self, call: Call, job: RolloutJob, i: int, limit: float) -> None:
+        del self._scoring[call]
+        self._to_score.appendleft((job, i))
+        try:
+            self.reward.replace(call, call.group.late([call], limit))
+        except WorkerLost as error:
             request = job.requests[i]
-            limit = self.reward_timeout_s * (request.sampling.n + 1) + SCORER_START_S
-            try:
-                call.check_deadline(limit)
-            except WorkerError as error:
-                raise RewardError(
-                    f"the reward process did not answer for prompt {request.uid} (data_source "
-                    f"{request.task.data_source!r}): {error}"
-                ) from None
+            raise RewardError(
+                f"the reward process did not answer for prompt {request.uid} (data_source "
+                f"{request.task.data_source!r}): {error}"
+            ) from None
 
 
 @dataclass(order=True)
@@ -314,40 +258,3 @@ class _Place:
     @property
     def cancelled(self) -> bool:
         return self.index in self.job.cancelled
-
-
-class _Passes:
-    """The passes of one giver of log-probs, one at a time."""
-
-    def __init__(self, name: str, give: Giver) -> None:
-        self.name, self.give = name, give
-        self.queue: deque[tuple[RolloutJob, LogProbPass]] = deque()
-        self.running: tuple[LogProbJob, RolloutJob, LogProbPass] | None = None
-
-    @property
-    def in_flight(self) -> list[Call]:
-        return self.running[0].in_flight if self.running else []
-
-    def dispatch(self) -> None:
-        if self.running is None and self.queue:
-            job, part = self.queue.popleft()
-            batch = DataProtoRef.concat([job.groups[i] for i in part.groups])
-            self.running = self.give(batch), job, part
-
-    def collect(self, call: Call) -> None:
-        if call not in self.in_flight or self.running is None:
-            return
-        log_probs, job, part = self.running
-        merged = log_probs.collect(call)
-        if merged is not None:
-            handles = merged.split([len(job.groups[i]) for i in part.groups])
-            job.log_probs[self.name].update(zip(part.groups, handles, strict=True))
-            part.done = True
-            job.timings[self.name] = max(job.elapsed() - job.timings["gen"], 0.0)
-            self.running = None
-
-
-def timings(jobs: Sequence[RolloutJob]) -> dict[str, float]:
-    """Seconds by kind of work, summed over jobs that ran one after the other."""
-    names = dict.fromkeys(name for job in jobs for name in job.timings)
-    return {name: math.fsum(job.timings.get(name, 0.0) for job in jobs) for name in names}

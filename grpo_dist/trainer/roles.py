@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from grpo_dist.data.curriculum import CustomSampler
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.groups import ActorGroup, ReferenceGroup, RewardPool
+from grpo_dist.workers.groups import ActorGroup, ReferenceGroup
+from grpo_dist.workers.restarts import RestartBudget
+from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout_group import RolloutGroup
 
 
 @dataclass
 class Roles:
-    """The worker groups of a run; `ref` is None where no KL term needs it."""
+    """The worker groups of a run, and how many of their workers may be replaced; `ref` is None where no KL term needs
+    it.
+    """
 
     actor: ActorGroup
     rollout: RolloutGroup
     reward: RewardPool
     ref: ReferenceGroup | None
+    restarts: RestartBudget = field(default_factory=RestartBudget)
 
     @property
     def workers(self) -> list[WorkerGroup]:

@@ -5,20 +5,26 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
+from typing import TYPE_CHECKING
 
 from grpo_dist.config.load import dump_config
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.errors import ConfigError, Terminated
+from grpo_dist.errors import ConfigError, Terminated, WorkerLost
 from grpo_dist.tracking.base import Trackers, build_trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.summary import format_summary
+from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.workers.cluster import connect
 
+if TYPE_CHECKING:
+    from grpo_dist.trainer.build import Workers
+    from grpo_dist.trainer.trainer import GRPOTrainer
+
 RESOLVED_CONFIG = "config.yaml"
+# Roles that hold what only a checkpoint has: the policy, and a reference that has moved.
+HOLDS_STATE = ("actor", "ref")
 
 
 def run(config: RunConfig) -> None:
@@ -28,50 +34,76 @@ def run(config: RunConfig) -> None:
         GrpoDistError: the run failed; see errors.py.
         Terminated: SIGTERM. (Ray's calls turn whatever a signal handler raises into a KeyboardInterrupt.)
     """
-    terminated = False
-
-    def terminate(signum: int, frame: FrameType | None) -> None:
-        nonlocal terminated
-        terminated = True
-        raise Terminated
-
+    preemption = Preemption()
     try:
-        _run(config, terminate)
+        _run(config, preemption)
     except KeyboardInterrupt:
-        if terminated:
+        if preemption.asked:
             raise Terminated from None
         raise
 
 
-def _run(config: RunConfig, terminate: Callable[[int, FrameType | None], None]) -> None:
+def _run(config: RunConfig, preemption: Preemption) -> None:
     """Train. On the way out, whatever happened, every process that was started is ended."""
     started = time.monotonic()
     run_dir = _make_run_dir(config)
-    signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGTERM, preemption.handle)
     with ExitStack() as stack:
         stack.callback(_disconnect)
         message = connect(config.ray_kwargs.ray_init.address, config.ray_kwargs.ray_init.num_cpus)
-        signal.signal(signal.SIGTERM, terminate)  # again: Ray has put one in its place that aborts the process
+        signal.signal(signal.SIGTERM, preemption.handle)  # again: Ray's own, put in its place, aborts the process
         _say(config, message)
-        trainer, workers, trackers = _build(config, run_dir, stack)
-        _say(config, f"workers ready after {time.monotonic() - started:.1f} s")
-        trainer.fit()
-        memory = workers.peak_memory()
-        _say(
-            config, "peak memory, GiB: " + ", ".join(f"{k.partition('memory_')[2]} {v:.2f}" for k, v in memory.items())
-        )
-        trackers.close()
-        trainer.progress.close()
+        trainer = _train(config, run_dir, preemption)
     if "console" in config.trainer.logger:
         hf_model = run_dir / "huggingface" if config.trainer.export_hf_model else None
         seconds = time.monotonic() - started
         sys.stdout.write(format_summary(trainer.history, run_dir=run_dir, seconds=seconds, hf_model=hf_model) + "\n")
 
 
-def _build(config: RunConfig, run_dir: Path, stack: ExitStack) -> tuple:
-    """Started workers, a trainer that has resumed if it should, and its trackers."""
+def _train(config: RunConfig, run_dir: Path, preemption: Preemption) -> GRPOTrainer:
+    """Train on workers of its own; if the policy is lost with one of them, again from the last checkpoint.
+
+    Raises:
+        WorkerLost: that has happened `trainer.max_actor_restarts` times before.
+    """
+    restarts, present = 0, config
+    while True:
+        with ExitStack() as stack:
+            trainer, workers = _build(present, run_dir, stack, preemption)
+            try:
+                trainer.fit()
+                _tell_memory(config, workers)
+                trainer.trackers.close()
+                trainer.progress.close()
+                return trainer
+            except WorkerLost as error:
+                if error.role not in HOLDS_STATE or restarts == config.trainer.max_actor_restarts:
+                    raise
+                lost = error
+        restarts += 1
+        present = _from_last_checkpoint(config, trainer.last_checkpoint)
+        where = trainer.last_checkpoint or "the beginning: there is no checkpoint yet"
+        count = f"{restarts} of trainer.max_actor_restarts={config.trainer.max_actor_restarts}"
+        _say(config, f"{lost}\nstarting all workers again from {where} ({count})")
+
+
+def _from_last_checkpoint(config: RunConfig, folder: Path | None) -> RunConfig:
+    """The config of a run that goes on from there, whatever else lies in its directory."""
+    mode = {"resume_mode": "disable"} if folder is None else {"resume_mode": "resume_path"}
+    trainer = config.trainer.model_copy(update=mode | {"resume_from_path": str(folder) if folder else None})
+    return config.model_copy(update={"trainer": trainer})
+
+
+def _tell_memory(config: RunConfig, workers: Workers) -> None:
+    memory = workers.peak_memory()
+    _say(config, "peak memory, GiB: " + ", ".join(f"{k.partition('memory_')[2]} {v:.2f}" for k, v in memory.items()))
+
+
+def _build(config: RunConfig, run_dir: Path, stack: ExitStack, preemption: Preemption) -> tuple[GRPOTrainer, Workers]:
+    """Started workers, and a trainer that has resumed if it should, with its trackers."""
     from grpo_dist.trainer.build import Workers, build_trainer, load_run_prompts, resolve_names, total_steps
 
+    started = time.monotonic()
     resolve_names(config)
     workers = Workers(config)
     stack.callback(workers.shutdown)
@@ -94,7 +126,9 @@ def _build(config: RunConfig, run_dir: Path, stack: ExitStack) -> tuple:
     trainer.trackers = stack.enter_context(_trackers(config, run_dir, trainer.step if folder else None))
     for note in trainer.trackers.notes:
         trainer.progress.message(note)
-    return trainer, workers, trainer.trackers
+    trainer.preemption = preemption
+    _say(config, f"workers ready after {time.monotonic() - started:.1f} s")
+    return trainer, workers
 
 
 def _trackers(config: RunConfig, run_dir: Path, resumed_step: int | None) -> Trackers:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_dist.config.schema import TrainerConfig
-from grpo_dist.trainer.pump import GroupRequest
+from grpo_dist.trainer.rollout_job import GroupRequest
 from grpo_dist.trainer.validation import shown_rows
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.group import Call
-from grpo_dist.workers.groups import RewardPool
+from grpo_dist.workers.reward_pool import RewardPool
 
 
 @dataclass
@@ -26,19 +25,17 @@ class SampleLog:
 
     config: TrainerConfig
     reward: RewardPool
-    _writing: list[Call] = field(default_factory=list)
 
     def write(self, folder: str, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> None:
         """Write a batch to FOLDER/STEP.jsonl of the run directory; at most one file behind, so failures show."""
         self.collect()
         if self.config.log_rollouts:
             path = str((Path(self.config.default_local_dir) / folder / f"{step}.jsonl").absolute())
-            self._writing.append(self.reward.submit_samples(batch, path, step, _ground_truths(requests)))
+            self.reward.write_samples(batch, path, step, _ground_truths(requests))
 
     def collect(self) -> None:
         """Wait until what was begun is written."""
-        self.reward.workers.gather(self._writing)
-        self._writing.clear()
+        self.reward.finish_writing()
 
     def read_some(self, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> list[dict[str, Any]]:
         """`log_val_generations` rows, the same ones each time, as text."""

@@ -25,7 +25,8 @@ from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import DataError, GrpoDistError, RewardError
-from grpo_dist.trainer.pump import GroupRequest, RolloutJob, RolloutPump, timings
+from grpo_dist.trainer.pump import RolloutPump
+from grpo_dist.trainer.rollout_job import GroupRequest, RolloutJob, timings
 from grpo_dist.trainer.seeds import group_seed
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.reward import EXTRA, Task

@@ -13,9 +13,10 @@ The trainer holds handles (`DataProtoRef`), never token tensors.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,9 +33,12 @@ from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.samples import format_samples
 from grpo_dist.trainer.checkpoint import RunState, find_checkpoint, read_state, save_checkpoint
+from grpo_dist.trainer.log_prob_passes import Giver
 from grpo_dist.trainer.metrics import IdleShares, batch_metrics, performance_metrics, staleness_metrics
-from grpo_dist.trainer.pump import Giver, GroupRequest, RolloutPump
+from grpo_dist.trainer.preemption import Preemption
+from grpo_dist.trainer.pump import RolloutPump
 from grpo_dist.trainer.roles import Prompts, Roles
+from grpo_dist.trainer.rollout_job import GroupRequest
 from grpo_dist.trainer.sample_log import SampleLog
 from grpo_dist.trainer.sampling import TrainingSampler
 from grpo_dist.trainer.seeds import group_seed
@@ -60,6 +64,8 @@ class GRPOTrainer:
         trackers: where metrics go.
         progress: what the person at the terminal sees.
         total_steps: training steps of the run.
+        preemption: whether SIGTERM has come.
+        last_checkpoint: the newest one that was written, or resumed from.
     """
 
     config: RunConfig
@@ -77,6 +83,9 @@ class GRPOTrainer:
     timings: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     history: list[dict[str, float]] = field(default_factory=list)
+    preemption: Preemption = field(default_factory=Preemption)
+    last_checkpoint: Path | None = None
+    _saved_step: int = 0
     _requests: list[GroupRequest] = field(default_factory=list)
     _told_layout: bool = False
     _told_restarts: int = 0
@@ -94,7 +103,7 @@ class GRPOTrainer:
         reward = self.config.reward
         limits = {
             "reward_timeout_s": reward.timeout_s,
-            "generate_timeout_s": trainer.worker_timeout_s,
+            "worker_timeout_s": trainer.worker_timeout_s,
             "max_failure_rate": reward.max_failure_rate,
         }
         givers = self._log_prob_givers()
@@ -106,8 +115,12 @@ class GRPOTrainer:
         self.idle = IdleShares(self.roles.workers)
 
     def fit(self) -> None:
-        """Train until `total_steps`, validating and saving on the way; or only validate (`trainer.val_only`)."""
-        with self.pump.in_background(self.roles.workers):
+        """Train until `total_steps`, validating and saving on the way; or only validate (`trainer.val_only`).
+
+        Raises:
+            KeyboardInterrupt: SIGINT; or SIGTERM, after a checkpoint was written.
+        """
+        with self.pump.in_background(self.roles.workers), self.saving_on_sigterm():
             self.sync_weights()
             if self.config.trainer.val_only or (self.config.trainer.val_before_train and self.step == 0):
                 self.validate()
@@ -122,6 +135,7 @@ class GRPOTrainer:
                 if self.staleness:  # the actor was at work while these were sampled
                     batch = self.late_log_probs(batch)  # + old_log_probs, with LoRA ref_log_probs (N, R_i)
                 batch = self.compute_targets(batch)  # + advantages (N, R_i)
+                self.preemption.hold()
                 batch = self.update(batch)  # ppo_epochs x mini-batches on the actor; on policy + old_log_probs
                 self.tell_layout()
                 self.sync_weights()  # the engines now hold the new policy
@@ -137,7 +151,19 @@ class GRPOTrainer:
                 if self.due(self.config.trainer.save_freq):
                     self.save()
                 self.report()
+                self.preemption.release()
             self.finish()
+
+    @contextlib.contextmanager
+    def saving_on_sigterm(self) -> Iterator[None]:
+        """Write a checkpoint if SIGTERM ends what is within, and there is something new to keep."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.preemption.asked and self.config.trainer.save_on_sigterm and self.step > self._saved_step:
+                self.progress.message("SIGTERM: writing a checkpoint")
+                self.save()
+            raise
 
     # --- stages ------------------------------------------------------------------------------------------------
     @stage("rollout", adds=("responses", "token_level_scores"))
@@ -245,7 +271,8 @@ class GRPOTrainer:
         if self.roles.ref is not None and self.config.actor_rollout_ref.ref.ref_model_sync_steps > 0:
             write["ref"] = self.roles.ref.save_checkpoint
         keep = self.config.trainer.max_actor_ckpt_to_keep
-        save_checkpoint(self.run_dir, state, write, keep)
+        self.last_checkpoint = save_checkpoint(self.run_dir, state, write, keep)
+        self._saved_step = self.step
 
     def late_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
         """What the actor itself computes of a batch: at staleness 0 that comes with the rollout."""
@@ -275,6 +302,7 @@ class GRPOTrainer:
         self.prompts.sampler.load_state_dict(state.sampler)
         self.sampler.load_state_dict(state.ledger)
         self.step, self.weight_version = state.step, state.weight_version - 1
+        self.last_checkpoint, self._saved_step = folder, state.step
         if self.kl_controller.target_kl is not None:
             self.kl_controller.coef = state.kl_coef
         return folder
@@ -296,7 +324,7 @@ class GRPOTrainer:
         self.metrics |= performance_metrics(self.timings, self.metrics)
         self.metrics["training/epoch"] = self.prompts.sampler.epoch
         self.metrics["training/weight_version"] = self.weight_version
-        self.metrics["training/worker_restarts"] = self.roles.rollout.num_restarts
+        self.metrics["training/worker_restarts"] = len(self.roles.restarts.failures)
         self.metrics |= self.idle.since_last()
 
     def tell_layout(self) -> None:
@@ -311,9 +339,9 @@ class GRPOTrainer:
 
     def report(self) -> None:
         """Send the step's metrics to the trackers, and tell which workers were replaced."""
-        for failure in self.roles.rollout.failures[self._told_restarts :]:
+        for failure in self.roles.restarts.failures[self._told_restarts :]:
             self.progress.message(f"replaced a worker; what it was asked for goes elsewhere: {failure}")
-        self._told_restarts = len(self.roles.rollout.failures)
+        self._told_restarts = len(self.roles.restarts.failures)
         for name in ("testing", "save_checkpoint"):
             if name in self.timings:
                 self.metrics[f"timing_s/{name}"] = self.timings[name]
@@ -338,11 +366,11 @@ class GRPOTrainer:
         givers: dict[str, Giver] = {}
         actor, ref = self.roles.actor, self.roles.ref
         if ref is not None:
-            givers["ref"] = functools.partial(ref.submit_log_probs, "ref_log_prob")
+            givers["ref"] = Giver(functools.partial(ref.submit_log_probs, "ref_log_prob"), ref.restart)
         if not self.staleness and self._actor_is_reference:
-            givers["ref"] = functools.partial(actor.submit_log_probs, "ref", method="compute_reference")
+            givers["ref"] = Giver(functools.partial(actor.submit_log_probs, "ref", method="compute_reference"))
         if not self.staleness and self.targets.needs_old_log_probs:
-            givers["old_log_prob"] = functools.partial(actor.submit_log_probs, "old_log_prob")
+            givers["old_log_prob"] = Giver(functools.partial(actor.submit_log_probs, "old_log_prob"))
         return givers
 
     def _refresh_reference_head(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from grpo_dist.algorithms.validation import best_at_k, majority_at_n, subset_sizes, worst_at_k
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.trainer.pump import GroupRequest
+from grpo_dist.trainer.rollout_job import GroupRequest
 from grpo_dist.trainer.sampling import make_request
 from grpo_dist.trainer.seeds import group_seed
 from grpo_dist.workers.batch_ref import DataProtoRef

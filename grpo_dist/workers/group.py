@@ -2,7 +2,9 @@
 
 A worker is a plain class; `spawn` runs one instance of it in each process. Calls return values in rank order. Whatever
 goes wrong in a worker comes out as one `GrpoDistError`: an error of ours as it is, anything else as a `WorkerError`
-with role, rank, node and stage. The first failure ends the wait: other ranks may never answer once a peer is gone.
+with role, rank, node and stage; a `WorkerLost` if the process died or does not answer. The first failure ends the wait:
+other ranks may never answer once a peer is gone. Where the loss of one rank shows as an error of another (a broken
+connection), or makes all of them late, the one that is lost is named.
 
 Every wait of the driver is `finished`, and while it waits for one thing the `Background` goes on: groups of responses
 move from role to role during an update.
@@ -17,10 +19,22 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError, UnserializableException
+from ray.exceptions import (
+    GetTimeoutError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    UnserializableException,
+    WorkerCrashedError,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from grpo_dist.errors import GrpoDistError, WorkerError
+from grpo_dist.errors import GrpoDistError, WorkerError, WorkerLost
+from grpo_dist.workers.batch_ref import DataProtoRef, Label
+from grpo_dist.workers.probe import LOST, probe
+from grpo_dist.workers.process import Address
 from grpo_dist.workers.resources import Bundle
 
 # A RayTaskError's text holds the remote traceback; this much of its end is kept.
@@ -55,14 +69,23 @@ class Call:
         """
         return self.group.resolve(self)
 
+    def handle(self, label: Label) -> DataProtoRef:
+        """The handle of the data that came with the answer."""
+        assert self.data is not None, "only `submit_for_data` asks for data"
+        return DataProtoRef.stored(self.data, label)
+
+    def is_late(self, limit_s: float) -> bool:
+        """Whether it has been running for longer than `limit_s` seconds."""
+        return time.monotonic() - self.started > limit_s
+
     def check_deadline(self, limit_s: float) -> None:
         """Raise if the call has been running for longer than `limit_s` seconds.
 
         Raises:
-            WorkerError: it has.
+            WorkerLost: it has.
         """
-        if time.monotonic() - self.started > limit_s:
-            raise self.group.error(self.rank, self.stage, f"no answer within {limit_s:g} s")
+        if self.is_late(limit_s):
+            raise self.group.late([self], limit_s)
 
 
 class Background(Protocol):
@@ -114,7 +137,7 @@ class WorkerGroup:
         self, role: str, handles: Sequence[Any], timeout_s: float, make: Sequence[Callable[[], Any]] = ()
     ) -> None:
         self.role, self.handles, self.timeout_s = role, list(handles), timeout_s
-        self.nodes = ["?"] * len(self.handles)
+        self.addresses: dict[int, Address] = {}
         self.background: Background | None = None
         self._make = list(make)
         self._busy = [_BusyClock() for _ in self.handles]
@@ -149,6 +172,7 @@ class WorkerGroup:
     def respawn(self, rank: int) -> None:
         """End a worker's process, if it still lives, and start a new one in its place, without waiting."""
         ray.kill(self.handles[rank])
+        self.addresses.pop(rank, None)
         self.handles[rank] = self._make[rank]()
         self._busy[rank] = _BusyClock(self._busy[rank].seconds)
 
@@ -158,6 +182,15 @@ class WorkerGroup:
 
     def __len__(self) -> int:
         return len(self.handles)
+
+    def call_home(self) -> list[Address]:
+        """Wait until every process is there, and note where."""
+        return self.note_addresses(self.call_all("start", "address"))
+
+    def note_addresses(self, addresses: Sequence[Address]) -> list[Address]:
+        """Note where the processes are, in rank order."""
+        self.addresses = dict(enumerate(addresses))
+        return list(addresses)
 
     def submit(self, rank: int, stage: str, method: str, *args: Any, timed: bool = True) -> Call:
         """Call a method on one worker, without waiting; `timed` if it counts as something to do."""
@@ -206,7 +239,7 @@ class WorkerGroup:
         values = {}
         for call, value in self._outcomes(calls, timeout_s):
             if isinstance(value, GrpoDistError):
-                raise value
+                raise call.group.root_cause(value)
             values[call.ref] = value
         return [values[call.ref] for call in calls]
 
@@ -224,9 +257,12 @@ class WorkerGroup:
             left = deadline - time.monotonic()
             done = finished(list(waiting), self.background, min(max(left, 0), POLL_S))
             if not done and left <= 0:
-                late = next(iter(waiting))
-                del waiting[late]
-                yield late, late.group.error(late.rank, late.stage, f"no answer within {limit:g} s")
+                group = next(iter(waiting)).group
+                late = [call for call in waiting if call.group is group]
+                lost = group.late(late, limit)
+                call = next(call for call in late if call.rank == lost.rank)
+                del waiting[call]
+                yield call, lost
             for call in done:
                 del waiting[call]
                 try:
@@ -246,19 +282,51 @@ class WorkerGroup:
                 raise cause from None
             text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
             raise self.error(call.rank, call.stage, text, str(error)[-TRACEBACK_CHARS:]) from None
-        except RayActorError as error:
-            raise self.error(call.rank, call.stage, f"its process died ({_cause_of_death(error)})") from None
+        except (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError) as error:
+            tell = self.error if getattr(error, "actor_init_failed", False) else self.lost  # it would fail again
+            raise tell(call.rank, call.stage, f"its process died ({_cause_of_death(error)})") from None
         except UnserializableException as error:  # its text ends with the original traceback
             text = str(error).strip()
             raise self.error(call.rank, call.stage, text.splitlines()[-1], text[-TRACEBACK_CHARS:]) from None
         except GetTimeoutError:
-            raise self.error(call.rank, call.stage, f"no answer within {self.timeout_s:g} s") from None
+            raise self.lost(call.rank, call.stage, f"its answer did not come within {self.timeout_s:g} s") from None
         except RayError as error:
             raise self.error(call.rank, call.stage, f"{type(error).__name__}: {str(error).splitlines()[0]}") from None
 
     def error(self, rank: int, stage: str, message: str, remote_traceback: str = "") -> WorkerError:
         """A WorkerError of one of these workers."""
-        return WorkerError(message, self.role, rank, self.nodes[rank], stage, remote_traceback)
+        return WorkerError(message, self.role, rank, self._node(rank), stage, remote_traceback)
+
+    def lost(self, rank: int, stage: str, message: str) -> WorkerLost:
+        """A WorkerLost of one of these workers."""
+        return WorkerLost(message, self.role, rank, self._node(rank), stage)
+
+    def _node(self, rank: int) -> str:
+        return self.addresses[rank].host if rank in self.addresses else "?"
+
+    def late(self, calls: Sequence[Call], limit_s: float) -> WorkerLost:
+        """What to say of these workers' calls that were not answered in time: names the one that is stuck."""
+        states = self._states([call.rank for call in calls])
+        worst = next((call for call in calls if states.get(call.rank) in LOST), calls[0])
+        state = f": its process is {states[worst.rank]}" if worst.rank in states else ""
+        others = len(calls) - 1
+        also = f"; so are {others} other ranks, which may wait for it" if others else ""
+        return self.lost(worst.rank, worst.stage, f"no answer within {limit_s:g} s{state}{also}")
+
+    def root_cause(self, error: GrpoDistError) -> GrpoDistError:
+        """`error`, or, if it is one rank's and another rank is gone, the loss of that one."""
+        if type(error) is not WorkerError or len(self) == 1:
+            return error
+        states = self._states([rank for rank in range(len(self)) if rank != error.rank])
+        gone = next((rank for rank, state in states.items() if state in LOST), None)
+        if gone is None:
+            return error
+        lost = self.lost(gone, error.stage, f"its process is {states[gone]}")
+        lost.add_note(f"it showed as: {error}")
+        return lost
+
+    def _states(self, ranks: Sequence[int]) -> dict[int, str]:
+        return probe({rank: self.addresses[rank] for rank in ranks if rank in self.addresses})
 
     def kill(self) -> None:
         """End all processes at once."""
@@ -287,9 +355,9 @@ class _BusyClock:
         return self._seconds + (time.monotonic() - self._since if self._open else 0.0)
 
 
-def _cause_of_death(error: RayActorError) -> str:
+def _cause_of_death(error: RayError) -> str:
     """What Ray's report says about why: its exit detail, up to the general advice."""
-    if error.actor_init_failed:  # the report ends with the constructor's traceback
+    if getattr(error, "actor_init_failed", False):  # the report ends with the constructor's traceback
         return str(error).strip().splitlines()[-1]
     report = " ".join(str(error).split())
     _, _, detail = report.rpartition("Worker exit detail: ")

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.engines.micro_batch_plan import Lengths
 from grpo_dist.engines.settings import ObjectiveSettings
+from grpo_dist.errors import GrpoDistError, WorkerLost
 from grpo_dist.protocol import Mean, Metric, Sum, merge_metrics
 from grpo_dist.workers.balance import balance
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.policy import PolicySettings
-from grpo_dist.workers.reward import SAMPLE_COLUMNS, TARGET_COLUMNS, RewardSettings, Task
+from grpo_dist.workers.process import Address
+from grpo_dist.workers.restarts import RestartBudget
 
 LOOPBACK = "127.0.0.1"
+# The calls of a role's start, one list after the other; it is sent the answers to the one before.
+Restart = Generator[list[Call], list[Any], None]
 
 
 @dataclass
@@ -36,7 +39,7 @@ class LogProbJob:
 
     def collect(self, call: Call) -> DataProtoRef | None:
         """Take in a finished call; after the last one, a handle in the order of the batch's rows."""
-        self.parts[call] = call.result()
+        self.parts[call] = call.handle(call.result())
         return None if self.in_flight else self.merged()
 
     def merged(self) -> DataProtoRef:
@@ -50,20 +53,24 @@ class PolicyGroup:
 
     def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
+        self._settings: PolicySettings | None = None
 
     def submit_start(self, settings: PolicySettings) -> list[Call]:
         """Form the process group and load the model, without waiting."""
-        addresses = self.workers.call_all("start", "address")
-        self.workers.nodes = [address.host for address in addresses]
+        self._settings = settings
+        return self._submit_start(self.workers.call_home())
+
+    def _submit_start(self, addresses: Sequence[Address]) -> list[Call]:
         one_node = len({address.ip for address in addresses}) == 1
-        master = addresses[0]
-        return self.workers.submit_all("start", "start", settings, LOOPBACK if one_node else master.ip, master.port)
+        host, port = LOOPBACK if one_node else addresses[0].ip, addresses[0].port
+        return self.workers.submit_all("start", "start", self._settings, host, port)
 
     def submit_log_probs(self, stage: str, batch: DataProtoRef, method: str = "compute_log_probs") -> LogProbJob:
         """Compute log-probs of all rows, spread over the ranks, without waiting."""
         rows = _shares(batch, np.arange(len(batch)), len(self.workers))
         inputs = batch.select(("uid", "prompts", "responses", "response_mask"))
-        calls = [self.workers.submit(rank, stage, method, inputs.reorder(part)) for rank, part in enumerate(rows)]
+        parts = [inputs.reorder(part) for part in rows]
+        calls = [self.workers.submit_for_data(rank, stage, method, part) for rank, part in enumerate(parts)]
         return LogProbJob(calls, rows)
 
     def forward_report(self) -> str:
@@ -72,15 +79,44 @@ class PolicyGroup:
 
     def collect_log_probs(self, job: LogProbJob) -> DataProtoRef:
         """Wait for a job; one handle in the order of the batch's rows."""
-        job.parts = dict(zip(job.calls, self.workers.gather(job.calls), strict=True))
+        self.workers.gather(job.calls)
+        for call in job.calls:
+            job.collect(call)
         return job.merged()
 
 
 class ReferenceGroup(PolicyGroup):
-    """The reference of the KL term. It moves only when told to (iterative GRPO)."""
+    """The reference of the KL term. It moves only when told to (iterative GRPO).
+
+    Args:
+        workers: its processes.
+        restarts: how many may be replaced.
+    """
+
+    def __init__(self, workers: WorkerGroup, restarts: RestartBudget | None = None) -> None:
+        super().__init__(workers)
+        self.restarts = restarts or RestartBudget()
+        self._has_moved = False
+
+    def restart(self, error: GrpoDistError) -> Restart:
+        """Replace all ranks: those that are left cannot go on without the one that is lost. A generator of the calls
+        to wait for, one after the other; it is sent their answers.
+
+        Raises:
+            GrpoDistError: `error`, if it is no loss, there have been too many, or the reference has moved: then only a
+                checkpoint has its weights.
+        """
+        if not isinstance(error, WorkerLost) or self._has_moved:
+            raise error
+        self.restarts.spend(error)
+        for rank in range(len(self.workers)):
+            self.workers.respawn(rank)
+        addresses = yield self.workers.submit_all("start", "address")
+        yield self._submit_start(self.workers.note_addresses(addresses))
 
     def move_towards(self, actor: ActorGroup, share: float) -> None:
         """Take `share` of the actor's weights, and the rest of its own."""
+        self._has_moved = True
         buckets = actor.workers.call_all("sync_reference", "export_weights", "float32")[0]
         self.workers.call_all("sync_reference", "load_weights", buckets, share)
 
@@ -90,6 +126,7 @@ class ReferenceGroup(PolicyGroup):
 
     def load_checkpoint(self, folder: str) -> None:
         """Read the weights."""
+        self._has_moved = True
         self.workers.call_all("load_checkpoint", "load_checkpoint", folder)
 
 
@@ -117,10 +154,12 @@ class ActorGroup(PolicyGroup):
             own = np.unique(np.concatenate([share[rank] for share in shares]))
             positions = [np.searchsorted(own, share[rank]) for share in shares]
             arguments.append((batch.reorder(own), positions, objective, step))
-        results = self.workers.call_each("update", "update", arguments)
+        calls = [self.workers.submit_for_data(rank, "update", "update", *a) for rank, a in enumerate(arguments)]
+        results = self.workers.gather(calls)
         merged = [merge_metrics(parts) for parts in zip(*(metrics for metrics, _ in results), strict=True)]
         if objective.on_policy:
-            old = DataProtoRef.concat([log_probs for _, log_probs in results])
+            labels = [label for _, label in results]
+            old = DataProtoRef.concat([c.handle(la) for c, la in zip(calls, labels, strict=True)])
             batch = batch.union(old.reorder(np.argsort(np.concatenate(shares[0]))))
         return batch, merge_metrics([_per_mini_batch(metrics) for metrics in merged])
 
@@ -135,63 +174,6 @@ class ActorGroup(PolicyGroup):
     def export_hf_model(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder."""
         self.workers.call_all("export_hf_model", "export_hf_model", folder)
-
-
-class RewardPool:
-    """The reward processes. Each scores one group at a time, so that the time limit of a call is its own."""
-
-    def __init__(self, workers: WorkerGroup) -> None:
-        self.workers = workers
-        self._free = list(range(len(workers)))
-
-    def submit_start(self, settings: RewardSettings) -> list[Call]:
-        """Load tokenizers and reward functions, without waiting."""
-        self.workers.nodes = [address.host for address in self.workers.call_all("start", "address")]
-        return self.workers.submit_all("start", "start", settings)
-
-    @property
-    def has_free(self) -> bool:
-        """Whether a process waits for work."""
-        return bool(self._free)
-
-    def submit(self, group: DataProtoRef, task: Task) -> Call:
-        """Score one group on a free process, without waiting."""
-        return self.workers.submit(
-            self._free.pop(0), "score", "score", group.select(("responses", "response_mask")), task
-        )
-
-    def collect(self, call: Call) -> tuple[DataProtoRef, list[str]]:
-        """The handle of a finished group's scores, and why responses of it could not be scored."""
-        self._free.append(call.rank)
-        return call.result()
-
-    def _idle(self) -> int:
-        """A process that does not score now, if there is one: whole batches must not wait for one group's scores."""
-        return self._free[0] if self._free else 0
-
-    def compute_targets(
-        self, batch: DataProtoRef, settings: TargetSettings, kl_coef: float, seed: int
-    ) -> tuple[DataProtoRef, dict[str, float]]:
-        """What the update trains on, from the whole batch; and metrics."""
-        inputs = batch.select(("uid", *TARGET_COLUMNS, *settings.columns))
-        return self.workers.call(self._idle(), "targets", "compute_targets", inputs, settings, kl_coef, seed)
-
-    def rollout_diagnostics(self, batch: DataProtoRef, correction: Mapping[str, Any]) -> dict[str, float]:
-        """How far the sampler and the policy are apart, and what the correction's weights are."""
-        inputs = batch.select(("response_mask", "rollout_log_probs", "old_log_probs"))
-        return self.workers.call(self._idle(), "rollout_diagnostics", "rollout_diagnostics", inputs, correction)
-
-    def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The batch as text, one dict per row; for the few rows that are shown."""
-        inputs = batch.select(SAMPLE_COLUMNS)
-        return self.workers.call(self._idle(), "read_samples", "read_samples", inputs, step, ground_truths)
-
-    def submit_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> Call:
-        """Write the batch down as text, without waiting. It is collected a step later, so the clock must not run."""
-        inputs = batch.select(SAMPLE_COLUMNS)
-        return self.workers.submit(
-            self._idle(), "write_samples", "write_samples", inputs, path, step, ground_truths, timed=False
-        )
 
 
 def _shares(batch: DataProtoRef, rows: np.ndarray, num_ranks: int) -> list[np.ndarray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import ray
 from grpo_dist.engines.settings import SENDER, GroupAddress, ModelSettings, ObjectiveSettings, OptimizerSettings
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.protocol import DataProto, Metric, Ragged
-from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.process import Address, Process, keep_freed_memory, use_threads
 
 if TYPE_CHECKING:
@@ -123,13 +123,13 @@ class PolicyWorker(Process):
         self.engine.offload.away()
 
     @on_device()
-    def compute_log_probs(self, rows: DataProtoRef) -> DataProtoRef:
+    def compute_log_probs(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
         """The columns `settings.columns` of this rank's rows: `old_log_probs`, `ref_hidden_states`, ..."""
         return self._columns(rows, self.settings.columns, self.engine.compute_columns)
 
     def _columns(
         self, rows: DataProtoRef, names: tuple[str, ...], compute: Callable[..., dict[str, Ragged]]
-    ) -> DataProtoRef:
+    ) -> tuple[Label, DataProto]:
         from grpo_dist.engines.fsdp_engine import SEQUENCE_COLUMNS
 
         plain = {name.partition("_")[2]: name for name in names}  # without old_ or ref_
@@ -142,8 +142,7 @@ class PolicyWorker(Process):
             )
         except TrainingDiverged as error:
             raise TrainingDiverged(f"{', '.join(names)}, {error}") from None
-        columns = {plain[name]: values for name, values in found.items()}
-        return DataProtoRef.put(DataProto.from_dict(columns), small=())
+        return _labelled({plain[name]: values for name, values in found.items()})
 
     def forward_report(self) -> str:
         """One sentence on how sequences are laid out, and why; "" before the first pass."""
@@ -180,6 +179,11 @@ class PolicyWorker(Process):
         load_parameters(self.engine, Path(folder))
 
 
+def _labelled(columns: Mapping[str, Ragged]) -> tuple[Label, DataProto]:
+    data = DataProto.from_dict(columns)
+    return Label.of(data, ()), data
+
+
 def import_engine() -> None:
     """The slow imports of a policy worker: its constructor makes them while the driver still reads the prompts."""
     import transformers.modeling_utils  # noqa: F401
@@ -192,14 +196,14 @@ class ActorWorker(PolicyWorker):
     _weight_group: WeightGroup | None = None
 
     @on_device()
-    def compute_reference(self, rows: DataProtoRef) -> DataProtoRef:
+    def compute_reference(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
         """With LoRA: `settings.reference_columns`, by the model without its factors."""
         return self._columns(rows, self.settings.reference_columns, self.engine.compute_reference_columns)
 
     @on_device(optimizer=True)
     def update(
         self, rows: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: ObjectiveSettings, step: int
-    ) -> tuple[list[dict[str, Metric]], DataProtoRef | None]:
+    ) -> tuple[tuple[list[dict[str, Metric]], Label | None], DataProto | None]:
         """One optimizer step per mini-batch.
 
         Args:
@@ -209,7 +213,7 @@ class ActorWorker(PolicyWorker):
             step: training step, for messages.
 
         Returns:
-            Metrics of this rank, one dict per mini-batch; on policy also a handle with `old_log_probs`.
+            ((metrics of this rank, one dict per mini-batch; label), on policy the rows' `old_log_probs`, else None).
         """
         from grpo_dist.engines.fsdp_engine import SEQUENCE_COLUMNS
 
@@ -228,10 +232,11 @@ class ActorWorker(PolicyWorker):
             except TrainingDiverged as error:
                 where = f"step {step}, actor, mini-batch {number + 1} of {len(mini_batches)}"
                 raise TrainingDiverged(f"{where}: {error}") from None
-        old, log_probs = None, results[0].log_probs
-        if log_probs is not None:  # on policy: one mini-batch
-            old = DataProtoRef.put(DataProto.from_dict({"old_log_probs": log_probs}), small=())
-        return [result.metrics for result in results], old
+        metrics, log_probs = [result.metrics for result in results], results[0].log_probs
+        if log_probs is None:
+            return (metrics, None), None
+        label, old = _labelled({"old_log_probs": log_probs})  # on policy: one mini-batch
+        return (metrics, label), old
 
     def load_reference_head(self, head: Sequence[ray.ObjectRef]) -> None:
         """Take the reference's present output layer for the exact KL."""

@@ -12,12 +12,13 @@ import ray
 
 @dataclass(frozen=True)
 class Address:
-    """Where a worker runs, its process, and a port that was free there a moment ago."""
+    """Where a worker runs, its process, and a port that was free there a moment ago; `node_id` is Ray's."""
 
     host: str
     ip: str
     port: int
     pid: int
+    node_id: str
 
 
 class Process:
@@ -28,7 +29,8 @@ class Process:
         ip = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((ip, 0))
-            return Address(socket.gethostname(), ip, probe.getsockname()[1], os.getpid())
+            node_id = ray.get_runtime_context().get_node_id()
+            return Address(socket.gethostname(), ip, probe.getsockname()[1], os.getpid(), node_id)
 
     def peak_memory_gib(self) -> dict[str, float]:
         """Most memory this process has held: resident, and on the GPU where there is one."""

@@ -55,5 +55,10 @@ def reserve(roles: Mapping[str, tuple[int, float, float]]) -> tuple[Any, dict[st
     return group, bundles
 
 
+def release(group: Any) -> None:
+    """Give up what `reserve` reserved. Processes that still run there are ended."""
+    remove_placement_group(group)
+
+
 def _resources(num_cpus: float, num_gpus: float) -> dict[str, float]:
     return {name: amount for name, amount in (("CPU", num_cpus), ("GPU", num_gpus)) if amount > 0}

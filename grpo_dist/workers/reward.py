@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from grpo_dist.algorithms.targets import TargetSettings, compute_targets
 from grpo_dist.errors import RewardError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.rewards.base import RewardResult
-from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.process import Process, use_threads
 
 EXTRA = "reward_extra/"  # the reward function's other values, by name
@@ -97,13 +97,13 @@ class RewardWorker(Process):
         )
         self.scorer.start()
 
-    def score(self, group: DataProtoRef, task: Task) -> tuple[DataProtoRef, list[str]]:
+    def score(self, group: DataProtoRef, task: Task) -> tuple[tuple[Label, list[str]], DataProto]:
         """Score the responses to one prompt.
 
         Returns:
-            (handle, failures): a handle with `token_level_scores` (the score on the last token that trains, or a score
-            on the last token of each step, with `step_mask` 1 there); `score` and the function's extra values (as
-            `reward_extra/NAME`) travel inside it, and for validation `pred_id`, where it finds answers. And why
+            ((label, failures), data). The data has `token_level_scores` (the score on the last token that trains, or a
+            score on the last token of each step, with `step_mask` 1 there). The label has `score`, the function's extra
+            values (as `reward_extra/NAME`) and for validation `pred_id`, where it finds answers. The failures say why
             responses could not be scored, one text for each.
 
         Raises:
@@ -128,8 +128,9 @@ class RewardWorker(Process):
             steps, columns["step_mask"] = self._on_steps(results, responses)
             penalty = on_last_token(penalties, responses)
             columns["token_level_scores"] = Ragged(steps.values + penalty.values, steps.offsets)
-        handle = DataProtoRef.put(DataProto.from_dict(columns), small=("score",))
-        return replace(handle, small=handle.small | extras), failures
+        scored = DataProto.from_dict(columns)
+        label = Label.of(scored, ("score",))
+        return (Label(label.columns, label.small | extras, label.num_rows), failures), scored
 
     def _score_texts(self, texts: Sequence[str], task: Task) -> tuple[list[RewardResult], list[str]]:
         from grpo_dist.rewards.group import Failure, Sample
@@ -166,12 +167,11 @@ class RewardWorker(Process):
 
     def compute_targets(
         self, batch: DataProtoRef, settings: TargetSettings, kl_coef: float, seed: int
-    ) -> tuple[DataProtoRef, dict[str, float]]:
+    ) -> tuple[tuple[Label, dict[str, float]], DataProto]:
         """What the update trains on, from the whole batch; see `algorithms.targets`.
 
         Returns:
-            (a handle with the columns of `algorithms.targets`, `advantage_mean` and `reward` per sequence inside it;
-            metrics).
+            ((label with `advantage_mean` and `reward` per sequence, metrics), the columns of `algorithms.targets`).
         """
         data = batch.fetch(("uid", *TARGET_COLUMNS, *settings.columns))
         lengths = data["token_level_scores"].lengths
@@ -190,7 +190,8 @@ class RewardWorker(Process):
         columns: dict[str, Any] = {name: Ragged.from_padded(value, lengths) for name, value in out.items()}
         columns["advantage_mean"] = out["advantages"].sum(-1) / out["response_mask"].sum(-1).clamp_min(1)
         columns["reward"] = out["token_level_rewards"].sum(-1)
-        return DataProtoRef.put(DataProto.from_dict(columns), small=("advantage_mean", "reward")), metrics
+        found = DataProto.from_dict(columns)
+        return (Label.of(found, ("advantage_mean", "reward")), metrics), found
 
     def rollout_diagnostics(self, batch: DataProtoRef, correction: Mapping[str, Any]) -> dict[str, float]:
         """The metrics of `algorithms.correction`, from old log-probs that the update brought."""

@@ -20,6 +20,7 @@ from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.errors import EngineError, GrpoDistError, WorkerError
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import Task
 from grpo_dist.workers.weight_transport import Outcomes
 
@@ -74,15 +75,15 @@ class RolloutGroup:
 
     Args:
         workers: their processes.
-        max_restarts: workers that may be replaced in the life of the group.
+        restarts: how many may be replaced.
         startup_timeout_s: seconds that a replacement may take to start.
     """
 
-    def __init__(self, workers: WorkerGroup, *, max_restarts: int = 0, startup_timeout_s: float = 900.0) -> None:
+    def __init__(
+        self, workers: WorkerGroup, restarts: RestartBudget | None = None, *, startup_timeout_s: float = 900.0
+    ) -> None:
         self.workers = workers
-        self.max_restarts, self.startup_timeout_s = max_restarts, startup_timeout_s
-        self.num_restarts = 0
-        self.failures: list[str] = []
+        self.restarts, self.startup_timeout_s = restarts or RestartBudget(), startup_timeout_s
         self._members = [_member(None) for _ in range(len(workers))]
         self._loads = np.zeros(len(workers))  # by rank, `Member.load`: there may be hundreds, and many groups
         self._settings: list[EngineSettings | None] = [None] * len(workers)
@@ -94,7 +95,7 @@ class RolloutGroup:
 
     def submit_start(self, settings: Sequence[EngineSettings | None]) -> list[Call]:
         """Start all engines, each with settings of its own, without waiting."""
-        self.workers.nodes = [address.host for address in self.workers.call_all("start", "address")]
+        self.workers.call_home()
         self._settings = list(settings)
         self._members = [_member(each) for each in settings]
         return [self.workers.submit(rank, "start", "start", each) for rank, each in enumerate(settings)]
@@ -158,7 +159,7 @@ class RolloutGroup:
         member.sequences -= order.num_sequences
         member.adapt(load.running, load.waiting, order.num_sequences)
         self._update_load(call.rank)
-        return None if label is None or call.data is None else DataProtoRef.stored(call.data, label)
+        return None if label is None else call.handle(label)
 
     def take_lost(self) -> list[Call]:
         """The calls that went with their workers since this was last asked."""
@@ -229,12 +230,7 @@ class RolloutGroup:
     # --- replacing ---------------------------------------------------------------------------------------------
     def _replace(self, rank: int, error: GrpoDistError) -> None:
         """End a worker and start it again; what it was asked for is lost."""
-        if self.num_restarts >= self.max_restarts:
-            if self.max_restarts:
-                error.add_note(f"trainer.max_worker_restarts={self.max_restarts} rollout workers were replaced before")
-            raise error
-        self.num_restarts += 1
-        self.failures.append(str(error))
+        self.restarts.spend(error)
         lost = [call for call in self._orders if call.rank == rank]
         for call in lost:
             del self._orders[call]

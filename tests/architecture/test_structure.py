@@ -42,6 +42,7 @@ TESTED_ELSEWHERE = {
     "engines/vllm_weight_update.py": "engines/test_vllm_engine.py",  # a part of the engine
     "tracking/names.py": "tracking/test_summary.py",  # metric names
     "trainer/pump.py": "trainer/test_trainer.py",  # every rollout there goes through it
+    "trainer/rollout_job.py": "trainer/test_trainer.py",  # likewise
     "workers/groups.py": "trainer/test_trainer.py",  # likewise
     "trainer/roles.py": "trainer/test_trainer.py",  # plain records
     "trainer/sample_log.py": "trainer/test_trainer.py",  # every step there writes one

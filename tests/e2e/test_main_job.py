@@ -109,10 +109,10 @@ def test_the_trained_model_loads(run_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def run_in_training(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, Path, list[psutil.Process]]]:
+def run_in_training(tmp_path: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen, Path, list[psutil.Process]]]:
     """A run that has finished its first step: the process, its log, and its whole family."""
     log = tmp_path / "log"
-    arguments = command(tmp_path / "run", "trainer.val_before_train=false")
+    arguments = command(tmp_path / "run", "trainer.val_before_train=false", *overrides)
     with log.open("w") as stream:
         # a background job of a script has SIGINT ignored, and its children inherit that
         run = subprocess.Popen(
@@ -136,10 +136,14 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path, number: signal.Sig
         os.kill(run.pid, number)
         assert run.wait(60) == 128 + number, log.read_text()[-2000:]
         assert_gone(family)
+    pointer = tmp_path / "run" / "latest_checkpointed_iteration.txt"
+    assert pointer.exists() == (number == signal.SIGTERM), "pre-emption loses no finished step"
+    if pointer.exists():
+        assert int(pointer.read_text()) == metrics(tmp_path / "run")[-1]["step"]
 
 
 def test_a_killed_actor_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    with run_in_training(tmp_path) as (run, log, family):
+    with run_in_training(tmp_path, "trainer.max_actor_restarts=0") as (run, log, family):
         next(p for p in family if "ActorWorker" in " ".join(p.cmdline())).kill()
         assert run.wait(60) == 1, log.read_text()[-2000:]
         assert "error: actor worker" in log.read_text()

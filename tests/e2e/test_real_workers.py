@@ -158,9 +158,9 @@ def test_an_engine_killed_while_it_generates_changes_nothing(lab: Lab, undisturb
 
         rollout.collect = then_kill  # type: ignore[method-assign]
 
-    restarts = lab.roles.rollout.num_restarts
+    restarts = len(lab.roles.restarts.failures)
     trainer = lab.train(prepare)
-    assert lab.roles.rollout.num_restarts == restarts + 1
+    assert len(lab.roles.restarts.failures) == restarts + 1
     assert_same(trainer, lab.weights(), undisturbed)
 
 
@@ -183,9 +183,9 @@ def test_an_engine_killed_in_a_sync_changes_nothing(lab: Lab, undisturbed: tuple
     def prepare(trainer: GRPOTrainer) -> None:
         trainer.transport = Deadly()
 
-    restarts = lab.roles.rollout.num_restarts
+    restarts = len(lab.roles.restarts.failures)
     trainer = lab.train(prepare)
-    assert lab.roles.rollout.num_restarts == restarts + 1
+    assert len(lab.roles.restarts.failures) == restarts + 1
     assert_same(trainer, lab.weights(), undisturbed)
 
 

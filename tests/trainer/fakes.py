@@ -72,13 +72,11 @@ class FakePolicyWorker(Process):
     def load_checkpoint(self, folder: str) -> None:
         assert open(f"{folder}/rank{self.rank}").read() == "weights"
 
-    def compute_log_probs(self, rows: DataProtoRef) -> DataProtoRef:
+    def compute_log_probs(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
         responses = rows.fetch(("responses",))["responses"]
         log_probs = [np.full(length, -1.25) for length in responses.lengths.tolist()]
-
-        return DataProtoRef.put(
-            DataProto.from_dict({self.column: Ragged.from_rows(log_probs, torch.float32)}), small=()
-        )
+        data = DataProto.from_dict({self.column: Ragged.from_rows(log_probs, torch.float32)})
+        return Label.of(data, ()), data
 
 
 class FakeActorWorker(FakePolicyWorker):
@@ -88,12 +86,14 @@ class FakeActorWorker(FakePolicyWorker):
 
     def update(
         self, rows: DataProtoRef, mini_batches: list[np.ndarray], objective: ObjectiveSettings, step: int
-    ) -> tuple[list[dict], DataProtoRef | None]:
+    ) -> tuple[tuple[list[dict], Label | None], DataProto | None]:
         data = rows.fetch(("responses", "uid", *objective.columns))
         self.updates.append([data["uid"][positions].tolist() for positions in mini_batches])
         metrics = [{"actor/loss": Sum(len(p)), "actor/grad_norm": Mean(1.0, 1)} for p in mini_batches]
-        own = rows.reorder(mini_batches[0])
-        return metrics, self.compute_log_probs(own) if objective.on_policy else None
+        if not objective.on_policy:
+            return (metrics, None), None
+        label, old = self.compute_log_probs(rows.reorder(mini_batches[0]))
+        return (metrics, label), old
 
     def export_weights(self, dtype: str) -> list:
         return []

@@ -13,7 +13,7 @@ from grpo_dist.config.load import load_config
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import DataError, GrpoDistError, RewardError
-from grpo_dist.trainer.pump import GroupRequest, RolloutJob
+from grpo_dist.trainer.rollout_job import GroupRequest, RolloutJob
 from grpo_dist.trainer.sampling import TrainingSampler, informative
 from grpo_dist.workers.batch_ref import DataProtoRef
 

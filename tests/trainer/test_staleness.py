@@ -24,8 +24,10 @@ from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.groups import ActorGroup, RewardPool
+from grpo_dist.workers.groups import ActorGroup
+from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import RewardWorker
+from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
 from grpo_dist.workers.rollout_group import RolloutGroup
 from tests.processes import spawned
@@ -100,14 +102,15 @@ def make_trainer(tmp_path: Path, groups: dict[str, WorkerGroup], *overrides: str
             *overrides,
         ]
     )
-    pool = RewardPool(groups["reward"])
+    restarts = RestartBudget(config.trainer.max_worker_restarts)
+    pool = RewardPool(groups["reward"], restarts)
     groups["reward"].gather(pool.submit_start(reward_settings(config)))
     for role in ("actor", "rollout"):
         groups[role].call_all("test", "set_seconds", seconds)
     groups["actor"].call_all("test", "forget")
-    rollout = RolloutGroup(groups["rollout"], max_restarts=config.trainer.max_worker_restarts)
+    rollout = RolloutGroup(groups["rollout"], restarts)
     prompts, _ = load_run_prompts(config)
-    return build_trainer(config, Roles(ActorGroup(groups["actor"]), rollout, pool, None), prompts, STEPS)
+    return build_trainer(config, Roles(ActorGroup(groups["actor"]), rollout, pool, None, restarts), prompts, STEPS)
 
 
 def trained_uids(groups: dict[str, WorkerGroup]) -> list[list[str]]:

@@ -18,8 +18,10 @@ from grpo_dist.trainer.build import build_trainer, load_run_prompts, reward_sett
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.group import Call, WorkerGroup
-from grpo_dist.workers.groups import ActorGroup, ReferenceGroup, RewardPool
+from grpo_dist.workers.groups import ActorGroup, ReferenceGroup
+from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import RewardWorker
+from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout_group import RolloutGroup
 from tests.processes import spawned
 from tests.trainer.fakes import (
@@ -71,11 +73,13 @@ def make_trainer(
             *overrides,
         ]
     )
-    pool = RewardPool(groups["reward"])
+    restarts = RestartBudget(config.trainer.max_worker_restarts)
+    pool = RewardPool(groups["reward"], restarts)
     groups["reward"].gather(pool.submit_start(reward_settings(config)))
     groups["rollout"].call_all("test", "set_length", length)
     groups["actor"].call_all("test", "forget")
-    roles = Roles(ActorGroup(groups["actor"]), RolloutGroup(groups["rollout"]), pool, ReferenceGroup(groups["ref"]))
+    ref = ReferenceGroup(groups["ref"], restarts)
+    roles = Roles(ActorGroup(groups["actor"]), RolloutGroup(groups["rollout"], restarts), pool, ref, restarts)
     prompts, _ = load_run_prompts(config)
     return build_trainer(config, roles, prompts, 3)
 

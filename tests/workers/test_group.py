@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 
 import pytest
+import ray
 
 from grpo_dist.errors import GrpoDistError, RewardError, WorkerError
 from grpo_dist.workers.group import Call, WorkerGroup, finished
+from grpo_dist.workers.process import Address
 from tests.processes import reserved
 
 pytestmark = pytest.mark.ray
@@ -68,7 +70,8 @@ def bundles(local_ray: None) -> Iterator[Mapping[str, list]]:
 
 def spawn(bundles: list, timeout_s: float, args: list[tuple]) -> WorkerGroup:
     group = WorkerGroup.spawn("actor", worker_class(), bundles, args=args, env={"COLOUR": "blue"}, timeout_s=timeout_s)
-    group.nodes = [f"node{rank}" for rank in range(len(args))]
+    here = ray.get_runtime_context().get_node_id()
+    group.note_addresses([Address(f"node{rank}", "127.0.0.1", 0, os.getpid(), here) for rank in range(len(args))])
     return group
 
 
@@ -190,7 +193,7 @@ def test_an_unknown_method_is_a_programming_error(group: WorkerGroup) -> None:
 # --- time --------------------------------------------------------------------------------------------------------
 def test_no_answer_in_time(group: WorkerGroup) -> None:
     impatient = WorkerGroup("actor", group.handles, 0.5)
-    impatient.nodes = group.nodes
+    impatient.addresses = group.addresses
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"actor worker 0 on node0, stage 'add': no answer within 0\.5 s"):
         impatient.call_each("add", "add", [(1, 2.0), (1,)])

@@ -4,9 +4,11 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 from grpo_dist.algorithms.advantage import STD_EPS
@@ -26,15 +28,29 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, bonus):
     extra = {"lucky": 1} if "w5" in words else {}
     return {"score": len(words) + bonus * hit, "hit": hit, "text": solution_str, "seen": extra_info["index"], **extra}
 '''
+
+
+class Local(RewardWorker):
+    """In this process; gives handles, as the driver makes them of its answers."""
+
+    def score(self, group: DataProtoRef, task: Task) -> tuple[DataProtoRef, list[str]]:  # type: ignore[override]
+        (label, failures), data = super().score(group, task)
+        return DataProtoRef.stored(ray.put(data), label), failures
+
+    def compute_targets(self, *args: Any) -> tuple[DataProtoRef, dict[str, float]]:  # type: ignore[override]
+        (label, metrics), data = super().compute_targets(*args)
+        return DataProtoRef.stored(ray.put(data), label), metrics
+
+
 RESPONSES = [[5, 6, 2], [6, 2], [5]]
 TASK = Task("words", "w5", {"index": 3})
 
 
 @pytest.fixture(scope="module")
-def worker(local_ray: None, random_models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> RewardWorker:
+def worker(local_ray: None, random_models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Local:
     file = tmp_path_factory.mktemp("scorer") / "scorer.py"
     file.write_text(SCORER)
-    worker = RewardWorker()
+    worker = Local()
     worker.start(
         RewardSettings(random_models["tied"], False, str(file), "compute_score", {"bonus": 10}, failure_score=-0.5)
     )
@@ -76,7 +92,7 @@ def test_on_the_last_token_that_trains() -> None:
 
 # --- score -------------------------------------------------------------------------------------------------------
 @pytest.mark.ray
-def test_scores_and_extra_values(worker: RewardWorker) -> None:
+def test_scores_and_extra_values(worker: Local) -> None:
     """Word counts 2, 1, 1 (the end is a special token); w5 first earns 10 more."""
     handle, failures = worker.score(put(RESPONSES), TASK)
     assert not failures
@@ -88,7 +104,7 @@ def test_scores_and_extra_values(worker: RewardWorker) -> None:
 
 
 @pytest.mark.ray
-def test_what_an_environment_put_in_is_read_and_earns_nothing(worker: RewardWorker) -> None:
+def test_what_an_environment_put_in_is_read_and_earns_nothing(worker: Local) -> None:
     """All words count; the reward sits where the policy can be blamed for it, and the advantage is a mean over that."""
     scored, _ = worker.score(put([[5, 6, 7], [6, 2]], [[1, 1, 0], [1, 1]]), TASK)
     assert scored["score"].tolist() == [13, 1]
@@ -106,7 +122,7 @@ def test_what_an_environment_put_in_is_read_and_earns_nothing(worker: RewardWork
 
 
 @pytest.mark.ray
-def test_groups_with_different_extra_values_join(worker: RewardWorker) -> None:
+def test_groups_with_different_extra_values_join(worker: Local) -> None:
     """Only responses that begin with w5 report `lucky`; the second group has none."""
     both = DataProtoRef.concat([worker.score(put(group), TASK)[0] for group in (RESPONSES, RESPONSES[1:2])])
     assert np.array_equal(both["reward_extra/lucky"], [1, np.nan, 1, np.nan], equal_nan=True)
@@ -114,7 +130,7 @@ def test_groups_with_different_extra_values_join(worker: RewardWorker) -> None:
 
 
 @pytest.mark.ray
-def test_a_response_that_the_function_fails_on(worker: RewardWorker) -> None:
+def test_a_response_that_the_function_fails_on(worker: Local) -> None:
     """It earns `failure_score`, the others what they earn; why is told."""
     handle, (failure,) = worker.score(put([[5, 2], [6, 13], [6, 2]]), TASK)
     assert handle["score"].tolist() == [11, -0.5, 1]
@@ -146,7 +162,7 @@ def test_answers_travel_as_numbers_and_only_for_validation(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    return {'score': 1, 'pred': solution_str.split()[0] if extra_info['index'] else None}\n"
     )
-    worker = RewardWorker()
+    worker = Local()
     worker.start(RewardSettings(random_models["tied"], False, str(tmp_path / "first.py"), "compute_score", {}))
     validation = replace(TASK, validation=True)
     assert worker.score(put(RESPONSES), validation)[0]["pred_id"].tolist() == [0, 1, 0]
@@ -178,7 +194,7 @@ def scored_batch() -> DataProtoRef:
 
 
 @pytest.mark.ray
-def test_advantages_by_hand(worker: RewardWorker) -> None:
+def test_advantages_by_hand(worker: Local) -> None:
     """Group a: mean 1/4, std 1/2 (as in tests/algorithms/test_advantage.py). Group b: equal rewards, no advantage."""
     handle, metrics = worker.compute_targets(scored_batch(), TargetSettings("grpo"), 0.0, 0)
     high, low = 0.75 / (0.5 + STD_EPS), -0.25 / (0.5 + STD_EPS)
@@ -193,7 +209,7 @@ def test_advantages_by_hand(worker: RewardWorker) -> None:
 
 
 @pytest.mark.ray
-def test_options_reach_the_estimator(worker: RewardWorker) -> None:
+def test_options_reach_the_estimator(worker: Local) -> None:
     settings = TargetSettings("grpo", {"norm_adv_by_std_in_grpo": False}, mask_truncated=True)
     handle, _ = worker.compute_targets(scored_batch(), settings, 0.0, 0)
     assert handle["advantage_mean"].tolist() == pytest.approx([0.75, 0, -0.25, 0, 0, -0.25]), "the fourth was cut short"
@@ -205,7 +221,7 @@ def test_options_reach_the_estimator(worker: RewardWorker) -> None:
 
 
 @pytest.mark.ray
-def test_components_and_baselines_come_with_the_handle(worker: RewardWorker) -> None:
+def test_components_and_baselines_come_with_the_handle(worker: Local) -> None:
     """ReMax subtracts the greedy score 1; gdpo sees the reward function's other values."""
     batch = scored_batch()
     small = {"reward_baseline": np.ones(6, np.float32), "reward_extra/style": np.array([1.0, 0, 0, 0, 0, 0])}
@@ -233,7 +249,7 @@ def test_step_scores_sit_on_the_last_token_of_their_step(
 ) -> None:
     """The end-of-sequence token belongs to the last step."""
     (tmp_path / "steps.py").write_text(STEPS)
-    worker = RewardWorker()
+    worker = Local()
     settings = RewardSettings(random_models["tied"], False, str(tmp_path / "steps.py"), "compute_score", {})
     worker.start(replace(settings, step_separator=" "))
     data = worker.score(put([[5, 6, 7, 2], [7]]), TASK)[0].fetch(("token_level_scores", "step_mask"))
@@ -250,7 +266,7 @@ def test_the_overlong_penalty_by_hand() -> None:
 
 
 @pytest.mark.ray
-def test_the_overlong_penalty_is_part_of_the_score(worker: RewardWorker) -> None:
+def test_the_overlong_penalty_is_part_of_the_score(worker: Local) -> None:
     plain = worker.score(put(RESPONSES), TASK)[0]["score"]
     worker.overlong_penalty = OverlongPenalty(3, 2, 1.0)
     try:

@@ -18,6 +18,7 @@ from grpo_dist.errors import ConfigError, EngineError, GrpoDistError, WeightSync
 from grpo_dist.workers.batch_ref import Label
 from grpo_dist.workers.group import finished
 from grpo_dist.workers.process import Process
+from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.rollout_group import Member, RolloutGroup
 from grpo_dist.workers.weight_transport import Outcomes, outcomes
 from tests.processes import spawned
@@ -71,9 +72,9 @@ class Worker(Process):
 def make(local_ray: None) -> Iterator[Callable[..., RolloutGroup]]:
     with contextlib.ExitStack() as processes:
 
-        def make(size: int = 2, **options: float) -> RolloutGroup:
+        def make(size: int = 2, *, most: int = 0, **options: float) -> RolloutGroup:
             workers = processes.enter_context(spawned("rollout", Worker, [()] * size))
-            group = RolloutGroup(workers, **options)  # type: ignore[arg-type]
+            group = RolloutGroup(workers, RestartBudget(most), **options)
             workers.gather(group.submit_start([None] * size))
             return group
 
@@ -120,7 +121,7 @@ def test_a_prompt_comes_back_to_the_engine_that_has_its_prefix_until_new_weights
 
 
 def test_what_a_dead_worker_was_asked_for_is_lost_and_the_worker_comes_back(make: Callable) -> None:
-    group = make(max_restarts=1)
+    group = make(most=1)
     sync(group, ["good"], 5)
     before = group.workers.call_all("pid", "pid")
     calls = [group.submit(f"slow {i}", np.array([i], np.int32), SAMPLING) for i in range(6)]
@@ -133,8 +134,8 @@ def test_what_a_dead_worker_was_asked_for_is_lost_and_the_worker_comes_back(make
         lost += group.take_lost()
     assert sorted(answer.small["uid"] for answer in answers) == ["slow 1", "slow 3", "slow 5"], "the other worker's"
     assert lost == [call for call in calls if call.rank == 0]
-    assert group.num_restarts == 1
-    assert "rollout worker 0" in group.failures[0]
+    assert len(group.restarts.failures) == 1
+    assert "rollout worker 0" in group.restarts.failures[0]
     after = group.workers.call_all("pid", "pid")
     assert (after[0] != before[0], after[1]) == (True, before[1])
     versions = {answer.small["version"] for answer in collect_all(group, [f"{i}" for i in range(6)])}
@@ -142,7 +143,7 @@ def test_what_a_dead_worker_was_asked_for_is_lost_and_the_worker_comes_back(make
 
 
 def test_what_a_worker_has_answered_outlives_it(make: Callable) -> None:
-    group = make(1, max_restarts=1)
+    group = make(1, most=1)
     (answer,) = collect_all(group, ["answered"])
     group.workers.kill()
     (block,) = answer.frames[0].blocks
@@ -150,12 +151,12 @@ def test_what_a_worker_has_answered_outlives_it(make: Callable) -> None:
 
 
 def test_an_engine_that_fails_is_replaced_and_one_that_fails_too_often_stops_the_run(make: Callable) -> None:
-    group = make(1, max_restarts=1)
+    group = make(1, most=1)
     for expected in (0, 1):
         call = group.submit("engine fails", PROMPT, SAMPLING)
         while not finished([call], None):
             pass
-        assert group.num_restarts == expected
+        assert len(group.restarts.failures) == expected
         if expected == 0:
             assert (group.collect(call), group.take_lost()) == (None, [call])
             assert collect_all(group, []) == []
@@ -165,30 +166,30 @@ def test_an_engine_that_fails_is_replaced_and_one_that_fails_too_often_stops_the
 
 
 def test_a_mistake_of_the_users_is_not_tried_again(make: Callable) -> None:
-    group = make(1, max_restarts=3)
+    group = make(1, most=3)
     call = group.submit("user's mistake", PROMPT, SAMPLING)
     while not finished([call], None):
         pass
     with pytest.raises(ConfigError, match="refuses the sampling settings"):
         group.collect(call)
-    assert group.num_restarts == 0
+    assert len(group.restarts.failures) == 0
 
 
 def test_a_worker_that_hangs_is_replaced(make: Callable) -> None:
-    group = make(1, max_restarts=1)
+    group = make(1, most=1)
     answers = collect_all(group, ["hang once"], generate_timeout_s=0.5)
     assert [answer.small["uid"] for answer in answers] == ["once"]
-    assert "no answer within 0.5 s" in group.failures[0]
+    assert "no answer within 0.5 s" in group.restarts.failures[0]
 
 
 def test_a_worker_that_dies_in_a_sync_does_not_hold_up_the_others(make: Callable) -> None:
-    group = make(max_restarts=1)
+    group = make(most=1)
     sync(group, ["good"], 4)
     group.workers.call(0, "test", "set_version", 5)
     started = time.monotonic()
     sync(group, ["deadly for 0"], 6)
     assert time.monotonic() - started < 10
-    assert group.num_restarts == 1
+    assert len(group.restarts.failures) == 1
     assert group.submit("now", PROMPT, SAMPLING).rank == 1, "the one that lives goes on at once"
     answers, round_ = [], 0
     while not answers or group.workers.call(0, "test", "pid") not in {answer.small["pid"] for answer in answers}:
@@ -198,12 +199,12 @@ def test_a_worker_that_dies_in_a_sync_does_not_hold_up_the_others(make: Callable
 
 
 def test_damaged_weights_and_other_versions_are_errors(make: Callable) -> None:
-    group = make(1, max_restarts=3)
+    group = make(1, most=3)
     with pytest.raises(WeightSyncError, match="is damaged"):
         sync(group, ["damaged"], 1)
     with pytest.raises(GrpoDistError, match="rollout worker 0 holds weight version 99 after the sync of 2"):
         sync(group, ["ignored"], 2)
-    assert group.num_restarts == 0
+    assert len(group.restarts.failures) == 0
 
 
 def test_without_a_budget_the_first_failure_stops_the_run(make: Callable) -> None:

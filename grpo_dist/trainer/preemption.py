@@ -1,0 +1,46 @@
+"""SIGTERM: a scheduler takes the machine back. The run ends where its state is that of a finished step."""
+
+from __future__ import annotations
+
+from types import FrameType
+
+from grpo_dist.errors import Terminated
+
+
+class Preemption:
+    """Whether SIGTERM has come, and when the run gives way to it.
+
+    Between `hold` and `release` (from the first optimizer step to the end of the training step) it waits: the weights
+    belong to no finished step there. A second SIGTERM ends the run at once.
+
+    Attributes:
+        asked: whether it has come.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._held = False
+
+    def handle(self, signum: int, frame: FrameType | None) -> None:
+        """The handler of the signal.
+
+        Raises:
+            Terminated: now is a good moment, or it is the second one. (Ray's calls make a KeyboardInterrupt of it.)
+        """
+        waits, self.asked = self._held and not self.asked, True
+        if not waits:
+            raise Terminated
+
+    def hold(self) -> None:
+        """From here on a SIGTERM waits."""
+        self._held = True
+
+    def release(self) -> None:
+        """A good moment again.
+
+        Raises:
+            Terminated: one has been waiting.
+        """
+        self._held = False
+        if self.asked:
+            raise Terminated

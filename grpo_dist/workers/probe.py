@@ -1,0 +1,60 @@
+"""What has become of a worker's process: its node's kernel is asked, not the worker, which may be unable to answer.
+
+Of ranks that work together all are late when one is. The one that is stopped or gone is the one to blame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from grpo_dist.workers.process import Address
+
+# A node that lives answers within a second or two, also one that must start a process for it.
+PROBE_TIMEOUT_S = 20.0
+# Letters of /proc/PID/stat in words.
+STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk", "T": "stopped", "t": "stopped", "Z": "dead"}
+LOST = ("stopped", "dead", "gone")
+
+
+def process_state(pid: int) -> str:
+    """One of "running", "waiting", "stopped", "dead" and "gone"; "unknown" where there is no /proc to ask."""
+    if not Path("/proc/self/stat").exists():
+        return "unknown"
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+    return STATES.get(letter, "waiting")
+
+
+def probe(addresses: Mapping[int, Address], timeout_s: float = PROBE_TIMEOUT_S) -> dict[int, str]:
+    """What several workers' processes are at.
+
+    Args:
+        addresses: by rank.
+        timeout_s: seconds to wait for other nodes.
+
+    Returns:
+        By rank as `process_state` says; "gone" also if the node does not answer.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    states, asked = {}, {}
+    for rank, address in addresses.items():
+        if address.node_id == here:
+            states[rank] = process_state(address.pid)
+        else:
+            place = NodeAffinitySchedulingStrategy(address.node_id, soft=False)
+            ask = ray.remote(num_cpus=0, max_retries=0)(process_state)
+            asked[rank] = ask.options(scheduling_strategy=place).remote(address.pid)
+    ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+    for rank, ref in asked.items():
+        try:
+            states[rank] = ray.get(ref) if ref in ready else "gone"
+        except RayError:
+            states[rank] = "gone"
+    return states

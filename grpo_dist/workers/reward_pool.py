@@ -1,0 +1,150 @@
+"""The reward processes as the driver sees them: who is free, who is being replaced.
+
+A process that is lost is ended and started again, as often as the budget allows; what it was asked for is asked of
+another one, or of the new one. A mistake of the reward function is not that: it is shown (rewards/scorer.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.errors import WorkerLost
+from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.restarts import RestartBudget
+from grpo_dist.workers.reward import SAMPLE_COLUMNS, TARGET_COLUMNS, RewardSettings, Task
+
+
+class RewardPool:
+    """The reward processes. Each scores one group at a time, so that the time limit of a call is its own.
+
+    Args:
+        workers: their processes.
+        restarts: how many may be replaced.
+    """
+
+    def __init__(self, workers: WorkerGroup, restarts: RestartBudget | None = None) -> None:
+        self.workers, self.restarts = workers, restarts or RestartBudget()
+        self._settings: RewardSettings | None = None
+        self._free = list(range(len(workers)))
+        self._starting: dict[int, Call] = {}
+        self._writing: list[tuple[Call, tuple[Any, ...]]] = []
+
+    def submit_start(self, settings: RewardSettings) -> list[Call]:
+        """Load tokenizers and reward functions, without waiting."""
+        self._settings = settings
+        self.workers.call_home()
+        return self.workers.submit_all("start", "start", settings)
+
+    # --- scores ------------------------------------------------------------------------------------------------
+    @property
+    def has_free(self) -> bool:
+        """Whether a process waits for work."""
+        return bool(self._free)
+
+    @property
+    def starting(self) -> list[Call]:
+        """The starts of processes that were replaced."""
+        return list(self._starting.values())
+
+    def submit(self, group: DataProtoRef, task: Task) -> Call:
+        """Score one group on a free process, without waiting."""
+        inputs = group.select(("responses", "response_mask"))
+        return self.workers.submit_for_data(self._free.pop(0), "score", "score", inputs, task)
+
+    def collect(self, call: Call) -> tuple[DataProtoRef, list[str]] | None:
+        """Take in a finished call.
+
+        Returns:
+            The handle of the group's scores, and why responses of it could not be scored. None if there are none: the
+            process is being replaced and another one must be asked; or the call was a process's start.
+
+        Raises:
+            GrpoDistError: a mistake that another process would make too, or too many were lost.
+        """
+        is_start = self._starting.get(call.rank) is call
+        try:
+            answer = call.result()
+        except WorkerLost as error:
+            self.replace(call, error)
+            return None
+        self._free.append(call.rank)
+        if is_start:
+            del self._starting[call.rank]
+            return None
+        label, failures = answer
+        return call.handle(label), failures
+
+    def replace(self, call: Call, error: WorkerLost) -> None:
+        """End the process that a call was asked of and start it again, unless that has happened already.
+
+        Raises:
+            WorkerLost: `error`, if too many workers were lost.
+        """
+        if call.process is not self.workers.handles[call.rank]:
+            return
+        self.restarts.spend(error)
+        self._free = [rank for rank in self._free if rank != call.rank]
+        self.workers.respawn(call.rank)
+        self._starting[call.rank] = self.workers.submit(call.rank, "start", "start", self._settings)
+
+    # --- whole batches -----------------------------------------------------------------------------------------
+    def compute_targets(
+        self, batch: DataProtoRef, settings: TargetSettings, kl_coef: float, seed: int
+    ) -> tuple[DataProtoRef, dict[str, float]]:
+        """What the update trains on, from the whole batch; and metrics."""
+        inputs = batch.select(("uid", *TARGET_COLUMNS, *settings.columns))
+
+        def ask(rank: int) -> Call:
+            arguments = (inputs, settings, kl_coef, seed)
+            return self.workers.submit_for_data(rank, "targets", "compute_targets", *arguments)
+
+        call, (label, metrics) = self._answer(ask)
+        return call.handle(label), metrics
+
+    def rollout_diagnostics(self, batch: DataProtoRef, correction: Mapping[str, Any]) -> dict[str, float]:
+        """How far the sampler and the policy are apart, and what the correction's weights are."""
+        inputs = batch.select(("response_mask", "rollout_log_probs", "old_log_probs"))
+        name = "rollout_diagnostics"
+        return self._answer(lambda rank: self.workers.submit(rank, name, name, inputs, correction))[1]
+
+    def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The batch as text, one dict per row; for the few rows that are shown."""
+        arguments = batch.select(SAMPLE_COLUMNS), step, ground_truths
+        return self._answer(lambda rank: self.workers.submit(rank, "read_samples", "read_samples", *arguments))[1]
+
+    def write_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> None:
+        """Write the batch down as text, without waiting; see `finish_writing`."""
+        arguments = batch.select(SAMPLE_COLUMNS), path, step, ground_truths
+        self._writing.append((self._submit_writing(arguments, self._idle()), arguments))
+
+    def finish_writing(self) -> None:
+        """Wait until all samples are written."""
+        for call, arguments in self._writing:
+            self._answer(functools.partial(self._submit_writing, arguments), call)
+        self._writing.clear()
+
+    def _submit_writing(self, arguments: Sequence[Any], rank: int) -> Call:
+        # it is collected a step later, so the clock must not run
+        return self.workers.submit(rank, "write_samples", "write_samples", *arguments, timed=False)
+
+    def _answer(self, ask: Callable[[int], Call], call: Call | None = None) -> tuple[Call, Any]:
+        """Ask a process, or wait for one that was asked; another one if it is lost. (The call, its answer.)"""
+        while True:
+            call = ask(self._idle()) if call is None else call
+            try:
+                return call, self.workers.gather([call])[0]
+            except WorkerLost as error:
+                self.replace(call, error)
+                call = None
+
+    def _idle(self) -> int:
+        """A process that does not score now, if there is one: whole batches must not wait for one group's scores.
+        What is asked of one that starts is answered after that.
+        """
+        if self._free:
+            return self._free[0]
+        return next((rank for rank in range(len(self.workers)) if rank not in self._starting), 0)

@@ -1,0 +1,116 @@
+"""The main job with faults on a timetable: `python -m tests.chaos.driver PLAN.json key=value ...`.
+
+The plan lists faults; each hits once, also over several lives of the run: the ones that have hit are written next to it
+before the signal is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+# The trainer's stage during which a fault hits, by the moment's name; "idle" and "scoring" are hooked below.
+STAGES = {"generating": "rollout", "updating": "update_actor", "syncing": "update_weights", "saving": "save_checkpoint"}
+PROCESSES = {"actor": "ActorWorker", "rollout": "RolloutWorker", "ref": "PolicyWorker", "reward": "RewardWorker"}
+# Seconds into the stage, so that it has begun; and those that a stopped driver stands still.
+DELAY_S, DRIVER_STOPS_S = 0.15, 5.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A signal to a role's last process, in a training step, at a moment of it."""
+
+    role: str
+    moment: str
+    signal: str
+    step: int
+
+
+class Timetable:
+    """Sends each fault when its moment comes."""
+
+    def __init__(self, plan: Path) -> None:
+        self.hits = plan.with_suffix(".hits")
+        self.faults = [Fault(**each) for each in json.loads(plan.read_text())]
+
+    def come(self, moment: str, step: int, *, delay_s: float = DELAY_S) -> None:
+        """A moment of a step has come."""
+        past = self.hits.read_text().splitlines() if self.hits.exists() else []
+        for fault in self.faults:
+            line = json.dumps(asdict(fault))
+            if (fault.moment, fault.step) == (moment, step) and line not in past:
+                with self.hits.open("a") as file:
+                    file.write(line + "\n")
+                threading.Timer(delay_s, hit, [fault]).start()
+
+
+def hit(fault: Fault) -> None:
+    """Send the signal."""
+    number = signal.Signals[fault.signal]
+    if fault.role != "driver":
+        name = f"ray::{PROCESSES[fault.role]}"
+        victims = [p for p in psutil.Process().children(recursive=True) if p.cmdline()[:1] and name in p.cmdline()[0]]
+        os.kill(max(victims, key=lambda p: p.create_time()).pid, number)
+        return
+    if number == signal.SIGSTOP and os.fork() == 0:  # somebody must wake it up
+        time.sleep(DRIVER_STOPS_S)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), number)
+
+
+def install(timetable: Timetable) -> None:
+    """Hook the timetable into the trainer."""
+    from grpo_dist.trainer import pump
+    from grpo_dist.trainer.trainer import GRPOTrainer
+    from grpo_dist.workers.reward_pool import RewardPool
+
+    step = [0]
+    report, submit = GRPOTrainer.report, RewardPool.submit
+
+    def reported(self: GRPOTrainer) -> None:
+        report(self)
+        timetable.come("idle", self.step, delay_s=0)
+        time.sleep(0.2)
+
+    def submitted(self: RewardPool, *args: Any) -> Any:
+        call = submit(self, *args)
+        timetable.come("scoring", step[0], delay_s=0)
+        return call
+
+    for moment, name in STAGES.items():
+        hook_stage(GRPOTrainer, name, moment, timetable, step)
+    GRPOTrainer.report = reported  # type: ignore[method-assign]
+    RewardPool.submit = submitted  # type: ignore[method-assign]
+    pump.SCORER_START_S = 15.0  # a stopped reward process is noticed within the test
+
+
+def hook_stage(trainer: type, stage: str, moment: str, timetable: Timetable, step: list[int]) -> None:
+    """Tell the timetable when the trainer's stage begins. Saving comes after the step was counted."""
+    name = next(n for n, f in vars(trainer).items() if getattr(f, "stage", ("",))[0] == stage)
+    method = getattr(trainer, name)
+
+    def hooked(self: Any, *args: Any) -> Any:
+        step[0] = self.step + (moment != "saving")
+        timetable.come(moment, step[0])
+        return method(self, *args)
+
+    setattr(trainer, name, hooked)
+
+
+if __name__ == "__main__":
+    from grpo_dist.main import main
+    from grpo_dist.workers.cluster import set_local_environment
+
+    set_local_environment()  # before the hooks import Ray
+    install(Timetable(Path(sys.argv[1])))
+    sys.exit(main(sys.argv[2:]))

@@ -1,0 +1,71 @@
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from grpo_dist.errors import WorkerError, WorkerLost
+from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.probe import probe, process_state
+from grpo_dist.workers.process import Process
+from tests.processes import spawned
+
+pytestmark = pytest.mark.ray
+
+
+class Sleeper(Process):
+    """Sleeps, or fails as a rank does whose peer is gone."""
+
+    def sleep_long(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def fail(self) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+@pytest.fixture
+def group(local_ray: None) -> Iterator[WorkerGroup]:
+    with spawned("actor", Sleeper, [(), (), ()]) as group:
+        group.call_home()
+        yield group
+
+
+def test_a_rank_that_is_stopped_or_gone_is_named_rather_than_those_that_wait_for_it(group: WorkerGroup) -> None:
+    node, pids = group.addresses[0].host, {rank: address.pid for rank, address in group.addresses.items()}
+    calls = group.submit_all("update", "sleep_long", 60.0)
+    os.kill(pids[1], signal.SIGSTOP)
+    os.kill(pids[2], signal.SIGKILL)
+    while process_state(pids[2]) not in ("gone", "dead"):
+        time.sleep(0.05)
+    states = probe(group.addresses)
+    assert states[0] in ("running", "waiting")
+    assert states[1] == "stopped"
+    assert states[2] in ("gone", "dead")
+
+    late = group.late(calls[:2], 5.0)
+    assert isinstance(late, WorkerLost)
+    assert (late.role, late.rank, late.node, late.stage) == ("actor", 1, node, "update")
+    assert "no answer within 5 s: its process is stopped; so are 1 other ranks, which may wait for it" in str(late)
+    assert "its process is waiting" in str(group.late(calls[:1], 5.0))
+
+
+def test_the_rank_that_is_gone_is_named_rather_than_the_one_that_noticed(group: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="Connection closed by peer") as caught:
+        group.call(0, "update", "fail")
+    assert not isinstance(caught.value, WorkerLost), "all ranks are there: it is this one's own mistake"
+    os.kill(group.addresses[2].pid, signal.SIGKILL)
+    while process_state(group.addresses[2].pid) not in ("gone", "dead"):
+        time.sleep(0.05)
+    with pytest.raises(WorkerLost, match=r"actor worker 2 on .*, stage 'update': its process is ") as lost:
+        group.call(0, "update", "fail")
+    assert "Connection closed by peer" in lost.value.__notes__[0]
+
+
+def test_a_node_that_is_not_there_has_lost_its_processes(group: WorkerGroup) -> None:
+    elsewhere = replace(group.addresses[0], node_id="e" * 56)
+    assert probe({0: elsewhere, 1: group.addresses[1]}, timeout_s=1.0) == {
+        0: "gone",
+        1: "waiting",
+    }
