@@ -58,7 +58,7 @@ def job_of(num_groups: int) -> RolloutJob:
     for i in range(num_groups):
         columns = {name: Ragged.from_rows([[5, 6], [7]], torch.int32) for name in ("prompts", "responses")}
         columns["response_mask"] = Ragged.from_rows([[1, 1], [1]], torch.int8)
-        lengths = {name: np.array([2, 1]) for name in ("prompt_length", "response_length")}
+        lengths = {name: torch.tensor([2, 1]) for name in ("prompt_length", "response_length")}
         data = DataProto.from_dict(columns | lengths, {"uid": [f"{i}"] * 2})
         job.groups[i] = DataProtoRef.put(data, small=("uid", *lengths))
     return job

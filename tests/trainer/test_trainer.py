@@ -231,7 +231,7 @@ def test_a_reward_process_that_hangs_ends_the_step(
 def test_a_dead_worker_is_named(groups: dict, tmp_path: Path) -> None:
     with spawned("ref", FakePolicyWorker, [(0, 1)]) as ref:
         dead = groups | {"ref": ref}
-        trainer = make_trainer(tmp_path, dead)
+        trainer = make_trainer(tmp_path, dead, "trainer.max_worker_restarts=0")
         trainer.sync_weights()
         dead["ref"].call_all("test", "start")
         dead["ref"].kill()
