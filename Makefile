@@ -1,5 +1,6 @@
 # make quickstart   set up .venv and train the built-in model on the built-in task (a few minutes, no download of models)
 # make test         set up and run all tests
+# make test-long    what takes too long for `make test`, but for the next
 # make chaos        kill and stop every role at every moment of a run (most of an hour)
 # make smollm2      train SmolLM2-135M-Instruct for a few steps on GSM8K and on arithmetic
 # make check        what every change must pass: format, lint, types, layers, fast tests
@@ -14,7 +15,7 @@ CODE := $(wildcard grpo_dist tests scripts benchmarks examples)
 
 export PYTHON
 
-.PHONY: help setup quickstart smollm2 test chaos check format clean
+.PHONY: help setup quickstart smollm2 test test-long chaos check format clean
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
@@ -31,8 +32,11 @@ smollm2: setup
 test: setup
 	$(BIN)/python -m pytest
 
+test-long: setup
+	$(BIN)/python -m pytest -m long --ignore=tests/chaos
+
 chaos: setup
-	$(BIN)/python -m pytest -m chaos tests/chaos -s
+	$(BIN)/python -m pytest -m long tests/chaos -s
 
 check: setup
 	$(BIN)/ruff format --check $(CODE)

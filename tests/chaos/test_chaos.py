@@ -112,7 +112,7 @@ def table() -> Iterator[list[str]]:
     sys.stdout.write("\n" + "\n".join(rows) + "\n")
 
 
-@pytest.mark.chaos
+@pytest.mark.long
 @pytest.mark.parametrize("name", SIGNALS)
 @pytest.mark.parametrize("role", ROLES)
 def test_matrix(undisturbed: Outcome, tmp_path: Path, table: list[str], role: str, name: str) -> None:

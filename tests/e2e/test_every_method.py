@@ -37,11 +37,18 @@ EVERY_COLUMN = (
     f"{ACTOR}.kl_loss_type=full",
     f"{ACTOR}.top_entropy_quantile=0.5",
 )
+DOORS = {
+    "algorithm.adv_estimator": ADV_ESTIMATORS,
+    f"{ACTOR}.kl_loss_type": KL_LOSS_TYPES,
+    f"{ACTOR}.loss_agg_mode": LOSS_AGG_MODES,
+    f"{ACTOR}.policy_loss.loss_mode": LOSS_MODES,
+}
 CASES = [
-    *([f"algorithm.adv_estimator={name}"] for name in ADV_ESTIMATORS),
-    *([f"{ACTOR}.kl_loss_type={name}"] for name in KL_LOSS_TYPES),
-    *([f"{ACTOR}.loss_agg_mode={name}"] for name in LOSS_AGG_MODES),
-    *([f"{ACTOR}.policy_loss.loss_mode={name}"] for name in LOSS_MODES),
+    # the i-th name of each door, round and round: every name is there, in company
+    *(
+        [f"{key}={names[i % len(names)]}" for key, names in DOORS.items()]
+        for i in range(max(len(names) for names in DOORS.values()))
+    ),
     ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", f"{ACTOR}.use_kl_loss=false"],
     [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_2"],
     [f"{CORRECTION}.rollout_rs=seq_mean_k3", f"{CORRECTION}.rollout_rs_threshold=0.1", f"{ACTOR}.entropy_coeff=0.01"],

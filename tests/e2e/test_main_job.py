@@ -129,7 +129,7 @@ def run_in_training(tmp_path: Path, *overrides: str) -> Iterator[tuple[subproces
         run.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM])
 def test_an_interrupted_run_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     with run_in_training(tmp_path) as (run, log, family):
         assert any("RolloutWorker" in " ".join(p.cmdline()) for p in family)
@@ -142,6 +142,7 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path, number: signal.Sig
         assert int(pointer.read_text()) == metrics(tmp_path / "run")[-1]["step"]
 
 
+@pytest.mark.long  # tests/chaos kills one in a run that goes on
 def test_a_killed_actor_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
     with run_in_training(tmp_path, "trainer.max_actor_restarts=0") as (run, log, family):
         next(p for p in family if "ActorWorker" in " ".join(p.cmdline())).kill()
@@ -151,6 +152,7 @@ def test_a_killed_actor_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
         assert_gone(family)
 
 
+@pytest.mark.long  # tests/workers/test_rollout.py runs episodes on an engine
 def test_a_run_with_an_agent_loop(tmp_path: Path) -> None:
     """The calculator of examples/: calls are answered, and trainer and engine agree on what was sampled."""
     loop = Path(__file__).parents[2] / "examples" / "calculator" / "calculator.py"

@@ -121,12 +121,12 @@ def sample(lab: Lab, prompt: Any, step: int) -> DataProtoRef:
     workers = lab.roles.rollout.workers
     call = workers.submit_for_data(1, "generate", "generate", *arguments)
     label, _ = workers.gather([call])[0]
-    assert call.data is not None
-    group = DataProtoRef.stored(call.data, label)
+    group = call.handle(label)
     inputs = group.select(("responses", "response_mask"))
-    scores, failures = lab.roles.reward.workers.call(0, "score", "score", inputs, task)
+    scoring = lab.roles.reward.workers.submit_for_data(0, "score", "score", inputs, task)
+    label, failures = lab.roles.reward.workers.gather([scoring])[0]
     assert not failures
-    return group.union(scores)
+    return group.union(scoring.handle(label))
 
 
 def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undisturbed: tuple) -> None:
@@ -179,6 +179,7 @@ class Deadly(ObjectStoreTransport):
         return super().sync(actor, rollout, ranks, version=version, dtype=dtype)
 
 
+@pytest.mark.long  # tests/workers/test_weight_transport.py kills one in a sync, too
 def test_an_engine_killed_in_a_sync_changes_nothing(lab: Lab, undisturbed: tuple) -> None:
     def prepare(trainer: GRPOTrainer) -> None:
         trainer.transport = Deadly()

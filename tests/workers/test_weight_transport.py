@@ -95,7 +95,7 @@ class Case:
         return tokens(found)
 
 
-@pytest.fixture(scope="module", params=RANKS)
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.long)])
 def case(request: pytest.FixtureRequest, local_ray: None, random_models: dict[str, str]) -> Iterator[Case]:
     path = random_models[request.param]
     with (
