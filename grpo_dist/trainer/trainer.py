@@ -32,6 +32,7 @@ from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.samples import format_samples
 from grpo_dist.trainer.checkpoint import RunState, find_checkpoint, read_state, save_checkpoint
+from grpo_dist.trainer.health import HealthMonitor
 from grpo_dist.trainer.metrics import IdleShares, batch_metrics, performance_metrics, staleness_metrics
 from grpo_dist.trainer.pump import Giver, GroupRequest, RolloutPump
 from grpo_dist.trainer.roles import Prompts, Roles
@@ -104,6 +105,7 @@ class GRPOTrainer:
         )
         self.samples = SampleLog(trainer, self.roles.reward)
         self.idle = IdleShares(self.roles.workers)
+        self.health = HealthMonitor(trainer.health)
 
     def fit(self) -> None:
         """Train until `total_steps`, validating and saving on the way; or only validate (`trainer.val_only`)."""
@@ -310,16 +312,21 @@ class GRPOTrainer:
                 self.progress.message(f"{name}: {role.forward_report()}")
 
     def report(self) -> None:
-        """Send the step's metrics to the trackers, and tell which workers were replaced."""
+        """Send the step's metrics to the trackers, tell which workers were replaced, and what is not healthy."""
         for failure in self.roles.rollout.failures[self._told_restarts :]:
             self.progress.message(f"replaced a worker; what it was asked for goes elsewhere: {failure}")
         self._told_restarts = len(self.roles.rollout.failures)
         for name in ("testing", "save_checkpoint"):
             if name in self.timings:
                 self.metrics[f"timing_s/{name}"] = self.timings[name]
+        found = self.health.judge(self.metrics, self.step)
+        self.metrics |= found.metrics
         self.trackers.log(self.metrics, self.step)
         self.progress.step(self.step, self.metrics)
         self.history.append({"step": self.step, **self.metrics})
+        if found.faults:
+            self.samples.collect()  # the run stops, and the advice is to read them
+        found.tell(self.progress.message, find_checkpoint(self.run_dir, "auto", None))
 
     def finish(self) -> None:
         """Wait for the samples, and write the trained policy."""
