@@ -154,7 +154,9 @@ def zero_variance(metrics: Metrics, past: Past, config: HealthConfig) -> Look | 
         advice = "nothing is wrong if this is the goal; to go on, train on harder prompts, or stop here"
     elif score <= 1 - solved:
         cause = "the prompts are too hard: nearly all responses earn the lowest score (or the reward cannot read them)"
-        advice = "take easier prompts or a stronger model, raise rollout.n, or give part of the reward for part of the work"
+        advice = (
+            "take easier prompts or a stronger model, raise rollout.n, or give part of the reward for part of the work"
+        )
     else:
         cause = "some prompts are always solved and the others never"
         advice = "filter the prompts by difficulty, raise rollout.n, or sample until groups differ (filter_groups)"
