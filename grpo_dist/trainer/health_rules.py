@@ -152,7 +152,7 @@ def zero_variance(metrics: Metrics, past: Past, config: HealthConfig) -> Look | 
     if score >= solved:
         cause = "the prompts are too easy by now: nearly all responses earn the best score"
         advice = "nothing is wrong if this is the goal; to go on, train on harder prompts, or stop here"
-    elif score <= 1 - solved:
+    elif 1 - score >= solved:
         cause = "the prompts are too hard: nearly all responses earn the lowest score (or the reward cannot read them)"
         advice = (
             "take easier prompts or a stronger model, raise rollout.n, or give part of the reward for part of the work"
