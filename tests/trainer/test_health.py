@@ -29,7 +29,7 @@ HEALTHY = {
     "training/rollout_probs_diff_mean": 0.01,
     "reward/failure_rate": 0.0,
 }
-# 25 steps of the built-in job with seed 1.
+# 25 steps of the built-in job with seed 1; the last column is the logarithm of rollout_ppl.
 BUILTIN = {
     "critic/score/mean": (
         "0.484 0.461 0.613 0.645 0.645 0.656 0.688 0.707 0.734 0.738 0.758 0.824 0.848 0.816 0.852 0.844 0.938 0.914 "
