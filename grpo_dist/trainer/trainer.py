@@ -151,6 +151,7 @@ class GRPOTrainer:
         self.timings |= result.timings
         self.metrics |= result.metrics
         self._show_failures(result.failures)
+        self.metrics["reward/failure_rate"] = len(result.failures) / result.num_responses
         self.metrics |= staleness_metrics(batch, self.weight_version, self.staleness)
         return batch
 
