@@ -7,6 +7,7 @@
     ├── RewardError          a reward function raised, returned nonsense, or did not return in time
     ├── AgentError           an agent loop raised, or did not come back in time
     ├── TrainingDiverged     a non-finite loss or gradient, found before the optimizer step
+    ├── HealthError          a rule of trainer.health with action=stop is broken
     ├── WeightSyncError      new weights arrived damaged, incomplete or out of order; says what the engine now holds
     ├── EngineError          the rollout engine failed or hangs: its worker is replaced
     ├── CheckpointError      a checkpoint cannot be written or read
@@ -54,6 +55,10 @@ class AgentError(GrpoDistError):
 
 class TrainingDiverged(GrpoDistError):
     """The loss or the gradient is not finite; the optimizer step was not taken."""
+
+
+class HealthError(GrpoDistError):
+    """A rule of `trainer.health` with `action=stop` is broken; the step's metrics are logged."""
 
 
 class WeightSyncError(GrpoDistError):

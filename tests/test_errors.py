@@ -10,6 +10,7 @@ from grpo_dist.errors import (
     ConfigError,
     DataError,
     GrpoDistError,
+    HealthError,
     RewardError,
     TrainingDiverged,
     WorkerError,
@@ -26,6 +27,7 @@ from grpo_dist.errors import (
         (RewardError, (GrpoDistError,), 1),
         (AgentError, (GrpoDistError,), 1),
         (TrainingDiverged, (GrpoDistError,), 1),
+        (HealthError, (GrpoDistError,), 1),
         (CheckpointError, (GrpoDistError,), 1),
         (WorkerError, (GrpoDistError,), 1),
         (WorkerLost, (WorkerError,), 1),
@@ -39,7 +41,7 @@ def test_tree_and_exit_codes(error: type[GrpoDistError], parents: tuple[type, ..
 
 def test_the_drawing_shows_every_class() -> None:
     classes = [name for name, value in vars(errors).items() if isinstance(value, type)]
-    assert len(classes) == 13
+    assert len(classes) == 14
     for name in classes:
         assert name in errors.__doc__
 

@@ -217,6 +217,8 @@ def _diagnostics(old: Tensor, rollout: Tensor, log_ratio: Tensor, mask: Tensor) 
         "rollout_corr/reverse_kl": masked_mean(ratio * log_ratio, mask),  # KL(old || rollout), by importance weight
         "rollout_corr/training_ppl": log_ppl_old.exp().mean() if rows.any() else torch.ones(()),
         "rollout_corr/rollout_ppl": log_ppl_rollout.exp().mean() if rows.any() else torch.ones(()),
+        "rollout_corr/training_log_ppl": log_ppl_old.mean() if rows.any() else torch.zeros(()),
+        "rollout_corr/rollout_log_ppl": log_ppl_rollout.mean() if rows.any() else torch.zeros(()),  # ~ entropy
         "rollout_corr/ppl_ratio": (log_ppl_old - log_ppl_rollout).exp().mean() if rows.any() else torch.ones(()),
         "rollout_corr/chi2_token": masked_mean(ratio.square(), mask) - 1,
         "rollout_corr/chi2_seq": (sequence.square().mean() - 1) if rows.any() else torch.zeros(()),

@@ -108,6 +108,21 @@ def something_to_validate(config: RunConfig) -> Iterator[Problem]:
         yield _problem(config, "there is nothing to validate on; set data.val_files", "trainer.val_only")
 
 
+def stopping_rules_have_a_metric(config: RunConfig) -> Iterator[Problem]:
+    """A rule that is to stop the run, and whose metric this run does not compute."""
+    health, bypass_key = config.trainer.health, f"{_CORRECTION}.bypass_mode"
+    bypass, entropy = config.algorithm.rollout_correction.bypass_mode, config.actor_rollout_ref.actor.entropy_coeff
+    if health.kl.action == "stop" and not config.needs_reference:
+        why = "without a reference there is no KL to it; set the action to off, or use_kl_loss=true"
+        yield _problem(config, why, "trainer.health.kl.action", f"{_ACTOR}.use_kl_loss")
+    if health.rollout_mismatch.action == "stop" and bypass:
+        why = "this mode computes no log-probs to compare the sampler's with; set the action to off"
+        yield _problem(config, why, "trainer.health.rollout_mismatch.action", bypass_key)
+    if health.entropy.action == "stop" and bypass and not entropy:
+        why = "entropy is not known in this mode; set the action to off, or entropy_coeff above 0"
+        yield _problem(config, why, "trainer.health.entropy.action", bypass_key, f"{_ACTOR}.entropy_coeff")
+
+
 def overlong_buffer_fits(config: RunConfig) -> Iterator[Problem]:
     """The buffer lies within the longest response."""
     buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
@@ -312,6 +327,7 @@ RULES: tuple[Rule, ...] = (
     the_reference_moves_between_batches,
     something_to_validate,
     lora_reference_stands_still,
+    stopping_rules_have_a_metric,
     overlong_buffer_fits,
     shortest_response_fits,
     mini_batches_divide_the_batch,

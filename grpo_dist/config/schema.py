@@ -2,7 +2,8 @@
 
 Holds names, types and ranges of single keys. Defaults and the meaning of each key are in grpo.yaml (a key
 missing on either side is an error), rules between keys in rules.py. What a
-null value stands for, where several readers need it, is a method here. The roles are in schema_roles.py.
+null value stands for, where several readers need it, is a method here. The roles are in schema_roles.py,
+`trainer.health` in schema_health.py.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from grpo_dist.config.field_types import (
 )
 from grpo_dist.config.names import ADV_ESTIMATORS, SAMPLED_KL_TYPES, TOKEN_SELECTING_LOSSES
 from grpo_dist.config.processor import has_bf16
+from grpo_dist.config.schema_health import HealthConfig
 from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Device, TrainDtype
 
 
@@ -165,6 +167,7 @@ class TrainerConfig(Section):
     n_gpus_per_node: NonNegativeInt
     worker_timeout_s: PositiveFloat
     dry_run: bool
+    health: HealthConfig
 
 
 class ClusterConfig(Section):

@@ -42,6 +42,7 @@ class Rollout:
         timings: seconds by kind of work, summed over the batches that were sampled.
         metrics: how many batches of prompts it took, and which share of the groups was dropped.
         failures: why responses could not be scored, a text for each.
+        num_responses: how many were sampled, those and the ones that do not train included.
     """
 
     batch: DataProtoRef
@@ -49,6 +50,7 @@ class Rollout:
     timings: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    num_responses: int = 0
 
 
 @dataclass
@@ -125,6 +127,7 @@ class TrainingSampler:
         result = Rollout(DataProtoRef.concat([group for _, group in kept]), [request for request, _ in kept])
         result.timings = timings(state.jobs)
         result.failures = [text for job in state.jobs for text in job.failures]
+        result.num_responses = sum(request.sampling.n for job in state.jobs for request in job.requests)
         if self.config.algorithm.filter_groups.enable:
             result.metrics["train/num_gen_batches"] = len(state.jobs)
             result.metrics["train/filtered_groups"] = 1 - len(state.kept) / state.num_sampled

@@ -33,6 +33,7 @@ from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.samples import format_samples
 from grpo_dist.trainer.checkpoint import RunState, find_checkpoint, read_state, save_checkpoint
+from grpo_dist.trainer.health import HealthMonitor
 from grpo_dist.trainer.log_prob_passes import Giver
 from grpo_dist.trainer.metrics import IdleShares, batch_metrics, performance_metrics, staleness_metrics
 from grpo_dist.trainer.preemption import Preemption
@@ -113,6 +114,7 @@ class GRPOTrainer:
         )
         self.samples = SampleLog(trainer, self.roles.reward)
         self.idle = IdleShares(self.roles.workers)
+        self.health = HealthMonitor(trainer.health)
 
     def fit(self) -> None:
         """Train until `total_steps`, validating and saving on the way; or only validate (`trainer.val_only`).
@@ -175,6 +177,7 @@ class GRPOTrainer:
         self.timings |= result.timings
         self.metrics |= result.metrics
         self._show_failures(result.failures)
+        self.metrics["reward/failure_rate"] = len(result.failures) / result.num_responses
         self.metrics |= staleness_metrics(batch, self.weight_version, self.staleness)
         return batch
 
@@ -338,16 +341,21 @@ class GRPOTrainer:
                 self.progress.message(f"{name}: {role.forward_report()}")
 
     def report(self) -> None:
-        """Send the step's metrics to the trackers, and tell which workers were replaced."""
+        """Send the step's metrics to the trackers, tell which workers were replaced, and what is not healthy."""
         for failure in self.roles.restarts.failures[self._told_restarts :]:
             self.progress.message(f"replaced a worker; what it was asked for goes elsewhere: {failure}")
         self._told_restarts = len(self.roles.restarts.failures)
         for name in ("testing", "save_checkpoint"):
             if name in self.timings:
                 self.metrics[f"timing_s/{name}"] = self.timings[name]
+        found = self.health.judge(self.metrics, self.step)
+        self.metrics |= found.metrics
         self.trackers.log(self.metrics, self.step)
         self.progress.step(self.step, self.metrics)
         self.history.append({"step": self.step, **self.metrics})
+        if found.faults:
+            self.samples.collect()  # the run stops, and the advice is to read them
+        found.tell(self.progress.message, self.last_checkpoint)
 
     def finish(self) -> None:
         """Wait for the samples, and write the trained policy."""

@@ -109,6 +109,8 @@ def test_diagnostics_by_hand() -> None:
     first = 0.004 ** (-1 / 3)
     assert metrics["rollout_corr/training_ppl"] == pytest.approx((first + 10) / 2)
     assert metrics["rollout_corr/rollout_ppl"] == pytest.approx(10)
+    assert metrics["rollout_corr/training_log_ppl"] == pytest.approx((math.log(first) + math.log(10)) / 2)
+    assert metrics["rollout_corr/rollout_log_ppl"] == pytest.approx(math.log(10))
     assert metrics["rollout_corr/ppl_ratio"] == pytest.approx((first / 10 + 1) / 2)
     assert metrics["rollout_corr/chi2_token"] == pytest.approx((4 + 0.25 + 16 + 1) / 4 - 1)
     assert metrics["rollout_corr/chi2_seq"] == pytest.approx((16 + 1) / 2 - 1)

@@ -28,6 +28,7 @@ TESTED_ELSEWHERE = {
     "config/names.py": "config/test_schema.py",  # compared with the registries there
     "config/notes.py": "config/test_rules.py",  # the other half of what is said about a config
     "config/schema_roles.py": "config/test_schema.py",  # a part of the schema
+    "config/schema_health.py": "trainer/test_health.py",  # a part of the schema
     "config/memory.py": "config/test_plan.py",  # a section of the dry run
     "config/overrides.py": "config/test_load.py",  # the command line
     "config/problems.py": "config/test_load.py",  # wording of messages
@@ -41,6 +42,7 @@ TESTED_ELSEWHERE = {
     "engines/vllm_weight_backend.py": "engines/test_vllm_engine.py",  # runs inside vLLM only
     "engines/vllm_weight_update.py": "engines/test_vllm_engine.py",  # a part of the engine
     "tracking/names.py": "tracking/test_summary.py",  # metric names
+    "trainer/health_rules.py": "trainer/test_health.py",  # what health.py holds metrics against
     "trainer/pump.py": "trainer/test_trainer.py",  # every rollout there goes through it
     "trainer/rollout_job.py": "trainer/test_trainer.py",  # likewise
     "workers/groups.py": "trainer/test_trainer.py",  # likewise

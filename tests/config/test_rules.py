@@ -194,6 +194,18 @@ CORRECTION = "algorithm.rollout_correction"
             f"{ACTOR}.top_entropy_quantile=0.2, {CORRECTION}.bypass_mode=true: entropies come from the pass",
         ),
         (
+            ["trainer.health.kl.action=stop", f"{ACTOR}.use_kl_loss=false"],
+            f"trainer.health.kl.action=stop, {ACTOR}.use_kl_loss=false: without a reference there is no KL to it",
+        ),
+        (
+            ["trainer.health.rollout_mismatch.action=stop", f"{CORRECTION}.bypass_mode=true"],
+            f"trainer.health.rollout_mismatch.action=stop, {CORRECTION}.bypass_mode=true: this mode computes no",
+        ),
+        (
+            ["trainer.health.entropy.action=stop", f"{CORRECTION}.bypass_mode=true"],
+            f"trainer.health.entropy.action=stop, {CORRECTION}.bypass_mode=true, {ACTOR}.entropy_coeff=0.0: entropy",
+        ),
+        (
             [f"{ACTOR}.top_entropy_quantile=0.2", f"{ACTOR}.policy_loss.loss_mode=geo_mean"],
             f"{ACTOR}.top_entropy_quantile=0.2, {ACTOR}.policy_loss.loss_mode=geo_mean: the loss has one ratio",
         ),

@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.trainer.metrics_page import PAGE, undocumented
+
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
 SMALL = [
@@ -75,6 +77,14 @@ def test_metrics_have_each_step_once(run_dir: Path) -> None:
     assert step["actor/kl_loss"] == pytest.approx(0, abs=1e-6), "before its first step the policy is the reference"
     assert rows[3]["actor/kl_loss"] > 1e-5
     assert all(row["training/weight_version"] == row["step"] for row in rows[1:])
+
+
+def test_the_run_is_healthy_and_its_metrics_are_explained(run_dir: Path) -> None:
+    rows = metrics(run_dir)
+    health = {name: value for row in rows for name, value in row.items() if name.startswith("health/") and value}
+    assert health == {}
+    assert "health/grad_norm" in rows[-1]
+    assert undocumented({name for row in rows for name in row} - {"step"}, PAGE.read_text()) == []
 
 
 def test_trainer_and_engine_agree_on_log_probs(run_dir: Path) -> None:

@@ -1,7 +1,28 @@
+import ast
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+import grpo_dist
+from grpo_dist.trainer.health_rules import RULES
 from grpo_dist.trainer.metrics import performance_metrics, zero_variance_share
+from tests.trainer.metrics_page import PAGE, documented_names, undocumented
+
+PACKAGE = Path(grpo_dist.__file__).parent
+FAMILIES = "actor|critic|health|num_turns|perf|response_length|reward|rollout_corr|staleness|timing_s|train|training"
+NO_METRIC = {"critic/vf_clipfrac"}  # no method here has a critic; for users of the function
+
+
+def metrics_in_code() -> set[str]:
+    """Text in the package that is the whole name of a metric."""
+    names = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.add(node.value)
+    return {name for name in names if re.fullmatch(rf"({FAMILIES})/[a-z_0-9]*[a-z0-9](/[a-z_]+)?", name)} - NO_METRIC
 
 
 def test_zero_variance_share() -> None:
@@ -16,3 +37,33 @@ def test_throughput_by_hand() -> None:
     assert performance["perf/generation_tokens_per_s"] == 375
     assert performance["perf/update_tokens_per_s"] == 1000
     assert performance["timing_s/gen"] == 2.0
+
+
+def test_the_page_explains_every_metric_of_the_code() -> None:
+    """`_spread` takes the name of a family; the trainer's own tests compare the page with what a run reports."""
+    names = metrics_in_code()
+    assert {"actor/kl_loss", "train/num_gen_batches", "rollout_corr/rs_masked_fraction", "staleness/spanning"} <= names
+    families = {"critic/score", "critic/rewards", "critic/advantages"}
+    expected = (names - families) | {f"{name}/mean" for name in families}
+    assert undocumented(expected, PAGE.read_text()) == []
+
+
+def test_the_page_explains_no_metric_that_does_not_exist() -> None:
+    source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    for name in documented_names(PAGE.read_text()):
+        fixed = re.split(r"[A-Z]", name)[0].removesuffix("@")
+        stem = re.sub(r"/(mean|max|min|share/)?$", "", fixed)
+        last = stem.rpartition("/")[2]
+        assert stem in source or re.search(rf"\b{last}\b", source), name
+
+
+def test_the_page_explains_every_health_rule() -> None:
+    rows = re.findall(r"^\| (\w+) \|.*\| \d+ \|$", PAGE.read_text(), re.MULTILINE)
+    assert rows == list(RULES)
+    watching = {name for line in PAGE.read_text().splitlines() for name in re.findall(r"`(\w+)`[^|]*\|$", line)}
+    assert set(RULES) - {"non_finite"} <= watching, "the last column"
+
+
+def test_an_unknown_metric_is_seen() -> None:
+    page = "| metric | meaning |\n|---|---|\n| `a/b`, `c/NAME/mean` | text `d/e` |\n"
+    assert undocumented({"a/b", "c/x/mean", "c/x/max", "d/e"}, page) == ["c/x/max", "d/e"]

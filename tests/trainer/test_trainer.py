@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from grpo_dist.config.load import load_config
-from grpo_dist.errors import BatchError, CheckpointError, RewardError, WorkerError
+from grpo_dist.errors import BatchError, CheckpointError, HealthError, RewardError, WorkerError
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.trainer.build import build_trainer, load_run_prompts, reward_settings
 from grpo_dist.trainer.roles import Roles
@@ -31,6 +31,7 @@ from tests.trainer.fakes import (
     RecordingRolloutWorker,
     StuckRewardWorker,
 )
+from tests.trainer.metrics_page import PAGE, undocumented
 
 pytestmark = pytest.mark.ray
 
@@ -117,11 +118,43 @@ def test_metrics_are_right(finished: tuple) -> None:
     assert step["num_turns/mean"] == 1
     assert step["critic/advantages/mean"] == pytest.approx(0, abs=1e-6)
     assert step["critic/zero_variance_groups"] == 0
+    assert step["reward/failure_rate"] == 0
     assert step["training/rollout_probs_diff_mean"] == pytest.approx(np.exp(-1) - np.exp(-1.25))
     assert step["actor/loss"] == 8, "summed over ranks, averaged over mini-batches"
     assert step["training/weight_version"] == 1
     assert trainer.history[0]["val-core/arithmetic/reward/mean@1"] == 8
     assert [("val-core/arithmetic/reward/mean@1" in row) for row in trainer.history] == [True, False, True, True]
+
+
+def test_the_page_of_metrics_has_all_that_is_reported(finished: tuple) -> None:
+    trainer, _, _ = finished
+    names = {name for row in trainer.history for name in row} - {"step"}
+    assert len(names) > 60
+    assert undocumented(names, PAGE.read_text()) == []
+
+
+def test_a_health_rule_stops_the_run_after_its_step_is_logged(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+    """Trainer and sampler differ by e^-1 - e^-1.25 = 0.081 a token; every step so, and two in a row are asked for."""
+    rule = "trainer.health.rollout_mismatch"
+    trainer = make_trainer(
+        tmp_path, groups, f"{rule}.action=stop", f"{rule}.steps=2", "trainer.health.ppo_kl.action=off"
+    )
+    message = r"health/rollout_mismatch at step 2, for 2 steps: training/rollout_probs_diff_mean is 0.0814(.|\n)*"
+    with pytest.raises(HealthError, match=f"{message}the last checkpoint is {tmp_path}/run/global_step_2"):
+        trainer.fit()
+    assert [row.get("health/rollout_mismatch") for row in trainer.history] == [None, 0.0, 1.0]
+    assert all("health/ppo_kl" not in row for row in trainer.history)
+    assert (tmp_path / "run/rollouts/2.jsonl").is_file()
+
+
+def test_a_health_rule_that_warns_lets_the_run_go_on(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+    shown: list[str] = []
+    trainer = make_trainer(tmp_path, groups, "trainer.health.rollout_mismatch.steps=1")
+    trainer.progress.message = shown.append  # type: ignore[method-assign]
+    trainer.fit()
+    assert [row["step"] for row in trainer.history] == [0, 1, 2, 3]
+    told = [text for text in shown if text.startswith("health/")]
+    assert [text.partition(":")[0] for text in told] == ["health/rollout_mismatch at step 1"]
 
 
 def test_samples_and_checkpoints_are_written(finished: tuple) -> None:
@@ -210,6 +243,7 @@ def test_a_few_failures_are_counted_and_shown(groups: dict, tmp_path: Path) -> N
     batch = trainer.rollout()
     failed = int(trainer.metrics["reward/failures"])
     assert failed == 4, "one group"
+    assert trainer.metrics["reward/failure_rate"] == 4 / 16
     assert sorted(batch["score"].tolist())[:failed] == [0.0] * failed
     assert f"{failed} responses could not be scored; they earn reward.failure_score=0" in shown[0]
     assert "ValueError: no such thing" in shown[0]
