@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
-from grpo_dist.config.load import dump_config
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError, Terminated
 from grpo_dist.tracking.base import Trackers, build_trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.summary import format_summary
+from grpo_dist.trainer.config_changes import saved_config
 from grpo_dist.workers.cluster import connect
 
 RESOLVED_CONFIG = "config.yaml"
@@ -83,6 +83,8 @@ def _build(config: RunConfig, run_dir: Path, stack: ExitStack) -> tuple:
     folder = trainer.resume()
     if folder is not None:
         _say(config, f"resumed from {folder}")
+        if trainer.changes:
+            _say(config, "the config has changed since then:\n" + "\n".join(f"  {line}" for line in trainer.changes))
         if trainer.step >= steps:
             _say(
                 config,
@@ -113,7 +115,7 @@ def _make_run_dir(config: RunConfig) -> Path:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         temporary = run_dir / f"{RESOLVED_CONFIG}.tmp"
-        temporary.write_text(dump_config(config))
+        temporary.write_text(saved_config(config))
         temporary.replace(run_dir / RESOLVED_CONFIG)
     except OSError as error:
         raise ConfigError(f"trainer.default_local_dir={run_dir}: cannot be written: {error}") from error

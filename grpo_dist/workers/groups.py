@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import ray
 
 from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.engines.durable import FileDigest
 from grpo_dist.engines.micro_batch_plan import Lengths
 from grpo_dist.engines.settings import ObjectiveSettings
 from grpo_dist.protocol import Mean, Metric, Sum, merge_metrics
@@ -70,6 +72,23 @@ class PolicyGroup:
         """One sentence on how the ranks lay sequences out, and why."""
         return self.workers.call_all("report", "forward_report")[0]
 
+    def begin_save(self, folder: str) -> None:
+        """Begin to write a checkpoint into `folder`, from a copy; waits until the copy is there."""
+        self.workers.call_all("save_checkpoint", "begin_save", folder)
+
+    def finished_save(self, *, wait: bool) -> dict[str, FileDigest] | None:
+        """The files of that checkpoint by name; None while a rank still writes, unless `wait`.
+
+        Raises:
+            CheckpointError: a rank cannot write.
+        """
+        parts = self.workers.call_all("save_checkpoint", "finished_save", wait)
+        return None if None in parts else {name: digest for part in parts for name, digest in part.items()}
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Read a checkpoint."""
+        self.workers.call_all("load_checkpoint", "load_checkpoint", folder)
+
     def collect_log_probs(self, job: LogProbJob) -> DataProtoRef:
         """Wait for a job; one handle in the order of the batch's rows."""
         job.parts = dict(zip(job.calls, self.workers.gather(job.calls), strict=True))
@@ -83,14 +102,6 @@ class ReferenceGroup(PolicyGroup):
         """Take `share` of the actor's weights, and the rest of its own."""
         buckets = actor.workers.call_all("sync_reference", "export_weights", "float32")[0]
         self.workers.call_all("sync_reference", "load_weights", buckets, share)
-
-    def save_checkpoint(self, folder: str) -> None:
-        """Write the weights."""
-        self.workers.call_all("save_checkpoint", "save_checkpoint", folder)
-
-    def load_checkpoint(self, folder: str) -> None:
-        """Read the weights."""
-        self.workers.call_all("load_checkpoint", "load_checkpoint", folder)
 
 
 class ActorGroup(PolicyGroup):
@@ -123,14 +134,6 @@ class ActorGroup(PolicyGroup):
             old = DataProtoRef.concat([log_probs for _, log_probs in results])
             batch = batch.union(old.reorder(np.argsort(np.concatenate(shares[0]))))
         return batch, merge_metrics([_per_mini_batch(metrics) for metrics in merged])
-
-    def save_checkpoint(self, folder: str) -> None:
-        """Write model, optimizer and schedule."""
-        self.workers.call_all("save_checkpoint", "save_checkpoint", folder)
-
-    def load_checkpoint(self, folder: str) -> None:
-        """Read model, optimizer and schedule."""
-        self.workers.call_all("load_checkpoint", "load_checkpoint", folder)
 
     def export_hf_model(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder."""
@@ -192,6 +195,15 @@ class RewardPool:
         return self.workers.submit(
             self._idle(), "write_samples", "write_samples", inputs, path, step, ground_truths, timed=False
         )
+
+    def submit_write_groups(self, groups: DataProtoRef, path: str) -> Call:
+        """Write scored groups into a checkpoint, as `path` with several endings, without waiting."""
+        return self.workers.submit(self._idle(), "save_checkpoint", "write_groups", groups, path, timed=False)
+
+    def read_groups(self, path: str, small: Sequence[str]) -> tuple[dict[str, np.ndarray], ray.ObjectRef]:
+        """What was written there: the columns named in `small`, and all of it in the object store."""
+        call = self.workers.submit_for_data(self._idle(), "load_checkpoint", "read_groups", path, list(small))
+        return self.workers.gather([call])[0], call.data
 
 
 def _shares(batch: DataProtoRef, rows: np.ndarray, num_ranks: int) -> list[np.ndarray]:
