@@ -221,7 +221,7 @@ def test_a_disk_that_is_full_costs_only_the_new_checkpoint(tmp_path: Path) -> No
         check=False,
     )
     assert f"CheckpointError: cannot write checkpoint {tmp_path}/global_step_2: " in done.stderr
-    assert f"File too large. Earlier checkpoints are untouched. Make room there, or make it writable " in done.stderr
+    assert "File too large. Earlier checkpoints are untouched. Make room there, or make it writable " in done.stderr
     assert f"(trainer.default_local_dir={tmp_path})" in done.stderr
     assert names(tmp_path) == ["global_step_1", LATEST]
     assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_1"
