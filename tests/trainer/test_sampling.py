@@ -236,7 +236,7 @@ def test_other_batch_sizes_lose_no_drawn_prompt() -> None:
 
 
 def test_an_order_learns_from_each_batch_once() -> None:
-    """Step 2's batch was complete and told when the run stopped; its groups come again, from disk or from the engine."""
+    """Step 2's batch was complete and told when the run stopped; its groups come again."""
     scores = dict.fromkeys(range(8), MIXED)
     before = make_sampler(scores)
     before.open_steps(1, 2)

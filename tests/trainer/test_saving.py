@@ -38,6 +38,13 @@ class Writer:
         return {self.file.name: digest_file(self.file)} if wait or self.done else None
 
 
+def saved_until(saver: CheckpointSaver, step: int, error: GrpoDistError) -> None:
+    """A run that begins to save a step, and fails after it."""
+    with saver.completing():
+        saver.begin(run_state(step))
+        raise error
+
+
 def make_saver(run_dir: Path, *overrides: str) -> tuple[CheckpointSaver, Writer, Writer]:
     """A saver, its actor and its reference."""
     config, _ = load_config([f"trainer.default_local_dir={run_dir}", *overrides])
@@ -84,7 +91,7 @@ def test_without_async_save_it_is_there_at_once(tmp_path: Path) -> None:
 
 
 def test_older_ones_go_only_when_the_new_one_is_there(tmp_path: Path) -> None:
-    saver, actor, _ = make_saver(tmp_path, "trainer.max_actor_ckpt_to_keep=1")
+    saver, _, _ = make_saver(tmp_path, "trainer.max_actor_ckpt_to_keep=1")
     for step in (1, 2):
         saver.begin(run_state(step))
         saver.poll()
@@ -122,21 +129,24 @@ def test_what_was_begun_is_published_at_the_end(tmp_path: Path) -> None:
     with saver.completing():
         saver.begin(run_state(1))
     assert names(tmp_path) == ["global_step_1", LATEST]
-    with pytest.raises(TrainingDiverged, match="nan"), saver.completing():
-        saver.begin(run_state(2))
-        raise TrainingDiverged("nan")
+    with pytest.raises(TrainingDiverged, match="nan"):
+        saved_until(saver, 2, TrainingDiverged("nan"))
     assert "global_step_2" in names(tmp_path), "the weights before that step"
 
 
 def test_a_worker_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     saver, actor, _ = make_saver(tmp_path)
-    with pytest.raises(WorkerError), saver.completing():
-        saver.begin(run_state(1))
-        raise WorkerError("no answer within 1800 s")
+    with pytest.raises(WorkerError, match="no answer"):
+        saved_until(saver, 1, WorkerError("no answer within 1800 s"))
     assert actor.waits == 0
+
+
+def test_the_first_error_is_the_one_that_shows(tmp_path: Path) -> None:
+    saver, actor, _ = make_saver(tmp_path)
     actor.error = CheckpointError("rank 0: no space")
-    with pytest.raises(GrpoDistError, match="nan"), saver.completing():  # the first error is the one that shows
-        raise TrainingDiverged("nan")
+    with pytest.raises(TrainingDiverged, match="nan"):
+        saved_until(saver, 1, TrainingDiverged("nan"))
+    assert names(tmp_path) == []
 
 
 def test_the_interval_counts_from_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

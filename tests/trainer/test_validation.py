@@ -103,9 +103,7 @@ def test_a_metric_to_keep_the_best_by_must_be_one() -> None:
     metrics = {"val-core/gsm8k/reward/mean@1": 0.5, "val-aux/gsm8k/truncated/mean": 0.0, "actor/loss": 1.0}
     require_metric(None, metrics)
     require_metric("val-core/gsm8k/reward/mean@1", metrics)
-    with pytest.raises(
-        ConfigError, match=r"keep_best_metric=val-core/gsm8k/acc/mean@1: .* near it are val-core/gsm8k/"
-    ):
+    with pytest.raises(ConfigError, match=r"keep_best_metric=val-core/gsm8k/acc/mean@1: .* near it are val-core/"):
         require_metric("val-core/gsm8k/acc/mean@1", metrics)
     with pytest.raises(ConfigError, match=r"no such metric; near it are val-core/gsm8k/reward/mean@1$"):
         require_metric("loss", metrics)
