@@ -203,7 +203,9 @@ class RewardPool:
     def read_groups(self, path: str, small: Sequence[str]) -> tuple[dict[str, np.ndarray], ray.ObjectRef]:
         """What was written there: the columns named in `small`, and all of it in the object store."""
         call = self.workers.submit_for_data(self._idle(), "load_checkpoint", "read_groups", path, list(small))
-        return self.workers.gather([call])[0], call.data
+        small_columns = self.workers.gather([call])[0]
+        assert call.data is not None
+        return small_columns, call.data
 
 
 def _shares(batch: DataProtoRef, rows: np.ndarray, num_ranks: int) -> list[np.ndarray]:

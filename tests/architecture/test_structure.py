@@ -41,6 +41,7 @@ TESTED_ELSEWHERE = {
     "engines/vllm_weight_backend.py": "engines/test_vllm_engine.py",  # runs inside vLLM only
     "engines/vllm_weight_update.py": "engines/test_vllm_engine.py",  # a part of the engine
     "tracking/names.py": "tracking/test_summary.py",  # metric names
+    "trainer/finished_groups.py": "trainer/test_staleness.py",  # written and read by a run that samples ahead
     "trainer/pump.py": "trainer/test_trainer.py",  # every rollout there goes through it
     "workers/groups.py": "trainer/test_trainer.py",  # likewise
     "trainer/roles.py": "trainer/test_trainer.py",  # plain records
