@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def uninterrupted(rank: int, models: dict[str, str], folder: Path) -> dict[str, 
         failure = str(error)
     again = engine_with_schedule(models["tied"])
     load_engine(again, folder / "two")
+    again_random = torch.rand(3).tolist()
     return {
         "saved": saved,
         "after": weights(engine),
@@ -87,9 +89,24 @@ def uninterrupted(rank: int, models: dict[str, str], folder: Path) -> dict[str, 
         "exports": out,
         "files": files,
         "random": random,
-        "random again": torch.rand(3).tolist(),
+        "random again": again_random,
         "failure": failure,
+        "full": save_onto_a_full_disk(writer, engine, folder / "full"),
     }
+
+
+def save_onto_a_full_disk(writer: ShardWriter, engine: FSDPEngine, folder: Path) -> str:
+    """The error of a save where no file may grow beyond 20 kB; the shards are larger."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        writer.begin_save(engine_state(engine), folder)
+        writer.finished(wait=True)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return ""
 
 
 def go_on(rank: int, world_size: int, models: dict[str, str], source: Path, target: Path | None) -> dict[str, Any]:
@@ -208,6 +225,9 @@ def test_a_failure_to_write_is_told_on_every_rank(runs: dict) -> None:
     for result in runs["uninterrupted"]:
         assert "rank 0: " in result["failure"]
         assert "File exists" in result["failure"] or "Not a directory" in result["failure"]
+        assert "rank 0: " in result["full"]
+        assert "rank 1: " in result["full"]
+        assert "File too large" in result["full"], result["full"]
 
 
 def test_random_states_round_trip_through_a_file(tmp_path: Path) -> None:
