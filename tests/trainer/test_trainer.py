@@ -209,6 +209,26 @@ def test_bytes_on_the_driver_do_not_grow_with_response_length(
     assert abs(long - short) < 2_000, (short, long)
 
 
+def test_groups_that_are_there_already_only_get_their_log_probs(groups: dict, tmp_path: Path) -> None:
+    """As after a resume: nothing is generated or scored, and the batch is whole."""
+    trainer = make_trainer(tmp_path, groups)
+    trainer.sync_weights()
+    trainer.sampler.open_steps(1, 1)
+    trainer.pump.wait(lambda: trainer.sampler.open[1].full)
+    [first] = trainer.sampler.open[1].jobs
+    [finished] = trainer.sampler.finished_groups()
+    there = {i: finished.groups[request.uid] for i, request in enumerate(first.requests)}
+    job = trainer.pump.submit(first.requests, givers=("ref", "old_log_prob"), there=there)
+    trainer.pump.wait(lambda: job.done)
+    assert "gen" not in job.timings
+    assert "reward" not in job.timings
+    for before, after in zip(first.results(), job.results(), strict=True):
+        assert after.columns == before.columns
+        data = after.fetch(("uid", "ref_log_probs", "old_log_probs"))
+        assert data["uid"].tolist() == before["uid"].tolist()
+        assert set(data["ref_log_probs"].values.tolist()) == {-1.25}
+
+
 def test_a_reward_function_that_raises_is_shown(groups: dict, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, groups, "data.shuffle=false", bad=2)
     trainer.sync_weights()
