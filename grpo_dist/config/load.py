@@ -64,7 +64,7 @@ def load_config(overrides: list[str]) -> tuple[RunConfig, list[str]]:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved config as YAML, for the run directory; `load_resolved` reads it back."""
+    """The resolved config as YAML, secrets too: not for the disk. `load_resolved` reads it back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 

@@ -105,6 +105,11 @@ def _run(config: RunConfig) -> Iterator[str]:
         yield "data.val_files=null: no validation"
     if trainer.total_training_steps is not None and trainer.save_freq > trainer.total_training_steps:
         yield f"trainer.save_freq={trainer.save_freq}: one checkpoint, after the last step"
+    if trainer.keep_best_metric is not None and trainer.save_freq > 0 and trainer.save_freq % trainer.test_freq:
+        yield (
+            f"trainer.keep_best_metric: only checkpoints that are validated can be the best; with save_freq="
+            f"{trainer.save_freq} and test_freq={trainer.test_freq} some are not"
+        )
     if placement(config).shares_gpu and share > 0.5:
         yield (
             f"actor_rollout_ref.rollout.gpu_memory_utilization={share}: the actor shares this GPU; "

@@ -103,9 +103,13 @@ def lora_reference_stands_still(config: RunConfig) -> Iterator[Problem]:
 
 
 def something_to_validate(config: RunConfig) -> Iterator[Problem]:
-    """`val_only` validates."""
-    if config.trainer.val_only and not config.data.val_files:
+    """`val_only` validates, and the best checkpoint is found by validating."""
+    trainer = config.trainer
+    if trainer.val_only and not config.data.val_files:
         yield _problem(config, "there is nothing to validate on; set data.val_files", "trainer.val_only")
+    if trainer.keep_best_metric is not None and not (config.data.val_files and trainer.test_freq > 0):
+        why = "the best checkpoint is found by validating; set data.val_files and trainer.test_freq"
+        yield _problem(config, why, "trainer.keep_best_metric", "trainer.test_freq")
 
 
 def stopping_rules_have_a_metric(config: RunConfig) -> Iterator[Problem]:

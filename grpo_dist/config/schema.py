@@ -153,7 +153,9 @@ class TrainerConfig(Section):
     val_before_train: bool
     val_only: bool
     save_freq: CountOrMinusOne
+    save_interval_minutes: PositiveFloat | None
     max_actor_ckpt_to_keep: Count | None
+    keep_best_metric: Text | None
     resume_mode: Literal["auto", "disable", "resume_path"]
     resume_from_path: Text | None
     max_staleness: NonNegativeInt

@@ -101,6 +101,12 @@ class FSDPConfig(ForwardConfig):
     optimizer_offload: bool
 
 
+class CheckpointConfig(Section):
+    """`actor_rollout_ref.actor.checkpoint`: how checkpoints are written."""
+
+    async_save: bool
+
+
 class ActorConfig(Section):
     """`actor_rollout_ref.actor`: the objective and its optimizer."""
 
@@ -128,6 +134,7 @@ class ActorConfig(Section):
     policy_loss: PolicyLossConfig
     optim: OptimConfig
     fsdp_config: FSDPConfig
+    checkpoint: CheckpointConfig
 
     @property
     def max_token_len(self) -> int | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -33,3 +34,19 @@ def build_optimizer(
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_ratio(step, settings))
     return optimizer, schedule
+
+
+@contextlib.contextmanager
+def keep_settings(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler) -> Iterator[None]:
+    """Both are loaded within the block. What they were built with holds on, at the place in the schedule that was read:
+    a saved state has the settings of its own run in it, and they would replace those of the present config unseen.
+    """
+    assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+    names = ("initial_lr", "betas", "weight_decay")
+    built, peaks = [{name: group[name] for name in names} for group in optimizer.param_groups], list(schedule.base_lrs)
+    yield
+    schedule.base_lrs = peaks
+    rates = [peak * ratio(schedule.last_epoch) for peak, ratio in zip(peaks, schedule.lr_lambdas, strict=True)]
+    for group, settings, rate in zip(optimizer.param_groups, built, rates, strict=True):
+        group.update(settings, lr=rate)
+    schedule._last_lr = rates

@@ -29,6 +29,9 @@ ALWAYS_ON = "jsonl"
 CONSOLE = "console"
 """A legal value of `trainer.logger` that is no tracker: the trainer owns the bar (`console.Progress`)."""
 
+WANDB_RUN_ID = Path("wandb") / "run_id"
+"""Where in the run directory the id of the W&B run is kept: a resumed run goes on under it."""
+
 
 class Tracker(Protocol):
     """One place where metrics go."""

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import wandb
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.tracking.base import RunInfo
+from grpo_dist.tracking.base import WANDB_RUN_ID, RunInfo
 from grpo_dist.tracking.samples import NUMBERS, SAMPLES, Sample
 
 _DEFAULT_URL = "https://api.wandb.ai"
@@ -37,7 +37,7 @@ class WandbTracker:
         mode = choose_mode()
         folder = run.run_dir / "wandb"
         folder.mkdir(exist_ok=True)
-        id_file = folder / "run_id"
+        id_file = run.run_dir / WANDB_RUN_ID
         run_id = id_file.read_text().strip() if run.resumed_step is not None and id_file.exists() else None
         try:
             self._run = wandb.init(

@@ -1,97 +1,196 @@
-"""What a run's checkpoint is, and how one is written without ever leaving a broken newest one.
+"""What a run's checkpoint is, and how one is published, found and removed so that no crash loses one.
 
-    RUN_DIR/global_step_N/actor/      model, optimizer and schedule (torch.distributed.checkpoint)
-    RUN_DIR/global_step_N/ref/        the reference's weights, if it moves (iterative GRPO)
-    RUN_DIR/global_step_N/state.json  step, weight version, sampler position, model path, KL coefficient,
-                                      and the prompts that were drawn and have not trained
+    RUN_DIR/global_step_N/actor/         model, optimizer, schedule (torch.distributed.checkpoint), random states
+    RUN_DIR/global_step_N/ref/           the reference's weights, if it moves (iterative GRPO)
+    RUN_DIR/global_step_N/groups/        groups of coming steps that are sampled and scored, if the run samples ahead
+    RUN_DIR/global_step_N/state.json     where the run is: see `RunState`
+    RUN_DIR/global_step_N/config.yaml    the resolved config, without secrets
+    RUN_DIR/global_step_N/manifest.json  size and digest of each file, versions
     RUN_DIR/latest_checkpointed_iteration.txt   N
 
-A checkpoint is written into `global_step_N.tmp`, flushed to disk and renamed; the pointer is replaced last.
+A checkpoint is written into `global_step_N.tmp`, flushed to disk and renamed; the pointer is replaced last. One that
+has that name already, from an earlier life of the run, steps aside (`global_step_N.old`) until the new one is in place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.engines.durable import FileDigest, flush_path, flush_tree, write_durably
 from grpo_dist.errors import CheckpointError
+from grpo_dist.trainer.checkpoint_files import damage, read_manifest, write_manifest
 
 LATEST = "latest_checkpointed_iteration.txt"
+STATE, CONFIG = "state.json", "config.yaml"
+WRITING, ASIDE, REMOVING = ".tmp", ".old", ".removed"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run needs, besides the actor's shards, to go on."""
+    """What a run needs, besides the actor's shards, to go on.
+
+    Attributes:
+        step: the last step that is trained.
+        weight_version: of the weights after it.
+        sampler: position in the order of the prompts.
+        kl_coef: coefficient of the KL controller.
+        ledger: prompts that were drawn and have not trained.
+        prompts: number and fingerprint of the training prompts, which the ledger's positions mean.
+        metrics: of the validation after this step; {} without one.
+        trackers: ids under which trackers know the run.
+        finished: which groups of coming steps lie in groups/ (`trainer.finished_groups`).
+    """
 
     step: int
     weight_version: int
     sampler: dict[str, Any]
-    model_path: str
     kl_coef: float = 0.0
     ledger: dict[str, Any] = field(default_factory=lambda: {"open": {}, "backlog": []})
+    prompts: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    trackers: dict[str, str] = field(default_factory=dict)
+    finished: list[dict[str, Any]] = field(default_factory=list)
 
 
-def save_checkpoint(
-    run_dir: Path, state: RunState, write: Mapping[str, Callable[[str], None]], keep: int | None
+# --- writing ---------------------------------------------------------------------------------------------------------
+def begin_checkpoint(run_dir: Path, step: int) -> Path:
+    """An empty folder, private to the user, to write the checkpoint of `step` into.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    temporary = run_dir / f"global_step_{step}{WRITING}"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        temporary.mkdir(mode=0o700)
+    except OSError as error:
+        raise cannot_write(temporary, error) from error
+    return temporary
+
+
+def publish_checkpoint(
+    temporary: Path, state: RunState, config: str, digests: Mapping[str, FileDigest] | None = None
 ) -> Path:
-    """Write `global_step_N` and point to it; then remove all but the `keep` newest.
+    """Complete what was written into `temporary`, put it in its place and point to it.
 
     Args:
-        run_dir: the run directory.
+        temporary: from `begin_checkpoint`; the roles have written into it.
         state: goes into state.json.
-        write: by sub-folder, what writes a role's shards into the folder it is given.
-        keep: how many to keep; None: all.
+        config: goes into config.yaml.
+        digests: of files that were digested by who wrote them.
 
     Raises:
         CheckpointError: the disk refuses; earlier checkpoints are untouched.
     """
-    final = run_dir / f"global_step_{state.step}"
-    temporary = final.with_suffix(".tmp")
+    run_dir = temporary.parent
+    final = temporary.with_suffix("")
+    aside = final.with_suffix(ASIDE)
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        for name, write_role in write.items():
-            write_role(str(temporary / name))
-        (temporary / "state.json").write_text(json.dumps(asdict(state), indent=2))
-        _flush(temporary)
-        shutil.rmtree(final, ignore_errors=True)  # from an earlier life of this run
+        write_durably(temporary / STATE, json.dumps(asdict(state), indent=2))
+        write_durably(temporary / CONFIG, config)
+        write_manifest(temporary, state.step, digests or {})
+        flush_tree(temporary)
+        if final.exists():  # from an earlier life of this run
+            _remove(aside)
+            final.rename(aside)
         temporary.rename(final)
+        flush_path(run_dir)
         pointer = run_dir / f"{LATEST}.tmp"
-        pointer.write_text(str(state.step))
-        _flush_path(pointer)
+        write_durably(pointer, str(state.step))
         pointer.replace(run_dir / LATEST)
-        _flush_path(run_dir)
+        flush_path(run_dir)
+        _remove(aside)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"cannot write checkpoint {final}: {error}") from error
-    _prune(run_dir, keep)
+        if aside.exists() and not final.exists():
+            aside.rename(final)
+        discard_checkpoint(temporary)
+        raise cannot_write(final, error) from error
     return final
 
 
-def find_checkpoint(run_dir: Path, resume_mode: str, resume_from_path: str | None) -> Path | None:
-    """The checkpoint to go on from, or None for a fresh run.
+def discard_checkpoint(temporary: Path) -> None:
+    """Remove what was written of a checkpoint that comes to nothing, as far as that is possible."""
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def cannot_write(folder: Path, error: object) -> CheckpointError:
+    """The error for a checkpoint that the disk, or a worker, refuses."""
+    key = f"trainer.default_local_dir={folder.parent}"
+    return CheckpointError(
+        f"cannot write checkpoint {folder}: {error}. Earlier checkpoints are untouched. Make room there, or make it "
+        f"writable ({key}), and start the same command again: it goes on from the last checkpoint"
+    )
+
+
+def clear_leftovers(run_dir: Path) -> None:
+    """Remove what a killed run left half written or half removed, and put back what stood aside for it.
 
     Raises:
-        CheckpointError: `resume_path` names a folder that is not a checkpoint, or the pointer names a missing one.
+        CheckpointError: the disk refuses.
+    """
+    try:
+        for path in list(run_dir.glob("global_step_*")) if run_dir.is_dir() else []:
+            final = path.with_suffix("")
+            if path.suffix == ASIDE and not final.exists():
+                path.rename(final)
+            elif path.suffix in (WRITING, ASIDE, REMOVING):
+                shutil.rmtree(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"trainer.default_local_dir={run_dir}: cannot be cleared of leftovers: {error}"
+        ) from error
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+def find_checkpoint(run_dir: Path, resume_mode: str, resume_from_path: str | None) -> Path | None:
+    """The checkpoint to go on from, every file of it verified, or None for a fresh run.
+
+    With `auto` it is the one that the pointer names, or, if that is damaged, the newest that is whole; what is damaged
+    is told in a warning.
+
+    Raises:
+        CheckpointError: `resume_path` names no whole checkpoint, or there are checkpoints, and none is whole.
     """
     if resume_mode == "disable":
         return None
     if resume_mode == "resume_path":
-        folder, key = Path(resume_from_path or ""), f"trainer.resume_from_path={resume_from_path}"
-    else:
-        pointer = run_dir / LATEST
-        if not pointer.is_file():
-            return None
-        folder, key = run_dir / f"global_step_{pointer.read_text().strip()}", str(pointer)
-    if not (folder / "state.json").is_file():
-        raise CheckpointError(f"{key}: {folder} is not a checkpoint (it has no state.json)")
-    return folder
+        folder = Path(resume_from_path or "")
+        if problems := _problems(folder):
+            key = f"trainer.resume_from_path={resume_from_path}"
+            raise CheckpointError(f"{key}: not a whole checkpoint: {'; '.join(problems)}. Name another one")
+        return folder
+    folders = {path.name: path for path in reversed(checkpoints(run_dir))}
+    pointer, wrong = _read_pointer(run_dir, bool(folders))
+    if pointer in folders:
+        folders = {pointer: folders[pointer]} | folders
+    for folder in folders.values():
+        problems = _problems(folder)
+        if not problems:
+            if wrong:
+                logger.warning("going on from %s, because:\n%s", folder, "\n".join(f"  {text}" for text in wrong))
+            return folder
+        wrong.append(f"{folder}: {'; '.join(problems)}")
+    if wrong:
+        listed = "\n".join(f"  {text}" for text in wrong)
+        raise CheckpointError(
+            f"trainer.default_local_dir={run_dir}: there is no whole checkpoint to go on from:\n{listed}\nRestore one "
+            "from a copy, or start anew with trainer.resume_mode=disable or another trainer.default_local_dir"
+        )
+    return None
 
 
 def read_state(folder: Path) -> RunState:
@@ -101,25 +200,97 @@ def read_state(folder: Path) -> RunState:
         CheckpointError: state.json is damaged.
     """
     try:
-        return RunState(**json.loads((folder / "state.json").read_text()))
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{folder / 'state.json'} is damaged: {error}") from error
+        return RunState(**json.loads((folder / STATE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{folder / STATE} is damaged: {error}") from error
 
 
-def _prune(run_dir: Path, keep: int | None) -> None:
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoint folders of a run, damaged ones too, from the first written to the last.
+
+    Not by step: a run that was taken up from an earlier step, or started anew, writes lower steps later.
+    """
+    if not run_dir.is_dir():
+        return []
     found = [(int(m[1]), path) for path in run_dir.iterdir() if (m := re.fullmatch(r"global_step_(\d+)", path.name))]
-    for _, path in sorted(found)[: -keep or None] if keep else []:
-        shutil.rmtree(path)
+    return [path for _, _, path in sorted((_written_at(path), step, path) for step, path in found)]
 
 
-def _flush(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        _flush_path(path)
-
-
-def _flush_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _written_at(folder: Path) -> float:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return float(read_manifest(folder)["written_at"])
+    except CheckpointError:
+        return folder.stat().st_mtime
+
+
+def _problems(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return ["there is no such folder"]
+    problems = damage(folder)
+    if not problems:
+        try:
+            read_state(folder)
+        except CheckpointError as error:
+            return [str(error)]
+    return problems
+
+
+def _read_pointer(run_dir: Path, expected: bool) -> tuple[str, list[str]]:
+    """(name of the folder that the pointer names, or ""; what is wrong with the pointer)."""
+    path = run_dir / LATEST
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return "", [f"{path} is missing"] if expected else []
+    except (OSError, UnicodeDecodeError) as error:
+        return "", [f"{path} cannot be read: {error}"]
+    if not re.fullmatch(r"\d+", text):
+        return "", [f"{path} is damaged: it holds {text[:40]!r}, not a step"]
+    name = f"global_step_{int(text)}"
+    return name, [] if (run_dir / name).is_dir() else [f"{path} names {name}, which is missing"]
+
+
+# --- keeping ---------------------------------------------------------------------------------------------------------
+def prune_checkpoints(run_dir: Path, newest: int | None, best_metric: str | None = None) -> list[Path]:
+    """Remove all but the `newest` last written checkpoints, and the one with the highest `best_metric`.
+
+    A damaged checkpoint does not count, and stays: what can be saved of it is for a person to say.
+
+    Returns:
+        What is kept.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    whole = [path for path in checkpoints(run_dir) if not damage(path, contents=False)]
+    kept = whole[-newest:] if newest is not None else whole
+    best = best_checkpoint(whole, best_metric) if best_metric is not None else None
+    kept = [path for path in whole if path in kept or path == best]
+    for path in whole:
+        if path not in kept:
+            try:
+                _remove(path)
+            except OSError as error:
+                raise CheckpointError(f"trainer.max_actor_ckpt_to_keep: cannot remove {path}: {error}") from error
+    return kept
+
+
+def best_checkpoint(folders: Sequence[Path], metric: str) -> Path | None:
+    """The first of the checkpoints with the highest `metric`; None if no validation came with any of them."""
+    found = {}
+    for path in folders:
+        with contextlib.suppress(CheckpointError):  # damaged: nothing is known of it
+            value = read_state(path).metrics.get(metric)
+            if value is not None and not math.isnan(value):
+                found[path] = value
+    return max(found, key=found.__getitem__, default=None)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint so that a crash on the way leaves nothing that looks like one."""
+    if not folder.exists():
+        return
+    removing = folder.with_suffix(REMOVING)
+    shutil.rmtree(removing, ignore_errors=True)
+    os.rename(folder, removing)
+    shutil.rmtree(removing)

@@ -101,7 +101,7 @@ class PassQueue:
         handles = merged.split([len(job.groups[i]) for i in part.groups])
         job.log_probs[self.name].update(zip(part.groups, handles, strict=True))
         part.done = True
-        job.timings[self.name] = max(job.elapsed() - job.timings["gen"], 0.0)
+        job.timings[self.name] = max(job.elapsed() - job.timings.get("gen", 0.0), 0.0)
         self._running = None
 
     def _begin_restart(self, error: GrpoDistError) -> None:

@@ -84,7 +84,8 @@ def performance_metrics(timings: Mapping[str, float], metrics: Mapping[str, floa
         **{f"timing_s/{name}": seconds for name, seconds in timings.items()},
         "perf/time_per_step": total,
         "perf/throughput": tokens / total,
-        "perf/generation_tokens_per_s": response_tokens / timings["gen"],
+        # after a resume a whole step may come out of the checkpoint
+        **({"perf/generation_tokens_per_s": response_tokens / timings["gen"]} if "gen" in timings else {}),
         "perf/update_tokens_per_s": tokens / timings["update_actor"],
     }
 

@@ -24,6 +24,7 @@ import numpy as np
 from grpo_dist.errors import GrpoDistError, RewardError, WorkerLost
 from grpo_dist.trainer.log_prob_passes import Giver, PassQueue
 from grpo_dist.trainer.rollout_job import GroupRequest, LogProbPass, RolloutJob
+from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import POLL_S, Call, WorkerGroup, finished
 from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout_group import RolloutGroup
@@ -70,7 +71,12 @@ class RolloutPump:
         self._scoring: dict[Call, tuple[RolloutJob, int]] = {}
 
     def submit(
-        self, requests: Sequence[GroupRequest], *, givers: Iterable[str] = (), first: bool = False
+        self,
+        requests: Sequence[GroupRequest],
+        *,
+        givers: Iterable[str] = (),
+        first: bool = False,
+        there: Mapping[int, tuple[DataProtoRef, DataProtoRef]] | None = None,
     ) -> RolloutJob:
         """Ask for groups, without waiting.
 
@@ -78,13 +84,18 @@ class RolloutPump:
             requests: what to sample.
             givers: who computes log-probs of those that want them.
             first: before all that is queued.
+            there: by position, groups and their scores that need not be sampled.
         """
         wanting = [i for i, request in enumerate(requests) if request.needs_log_probs]
         parts = np.array_split(wanting, min(LOG_PROB_PASSES, len(wanting))) if wanting else []
         passes = {name: [LogProbPass(part.tolist()) for part in parts] for name in givers if name in self._givers}
         job = RolloutJob(requests, passes, log_probs={name: {} for name in passes})
         for i in range(len(requests)):
-            heapq.heappush(self._queue, _Place(not first, next(self._order), job, i))
+            if there and i in there:
+                job.groups[i], job.scores[i] = there[i]
+            else:
+                heapq.heappush(self._queue, _Place(not first, next(self._order), job, i))
+        self._queue_passes(job)
         self._dispatch()
         return job
 

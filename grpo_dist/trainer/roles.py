@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from grpo_dist.data.curriculum import CustomSampler
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt
+from grpo_dist.trainer.config_changes import identify_prompts
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.groups import ActorGroup, ReferenceGroup
 from grpo_dist.workers.restarts import RestartBudget
@@ -41,3 +44,8 @@ class Prompts:
     train: Sequence[TokenizedPrompt]
     validation: Sequence[TokenizedPrompt]
     sampler: PromptSampler | CustomSampler
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """Which training prompts they are; see `identify_prompts`."""
+        return identify_prompts(self.train)

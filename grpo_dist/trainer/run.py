@@ -9,12 +9,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_dist.config.load import dump_config
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError, Terminated, WorkerLost
 from grpo_dist.tracking.base import Trackers, build_trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.summary import format_summary
+from grpo_dist.trainer.config_changes import saved_config
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.workers.cluster import connect
 
@@ -81,8 +81,8 @@ def _train(config: RunConfig, run_dir: Path, preemption: Preemption) -> GRPOTrai
                     raise
                 lost = error
         restarts += 1
-        present = _from_last_checkpoint(config, trainer.last_checkpoint)
-        where = trainer.last_checkpoint or "the beginning: there is no checkpoint yet"
+        present = _from_last_checkpoint(config, trainer.saver.last)
+        where = trainer.saver.last or "the beginning: there is no checkpoint yet"
         count = f"{restarts} of trainer.max_actor_restarts={config.trainer.max_actor_restarts}"
         _say(config, f"{lost}\nstarting all workers again from {where} ({count})")
 
@@ -115,6 +115,8 @@ def _build(config: RunConfig, run_dir: Path, stack: ExitStack, preemption: Preem
     folder = trainer.resume()
     if folder is not None:
         _say(config, f"resumed from {folder}")
+        if trainer.changes:
+            _say(config, "the config has changed since then:\n" + "\n".join(f"  {line}" for line in trainer.changes))
         if trainer.step >= steps:
             _say(
                 config,
@@ -147,7 +149,7 @@ def _make_run_dir(config: RunConfig) -> Path:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         temporary = run_dir / f"{RESOLVED_CONFIG}.tmp"
-        temporary.write_text(dump_config(config))
+        temporary.write_text(saved_config(config))
         temporary.replace(run_dir / RESOLVED_CONFIG)
     except OSError as error:
         raise ConfigError(f"trainer.default_local_dir={run_dir}: cannot be written: {error}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from grpo_dist.config.schema import TrainerConfig
 from grpo_dist.trainer.rollout_job import GroupRequest
 from grpo_dist.trainer.validation import shown_rows
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.reward_pool import RewardPool
+from grpo_dist.workers.reward_pool import RewardPool, Writing
 
 
 @dataclass
@@ -25,17 +25,20 @@ class SampleLog:
 
     config: TrainerConfig
     reward: RewardPool
+    _writing: list[Writing] = field(default_factory=list)
 
     def write(self, folder: str, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> None:
         """Write a batch to FOLDER/STEP.jsonl of the run directory; at most one file behind, so failures show."""
         self.collect()
         if self.config.log_rollouts:
             path = str((Path(self.config.default_local_dir) / folder / f"{step}.jsonl").absolute())
-            self.reward.write_samples(batch, path, step, _ground_truths(requests))
+            self._writing.append(self.reward.write_samples(batch, path, step, _ground_truths(requests)))
 
     def collect(self) -> None:
         """Wait until what was begun is written."""
-        self.reward.finish_writing()
+        for writing in self._writing:
+            self.reward.finish(writing)
+        self._writing.clear()
 
     def read_some(self, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> list[dict[str, Any]]:
         """`log_val_generations` rows, the same ones each time, as text."""

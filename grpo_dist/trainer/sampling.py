@@ -25,6 +25,7 @@ from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import DataError, GrpoDistError, RewardError
+from grpo_dist.trainer.finished_groups import FinishedGroups, Group
 from grpo_dist.trainer.pump import RolloutPump
 from grpo_dist.trainer.rollout_job import GroupRequest, RolloutJob, timings
 from grpo_dist.trainer.seeds import group_seed
@@ -62,6 +63,7 @@ class OpenStep:
         jobs: the batches that were sent so far.
         kept: groups that train.
         num_complete: batches whose groups are all in `kept`, or were dropped.
+        num_learned: batches whose scores the order of the prompts knows, from before a resume.
         late: where more is sampled than trains: which of the batch were ended, or are too many; None: not known yet.
         full: whether the batch is there.
     """
@@ -71,6 +73,7 @@ class OpenStep:
     kept: list[tuple[GroupRequest, DataProtoRef]] = field(default_factory=list)
     num_complete: int = 0
     num_sampled: int = 0
+    num_learned: int = 0
     late: set[int] | None = None
     full: bool = False
 
@@ -104,6 +107,7 @@ class TrainingSampler:
         self.sampling, self.givers = sampling, tuple(givers)
         self.open: dict[int, OpenStep] = {}
         self.backlog: list[int] = []  # prompts that were drawn and not sampled to their end
+        self.restored: dict[str, Group] = {}  # by uid: groups of open steps that a checkpoint holds
         pump.on_progress = self._advance
 
     def open_steps(self, first: int, last: int) -> None:
@@ -140,17 +144,45 @@ class TrainingSampler:
         """Prompts that a batch samples beyond those that train."""
         return math.ceil(self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.over_sample_rate)
 
+    @property
+    def batch_sizes(self) -> list[int | None]:
+        """What the size of a batch of prompts depends on."""
+        return [self.config.data.train_batch_size, self.config.data.gen_batch_size, self.num_spare]
+
     def state_dict(self) -> dict[str, Any]:
         """The ledger: prompts that were drawn and have not trained, by step; as JSON."""
-        drawn = {str(step): state.prompts() for step, state in self.open.items()}
-        return {"open": drawn, "backlog": list(self.backlog)}  # copies: the pump may go on while they are written
+        # copies: the pump may go on while they are written
+        return {
+            "open": {str(step): state.prompts() for step, state in self.open.items()},
+            "backlog": list(self.backlog),
+            "num_learned": {str(step): max(state.num_learned, state.num_complete) for step, state in self.open.items()},
+            "batch_sizes": self.batch_sizes,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Steps that were open will sample the same prompts again, from the first token."""
+        """Steps that were open will sample the same prompts again; what is in `restored` is not sampled again.
+
+        With other batch sizes than then the prompts of open steps come first in the batches that are drawn next.
+        """
         self.backlog = list(state["backlog"])
+        drawn = {int(step): [list(batch) for batch in batches] for step, batches in state["open"].items()}
+        if state.get("batch_sizes", self.batch_sizes) != self.batch_sizes:
+            self.backlog = [i for batches in drawn.values() for batch in batches for i in batch] + self.backlog
+            drawn = {}
+        learned = state.get("num_learned", {})
         self.open = {
-            int(step): OpenStep(drawn=[list(batch) for batch in drawn]) for step, drawn in state["open"].items()
+            step: OpenStep(drawn=batches, num_learned=learned.get(str(step), 0)) for step, batches in drawn.items()
         }
+
+    def finished_groups(self) -> list[FinishedGroups]:
+        """What is sampled and scored of the open steps, a part for each batch of prompts."""
+        found = []
+        for step, state in self.open.items():
+            for attempt, job in enumerate(state.jobs):
+                there = {job.requests[i].uid: (job.groups[i], job.scores[i]) for i in sorted(job.scores)}
+                if there:
+                    found.append(FinishedGroups(f"step{step}-try{attempt + 1}", there))
+        return found
 
     # --- parts -------------------------------------------------------------------------------------------------
     def _send_batch(self, step: int, state: OpenStep) -> None:
@@ -160,7 +192,9 @@ class TrainingSampler:
             state.drawn.append(self._draw())
         requests = self._requests(state.drawn[attempt], step, attempt)
         greedy = list(self._greedy(requests)) if self.config.algorithm.adv_estimator == "remax" else []
-        state.jobs.append(self.pump.submit([*requests, *greedy], givers=self.givers))
+        requests += greedy
+        there = {i: self.restored.pop(each.uid) for i, each in enumerate(requests) if each.uid in self.restored}
+        state.jobs.append(self.pump.submit(requests, givers=self.givers, there=there))
 
     def _draw(self) -> list[int]:
         """The prompts of the next batch, none twice; those that were left over come first.
@@ -219,9 +253,10 @@ class TrainingSampler:
         filtering, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
         drawn = state.drawn[state.num_complete]
         pairs = self._groups(job, drawn, state.late or set())
+        if state.num_complete >= state.num_learned:
+            self.order.update({position: group["score"] for position, _, group in pairs})
         state.num_complete += 1
         state.num_sampled += len(pairs)
-        self.order.update({position: group["score"] for position, _, group in pairs})
         state.kept += [
             (r, group) for _, r, group in pairs if not filtering.enable or informative(group, filtering.metric)
         ]

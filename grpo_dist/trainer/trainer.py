@@ -27,24 +27,24 @@ from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import KLCtrlConfig, RunConfig
 from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
-from grpo_dist.errors import CheckpointError
 from grpo_dist.protocol import metric_values
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.samples import format_samples
-from grpo_dist.trainer.checkpoint import RunState, find_checkpoint, read_state, save_checkpoint
 from grpo_dist.trainer.health import HealthMonitor
 from grpo_dist.trainer.log_prob_passes import Giver
 from grpo_dist.trainer.metrics import IdleShares, batch_metrics, performance_metrics, staleness_metrics
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.pump import RolloutPump
+from grpo_dist.trainer.resume import resume, run_state
 from grpo_dist.trainer.roles import Prompts, Roles
 from grpo_dist.trainer.rollout_job import GroupRequest
 from grpo_dist.trainer.sample_log import SampleLog
 from grpo_dist.trainer.sampling import TrainingSampler
+from grpo_dist.trainer.saving import CheckpointSaver
 from grpo_dist.trainer.seeds import group_seed
 from grpo_dist.trainer.stage import stage
-from grpo_dist.trainer.validation import validation_metrics, validation_requests
+from grpo_dist.trainer.validation import require_metric, validation_metrics, validation_requests
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.weight_sync import sync_weights
 from grpo_dist.workers.weight_transport import weight_transport
@@ -66,7 +66,6 @@ class GRPOTrainer:
         progress: what the person at the terminal sees.
         total_steps: training steps of the run.
         preemption: whether SIGTERM has come.
-        last_checkpoint: the newest one that was written, or resumed from.
     """
 
     config: RunConfig
@@ -84,9 +83,8 @@ class GRPOTrainer:
     timings: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     history: list[dict[str, float]] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
     preemption: Preemption = field(default_factory=Preemption)
-    last_checkpoint: Path | None = None
-    _saved_step: int = 0
     _requests: list[GroupRequest] = field(default_factory=list)
     _told_layout: bool = False
     _told_restarts: int = 0
@@ -113,6 +111,7 @@ class GRPOTrainer:
             self.config, self.pump, self.prompts.train, self.prompts.sampler, self.sampling, list(givers)
         )
         self.samples = SampleLog(trainer, self.roles.reward)
+        self.saver = CheckpointSaver(self.config, self.roles, self.run_dir)
         self.idle = IdleShares(self.roles.workers)
         self.health = HealthMonitor(trainer.health)
 
@@ -122,7 +121,7 @@ class GRPOTrainer:
         Raises:
             KeyboardInterrupt: SIGINT; or SIGTERM, after a checkpoint was written.
         """
-        with self.pump.in_background(self.roles.workers), self.saving_on_sigterm():
+        with self.pump.in_background(self.roles.workers), self.saver.completing(), self.saving_on_sigterm():
             self.sync_weights()
             if self.config.trainer.val_only or (self.config.trainer.val_before_train and self.step == 0):
                 self.validate()
@@ -150,7 +149,8 @@ class GRPOTrainer:
                 self.samples.write("rollouts", self.step, batch, self._requests)
                 if self.due(self.config.trainer.test_freq):
                     self.validate()
-                if self.due(self.config.trainer.save_freq):
+                self.saver.poll()
+                if self.save_is_due():
                     self.save()
                 self.report()
                 self.preemption.release()
@@ -162,9 +162,11 @@ class GRPOTrainer:
         try:
             yield
         except KeyboardInterrupt:
-            if self.preemption.asked and self.config.trainer.save_on_sigterm and self.step > self._saved_step:
-                self.progress.message("SIGTERM: writing a checkpoint")
-                self.save()
+            if self.preemption.asked and self.config.trainer.save_on_sigterm:
+                if self.step > self.saver.step:
+                    self.progress.message("SIGTERM: writing a checkpoint")
+                    self.save()
+                self.saver.finish()
             raise
 
     # --- stages ------------------------------------------------------------------------------------------------
@@ -239,7 +241,7 @@ class GRPOTrainer:
         """Move the reference towards the policy (DeepSeekMath, algorithm 1)."""
         assert self.roles.ref is not None
         self.roles.ref.move_towards(self.roles.actor, self.config.actor_rollout_ref.ref.ref_model_mixup_alpha)
-        self._refresh_reference_head()
+        self.refresh_reference_head()
 
     @stage("testing")
     def validate(self) -> None:
@@ -253,6 +255,7 @@ class GRPOTrainer:
         self._show_failures(job.failures)
         sources = {request.uid: request.task.data_source for request in requests}
         self.metrics |= validation_metrics(batch, sources, self.val_sampling.n)
+        require_metric(self.config.trainer.keep_best_metric, self.metrics)
         self.samples.write("validation", self.step, batch, requests)
         if shown := self.samples.read_some(self.step, batch, requests):
             self.trackers.log_samples(shown, self.step)
@@ -260,22 +263,8 @@ class GRPOTrainer:
 
     @stage("save_checkpoint")
     def save(self) -> None:
-        """Write a checkpoint."""
-        model_path = self.config.actor_rollout_ref.model.path
-        state = RunState(
-            self.step,
-            self.weight_version,
-            self.prompts.sampler.state_dict(),
-            model_path,
-            self.kl_controller.coef,
-            self.sampler.state_dict(),
-        )
-        write = {"actor": self.roles.actor.save_checkpoint}
-        if self.roles.ref is not None and self.config.actor_rollout_ref.ref.ref_model_sync_steps > 0:
-            write["ref"] = self.roles.ref.save_checkpoint
-        keep = self.config.trainer.max_actor_ckpt_to_keep
-        self.last_checkpoint = save_checkpoint(self.run_dir, state, write, keep)
-        self._saved_step = self.step
+        """Begin to write a checkpoint; what it holds is copied now."""
+        self.saver.begin(*run_state(self))
 
     def late_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
         """What the actor itself computes of a batch: at staleness 0 that comes with the rollout."""
@@ -287,28 +276,17 @@ class GRPOTrainer:
 
     # --- around the stages -------------------------------------------------------------------------------------
     def resume(self) -> Path | None:
-        """Go on from a checkpoint, if the config and the run directory say so; returns its folder."""
-        trainer = self.config.trainer
-        folder = find_checkpoint(self.run_dir, trainer.resume_mode, trainer.resume_from_path)
-        if folder is None:
-            return None
-        state = read_state(folder)
-        if state.model_path != self.config.actor_rollout_ref.model.path:
-            raise CheckpointError(
-                f"{folder} was trained from {state.model_path}, this run names actor_rollout_ref.model.path="
-                f"{self.config.actor_rollout_ref.model.path}; choose another trainer.default_local_dir or resume_mode"
-            )
-        self.roles.actor.load_checkpoint(str(folder / "actor"))
-        if self.roles.ref is not None and (folder / "ref").is_dir():
-            self.roles.ref.load_checkpoint(str(folder / "ref"))
-            self._refresh_reference_head()
-        self.prompts.sampler.load_state_dict(state.sampler)
-        self.sampler.load_state_dict(state.ledger)
-        self.step, self.weight_version = state.step, state.weight_version - 1
-        self.last_checkpoint, self._saved_step = folder, state.step
-        if self.kl_controller.target_kl is not None:
-            self.kl_controller.coef = state.kl_coef
-        return folder
+        """Go on from a checkpoint, if the config and the run directory say so; returns its folder. See `resume`.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is whole, or the config does not fit.
+        """
+        return resume(self)
+
+    def refresh_reference_head(self) -> None:
+        """Bring the reference's output layer to the actor, for the exact KL."""
+        if self.objective.exact_kl and self.roles.ref is not None:
+            self.roles.actor.take_reference_head(self.roles.ref)
 
     def reference_is_due(self) -> bool:
         """Whether the reference moves after the step that is being finished."""
@@ -318,6 +296,12 @@ class GRPOTrainer:
     def due(self, frequency: int) -> bool:
         """Whether something done every `frequency` steps (-1: never) is due: also after the last step."""
         return frequency > 0 and (self.step % frequency == 0 or self.step == self.total_steps)
+
+    def save_is_due(self) -> bool:
+        """Whether a checkpoint is due: by steps, by time, or because the run ends."""
+        trainer = self.config.trainer
+        ends = trainer.save_interval_minutes is not None and self.step == self.total_steps
+        return self.due(trainer.save_freq) or self.saver.is_due or ends
 
     def measure(self, batch: DataProtoRef) -> None:
         """Turn the step's batch and timings into metrics."""
@@ -355,11 +339,12 @@ class GRPOTrainer:
         self.history.append({"step": self.step, **self.metrics})
         if found.faults:
             self.samples.collect()  # the run stops, and the advice is to read them
-        found.tell(self.progress.message, self.last_checkpoint)
+        found.tell(self.progress.message, self.saver.last)
 
     def finish(self) -> None:
-        """Wait for the samples, and write the trained policy."""
+        """Wait for samples and checkpoint, and write the trained policy."""
         self.samples.collect()
+        self.saver.finish()
         if self.config.trainer.export_hf_model:
             self.progress.phase("export")
             self.roles.actor.export_hf_model(str(self.run_dir / "huggingface"))
@@ -380,10 +365,6 @@ class GRPOTrainer:
         if not self.staleness and self.targets.needs_old_log_probs:
             givers["old_log_prob"] = Giver(functools.partial(actor.submit_log_probs, "old_log_prob"))
         return givers
-
-    def _refresh_reference_head(self) -> None:
-        if self.objective.exact_kl and self.roles.ref is not None:
-            self.roles.actor.take_reference_head(self.roles.ref)
 
     def _mini_batches(self, num_rows: int) -> list[np.ndarray]:
         """Row positions of each mini-batch of each epoch; a group is never cut, so its responses meet one policy."""

@@ -8,6 +8,7 @@ maj@n/mean are in val-core; everything else is in val-aux. How the statistics ar
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from grpo_dist.algorithms.validation import best_at_k, majority_at_n, subset_sizes, worst_at_k
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.errors import ConfigError
 from grpo_dist.trainer.rollout_job import GroupRequest
 from grpo_dist.trainer.sampling import make_request
 from grpo_dist.trainer.seeds import group_seed
@@ -62,6 +64,21 @@ def validation_metrics(batch: DataProtoRef, data_sources: Mapping[str, str], n: 
         rows = batch.reorder(np.flatnonzero(sources == source))
         metrics |= _of_one_source(rows, source, n)
     return metrics
+
+
+def require_metric(name: str | None, metrics: Mapping[str, float]) -> None:
+    """Check that validation gives the metric that `trainer.keep_best_metric` names.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    known = [each for each in metrics if each.startswith((CORE, AUX))]
+    if name is None or name in known:
+        return
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or [each for each in known if each.startswith(CORE)]
+    raise ConfigError(
+        f"trainer.keep_best_metric={name}: validation gives no such metric; near it are {', '.join(near) or 'none'}"
+    )
 
 
 def _of_one_source(batch: DataProtoRef, source: str, n: int) -> dict[str, float]:

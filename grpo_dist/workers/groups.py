@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_dist.engines.durable import FileDigest
 from grpo_dist.engines.micro_batch_plan import Lengths
 from grpo_dist.engines.settings import ObjectiveSettings
 from grpo_dist.errors import GrpoDistError, WorkerLost
@@ -77,6 +78,23 @@ class PolicyGroup:
         """One sentence on how the ranks lay sequences out, and why."""
         return self.workers.call_all("report", "forward_report")[0]
 
+    def begin_save(self, folder: str) -> None:
+        """Begin to write a checkpoint into `folder`, from a copy; waits until the copy is there."""
+        self.workers.call_all("save_checkpoint", "begin_save", folder)
+
+    def finished_save(self, *, wait: bool) -> dict[str, FileDigest] | None:
+        """The files of that checkpoint by name; None while a rank still writes, unless `wait`.
+
+        Raises:
+            CheckpointError: a rank cannot write.
+        """
+        parts = self.workers.call_all("save_checkpoint", "finished_save", wait)
+        return None if None in parts else {name: digest for part in parts for name, digest in part.items()}
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Read a checkpoint."""
+        self.workers.call_all("load_checkpoint", "load_checkpoint", folder)
+
     def collect_log_probs(self, job: LogProbJob) -> DataProtoRef:
         """Wait for a job; one handle in the order of the batch's rows."""
         self.workers.gather(job.calls)
@@ -120,14 +138,10 @@ class ReferenceGroup(PolicyGroup):
         buckets = actor.workers.call_all("sync_reference", "export_weights", "float32")[0]
         self.workers.call_all("sync_reference", "load_weights", buckets, share)
 
-    def save_checkpoint(self, folder: str) -> None:
-        """Write the weights."""
-        self.workers.call_all("save_checkpoint", "save_checkpoint", folder)
-
     def load_checkpoint(self, folder: str) -> None:
-        """Read the weights."""
+        """Read a checkpoint. From then on only a checkpoint has the weights."""
         self._has_moved = True
-        self.workers.call_all("load_checkpoint", "load_checkpoint", folder)
+        super().load_checkpoint(folder)
 
 
 class ActorGroup(PolicyGroup):
@@ -162,14 +176,6 @@ class ActorGroup(PolicyGroup):
             old = DataProtoRef.concat([c.handle(la) for c, la in zip(calls, labels, strict=True)])
             batch = batch.union(old.reorder(np.argsort(np.concatenate(shares[0]))))
         return batch, merge_metrics([_per_mini_batch(metrics) for metrics in merged])
-
-    def save_checkpoint(self, folder: str) -> None:
-        """Write model, optimizer and schedule."""
-        self.workers.call_all("save_checkpoint", "save_checkpoint", folder)
-
-    def load_checkpoint(self, folder: str) -> None:
-        """Read model, optimizer and schedule."""
-        self.workers.call_all("load_checkpoint", "load_checkpoint", folder)
 
     def export_hf_model(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder."""

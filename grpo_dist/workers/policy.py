@@ -18,6 +18,8 @@ from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.process import Address, Process, keep_freed_memory, use_threads
 
 if TYPE_CHECKING:
+    from grpo_dist.engines.checkpoint import ShardWriter
+    from grpo_dist.engines.durable import FileDigest
     from grpo_dist.engines.fsdp_engine import FSDPEngine
     from grpo_dist.engines.weight_broadcast import WeightGroup
 
@@ -84,6 +86,7 @@ class PolicyWorker(Process):
 
     settings: PolicySettings
     engine: FSDPEngine
+    _shard_writer: ShardWriter | None = None
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -165,11 +168,26 @@ class PolicyWorker(Process):
         return [ray.put(head)] if self.rank == 0 else []
 
     @on_device()
-    def save_checkpoint(self, folder: str) -> None:
-        """Write this rank's shard of the weights into `folder`."""
-        from grpo_dist.engines.checkpoint import save_parameters
+    def begin_save(self, folder: str) -> None:
+        """Copy this rank's shard of the weights to CPU memory, and begin to write it into `folder`."""
+        from grpo_dist.engines.checkpoint import weights_state
 
-        save_parameters(self.engine, Path(folder))
+        self._begin_save(weights_state(self.engine), folder)
+
+    def _begin_save(self, state: dict[str, Any], folder: str) -> None:
+        from grpo_dist.engines.checkpoint import ShardWriter
+
+        self._shard_writer = self._shard_writer or ShardWriter()
+        self._shard_writer.begin_save(state, Path(folder))
+
+    def finished_save(self, wait: bool) -> dict[str, FileDigest] | None:
+        """The files that this rank wrote since `begin_save`; None while it writes, unless `wait`.
+
+        Raises:
+            CheckpointError: they cannot be written.
+        """
+        assert self._shard_writer is not None, "begin_save comes first"
+        return self._shard_writer.finished(wait=wait)
 
     @on_device()
     def load_checkpoint(self, folder: str) -> None:
@@ -286,15 +304,15 @@ class ActorWorker(PolicyWorker):
         send(self._weight_group, tensors, version=version, bucket_bytes=self.settings.weight_bucket_bytes)
 
     @on_device(optimizer=True)
-    def save_checkpoint(self, folder: str) -> None:
-        """Write this rank's shard of model, optimizer and schedule into `folder`."""
-        from grpo_dist.engines.checkpoint import save_engine
+    def begin_save(self, folder: str) -> None:
+        """Copy this rank's shard of model, optimizer and schedule to CPU memory, and begin to write it."""
+        from grpo_dist.engines.checkpoint import engine_state
 
-        save_engine(self.engine, Path(folder))
+        self._begin_save(engine_state(self.engine), folder)
 
     @on_device(optimizer=True)
     def load_checkpoint(self, folder: str) -> None:
-        """Read model, optimizer and schedule from `folder`; the number of ranks may differ."""
+        """Read model, optimizer, schedule and, on as many ranks, random states from `folder`."""
         from grpo_dist.engines.checkpoint import load_engine
 
         load_engine(self.engine, Path(folder))

@@ -13,7 +13,8 @@ import torch
 
 from grpo_dist.algorithms.correction import compute_rollout_correction
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
-from grpo_dist.errors import RewardError
+from grpo_dist.engines.durable import FileDigest, digest_file, flush_path
+from grpo_dist.errors import CheckpointError, RewardError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.rewards.base import RewardResult
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
@@ -221,6 +222,37 @@ class RewardWorker(Process):
         temporary = target.with_suffix(".tmp")
         temporary.write_text("\n".join(lines) + "\n")
         temporary.replace(target)
+
+    def write_groups(self, groups: DataProtoRef, path: str) -> dict[str, FileDigest]:
+        """Write all columns of scored groups to `path`.safetensors and `path`.json; returns the files by name.
+
+        Raises:
+            CheckpointError: the disk refuses.
+        """
+        from safetensors import SafetensorError
+
+        # what travels in the handle only becomes a column
+        extra = {name: torch.tensor(values) for name, values in groups.small.items() if name not in groups.columns}
+        data = groups.fetch(groups.columns).union(DataProto.from_dict(extra))
+        target = Path(path)
+        files = [target.with_name(f"{target.name}.{ending}") for ending in ("safetensors", "json")]
+        try:
+            target.parent.mkdir(exist_ok=True)
+            data.save(target)
+            for file in files:
+                flush_path(file)
+            return {file.name: digest_file(file) for file in files}
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+    def read_groups(self, path: str, small: Sequence[str]) -> tuple[dict[str, np.ndarray], DataProto]:
+        """Read what `write_groups` wrote.
+
+        Returns:
+            (the columns named in `small`, as they travel in a handle; everything).
+        """
+        data = DataProto.load(path)
+        return {name: np.asarray(data[name]) for name in small}, data
 
     def _token_texts(self, token_ids: list[int]) -> list[str]:
         """What each token adds to the text. Its neighbours before it decide about spaces and split characters."""

@@ -6,9 +6,12 @@ another one, or of the new one. A mistake of the reward function is not that: it
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import ray
 
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.errors import WorkerLost
@@ -16,6 +19,14 @@ from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import SAMPLE_COLUMNS, TARGET_COLUMNS, RewardSettings, Task
+
+
+@dataclass(frozen=True)
+class Writing:
+    """Something that a process writes meanwhile: its call, and how to ask another one."""
+
+    call: Call
+    ask: Callable[[int], Call]
 
 
 class RewardPool:
@@ -31,7 +42,6 @@ class RewardPool:
         self._settings: RewardSettings | None = None
         self._free = list(range(len(workers)))
         self._starting: dict[int, Call] = {}
-        self._writing: list[tuple[Call, tuple[Any, ...]]] = []
 
     def submit_start(self, settings: RewardSettings) -> list[Call]:
         """Load tokenizers and reward functions, without waiting."""
@@ -116,20 +126,35 @@ class RewardPool:
         arguments = batch.select(SAMPLE_COLUMNS), step, ground_truths
         return self._answer(lambda rank: self.workers.submit(rank, "read_samples", "read_samples", *arguments))[1]
 
-    def write_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> None:
-        """Write the batch down as text, without waiting; see `finish_writing`."""
+    def write_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> Writing:
+        """Write the batch down as text, without waiting."""
         arguments = batch.select(SAMPLE_COLUMNS), path, step, ground_truths
-        self._writing.append((self._submit_writing(arguments, self._idle()), arguments))
+        return self._write("write_samples", "write_samples", *arguments)
 
-    def finish_writing(self) -> None:
-        """Wait until all samples are written."""
-        for call, arguments in self._writing:
-            self._answer(functools.partial(self._submit_writing, arguments), call)
-        self._writing.clear()
+    def write_groups(self, groups: DataProtoRef, path: str) -> Writing:
+        """Write scored groups into a checkpoint, as `path` with several endings, without waiting."""
+        return self._write("save_checkpoint", "write_groups", groups, path)
 
-    def _submit_writing(self, arguments: Sequence[Any], rank: int) -> Call:
+    def finish(self, writing: Writing) -> Any:
+        """Wait until it is written; what the process says of it."""
+        return self._answer(writing.ask, writing.call)[1]
+
+    def read_groups(self, path: str, small: Sequence[str]) -> tuple[dict[str, np.ndarray], ray.ObjectRef]:
+        """What was written there: the columns named in `small`, and all of it in the object store."""
+
+        def ask(rank: int) -> Call:
+            return self.workers.submit_for_data(rank, "load_checkpoint", "read_groups", path, list(small))
+
+        call, columns = self._answer(ask)
+        assert call.data is not None
+        return columns, call.data
+
+    def _write(self, stage: str, method: str, *arguments: Any) -> Writing:
         # it is collected a step later, so the clock must not run
-        return self.workers.submit(rank, "write_samples", "write_samples", *arguments, timed=False)
+        def ask(rank: int) -> Call:
+            return self.workers.submit(rank, stage, method, *arguments, timed=False)
+
+        return Writing(ask(self._idle()), ask)
 
     def _answer(self, ask: Callable[[int], Call], call: Call | None = None) -> tuple[Call, Any]:
         """Ask a process, or wait for one that was asked; another one if it is lost. (The call, its answer.)"""

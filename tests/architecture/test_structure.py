@@ -43,6 +43,7 @@ TESTED_ELSEWHERE = {
     "engines/vllm_weight_update.py": "engines/test_vllm_engine.py",  # a part of the engine
     "tracking/names.py": "tracking/test_summary.py",  # metric names
     "trainer/health_rules.py": "trainer/test_health.py",  # what health.py holds metrics against
+    "trainer/finished_groups.py": "trainer/test_staleness.py",  # written and read by a run that samples ahead
     "trainer/pump.py": "trainer/test_trainer.py",  # every rollout there goes through it
     "trainer/rollout_job.py": "trainer/test_trainer.py",  # likewise
     "workers/groups.py": "trainer/test_trainer.py",  # likewise

@@ -372,3 +372,16 @@ def test_a_sequence_longer_than_the_models_positions_is_said(tmp_path):
         "actor_rollout_ref.model.override_config.max_position_embeddings=4096",
     ):
         assert not any("positions" in note for note in notes(path, fitting))
+
+
+def test_the_best_checkpoint_is_found_by_validating():
+    best = "trainer.keep_best_metric=val-core/x"
+    text = refused(best, "trainer.test_freq=-1")
+    assert (
+        "trainer.keep_best_metric=val-core/x, trainer.test_freq=-1: the best checkpoint is found by validating" in text
+    )
+    assert "set data.val_files and trainer.test_freq" in refused(best, "data.val_files=null")
+    assert notes(best, "trainer.test_freq=5", "trainer.save_freq=10") == []
+    assert notes(best, "trainer.save_freq=-1", "trainer.save_interval_minutes=5") == []
+    (note,) = notes(best, "trainer.test_freq=5", "trainer.save_freq=7")
+    assert "only checkpoints that are validated can be the best; with save_freq=7 and test_freq=5 some are not" in note

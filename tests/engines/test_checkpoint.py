@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.engines.checkpoint import export_hf_model, load_engine, save_engine
+from grpo_dist.engines.checkpoint import (
+    RANDOM_STATES,
+    ShardWriter,
+    engine_state,
+    export_hf_model,
+    load_engine,
+    random_states,
+    set_random_states,
+)
+from grpo_dist.engines.durable import FileDigest, digest_file
 from grpo_dist.engines.fsdp_engine import FSDPEngine
 from grpo_dist.engines.settings import ModelSettings, OptimizerSettings
 from grpo_dist.errors import CheckpointError
@@ -35,14 +45,27 @@ def weights(engine: FSDPEngine) -> dict[str, np.ndarray]:
     return {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")}
 
 
+def save_engine(engine: FSDPEngine, folder: Path) -> dict[str, FileDigest]:
+    writer = ShardWriter()
+    writer.begin_save(engine_state(engine), folder)
+    files = writer.finished(wait=True)
+    assert files is not None
+    return files
+
+
 def uninterrupted(rank: int, models: dict[str, str], folder: Path) -> dict[str, Any]:
     """Two ranks: steps 0 and 1, save, step 2. Then export; and the untied model's export."""
     engine = engine_with_schedule(models["tied"])
     for number in range(2):
         step(engine, rank, 2, number)
-    save_engine(engine, folder / "two")
+    writer = ShardWriter()
     saved = weights(engine)
-    metrics = step(engine, rank, 2, 2)
+    torch.manual_seed(100 + rank)
+    writer.begin_save(engine_state(engine), folder / "two")
+    metrics = step(engine, rank, 2, 2)  # while it is written
+    random = torch.rand(3).tolist()
+    files = writer.finished(wait=True)
+    assert writer.finished(wait=False) == files, "it may be asked more than once"
     untied = engine_with_schedule(models["untied"])
     step(untied, rank, 2, 0)
     data = random_batch(num_groups=2, n=1)
@@ -50,7 +73,40 @@ def uninterrupted(rank: int, models: dict[str, str], folder: Path) -> dict[str, 
     for name, exported in (("tied", engine), ("untied", untied)):
         export_hf_model(exported, folder / name)
         out[name] = (weights(exported), exported.compute_log_probs(data, micro_batch_size=2).values.numpy())
-    return {"saved": saved, "after": weights(engine), "metrics": metrics, "exports": out}
+    failure = ""
+    try:
+        writer.begin_save(engine_state(engine), folder / "two/__0_0.distcp")  # a file, not a folder
+        writer.finished(wait=True)
+    except CheckpointError as error:
+        failure = str(error)
+    again = engine_with_schedule(models["tied"])
+    load_engine(again, folder / "two")
+    again_random = torch.rand(3).tolist()
+    return {
+        "saved": saved,
+        "after": weights(engine),
+        "metrics": metrics,
+        "exports": out,
+        "files": files,
+        "random": random,
+        "random again": again_random,
+        "failure": failure,
+        "full": save_onto_a_full_disk(writer, engine, folder / "full"),
+    }
+
+
+def save_onto_a_full_disk(writer: ShardWriter, engine: FSDPEngine, folder: Path) -> str:
+    """The error of a save where no file may grow beyond 20 kB; the shards are larger."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        writer.begin_save(engine_state(engine), folder)
+        writer.finished(wait=True)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return ""
 
 
 def go_on(rank: int, world_size: int, models: dict[str, str], source: Path, target: Path | None) -> dict[str, Any]:
@@ -149,3 +205,59 @@ def test_the_export_has_tokenizer_and_generation_config(runs: dict, folder: Path
 
     assert transformers.AutoTokenizer.from_pretrained(folder / "tied").decode([3, 4]) == "w3 w4"
     assert transformers.GenerationConfig.from_pretrained(folder / "tied").eos_token_id == 2
+
+
+def test_each_rank_tells_what_it_wrote(runs: dict, folder: Path) -> None:
+    told = {name: digest for result in runs["uninterrupted"] for name, digest in result["files"].items()}
+    on_disk = {path.name: digest_file(path) for path in (folder / "two").iterdir()}
+    assert told == on_disk
+    assert set(told) == {".metadata", "__0_0.distcp", "__1_0.distcp", "random_0.pt", "random_1.pt"}
+
+
+def test_random_states_go_on_on_as_many_ranks(runs: dict) -> None:
+    first, second = runs["uninterrupted"]
+    assert first["random"] == first["random again"]
+    assert second["random"] == second["random again"]
+    assert first["random"] != second["random"]
+
+
+def test_a_failure_to_write_is_told_on_every_rank(runs: dict) -> None:
+    for result in runs["uninterrupted"]:
+        assert "rank 0: " in result["failure"]
+        assert "File exists" in result["failure"] or "Not a directory" in result["failure"]
+        assert "rank 0: " in result["full"]
+        assert "rank 1: " in result["full"]
+        assert "File too large" in result["full"], result["full"]
+
+
+def test_random_states_round_trip_through_a_file(tmp_path: Path) -> None:
+    import random
+
+    torch.manual_seed(5)
+    random.seed(5)
+    random.gauss(0, 1)
+    path = tmp_path / RANDOM_STATES.format(rank=0)
+    torch.save(random_states(), path)
+    expected = torch.rand(4).tolist(), [random.random() for _ in range(4)], random.gauss(0, 1)
+    set_random_states(torch.load(path, weights_only=True))
+    assert (torch.rand(4).tolist(), [random.random() for _ in range(4)], random.gauss(0, 1)) == expected
+
+
+def go_on_with_another_rate(rank: int, path: str, source: Path) -> dict[str, Any]:
+    model = ModelSettings(path, False, "fp32", "fp32", False, True)
+    optimizer = OptimizerSettings(3e-3, 0.5, (0.8, 0.9), "cosine", 2, 6, 0.1)
+    engine = FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, grad_clip=1.0)
+    load_engine(engine, source)
+    [group] = engine.optimizer.param_groups
+    first = step(engine, rank, 1, 2)
+    return {"group": dict(group, params=None), "first": first, "second": step(engine, rank, 1, 3)}
+
+
+def test_a_learning_rate_that_was_changed_holds(runs: dict, random_models: dict[str, str], folder: Path) -> None:
+    """The moments and the place in the schedule are the saved ones, the settings those of the config."""
+    [result] = run_ranks(1, go_on_with_another_rate, random_models["tied"], folder / "one")
+    assert result["first"]["actor/lr"] == pytest.approx(3e-3), "step 2 of a warm-up of 2: the peak"
+    assert result["second"]["actor/lr"] == pytest.approx(3e-3 * (0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi / 4))))
+    assert (result["group"]["weight_decay"], result["group"]["betas"]) == (0.5, (0.8, 0.9))
+    norm = runs["uninterrupted"][0]["metrics"]["actor/grad_norm"]
+    assert result["first"]["actor/grad_norm"] == pytest.approx(norm, rel=1e-4), "the weights are the saved ones"

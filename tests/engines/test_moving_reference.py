@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.engines.checkpoint import load_parameters, save_parameters
+from grpo_dist.engines.checkpoint import ShardWriter, load_parameters, weights_state
 from grpo_dist.engines.fsdp_engine import FSDPEngine
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.errors import CheckpointError
@@ -27,7 +27,9 @@ def move(rank: int, path: str, folder: Path) -> dict[str, Any]:
     engine.mix_parameters(((name, torch.full(value.shape, 2.0)) for name, value in first.items()), 0.25)
     mixed = weights(engine)
     head = engine.output_layer("cpu")
-    save_parameters(engine, folder / "ref")
+    writer = ShardWriter()
+    writer.begin_save(weights_state(engine), folder / "ref")
+    assert writer.finished(wait=True) is not None
     engine.mix_parameters(((name, torch.full(value.shape, 3.0)) for name, value in first.items()), 1.0)
     replaced = weights(engine)
     load_parameters(engine, folder / "ref")

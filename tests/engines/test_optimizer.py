@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from grpo_dist.engines.optimizer import build_optimizer, lr_ratio
+from grpo_dist.engines.optimizer import build_optimizer, keep_settings, lr_ratio
 from grpo_dist.engines.settings import OptimizerSettings
 
 
@@ -81,3 +81,33 @@ def test_weight_decay_is_decoupled() -> None:
     weight.grad = torch.zeros(1)
     optimizer.step()
     assert weight.item() == pytest.approx(2 * (1 - 0.0125))
+
+
+def loaded_into(built: OptimizerSettings) -> tuple[dict, float, float]:
+    """(group, rate now, rate a step later) of an optimizer that takes over 6 steps of one with other settings."""
+    old, old_schedule = build_optimizer([torch.nn.Parameter(torch.tensor([2.0]))], settings(lr_scheduler_type="linear"))
+    for _ in range(6):
+        old.step()
+        old_schedule.step()
+    optimizer, schedule = build_optimizer([torch.nn.Parameter(torch.tensor([2.0]))], built)
+    with keep_settings(optimizer, schedule):
+        optimizer.load_state_dict(old.state_dict())
+        schedule.load_state_dict(old_schedule.state_dict())
+    [group] = optimizer.param_groups
+    now = group["lr"]
+    assert schedule.get_last_lr() == [now]
+    optimizer.step()
+    schedule.step()
+    return group, now, group["lr"]
+
+
+def test_settings_survive_a_saved_state_and_the_place_in_the_schedule_is_the_saved_one() -> None:
+    """After 6 of 12 steps, 4 of them warm-up, a quarter of the decay is behind: 0.75, then 0.625 of the peak."""
+    group, now, later = loaded_into(settings(lr=0.1, weight_decay=0.3, betas=(0.5, 0.6), lr_scheduler_type="linear"))
+    assert (now, later) == (pytest.approx(0.075), pytest.approx(0.0625))
+    assert (group["weight_decay"], group["betas"], group["initial_lr"]) == (0.3, (0.5, 0.6), 0.1)
+
+
+def test_the_same_settings_go_on_as_if_nothing_had_happened() -> None:
+    _, now, later = loaded_into(settings(lr_scheduler_type="linear"))
+    assert (now, later) == (0.5 * 0.75, 0.5 * 0.625)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from grpo_dist.engines.durable import FileDigest, digest_file
 from grpo_dist.engines.settings import ObjectiveSettings
 from grpo_dist.engines.vllm_engine import EngineLoad, Response
 from grpo_dist.protocol import DataProto, Mean, Ragged, Sum
@@ -64,10 +66,13 @@ class FakePolicyWorker(Process):
     def forget(self) -> None:
         self.updates = []
 
-    def save_checkpoint(self, folder: str) -> None:
+    def begin_save(self, folder: str) -> None:
         os.makedirs(folder, exist_ok=True)
-        with open(f"{folder}/rank{self.rank}", "w") as file:
-            file.write("weights")
+        self.saved = Path(folder) / f"rank{self.rank}"
+        self.saved.write_text("weights")
+
+    def finished_save(self, wait: bool) -> dict[str, FileDigest] | None:
+        return {self.saved.name: digest_file(self.saved)}
 
     def load_checkpoint(self, folder: str) -> None:
         assert open(f"{folder}/rank{self.rank}").read() == "weights"

@@ -1,70 +1,301 @@
+"""Checkpoints on disk: published whole or not at all, found whole or not at all, kept as asked for."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from grpo_dist.errors import CheckpointError
-from grpo_dist.trainer.checkpoint import LATEST, RunState, find_checkpoint, read_state, save_checkpoint
+from grpo_dist.trainer import checkpoint
+from grpo_dist.trainer.checkpoint import (
+    LATEST,
+    RunState,
+    begin_checkpoint,
+    best_checkpoint,
+    checkpoints,
+    clear_leftovers,
+    find_checkpoint,
+    prune_checkpoints,
+    publish_checkpoint,
+    read_state,
+)
+from grpo_dist.trainer.checkpoint_files import read_manifest
+from tests.trainer.checkpoints import names, reseal, run_state, save
+
+FILES = ["actor/__0_0.distcp", "actor/.metadata", "state.json", "config.yaml", "manifest.json"]
 
 
-def state(step: int) -> RunState:
-    return RunState(step, step, {"epoch": 0, "position": step}, "model")
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
 
 
-def write(folder: str) -> None:
-    Path(folder).mkdir()
-    (Path(folder) / "shard").write_text("weights")
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+DAMAGE: list[Callable[[Path], None]] = [truncated, flipped, emptied, Path.unlink]
 
 
 def test_round_trip_and_keep(tmp_path: Path) -> None:
     for step in (2, 4, 10):
-        save_checkpoint(tmp_path, state(step), {"actor": write}, keep=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step_10", "global_step_4", LATEST]
+        save(tmp_path, step, keep=2)
+    assert names(tmp_path) == ["global_step_10", "global_step_4", LATEST]
     found = find_checkpoint(tmp_path, "auto", None)
     assert found == tmp_path / "global_step_10"
-    assert read_state(found) == state(10)
-    assert (found / "actor/shard").read_text() == "weights"
+    assert read_state(found) == run_state(10)
+    assert sorted(str(p.relative_to(found)) for p in found.rglob("*") if p.is_file()) == sorted(FILES)
+    assert (found / "actor/__0_0.distcp").read_text() == "weights" * 100
 
 
-def test_keep_all(tmp_path: Path) -> None:
-    for step in range(1, 5):
-        save_checkpoint(tmp_path, state(step), {"actor": write}, keep=None)
-    assert len(list(tmp_path.glob("global_step_*"))) == 4
+def test_only_the_user_may_look_into_a_checkpoint(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = save(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_failed_save_leaves_the_last_one_whole(tmp_path: Path) -> None:
-    def disk_full(folder: str) -> None:
-        write(folder)
-        raise OSError(28, "No space left on device")
-
-    save_checkpoint(tmp_path, state(1), {"actor": write}, keep=None)
-    with pytest.raises(CheckpointError, match="No space left"):
-        save_checkpoint(tmp_path, state(2), {"actor": disk_full}, keep=None)
+@pytest.mark.parametrize("harm", DAMAGE, ids=lambda harm: harm.__name__)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(
+    tmp_path: Path, name: str, harm: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1)
+    harm(save(tmp_path, 2) / name)
     assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_1"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step_1", LATEST]
+    assert f"{tmp_path}/global_step_2: {name} " in caplog.text
+    with pytest.raises(CheckpointError, match=rf"trainer\.resume_from_path=.*global_step_2: not a whole .*: {name} "):
+        find_checkpoint(tmp_path, "resume_path", str(tmp_path / "global_step_2"))
+    harm(tmp_path / "global_step_1" / name)
+    with pytest.raises(CheckpointError) as caught:
+        find_checkpoint(tmp_path, "auto", None)
+    for step in (1, 2):
+        assert f"global_step_{step}: {name} " in str(caught.value), "never silently from scratch"
+    assert "trainer.resume_mode=disable" in str(caught.value)
 
 
-def test_a_save_killed_midway_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "global_step_3.tmp/actor").mkdir(parents=True)
-    assert find_checkpoint(tmp_path, "auto", None) is None
-    save_checkpoint(tmp_path, state(3), {"actor": write}, keep=1)
-    assert read_state(tmp_path / "global_step_3") == state(3)
-    assert not (tmp_path / "global_step_3.tmp").exists()
+def test_a_state_that_does_not_mean_anything_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its contents are what was written, but they were written by something else."""
+    save(tmp_path, 1)
+    folder = save(tmp_path, 2)
+    (folder / "state.json").write_text('{"step": 2}')
+    reseal(folder)
+    assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_1"
+    assert "global_step_2/state.json is damaged" in caplog.text
 
 
-def test_resume_modes(tmp_path: Path) -> None:
-    assert find_checkpoint(tmp_path, "auto", None) is None
-    save_checkpoint(tmp_path, state(1), {"actor": write}, keep=None)
-    assert find_checkpoint(tmp_path, "disable", None) is None
-    assert find_checkpoint(tmp_path, "resume_path", str(tmp_path / "global_step_1")) == tmp_path / "global_step_1"
-    with pytest.raises(CheckpointError, match=r"trainer\.resume_from_path=.*nowhere.*is not a checkpoint"):
-        find_checkpoint(tmp_path, "resume_path", str(tmp_path / "nowhere"))
+@pytest.mark.parametrize(
+    ("pointer", "said"),
+    [
+        (None, "is missing"),
+        ("", "holds '', not a step"),
+        ("two\n", "holds 'two', not a step"),
+        ("7", "names global_step_7, which is missing"),
+    ],
+)
+def test_without_a_pointer_the_newest_whole_one_is_found(
+    tmp_path: Path, pointer: str | None, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    flipped(tmp_path / "global_step_3/actor/__0_0.distcp")
+    if pointer is None:
+        (tmp_path / LATEST).unlink()
+    else:
+        (tmp_path / LATEST).write_text(pointer)
+    assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_2"
+    assert f"{LATEST} {said}" in caplog.text or said in caplog.text
+    assert "global_step_3: actor/__0_0.distcp is damaged" in caplog.text
+
+
+def test_a_whole_checkpoint_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_2"
+    (tmp_path / LATEST).write_text("1\n")  # by hand
+    assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_1"
+    assert caplog.text == ""
+
+
+def test_a_pointer_alone_is_no_fresh_run(tmp_path: Path) -> None:
     (tmp_path / LATEST).write_text("7")
-    with pytest.raises(CheckpointError, match="global_step_7 is not a checkpoint"):
+    with pytest.raises(CheckpointError, match="names global_step_7, which is missing"):
         find_checkpoint(tmp_path, "auto", None)
 
 
-def test_damaged_state_is_named(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path, state(1), {"actor": write}, keep=None)
-    (folder / "state.json").write_text('{"step": 1')
-    with pytest.raises(CheckpointError, match=r"state\.json is damaged"):
-        read_state(folder)
+def test_resume_modes(tmp_path: Path) -> None:
+    assert find_checkpoint(tmp_path / "new", "auto", None) is None
+    assert find_checkpoint(tmp_path, "auto", None) is None
+    save(tmp_path, 1)
+    assert find_checkpoint(tmp_path, "disable", None) is None
+    assert find_checkpoint(tmp_path, "resume_path", str(tmp_path / "global_step_1")) == tmp_path / "global_step_1"
+    with pytest.raises(CheckpointError, match=r"trainer\.resume_from_path=.*nowhere: .*there is no such folder"):
+        find_checkpoint(tmp_path, "resume_path", str(tmp_path / "nowhere"))
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+def test_the_one_of_an_earlier_life_stays_until_its_successor_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 3, text="first")
+    renames: list[tuple[str, str]] = []
+    rename = Path.rename
+
+    def recorded(self: Path, target: Path) -> Path:
+        renames.append((self.name, target.name))
+        if renames[-1] == ("global_step_3.tmp", "global_step_3") and len(renames) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", recorded)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(tmp_path, 3, text="second")
+    assert renames[0] == ("global_step_3", "global_step_3.old")
+    assert "first" in (tmp_path / "global_step_3/actor/__0_0.distcp").read_text()
+    save(tmp_path, 3, text="third")
+    assert "third" in (tmp_path / "global_step_3/actor/__0_0.distcp").read_text()
+    assert names(tmp_path) == ["global_step_3", LATEST]
+
+
+def test_leftovers_of_a_killed_run_are_cleared(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / "global_step_1").rename(tmp_path / "global_step_1.old")  # stood aside when the run was killed
+    for name in ("global_step_1.tmp/actor", "global_step_5.tmp", "global_step_4.removed", "global_step_2.old"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "huggingface.tmp").mkdir()
+    assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_2"
+    clear_leftovers(tmp_path)
+    assert names(tmp_path) == ["global_step_1", "global_step_2", "huggingface.tmp", LATEST]
+    assert find_checkpoint(tmp_path, "resume_path", str(tmp_path / "global_step_1")) is not None
+    clear_leftovers(tmp_path / "nowhere")
+
+
+def test_a_file_that_a_worker_wrote_and_the_driver_does_not_see_is_an_error(tmp_path: Path) -> None:
+    from grpo_dist.engines.durable import FileDigest
+
+    temporary = begin_checkpoint(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"actor/__3_0\.distcp was written by a worker, and the driver does not"):
+        publish_checkpoint(temporary, run_state(1), "", {"actor/__3_0.distcp": FileDigest(1, "")})
+
+
+def limited_to(num_bytes: int) -> Callable[[], None]:
+    """No file may grow beyond this: the kernel refuses, as it does on a full disk."""
+
+    def limit() -> None:
+        import signal
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+    return limit
+
+
+SAVE = "import sys; from pathlib import Path; from tests.trainer.checkpoints import save; save(Path(sys.argv[1]), 2)"
+
+
+def test_a_disk_that_is_full_costs_only_the_new_checkpoint(tmp_path: Path) -> None:
+    """Shards fit, the manifest does not."""
+    save(tmp_path, 1)
+    largest = (tmp_path / "global_step_1/manifest.json").stat().st_size - 100
+    done = subprocess.run(
+        [sys.executable, "-c", SAVE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        preexec_fn=limited_to(largest),
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert f"CheckpointError: cannot write checkpoint {tmp_path}/global_step_2: " in done.stderr
+    assert "File too large. Earlier checkpoints are untouched. Make room there, or make it writable " in done.stderr
+    assert f"(trainer.default_local_dir={tmp_path})" in done.stderr
+    assert names(tmp_path) == ["global_step_1", LATEST]
+    assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_1"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(CheckpointError, match=rf"cannot write .*Permission denied.*local_dir={tmp_path}"):
+            save(tmp_path, 2)
+    finally:
+        tmp_path.chmod(0o700)
+    assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_1"
+
+
+def test_a_disk_that_turns_read_only_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", refused)
+        with pytest.raises(CheckpointError, match=r"global_step_2\.tmp: .*Read-only file system.*default_local_dir="):
+            save(tmp_path, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "flush_tree", refused)
+        with pytest.raises(CheckpointError, match=r"global_step_2: .*Read-only file system"):
+            save(tmp_path, 2)
+    assert names(tmp_path) == ["global_step_1", LATEST]
+
+
+# --- keeping ---------------------------------------------------------------------------------------------------------
+def test_keep_all(tmp_path: Path) -> None:
+    for step in range(1, 5):
+        save(tmp_path, step)
+    assert [path.name for path in checkpoints(tmp_path)] == [f"global_step_{step}" for step in range(1, 5)]
+
+
+def test_the_best_is_kept_besides_the_newest(tmp_path: Path) -> None:
+    """By a look at the disk: each save here knows nothing of those before."""
+    kept = []
+    for step, value in enumerate((0.2, 0.9, 0.4, float("nan"), None, 0.9), 1):
+        save(tmp_path, step, keep=2, best="acc", metrics={} if value is None else {"acc": value})
+        kept.append([int(path.name.rpartition("_")[2]) for path in checkpoints(tmp_path)])
+    assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [2, 5, 6]]
+    assert best_checkpoint(checkpoints(tmp_path), "acc") == tmp_path / "global_step_2", "the first with that value"
+    assert best_checkpoint(checkpoints(tmp_path), "other") is None
+
+
+def test_newest_means_written_last(tmp_path: Path) -> None:
+    """A run that was started anew in its old folder must not lose its new checkpoints to the old ones."""
+    for step in (50, 100, 2, 4):
+        save(tmp_path, step, keep=2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["global_step_2", "global_step_4"]
+
+
+def test_a_damaged_checkpoint_does_not_count_and_is_left_to_a_person(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    truncated(tmp_path / "global_step_3/actor/__0_0.distcp")
+    kept = prune_checkpoints(tmp_path, 1)
+    assert [path.name for path in kept] == ["global_step_2"]
+    assert names(tmp_path) == ["global_step_2", "global_step_3", LATEST]
+
+
+def test_the_manifest_knows_who_wrote_it(tmp_path: Path) -> None:
+    manifest = read_manifest(save(tmp_path, 3))
+    assert manifest["step"] == 3
+    assert manifest["versions"].keys() >= {"python", "torch", "ray", "transformers"}
+    assert sorted(manifest["files"]) == sorted(set(FILES) - {"manifest.json"})
+
+
+def test_a_state_without_newer_fields_is_read() -> None:
+    assert RunState(1, 1, {}).ledger == {"open": {}, "backlog": []}

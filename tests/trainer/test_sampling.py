@@ -13,6 +13,7 @@ from grpo_dist.config.load import load_config
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import DataError, GrpoDistError, RewardError
+from grpo_dist.trainer.finished_groups import Group
 from grpo_dist.trainer.rollout_job import GroupRequest, RolloutJob
 from grpo_dist.trainer.sampling import TrainingSampler, informative
 from grpo_dist.workers.batch_ref import DataProtoRef
@@ -26,8 +27,11 @@ class InstantPump:
     def __init__(self, scores: dict[int, list[float]]) -> None:
         self.scores, self.requests, self.late = scores, [], ()
 
-    def submit(self, requests: list[GroupRequest], *, givers: tuple[str, ...]) -> RolloutJob:
-        self.requests += requests
+    def submit(
+        self, requests: list[GroupRequest], *, givers: tuple[str, ...], there: dict[int, Group] | None = None
+    ) -> RolloutJob:
+        there = there or {}
+        self.requests += [request for i, request in enumerate(requests) if i not in there]
         job = RolloutJob(requests, {}, timings={"gen": 1.0})
         for i, request in enumerate(requests):
             greedy = request.sampling.temperature == 0
@@ -35,6 +39,8 @@ class InstantPump:
             job.groups[i] = DataProtoRef(small={"uid": np.array([request.uid] * len(scores))}, num_rows=len(scores))
             small = {"score": np.array(scores), "reward_extra/acc": np.array(scores) > 0}
             job.scores[i] = DataProtoRef(small=small, num_rows=len(scores))
+        for i, (group, scores) in there.items():
+            job.groups[i], job.scores[i] = group, scores
         for i in self.late:
             del job.scores[i]
         return job
@@ -171,7 +177,12 @@ def test_the_ledger_brings_back_what_was_drawn_and_has_not_trained() -> None:
     before.open_steps(1, 3)
     before.rollout(1)
     ledger = json.loads(json.dumps(before.state_dict()))
-    assert ledger == {"open": {"2": [[2, 3]], "3": [[4, 5]]}, "backlog": []}
+    assert ledger == {
+        "open": {"2": [[2, 3]], "3": [[4, 5]]},
+        "backlog": [],
+        "num_learned": {"2": 1, "3": 1},
+        "batch_sizes": [2, None, 0],
+    }
     after = make_sampler(dict.fromkeys(range(8), MIXED))
     after.order.load_state_dict(before.order.state_dict())
     after.load_state_dict(ledger)
@@ -179,6 +190,64 @@ def test_the_ledger_brings_back_what_was_drawn_and_has_not_trained() -> None:
     resumed = [request for step in (2, 3, 4) for request in after.rollout(step).requests]
     assert [request.uid for request in resumed] == [f"step{2 + i // 2}-prompt{2 + i}" for i in range(6)]
     assert [r.sampling.seed for r in resumed[:4]] == [r.sampling.seed for r in before.pump.requests[2:]]
+
+
+def resumed_sampler(before: TrainingSampler, scores: dict[int, list[float]], *overrides: str) -> TrainingSampler:
+    """A sampler that goes on where `before` is."""
+    ledger, order = json.loads(json.dumps([before.state_dict(), before.order.state_dict()]))
+    after = make_sampler(scores, *overrides)
+    after.order.load_state_dict(order)
+    after.load_state_dict(ledger)
+    return after
+
+
+def test_finished_groups_of_open_steps_are_not_sampled_again() -> None:
+    scores = dict.fromkeys(range(8), MIXED)
+    before = make_sampler(scores)
+    before.open_steps(1, 3)
+    before.rollout(1)
+    before.pump.late = (1,)  # of step 4 only prompt 6 is there
+    before.open_steps(4, 4)
+    finished = before.finished_groups()
+    assert [each.name for each in finished] == ["step2-try1", "step3-try1", "step4-try1"]
+    assert list(finished[2].groups) == ["step4-prompt6"]
+    after = resumed_sampler(before, scores)
+    after.restored = {uid: (group, score) for each in finished for uid, (group, score) in each.groups.items()}
+    kept = after.restored["step3-prompt5"]
+    results = [after.rollout(step) for step in (2, 3, 4)]
+    assert [request.uid for request in after.pump.requests] == ["step4-prompt7"]
+    assert after.restored == {}
+    uids = [request.uid for result in results for request in result.requests]
+    assert uids == [f"step{1 + i // 2}-prompt{i}" for i in range(2, 8)]
+    assert kept[0].small["uid"].tolist() == results[1].batch["uid"][N:].tolist()
+
+
+def test_other_batch_sizes_lose_no_drawn_prompt() -> None:
+    """Steps 2 and 3 were open with two prompts each; then batches are of three."""
+    scores = dict.fromkeys(range(9), MIXED)
+    before = make_sampler(scores)
+    before.open_steps(1, 3)
+    before.rollout(1)
+    size = ("data.train_batch_size=3", "actor_rollout_ref.actor.ppo_mini_batch_size=3")
+    after = resumed_sampler(before, scores, *size)
+    assert (after.open, after.backlog) == ({}, [2, 3, 4, 5])
+    trained = [[r.task.extra_info["index"] for r in after.rollout(step).requests] for step in (2, 3)]
+    assert trained == [[2, 3, 4], [5, 6, 7]]
+
+
+def test_an_order_learns_from_each_batch_once() -> None:
+    """Step 2's batch was complete and told when the run stopped; its groups come again."""
+    scores = dict.fromkeys(range(8), MIXED)
+    before = make_sampler(scores)
+    before.open_steps(1, 2)
+    before.rollout(1)
+    assert before.state_dict()["num_learned"] == {"2": 1}
+    after = resumed_sampler(before, scores)
+    after.order = RecordingOrder()  # type: ignore[assignment]
+    after.rollout(2)
+    assert after.order.told == []
+    assert after.rollout(3) is not None
+    assert len(after.order.told) == 1
 
 
 def test_the_slowest_of_an_over_sampled_batch_are_ended_and_come_first_in_the_next() -> None:
@@ -199,7 +268,8 @@ def test_over_sampling_is_in_the_ledger_once() -> None:
     sampler.pump.late = (1,)
     sampler.open_steps(1, 1)
     sampler.pump.on_progress()
-    assert sampler.state_dict() == {"open": {"1": [[0, 2]]}, "backlog": [1, 3]}
+    ledger = sampler.state_dict()
+    assert (ledger["open"], ledger["backlog"]) == ({"1": [[0, 2]]}, [1, 3])
 
 
 def test_an_over_sampled_batch_never_has_a_prompt_twice() -> None:

@@ -19,6 +19,7 @@ from grpo_dist.engines.vllm_engine import EngineLoad, Response
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.protocol import DataProto
 from grpo_dist.trainer.build import build_trainer, load_run_prompts, reward_settings
+from grpo_dist.trainer.checkpoint import read_state
 from grpo_dist.trainer.metrics import staleness_metrics
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.trainer import GRPOTrainer
@@ -42,7 +43,11 @@ T = 1.0
 class SlowRolloutWorker(FakeRolloutWorker):
     """Each token of a group takes the same time; a group takes T seconds. A token knows the weights that sampled it."""
 
-    seconds = T
+    seconds, count = T, 0
+
+    async def take_count(self) -> int:
+        count, self.count = self.count, 0
+        return count
 
     async def set_seconds(self, seconds: float) -> None:
         self.seconds = seconds
@@ -50,6 +55,7 @@ class SlowRolloutWorker(FakeRolloutWorker):
     async def generate(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: object
     ) -> tuple[tuple[Label, EngineLoad], DataProto]:
+        self.count += 1
         versions = []
         for _ in range(self.length):
             await asyncio.sleep(self.seconds / self.length)
@@ -178,6 +184,44 @@ def test_a_run_that_was_ahead_resumes_with_the_same_prompts(tmp_path: Path, grou
     assert resumed.resume() is not None
     resumed.fit()
     assert trained_uids(groups) == whole[3:]
+
+
+def groups_sampled(groups: dict[str, WorkerGroup]) -> int:
+    """Groups that the engines were asked for since the last look."""
+    return sum(groups["rollout"].call_all("test", "take_count"))
+
+
+def test_finished_groups_of_coming_steps_are_taken_from_the_checkpoint(
+    tmp_path: Path, groups: dict[str, WorkerGroup]
+) -> None:
+    """Stopped after step 3 while steps 4 to 6 were being sampled: what was there keeps tokens, scores and versions."""
+    overrides = ("trainer.max_staleness=2", "trainer.save_freq=3")
+    make_trainer(tmp_path, groups, *overrides).fit()
+    folder = tmp_path / "run/global_step_3"
+    finished = read_state(folder).finished
+    there = [uid for each in finished for uid in each["rows"]]
+    assert there, "step 4 at least was sampled during the updates before"
+    assert all(uid.startswith(("step4-", "step5-", "step6-")) for uid in there)
+    assert (folder / f"groups/{finished[0]['name']}.safetensors").is_file()
+    groups_sampled(groups)
+    names = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
+    resumed = make_trainer(tmp_path, groups, *overrides, *names)
+    assert resumed.resume() == folder
+    assert sorted(resumed.sampler.restored) == sorted(there)
+    for uid, (group, score) in resumed.sampler.restored.items():
+        data = group.fetch(group.columns)
+        assert data["uid"].tolist() == [uid] * 4
+        assert set(data["weight_versions"].values.tolist()) <= {1, 2, 3}, "sampled before the run stopped"
+        assert group["last_weight_version"].tolist() == data["last_weight_version"].tolist()
+        assert len(set(score["score"].tolist())) == 1
+        assert score.fetch(("score",))["score"].tolist() == score["score"].tolist()
+    resumed.fit()
+    assert groups_sampled(groups) == 3 * 4 - len(there), "the others are sampled again"
+    assert resumed.history[-1]["step"] == STEPS
+    changed = make_trainer(tmp_path, groups, *overrides, *names, "actor_rollout_ref.rollout.temperature=0.5")
+    changed.resume()
+    assert changed.changes == ["actor_rollout_ref.rollout.temperature: 1.0 -> 0.5"]
+    assert changed.sampler.restored == {}, "at another temperature they are not what would be sampled"
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

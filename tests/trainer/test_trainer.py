@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from grpo_dist.config.load import load_config
-from grpo_dist.errors import BatchError, CheckpointError, HealthError, RewardError, WorkerError
+from grpo_dist.errors import BatchError, CheckpointError, ConfigError, HealthError, RewardError, WorkerError
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.trainer.build import build_trainer, load_run_prompts, reward_settings
+from grpo_dist.trainer.checkpoint import read_state
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.group import Call, WorkerGroup
@@ -24,6 +25,7 @@ from grpo_dist.workers.reward import RewardWorker
 from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout_group import RolloutGroup
 from tests.processes import spawned
+from tests.trainer.checkpoints import reseal
 from tests.trainer.fakes import (
     FakeActorWorker,
     FakePolicyWorker,
@@ -184,13 +186,31 @@ def test_a_run_goes_on_where_it_stopped(finished: tuple, groups: dict, tmp_path:
 def test_resume_refuses_another_model(finished: tuple, groups: dict, tmp_path: Path) -> None:
     _, run_dir, _ = finished
     shutil.copytree(run_dir / "global_step_3", tmp_path / "global_step_3")
-    state = tmp_path / "global_step_3/state.json"
-    state.write_text(state.read_text().replace("builtin:tiny-qwen3", "other/model"))
+    config = tmp_path / "global_step_3/config.yaml"
+    config.write_text(config.read_text().replace("builtin:tiny-qwen3", "other/model"))
+    reseal(config.parent)
     trainer = make_trainer(
-        tmp_path, groups, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={state.parent}"
+        tmp_path, groups, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={config.parent}"
     )
-    with pytest.raises(CheckpointError, match="trained from other/model"):
+    with pytest.raises(CheckpointError, match=r"actor_rollout_ref\.model\.path: other/model -> builtin:tiny-qwen3"):
         trainer.resume()
+
+
+def test_checkpoints_have_the_validation_of_their_step(finished: tuple) -> None:
+    """test_freq=2, save_freq=2, and both after the last step."""
+    trainer, run_dir, _ = finished
+    for step in (2, 3):
+        metrics = read_state(run_dir / f"global_step_{step}").metrics
+        assert metrics["val-core/arithmetic/reward/mean@1"] == 8
+        assert all(name.startswith("val-") for name in metrics)
+    assert trainer.saver.is_due is False
+
+
+def test_a_metric_that_validation_does_not_give_is_named_at_once(groups: dict, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, groups, "trainer.keep_best_metric=val-core/arithmetic/acc/mean@1")
+    with pytest.raises(ConfigError, match="near it are val-core/arithmetic/reward/mean@1"):
+        trainer.fit()
+    assert trainer.step == 0
 
 
 def bytes_on_driver(tmp_path: Path, groups: dict, length: int, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -224,6 +244,26 @@ def test_bytes_on_the_driver_do_not_grow_with_response_length(
     # The reference takes its rows in one to four batches, as they come: up to 1.5 kB. One column of 16 x 4,000 tokens
     # would be 64 kB at least.
     assert abs(long - short) < 2_000, (short, long)
+
+
+def test_groups_that_are_there_already_only_get_their_log_probs(groups: dict, tmp_path: Path) -> None:
+    """As after a resume: nothing is generated or scored, and the batch is whole."""
+    trainer = make_trainer(tmp_path, groups)
+    trainer.sync_weights()
+    trainer.sampler.open_steps(1, 1)
+    trainer.pump.wait(lambda: trainer.sampler.open[1].full)
+    [first] = trainer.sampler.open[1].jobs
+    [finished] = trainer.sampler.finished_groups()
+    there = {i: finished.groups[request.uid] for i, request in enumerate(first.requests)}
+    job = trainer.pump.submit(first.requests, givers=("ref", "old_log_prob"), there=there)
+    trainer.pump.wait(lambda: job.done)
+    assert "gen" not in job.timings
+    assert "reward" not in job.timings
+    for before, after in zip(first.results(), job.results(), strict=True):
+        assert after.columns == before.columns
+        data = after.fetch(("uid", "ref_log_probs", "old_log_probs"))
+        assert data["uid"].tolist() == before["uid"].tolist()
+        assert set(data["ref_log_probs"].values.tolist()) == {-1.25}
 
 
 def test_a_reward_function_that_raises_is_shown(groups: dict, tmp_path: Path) -> None:

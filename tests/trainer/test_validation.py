@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.trainer.validation import shown_rows, validation_metrics, validation_requests
+from grpo_dist.errors import ConfigError
+from grpo_dist.trainer.validation import require_metric, shown_rows, validation_metrics, validation_requests
 from grpo_dist.workers.batch_ref import DataProtoRef
 
 NAN = np.nan
@@ -96,3 +97,13 @@ def test_the_same_rows_are_shown_each_time() -> None:
     assert rows.tolist() == sorted(rows.tolist()) == shown_rows(100, 5, 1).tolist()
     assert rows.tolist() != shown_rows(100, 5, 2).tolist()
     assert shown_rows(3, 5, 1).tolist() == [0, 1, 2]
+
+
+def test_a_metric_to_keep_the_best_by_must_be_one() -> None:
+    metrics = {"val-core/gsm8k/reward/mean@1": 0.5, "val-aux/gsm8k/truncated/mean": 0.0, "actor/loss": 1.0}
+    require_metric(None, metrics)
+    require_metric("val-core/gsm8k/reward/mean@1", metrics)
+    with pytest.raises(ConfigError, match=r"keep_best_metric=val-core/gsm8k/acc/mean@1: .* near it are val-core/"):
+        require_metric("val-core/gsm8k/acc/mean@1", metrics)
+    with pytest.raises(ConfigError, match=r"no such metric; near it are val-core/gsm8k/reward/mean@1$"):
+        require_metric("loss", metrics)

@@ -123,8 +123,7 @@ def test_whole_batches_are_asked_again(make: Callable, tmp_path: Path) -> None:
     targets, _ = pool.compute_targets(batch, TargetSettings("grpo"), 0.0, 0)
     assert targets.fetch(("advantages",))["advantages"].tolist() == [1, 1]
     (tmp_path / "trap").write_text("SIGKILL")
-    pool.write_samples(batch, str(tmp_path / "7.jsonl"), 7, {})
-    pool.finish_writing()
+    pool.finish(pool.write_samples(batch, str(tmp_path / "7.jsonl"), 7, {}))
     assert (tmp_path / "7.jsonl").read_text() == "7"
     assert len(pool.restarts.failures) == 2
 

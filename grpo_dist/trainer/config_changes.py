@@ -1,0 +1,201 @@
+"""Whether a checkpoint fits the present config and data, and what has changed between them.
+
+Every key is of one of three kinds: without effect on results (nothing is said), one that would make the saved weights,
+optimizer or positions meaningless (refused), and all others (allowed, and shown).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.errors import CheckpointError
+from grpo_dist.tracking.redact import redact
+from grpo_dist.trainer.checkpoint import CONFIG, RunState
+
+if TYPE_CHECKING:
+    from grpo_dist.data.tokenize import TokenizedPrompt
+
+_ACTOR, _ROLLOUT, _REF, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
+
+# Machines, records, frequencies, limits of time and memory, and how a pass is cut up: the same sums come out.
+HARMLESS = (
+    "cluster.*",
+    "ray_kwargs.*",
+    "trainer.project_name",
+    "trainer.experiment_name",
+    "trainer.logger*",
+    "trainer.default_local_dir",
+    "trainer.test_freq",
+    "trainer.val_*",
+    "trainer.save_*",
+    "trainer.keep_best_metric",
+    "trainer.max_actor_ckpt_to_keep",
+    "trainer.resume_*",
+    "trainer.max_worker_restarts",
+    "trainer.export_hf_model",
+    "trainer.log_*",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "trainer.worker_timeout_s",
+    "trainer.dry_run",
+    "data.train_files*",  # what is in them counts: the prompts' fingerprint
+    "data.val_*",
+    "reward.num_workers",
+    "reward.timeout_s",
+    "reward.max_failure_rate",
+    f"{_MODEL}.trust_remote_code",
+    f"{_MODEL}.use_remove_padding",
+    f"{_MODEL}.enable_gradient_checkpointing",
+    f"{_ACTOR}.checkpoint.*",
+    f"{_ACTOR}.*micro_batch_size_per_gpu",
+    f"{_ACTOR}.use_dynamic_bsz",
+    f"{_ACTOR}.ppo_max_token_len_per_gpu",
+    f"{_ACTOR}.use_prefix_grouper",
+    f"{_ACTOR}.fsdp_config.*offload",
+    f"{_ACTOR}.fsdp_config.reshard_after_forward",
+    f"{_ACTOR}.fsdp_config.fsdp_size",
+    f"{_REF}.*micro_batch_size_per_gpu",
+    f"{_REF}.log_prob_*",
+    f"{_REF}.fsdp_config.*offload",
+    f"{_ROLLOUT}.log_prob_*",
+    f"{_ROLLOUT}.gpu_memory_utilization",
+    f"{_ROLLOUT}.kv_cache_memory_gib",
+    f"{_ROLLOUT}.tensor_model_parallel_size",
+    f"{_ROLLOUT}.max_num_*",
+    f"{_ROLLOUT}.enforce_eager",
+    f"{_ROLLOUT}.enable_chunked_prefill",
+    f"{_ROLLOUT}.startup_timeout_s",
+    f"{_ROLLOUT}.checkpoint_engine.*",
+    f"{_ROLLOUT}.val_kwargs.*",
+    f"{_ROLLOUT}.agent.timeout_s",
+)
+# How long the run is: matters only to a learning rate that depends on it.
+LENGTH = ("trainer.total_training_steps", "trainer.total_epochs")
+# Pattern -> why the checkpoint is of no use with another value.
+REFUSED = {
+    f"{_MODEL}.path": "the saved weights are those of another model",
+    f"{_MODEL}.override_config*": "the saved weights are those of another model",
+    f"{_MODEL}.lora_*": "the saved factors have another shape or scale",
+    f"{_MODEL}.target_modules*": "the saved factors belong to other modules",
+    f"{_MODEL}.exclude_modules*": "the saved factors belong to other modules",
+    f"{_ACTOR}.fsdp_config.model_dtype": "weights and optimizer states were saved in another type",
+    "trainer.seed": "the run's samples and the order of its prompts follow from the seed",
+    "data.seed": "the order of the prompts follows from it",
+    "data.shuffle": "the saved position is one in another order of the prompts",
+    "data.sampler.*": "the saved position is one in another order of the prompts",
+}
+MISSING = "(not set)"
+
+
+@dataclass
+class Changes:
+    """Keys with other values than in a checkpoint: those that are refused, and those that are shown."""
+
+    refused: list[str] = field(default_factory=list)
+    shown: list[str] = field(default_factory=list)
+
+
+def saved_config(config: RunConfig) -> str:
+    """The resolved config as YAML, secrets removed."""
+    return yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
+
+
+def check_changes(folder: Path, state: RunState, config: RunConfig, prompts: Mapping[str, Any]) -> list[str]:
+    """What has changed since a checkpoint, as lines "key: old -> new"; keys without effect on results are left out.
+
+    Args:
+        folder: the checkpoint.
+        state: its state.
+        config: the present config.
+        prompts: `identify_prompts` of the present training prompts.
+
+    Raises:
+        CheckpointError: a change would make the checkpoint meaningless, or its config cannot be read.
+    """
+    try:
+        old = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}") from None
+    changes = compare_configs(old, yaml.safe_load(saved_config(config)))
+    if state.prompts and state.prompts != prompts:
+        if state.prompts["count"] != prompts["count"]:
+            what = f"{state.prompts['count']} -> {prompts['count']} training prompts"
+        else:
+            what = f"{prompts['count']} training prompts, but other ones or in another order"
+        changes.refused.append(f"data.train_files: {what} (the saved positions mean other prompts)")
+    if changes.refused:
+        listed = "\n".join(f"  {line}" for line in changes.refused)
+        raise CheckpointError(
+            f"{folder} cannot be taken up with this config:\n{listed}\nRestore these keys; or start anew with "
+            "trainer.resume_mode=disable or another trainer.default_local_dir"
+        )
+    return changes.shown
+
+
+def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
+    """Compare two resolved configs."""
+    changes = Changes()
+    before, after = _meant(old), _meant(new)
+    harmless = HARMLESS if _rate_depends_on_length(after) or _rate_depends_on_length(before) else HARMLESS + LENGTH
+    for key in dict.fromkeys([*before, *after]):
+        values = before.get(key, MISSING), after.get(key, MISSING)
+        if values[0] == values[1] or any(fnmatch.fnmatchcase(key, pattern) for pattern in harmless):
+            continue
+        line = f"{key}: {_shown(values[0])} -> {_shown(values[1])}"
+        why = next((why for pattern, why in REFUSED.items() if fnmatch.fnmatchcase(key, pattern)), None)
+        if why is not None:
+            changes.refused.append(f"{line} ({why})")
+        else:
+            changes.shown.append(line)
+    return changes
+
+
+def _meant(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config by dotted key, less what another key makes idle."""
+    flat = dict(flatten(config))
+    if flat.get("data.seed") is None:
+        flat["data.seed"] = flat.get("trainer.seed")
+    if not flat.get(f"{_MODEL}.lora_rank"):
+        for name in ("lora_alpha", "target_modules", "exclude_modules"):
+            flat.pop(f"{_MODEL}.{name}", None)
+    return flat
+
+
+def flatten(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf; a list is one value."""
+    if isinstance(section, Mapping) and section:
+        for name, value in section.items():
+            yield from flatten(value, f"{prefix}.{name}" if prefix else str(name))
+    elif section != {}:
+        yield prefix, section
+
+
+def identify_prompts(prompts: Sequence[TokenizedPrompt]) -> dict[str, Any]:
+    """Number of the training prompts, and a fingerprint of what they ask, in their order.
+
+    System messages and the chat template do not count: they change no position.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in (tokenized.prompt for tokenized in prompts):
+        asked = [message for message in prompt.messages if message.get("role") != "system"]
+        digest.update(json.dumps([prompt.data_source, asked, prompt.ground_truth], default=str).encode())
+    return {"count": len(prompts), "fingerprint": digest.hexdigest()}
+
+
+def _rate_depends_on_length(flat: Mapping[str, Any]) -> bool:
+    optim = f"{_ACTOR}.optim"
+    warms_up = flat.get(f"{optim}.lr_warmup_steps", -1) < 0 and flat.get(f"{optim}.lr_warmup_steps_ratio", 0) > 0
+    return warms_up or flat.get(f"{optim}.lr_scheduler_type", "constant") != "constant"
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,0 +1,69 @@
+"""Groups of coming steps that are sampled and scored when a checkpoint is written: they are not sampled again.
+
+A reward process writes and reads them; the driver has their handles. Tensors are safetensors, the rest is JSON. The
+reference's log-probs are not kept: they are computed again, which costs little beside sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.workers.batch_ref import DataProtoRef, Label
+from grpo_dist.workers.reward_pool import RewardPool, Writing
+
+FOLDER = "groups"
+
+# A group's handle, and that of its scores.
+Group = tuple[DataProtoRef, DataProtoRef]
+
+
+@dataclass(frozen=True)
+class FinishedGroups:
+    """The finished groups of one batch of prompts.
+
+    Attributes:
+        name: of its files.
+        groups: by uid.
+    """
+
+    name: str
+    groups: Mapping[str, Group]
+
+    def begin_write(self, folder: Path, reward: RewardPool) -> Writing:
+        """Have them written into a checkpoint's folder, without waiting."""
+        responses, scores = self._handles()
+        return reward.write_groups(responses.union(scores), str(folder / FOLDER / self.name))
+
+    def describe(self) -> dict[str, Any]:
+        """What `read_finished` must know, as JSON."""
+        responses, scores = self._handles()
+        labels = [{"columns": list(each.columns), "small": list(each.small)} for each in (responses, scores)]
+        rows = {uid: len(responses) for uid, (responses, _) in self.groups.items()}
+        return {"name": self.name, "rows": rows, "responses": labels[0], "scores": labels[1]}
+
+    def _handles(self) -> Group:
+        responses, scores = zip(*self.groups.values(), strict=True)
+        return DataProtoRef.concat(responses), DataProtoRef.concat(scores)
+
+
+def read_finished(folder: Path, described: Sequence[Mapping[str, Any]], reward: RewardPool) -> dict[str, Group]:
+    """The groups that a checkpoint holds, by uid, as if they had just been sampled and scored.
+
+    Raises:
+        GrpoDistError: their files cannot be read.
+    """
+    found: dict[str, Group] = {}
+    for each in described:
+        rows: dict[str, int] = each["rows"]
+        names = [*each["responses"]["small"], *each["scores"]["small"]]
+        small, data = reward.read_groups(str(folder / FOLDER / each["name"]), names)
+        parts = []
+        for label in (each["responses"], each["scores"]):
+            own = {name: small[name] for name in label["small"]}
+            handle = DataProtoRef.stored(data, Label(tuple(label["columns"]), own, sum(rows.values())))
+            parts.append(handle.split(list(rows.values())))
+        found |= dict(zip(rows, zip(*parts, strict=True), strict=True))
+    return found

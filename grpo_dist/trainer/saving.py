@@ -1,0 +1,161 @@
+"""Checkpoints of a running run: begun by the driver, written by the workers, published when all of them are done.
+
+Training goes on meanwhile (`actor.checkpoint.async_save`). One checkpoint is written at a time: the next one, and the
+end of the run, wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.engines.durable import FileDigest
+from grpo_dist.errors import CheckpointError, GrpoDistError, WorkerError
+from grpo_dist.trainer.checkpoint import (
+    RunState,
+    begin_checkpoint,
+    cannot_write,
+    discard_checkpoint,
+    prune_checkpoints,
+    publish_checkpoint,
+)
+from grpo_dist.trainer.config_changes import saved_config
+from grpo_dist.trainer.finished_groups import FOLDER, FinishedGroups
+from grpo_dist.trainer.roles import Roles
+from grpo_dist.workers.group import finished
+from grpo_dist.workers.groups import PolicyGroup
+from grpo_dist.workers.reward_pool import Writing
+
+
+@dataclass
+class _Pending:
+    """A checkpoint that is being written: its folder, state, and who writes into which sub-folder of it."""
+
+    folder: Path
+    state: RunState
+    roles: Mapping[str, PolicyGroup]
+    groups: list[Writing]
+
+
+class CheckpointSaver:
+    """Saves a run.
+
+    Attributes:
+        last: the newest checkpoint that was published, or resumed from.
+        step: that of the one which was begun last, or resumed from.
+
+    Args:
+        config: the whole run's config.
+        roles: started workers.
+        run_dir: the run directory.
+    """
+
+    last: Path | None = None
+    step = 0
+
+    def __init__(self, config: RunConfig, roles: Roles, run_dir: Path) -> None:
+        self.config, self.roles, self.run_dir = config, roles, run_dir.absolute()
+        self._pending: _Pending | None = None
+        self._last = time.monotonic()
+
+    def resumed_from(self, folder: Path, step: int) -> None:
+        """This one need not be written again."""
+        self.last, self.step = folder, step
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `trainer.save_interval_minutes` have passed since the last checkpoint was begun."""
+        minutes = self.config.trainer.save_interval_minutes
+        return minutes is not None and time.monotonic() - self._last >= 60 * minutes
+
+    def begin(self, state: RunState, groups: Sequence[FinishedGroups] = ()) -> None:
+        """Begin to write a checkpoint; waits until the workers have copied what goes into it.
+
+        Args:
+            state: where the run is.
+            groups: finished groups of coming steps, as of `state`.
+
+        Raises:
+            CheckpointError: the disk refuses, this one or the one before.
+        """
+        self.finish()
+        self._last, self.step = time.monotonic(), state.step
+        folder = begin_checkpoint(self.run_dir, state.step)
+        roles: dict[str, PolicyGroup] = {"actor": self.roles.actor}
+        if self.roles.ref is not None and self.config.actor_rollout_ref.ref.ref_model_sync_steps > 0:
+            roles["ref"] = self.roles.ref
+        pending = _Pending(folder, state, roles, [])
+        with self._giving_up(pending):
+            pending.groups = [each.begin_write(folder, self.roles.reward) for each in groups]
+            for name, role in roles.items():
+                role.begin_save(str(folder / name))
+        self._pending = pending
+        if not self.config.actor_rollout_ref.actor.checkpoint.async_save:
+            self.finish()
+
+    def poll(self) -> None:
+        """Publish the checkpoint if everybody has written their part of it. Does not wait.
+
+        Raises:
+            CheckpointError: the disk refuses.
+        """
+        self._publish(wait=False)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, and publish it.
+
+        Raises:
+            CheckpointError: the disk refuses.
+        """
+        self._publish(wait=True)
+
+    @contextlib.contextmanager
+    def completing(self) -> Iterator[None]:
+        """At the end of the block, what was begun is published; also after an error that left the workers alive."""
+        try:
+            yield
+        except WorkerError:
+            raise
+        except GrpoDistError:
+            with contextlib.suppress(GrpoDistError):  # the first error is the one to show
+                self.finish()
+            raise
+        self.finish()
+
+    def _publish(self, *, wait: bool) -> None:
+        pending = self._pending
+        if pending is None:
+            return
+        with self._giving_up(pending):
+            written: dict[str, FileDigest] = {}
+            for name, role in pending.roles.items():
+                files = role.finished_save(wait=wait)
+                if files is None:
+                    return
+                written |= {f"{name}/{file}": digest for file, digest in files.items()}
+            calls = [writing.call for writing in pending.groups]
+            if not wait and len(finished(calls, None, 0)) < len(calls):
+                return
+            for writing in pending.groups:
+                files = self.roles.reward.finish(writing)
+                written |= {f"{FOLDER}/{file}": digest for file, digest in files.items()}
+            self.last = publish_checkpoint(pending.folder, pending.state, saved_config(self.config), written)
+        self._pending = None
+        trainer = self.config.trainer
+        prune_checkpoints(self.run_dir, trainer.max_actor_ckpt_to_keep, trainer.keep_best_metric)
+
+    @contextlib.contextmanager
+    def _giving_up(self, pending: _Pending) -> Iterator[None]:
+        """Where something fails, the checkpoint comes to nothing."""
+        try:
+            yield
+        except GrpoDistError as error:
+            self._pending = None
+            discard_checkpoint(pending.folder)
+            if isinstance(error, CheckpointError) and not str(error).startswith("cannot write"):
+                raise cannot_write(pending.folder.with_suffix(""), error) from error
+            raise

@@ -1,0 +1,45 @@
+"""Small checkpoints for tests: a few kilobytes in place of shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from grpo_dist.trainer.checkpoint import RunState, begin_checkpoint, prune_checkpoints, publish_checkpoint
+from grpo_dist.trainer.checkpoint_files import MANIFEST, write_manifest
+
+
+def run_state(step: int, metrics: Mapping[str, float] | None = None) -> RunState:
+    return RunState(step, step, {"epoch": 0, "position": step}, metrics=dict(metrics or {}))
+
+
+def save(
+    run_dir: Path,
+    step: int,
+    *,
+    keep: int | None = None,
+    best: str | None = None,
+    metrics: Mapping[str, float] | None = None,
+    text: str = "weights",
+) -> Path:
+    """Write, publish and prune, as a run does."""
+    temporary = begin_checkpoint(run_dir, step)
+    (temporary / "actor").mkdir()
+    (temporary / "actor/__0_0.distcp").write_text(text * 100)
+    (temporary / "actor/.metadata").write_text("index" * 20)
+    folder = publish_checkpoint(temporary, run_state(step, metrics), "trainer:\n  seed: 1\n")
+    prune_checkpoints(run_dir, keep, best)
+    return folder
+
+
+def names(run_dir: Path) -> list[str]:
+    """What lies in a run directory."""
+    return sorted(path.name for path in run_dir.iterdir())
+
+
+def reseal(folder: Path) -> None:
+    """Give a checkpoint that a test has changed a manifest that fits again."""
+    (folder / MANIFEST).unlink()
+    step = json.loads((folder / "state.json").read_text())["step"]
+    write_manifest(folder, step, {})

@@ -1,0 +1,109 @@
+"""Writes checkpoints of a small state, each round in a process of its own that is killed at a random moment; after each
+kill looks at what a run would find. Run by test_checkpoint_killed.py: python -m tests.trainer.save_until_killed DIR N
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from grpo_dist.engines.checkpoint import ShardWriter, load_state
+from grpo_dist.trainer.checkpoint import (
+    WRITING,
+    begin_checkpoint,
+    checkpoints,
+    clear_leftovers,
+    find_checkpoint,
+    prune_checkpoints,
+    publish_checkpoint,
+)
+from grpo_dist.trainer.checkpoint_files import damage, git_commit, versions
+from tests.trainer.checkpoints import run_state
+
+KEEP, SIZE = 2, 100_000
+
+
+def save_forever(run_dir: Path, step: int, published: int) -> None:
+    """Save `step` and all that follow, as a run does; tell each through a pipe once it is published."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    writer = ShardWriter()
+    weights = torch.zeros(SIZE)
+    os.write(published, b"0\n")
+    while True:
+        weights.fill_(step)
+        folder = begin_checkpoint(run_dir, step)
+        writer.begin_save({"model": {"w": weights}}, folder / "actor")
+        weights.fill_(-1)  # the next update, while it is written
+        files = writer.finished(wait=True) or {}
+        digests = {f"actor/{name}": digest for name, digest in files.items()}
+        publish_checkpoint(folder, run_state(step), "", digests)
+        os.write(published, f"{step}\n".encode())
+        prune_checkpoints(run_dir, KEEP)
+        step += 1
+
+
+def killed_round(run_dir: Path, step: int, seconds: float | None) -> int:
+    """Save from `step` on until killed after `seconds`, or after 3 saves; returns the last step that was told, or 0."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        save_forever(run_dir, step, writing)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        pipe.readline()  # it is ready
+        if seconds is None:
+            for _ in range(3):
+                pipe.readline()
+        else:
+            time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return max((int(line) for line in pipe.read().split()), default=0)
+
+
+def look(run_dir: Path, last: int) -> int:
+    """What a run would go on from; checks that it holds what was saved, and that nothing told is lost."""
+    clear_leftovers(run_dir)
+    folder = find_checkpoint(run_dir, "auto", None)
+    whole = [path for path in checkpoints(run_dir) if not damage(path)]
+    assert whole == checkpoints(run_dir), "a folder that is not a whole checkpoint"
+    if folder is None:
+        assert last == 0
+        return 0
+    step = int(folder.name.rpartition("_")[2])
+    assert step >= last, f"step {last} was published, and {step} is found"
+    assert len(whole) >= min(KEEP, last), f"of {last} published only {whole} are left"
+    for path in whole:
+        state = {"model": {"w": torch.zeros(SIZE)}}
+        load_state(state, path / "actor")
+        assert state["model"]["w"].unique().tolist() == [float(path.name.rpartition("_")[2])]
+    return step
+
+
+def main(run_dir: Path, rounds: int) -> None:
+    torch.set_num_threads(1)  # threads do not survive a fork
+    random.seed(1)
+    versions(), git_commit()  # found out once: a round is short
+    started = time.monotonic()
+    killed_round(run_dir, 1, None)
+    longest = time.monotonic() - started  # what 3 saves take on this machine, now
+    newest, midway = look(run_dir, 3), 0
+    for number in range(rounds):
+        # every other round writes the newest step once more, in place of the one of the life before
+        first = newest + 1 if number % 2 == 0 else newest
+        last = killed_round(run_dir, first, random.uniform(0, longest))
+        midway += bool(list(run_dir.glob(f"global_step_*{WRITING}")))
+        newest = look(run_dir, max(last, newest))
+    sys.stdout.write(json.dumps({"newest": newest, "midway": midway}) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

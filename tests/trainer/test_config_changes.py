@@ -1,0 +1,173 @@
+"""Which changes of the config a checkpoint survives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_dist.config.load import load_config
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.errors import CheckpointError
+from grpo_dist.trainer.checkpoint import RunState
+from grpo_dist.trainer.config_changes import (
+    HARMLESS,
+    LENGTH,
+    REFUSED,
+    check_changes,
+    compare_configs,
+    flatten,
+    identify_prompts,
+    saved_config,
+)
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config(list(overrides))[0]
+
+
+def as_dict(*overrides: str) -> dict[str, Any]:
+    return yaml.safe_load(saved_config(config(*overrides)))
+
+
+OPTIM = "actor_rollout_ref.actor.optim"
+
+
+def test_harmless_changes_say_nothing() -> None:
+    changes = compare_configs(
+        as_dict(),
+        as_dict(
+            "trainer.default_local_dir=/elsewhere",
+            "trainer.logger=[]",
+            "trainer.total_training_steps=77",
+            "trainer.save_freq=1",
+            "trainer.save_interval_minutes=5",
+            "trainer.keep_best_metric=val-core/x",
+            "cluster.actor_world_size=1",
+            "ray_kwargs.ray_init.num_cpus=3",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+            "actor_rollout_ref.actor.checkpoint.async_save=false",
+            "actor_rollout_ref.rollout.max_num_seqs=7",
+            "data.seed=1",  # what null means here
+            "actor_rollout_ref.model.lora_alpha=3",  # idle without a rank
+        ),
+    )
+    assert changes.refused == []
+    assert changes.shown == []
+
+
+def test_other_changes_are_shown_as_old_and_new() -> None:
+    now = as_dict(f"{OPTIM}.lr=2e-6", "actor_rollout_ref.rollout.n=4", "trainer.max_staleness=2")
+    changes = compare_configs(as_dict(f"{OPTIM}.lr=1e-6"), now)
+    assert changes.refused == []
+    assert changes.shown == [
+        f"{OPTIM}.lr: 1e-06 -> 2e-06",
+        "actor_rollout_ref.rollout.n: 8 -> 4",
+        "trainer.max_staleness: 0 -> 2",
+    ]
+
+
+def test_the_length_of_the_run_matters_where_the_rate_depends_on_it() -> None:
+    cosine = f"{OPTIM}.lr_scheduler_type=cosine"
+    changes = compare_configs(as_dict(cosine), as_dict(cosine, "trainer.total_training_steps=9"))
+    [line] = changes.shown
+    assert line.startswith("trainer.total_training_steps: ")
+    assert line.endswith(" -> 9")
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("trainer.seed=2", "trainer.seed: 1 -> 2 (the run's samples"),
+        ("data.seed=9", "data.seed: 1 -> 9 (the order of the prompts"),
+        ("data.shuffle=false", "data.shuffle: true -> false (the saved position"),
+        ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_rank: 0 -> 4 (the saved factors"),
+        (
+            "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",
+            "actor_rollout_ref.actor.fsdp_config.model_dtype: fp32 -> bf16 (weights and optimizer states",
+        ),
+        (
+            "+actor_rollout_ref.model.override_config.attention_dropout=0.5",
+            "actor_rollout_ref.model.override_config.attention_dropout: (not set) -> 0.5 (the saved weights",
+        ),
+    ],
+)
+def test_what_makes_a_checkpoint_meaningless_is_refused(override: str, line: str) -> None:
+    changes = compare_configs(as_dict(), as_dict(override))
+    assert any(each.startswith(line) for each in changes.refused), changes
+
+
+def test_another_model_is_refused() -> None:
+    old = as_dict()
+    old["actor_rollout_ref"]["model"]["path"] = "other/model"
+    changes = compare_configs(old, as_dict())
+    assert changes.refused == [
+        "actor_rollout_ref.model.path: other/model -> builtin:tiny-qwen3 (the saved weights are those of another model)"
+    ]
+
+
+def test_every_pattern_names_a_key() -> None:
+    """A key that is renamed must not fall out of its kind unseen."""
+    import fnmatch
+
+    keys = [key for key, _ in flatten(as_dict("+actor_rollout_ref.model.override_config.x=1"))]
+    for pattern in (*HARMLESS, *LENGTH, *REFUSED):
+        assert fnmatch.filter(keys, pattern), pattern
+
+
+def test_the_saved_config_has_no_secrets() -> None:
+    text = saved_config(config("+custom_reward_function.reward_kwargs.api_key=do-not-keep-this"))
+    assert "do-not-keep-this" not in text
+    assert yaml.safe_load(text)["custom_reward_function"]["reward_kwargs"] == {"api_key": "***"}
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+def prompts(*questions: str, system: str = "", truth: str = "1") -> list[Any]:
+    rows = []
+    for question in questions:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": question})
+        rows.append(SimpleNamespace(prompt=SimpleNamespace(data_source="d", messages=messages, ground_truth=truth)))
+    return rows
+
+
+def test_prompts_are_known_by_what_they_ask_and_their_order() -> None:
+    same = identify_prompts(prompts("a", "b"))
+    assert same["count"] == 2
+    assert identify_prompts(prompts("a", "b")) == same
+    assert identify_prompts(prompts("a", "b", system="Be kind.")) == same, "positions mean the same rows"
+    for other in (prompts("b", "a"), prompts("a", "c"), prompts("a", "b", truth="2"), prompts("a", "b", "c")):
+        assert identify_prompts(other) != same
+
+
+def checked(tmp_path: Path, saved: list[Any], now: list[Any], *overrides: str) -> list[str]:
+    (tmp_path / "config.yaml").write_text(saved_config(config()))
+    state = RunState(1, 1, {}, prompts=identify_prompts(saved))
+    return check_changes(tmp_path, state, config(*overrides), identify_prompts(now))
+
+
+def test_other_training_prompts_are_refused(tmp_path: Path) -> None:
+    assert checked(tmp_path, prompts("a", "b"), prompts("a", "b"), "data.train_files=builtin:arithmetic/test") == []
+    with pytest.raises(CheckpointError, match=r"data\.train_files: 2 -> 3 training prompts \(the saved positions"):
+        checked(tmp_path, prompts("a", "b"), prompts("a", "b", "c"))
+    with pytest.raises(CheckpointError, match="2 training prompts, but other ones or in another order"):
+        checked(tmp_path, prompts("a", "b"), prompts("b", "a"))
+
+
+def test_a_refusal_names_all_keys_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        checked(tmp_path, prompts("a"), prompts("b"), "trainer.seed=2", "data.shuffle=false", f"{OPTIM}.lr=1")
+    text = str(caught.value)
+    for part in ("trainer.seed: 1 -> 2", "data.shuffle: true -> false", "data.train_files: 1 training prompts"):
+        assert part in text
+    assert "Restore these keys; or start anew with trainer.resume_mode=disable" in text
+    assert f"{OPTIM}.lr" not in text
+
+
+def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("a: [")
+    with pytest.raises(CheckpointError, match=r"config\.yaml cannot be read"):
+        check_changes(tmp_path, RunState(1, 1, {}), config(), {})

@@ -1,0 +1,163 @@
+"""Checkpoints while training goes on: begun, asked for, waited for, and given up. On roles that write when told to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_dist.config.load import load_config
+from grpo_dist.engines.durable import FileDigest, digest_file
+from grpo_dist.errors import CheckpointError, GrpoDistError, TrainingDiverged, WorkerError
+from grpo_dist.trainer.checkpoint import LATEST, find_checkpoint, read_state
+from grpo_dist.trainer.saving import CheckpointSaver
+from tests.trainer.checkpoints import names, run_state
+
+REF = "actor_rollout_ref.ref.ref_model_sync_steps=1"
+
+
+class Writer:
+    """A role that writes its part at once, and says so when `done`, or waited for."""
+
+    def __init__(self) -> None:
+        self.done, self.begun, self.waits = False, [], 0
+        self.error: Exception | None = None
+
+    def begin_save(self, folder: str) -> None:
+        self.begun.append(Path(folder).name)
+        Path(folder).mkdir()
+        self.file = Path(folder) / "__0_0.distcp"
+        self.file.write_text("weights")
+
+    def finished_save(self, *, wait: bool) -> dict[str, FileDigest] | None:
+        self.waits += wait
+        if self.error is not None and (wait or self.done):
+            raise self.error
+        return {self.file.name: digest_file(self.file)} if wait or self.done else None
+
+
+def saved_until(saver: CheckpointSaver, step: int, error: GrpoDistError) -> None:
+    """A run that begins to save a step, and fails after it."""
+    with saver.completing():
+        saver.begin(run_state(step))
+        raise error
+
+
+def make_saver(run_dir: Path, *overrides: str) -> tuple[CheckpointSaver, Writer, Writer]:
+    """A saver, its actor and its reference."""
+    config, _ = load_config([f"trainer.default_local_dir={run_dir}", *overrides])
+    actor, ref = Writer(), Writer()
+    reward: Any = SimpleNamespace(workers=SimpleNamespace(gather=lambda calls: []))
+    roles: Any = SimpleNamespace(actor=actor, ref=ref, reward=reward)
+    return CheckpointSaver(config, roles, run_dir), actor, ref
+
+
+def test_training_goes_on_until_all_roles_have_written(tmp_path: Path) -> None:
+    saver, actor, ref = make_saver(tmp_path, REF)
+    saver.begin(run_state(1))
+    assert names(tmp_path) == ["global_step_1.tmp"]
+    actor.done = True
+    saver.poll()
+    assert names(tmp_path) == ["global_step_1.tmp"], "the reference still writes"
+    ref.done = True
+    saver.poll()
+    assert names(tmp_path) == ["global_step_1", LATEST]
+    assert (actor.begun, ref.begun) == (["actor"], ["ref"])
+    assert actor.waits == ref.waits == 0
+    folder = find_checkpoint(tmp_path, "auto", None)
+    assert folder is not None
+    assert read_state(folder) == run_state(1)
+    saver.poll()
+    saver.finish()
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    saver, actor, _ = make_saver(tmp_path)
+    saver.begin(run_state(1))
+    saver.begin(run_state(2))
+    assert actor.waits == 1
+    assert names(tmp_path) == ["global_step_1", "global_step_2.tmp", LATEST]
+    saver.finish()
+    assert names(tmp_path) == ["global_step_1", "global_step_2", LATEST]
+
+
+def test_without_async_save_it_is_there_at_once(tmp_path: Path) -> None:
+    saver, actor, ref = make_saver(tmp_path, "actor_rollout_ref.actor.checkpoint.async_save=false")
+    saver.begin(run_state(1))
+    assert names(tmp_path) == ["global_step_1", LATEST]
+    assert (actor.waits, ref.begun) == (1, []), "a frozen reference is not saved"
+
+
+def test_older_ones_go_only_when_the_new_one_is_there(tmp_path: Path) -> None:
+    saver, _, _ = make_saver(tmp_path, "trainer.max_actor_ckpt_to_keep=1")
+    for step in (1, 2):
+        saver.begin(run_state(step))
+        saver.poll()
+        assert find_checkpoint(tmp_path, "auto", None) == (tmp_path / "global_step_1" if step == 2 else None)
+        saver.finish()
+    assert names(tmp_path) == ["global_step_2", LATEST]
+
+
+def test_a_worker_that_cannot_write_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
+    saver, actor, _ = make_saver(tmp_path)
+    saver.begin(run_state(1))
+    saver.finish()
+    saver.begin(run_state(2))
+    actor.error, actor.done = CheckpointError("rank 1: OSError: [Errno 28] No space left on device"), True
+    message = (
+        rf"cannot write checkpoint {tmp_path}/global_step_2: rank 1: .*No space left.*default_local_dir={tmp_path}"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        saver.poll()
+    assert names(tmp_path) == ["global_step_1", LATEST]
+    saver.poll()  # there is nothing to ask for any more
+
+
+def test_a_worker_that_dies_stays_what_it_is(tmp_path: Path) -> None:
+    saver, actor, _ = make_saver(tmp_path)
+    saver.begin(run_state(1))
+    actor.error = WorkerError("its process died", "actor", 0)
+    with pytest.raises(WorkerError, match="its process died"):
+        saver.finish()
+    assert names(tmp_path) == []
+
+
+def test_what_was_begun_is_published_at_the_end(tmp_path: Path) -> None:
+    saver, _, _ = make_saver(tmp_path)
+    with saver.completing():
+        saver.begin(run_state(1))
+    assert names(tmp_path) == ["global_step_1", LATEST]
+    with pytest.raises(TrainingDiverged, match="nan"):
+        saved_until(saver, 2, TrainingDiverged("nan"))
+    assert "global_step_2" in names(tmp_path), "the weights before that step"
+
+
+def test_a_worker_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    saver, actor, _ = make_saver(tmp_path)
+    with pytest.raises(WorkerError, match="no answer"):
+        saved_until(saver, 1, WorkerError("no answer within 1800 s"))
+    assert actor.waits == 0
+
+
+def test_the_first_error_is_the_one_that_shows(tmp_path: Path) -> None:
+    saver, actor, _ = make_saver(tmp_path)
+    actor.error = CheckpointError("rank 0: no space")
+    with pytest.raises(TrainingDiverged, match="nan"):
+        saved_until(saver, 1, TrainingDiverged("nan"))
+    assert names(tmp_path) == []
+
+
+def test_the_interval_counts_from_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("grpo_dist.trainer.saving.time.monotonic", lambda: now)
+    saver, _, _ = make_saver(tmp_path, "trainer.save_interval_minutes=2")
+    never, _, _ = make_saver(tmp_path)
+    now = 219.0
+    assert not saver.is_due
+    now = 220.0
+    assert saver.is_due
+    saver.begin(run_state(1))
+    assert not saver.is_due
+    assert not never.is_due
