@@ -310,10 +310,12 @@ class GRPOTrainer:
                 self.progress.message(f"{name}: {role.forward_report()}")
 
     def report(self) -> None:
-        """Send the step's metrics to the trackers, and tell which workers were replaced."""
+        """Send the step's metrics to the trackers; tell which workers were replaced, and what the scorer printed."""
         for failure in self.roles.rollout.failures[self._told_restarts :]:
             self.progress.message(f"replaced a worker; what it was asked for goes elsewhere: {failure}")
         self._told_restarts = len(self.roles.rollout.failures)
+        if printed := self.roles.reward.take_printed():
+            self.progress.message("\n  ".join(["the reward function printed:", *printed]))
         for name in ("testing", "save_checkpoint"):
             if name in self.timings:
                 self.metrics[f"timing_s/{name}"] = self.timings[name]

@@ -19,6 +19,7 @@ from grpo_dist.workers.policy import PolicySettings
 from grpo_dist.workers.reward import SAMPLE_COLUMNS, TARGET_COLUMNS, RewardSettings, Task
 
 LOOPBACK = "127.0.0.1"
+MOST_PRINTED = 10  # lines that the reward function prints, in one step
 
 
 @dataclass
@@ -143,6 +144,7 @@ class RewardPool:
     def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
         self._free = list(range(len(workers)))
+        self._printed: list[str] = []
 
     def submit_start(self, settings: RewardSettings) -> list[Call]:
         """Load tokenizers and reward functions, without waiting."""
@@ -163,7 +165,15 @@ class RewardPool:
     def collect(self, call: Call) -> tuple[DataProtoRef, list[str]]:
         """The handle of a finished group's scores, and why responses of it could not be scored."""
         self._free.append(call.rank)
-        return call.result()
+        scores, failures, printed = call.result()
+        self._printed += printed
+        return scores, failures
+
+    def take_printed(self) -> list[str]:
+        """The first lines that the reward function has printed since the last time, and how many more came."""
+        lines, self._printed = self._printed, []
+        more = [f"... and {len(lines) - MOST_PRINTED} more lines"] if len(lines) > MOST_PRINTED else []
+        return lines[:MOST_PRINTED] + more
 
     def _idle(self) -> int:
         """A process that does not score now, if there is one: whole batches must not wait for one group's scores."""

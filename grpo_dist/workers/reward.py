@@ -97,14 +97,14 @@ class RewardWorker(Process):
         )
         self.scorer.start()
 
-    def score(self, group: DataProtoRef, task: Task) -> tuple[DataProtoRef, list[str]]:
+    def score(self, group: DataProtoRef, task: Task) -> tuple[DataProtoRef, list[str], list[str]]:
         """Score the responses to one prompt.
 
         Returns:
-            (handle, failures): a handle with `token_level_scores` (the score on the last token that trains, or a score
-            on the last token of each step, with `step_mask` 1 there); `score` and the function's extra values (as
-            `reward_extra/NAME`) travel inside it, and for validation `pred_id`, where it finds answers. And why
-            responses could not be scored, one text for each.
+            (handle, failures, printed): a handle with `token_level_scores` (the score on the last token that trains, or
+            a score on the last token of each step, with `step_mask` 1 there); `score` and the function's extra values
+            (as `reward_extra/NAME`) travel inside it, and for validation `pred_id`, where it finds answers. Why
+            responses could not be scored, one text for each. And the first lines that the function printed.
 
         Raises:
             RewardError: the function returned step scores that do not fit the steps.
@@ -129,7 +129,7 @@ class RewardWorker(Process):
             penalty = on_last_token(penalties, responses)
             columns["token_level_scores"] = Ragged(steps.values + penalty.values, steps.offsets)
         handle = DataProtoRef.put(DataProto.from_dict(columns), small=("score",))
-        return replace(handle, small=handle.small | extras), failures
+        return replace(handle, small=handle.small | extras), failures, self.scorer.printed.take()
 
     def _score_texts(self, texts: Sequence[str], task: Task) -> tuple[list[RewardResult], list[str]]:
         from grpo_dist.rewards.group import Failure, Sample
