@@ -16,6 +16,7 @@ from grpo_dist.errors import ConfigError, Terminated
 from grpo_dist.tracking.base import Trackers, build_trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.summary import format_summary
+from grpo_dist.trainer.preflight import check_model
 from grpo_dist.workers.cluster import connect
 
 RESOLVED_CONFIG = "config.yaml"
@@ -46,6 +47,7 @@ def run(config: RunConfig) -> None:
 def _run(config: RunConfig, terminate: Callable[[int, FrameType | None], None]) -> None:
     """Train. On the way out, whatever happened, every process that was started is ended."""
     started = time.monotonic()
+    check_model(config)  # a mistake in it is told before anything starts
     run_dir = _make_run_dir(config)
     signal.signal(signal.SIGTERM, terminate)
     with ExitStack() as stack:
