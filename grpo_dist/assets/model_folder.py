@@ -74,6 +74,8 @@ def check_model_folder(folder: str | Path, *, setting: str, trust_remote_code: b
             shapes |= found
     except OSError as error:
         raise DataError(f"{setting}: cannot be read: {str(error)[:300]}") from error
+    if not shapes:
+        raise DataError(f"{setting}: the weights hold no tensors: {_some(sorted(files))}")
     vocab_size = _vocab_size(config)
     if not trust_remote_code:  # such code may give its sizes meanings of its own
         _check_embedding(shapes, vocab_size, setting)

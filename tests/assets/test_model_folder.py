@@ -151,6 +151,11 @@ def test_flipped_bits_of_the_header_are_found_or_do_no_harm(folder: Path) -> Non
     assert all(message.startswith(f"{SETTING}: ") for message in messages)
 
 
+def test_a_file_without_tensors(folder: Path) -> None:
+    (folder / SINGLE).write_bytes(struct.pack("<Q", 2) + b"{}")
+    assert f"the weights hold no tensors: {SINGLE}" in refused(folder)
+
+
 HEADERS = {
     "not an object": [],
     "a tensor without a shape": {"a": {"dtype": "F32", "data_offsets": [0, 4]}},
