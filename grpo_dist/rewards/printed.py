@@ -32,15 +32,13 @@ class Printed:
             first, *others = others[0].split(b"\n", 1)
             self._rest = first[:MOST_LINE_BYTES]
 
-    def take(self) -> list[str]:
-        """The lines since the last time, and how many more there were."""
+    def take(self) -> tuple[list[str], int]:
+        """The first lines since the last time, and how many more there were."""
         if self._rest:
             self._end_line()
-        lines, self._lines = self._lines, []
-        if self._num_more:
-            lines.append(f"... and {self._num_more} more lines")
-            self._num_more = 0
-        return lines
+        taken = self._lines, self._num_more
+        self._lines, self._num_more = [], 0
+        return taken
 
     def _end_line(self) -> None:
         if len(self._lines) < self._most_lines:

@@ -145,6 +145,7 @@ class RewardPool:
         self.workers = workers
         self._free = list(range(len(workers)))
         self._printed: list[str] = []
+        self._num_more_printed = 0
 
     def submit_start(self, settings: RewardSettings) -> list[Call]:
         """Load tokenizers and reward functions, without waiting."""
@@ -165,15 +166,18 @@ class RewardPool:
     def collect(self, call: Call) -> tuple[DataProtoRef, list[str]]:
         """The handle of a finished group's scores, and why responses of it could not be scored."""
         self._free.append(call.rank)
-        scores, failures, printed = call.result()
-        self._printed += printed
+        scores, failures, (lines, num_more) = call.result()
+        room = MOST_PRINTED - len(self._printed)
+        self._printed += lines[:room]
+        self._num_more_printed += num_more + len(lines[room:])
         return scores, failures
 
     def take_printed(self) -> list[str]:
         """The first lines that the reward function has printed since the last time, and how many more came."""
-        lines, self._printed = self._printed, []
-        more = [f"... and {len(lines) - MOST_PRINTED} more lines"] if len(lines) > MOST_PRINTED else []
-        return lines[:MOST_PRINTED] + more
+        more = [f"... and {self._num_more_printed} more lines"] if self._num_more_printed else []
+        lines = self._printed + more
+        self._printed, self._num_more_printed = [], 0
+        return lines
 
     def _idle(self) -> int:
         """A process that does not score now, if there is one: whole batches must not wait for one group's scores."""

@@ -97,14 +97,15 @@ class RewardWorker(Process):
         )
         self.scorer.start()
 
-    def score(self, group: DataProtoRef, task: Task) -> tuple[DataProtoRef, list[str], list[str]]:
+    def score(self, group: DataProtoRef, task: Task) -> tuple[DataProtoRef, list[str], tuple[list[str], int]]:
         """Score the responses to one prompt.
 
         Returns:
             (handle, failures, printed): a handle with `token_level_scores` (the score on the last token that trains, or
             a score on the last token of each step, with `step_mask` 1 there); `score` and the function's extra values
             (as `reward_extra/NAME`) travel inside it, and for validation `pred_id`, where it finds answers. Why
-            responses could not be scored, one text for each. And the first lines that the function printed.
+            responses could not be scored, one text for each. And the first lines that the function printed,
+            and how many more.
 
         Raises:
             RewardError: the function returned step scores that do not fit the steps.

@@ -343,7 +343,7 @@ def test_without_validation_files_nothing_is_validated(tmp_path: Path, groups: d
 def test_what_the_reward_function_prints_is_told_once_and_not_at_length() -> None:
     pool = RewardPool([None, None])  # type: ignore[arg-type]
     for number in range(2):
-        call = SimpleNamespace(rank=number, result=lambda number=number: ("scores", [], [f"line {number}"] * 7))
+        call = SimpleNamespace(rank=number, result=lambda number=number: ("scores", [], ([f"line {number}"] * 7, 100)))
         assert pool.collect(call) == ("scores", [])  # type: ignore[arg-type]
-    assert pool.take_printed() == ["line 0"] * 7 + ["line 1"] * 3 + ["... and 4 more lines"]
+    assert pool.take_printed() == ["line 0"] * 7 + ["line 1"] * 3 + ["... and 204 more lines"]
     assert pool.take_printed() == []
