@@ -54,14 +54,14 @@ class FakeRollout:
 class FakeReward:
     """Every response scores its position."""
 
-    def score(self, group: DataProtoRef, task: Task) -> tuple[tuple[Label, list[str]], DataProto]:
+    def score(self, group: DataProtoRef, task: Task) -> tuple[tuple[Label, list[str], tuple], DataProto]:
         """Scores of a group."""
         import torch
 
         responses = group.fetch(("responses",))["responses"]
         scores = torch.arange(len(responses)).float()
         data = DataProto.from_dict({"score": scores, "token_level_scores": on_last_token(scores, responses)})
-        return (Label.of(data, ("score",)), []), data
+        return (Label.of(data, ("score",)), [], ([], 0)), data
 
 
 class FakeActor:

@@ -25,7 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config, notes = load_config(overrides)
         if config.trainer.dry_run:
-            sys.stdout.write(format_plan(config, notes) + "\n")
+            from grpo_dist.trainer.preflight import preflight
+
+            sys.stdout.write(format_plan(config, notes) + "\n\nchecks\n")
+            for line in preflight(config):
+                sys.stdout.write(f"  {line}\n")
             return 0
         sys.stdout.write(format_summary(config, notes) + "\n")
         sys.stdout.flush()

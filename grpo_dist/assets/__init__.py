@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from grpo_dist.assets.paths import expanded, is_folder
 from grpo_dist.errors import ConfigError
 
 BUILTIN = "builtin:"
@@ -24,8 +25,8 @@ def resolve_model_path(path: str) -> str:
     """
     if path.startswith(BUILTIN):
         return _builtin_folder(path)
-    folder = Path(path).expanduser()
-    return str(folder) if folder.is_dir() or not _HUB_NAME.fullmatch(path) else _from_hub(path)
+    folder = expanded(path)
+    return str(folder) if is_folder(folder) or not _HUB_NAME.fullmatch(path) else _from_hub(path)
 
 
 def _from_hub(name: str) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from grpo_dist.assets import BUILTIN
+from grpo_dist.assets.paths import expanded, is_file, is_folder
 
 HUB = "hf:"
 SUFFIXES = (".parquet", ".jsonl", ".json")
@@ -66,19 +67,19 @@ def parse_data_file(name: str) -> DataFile | DataFileProblem:
         if found is None:
             return DataFileProblem(f"must be {HUB}OWNER/NAME, {HUB}OWNER/NAME/CONFIG, either with :SPLIT")
         return _with_library(DataFile("hub", *found.groups()))
-    path, split = Path(name).expanduser(), None
+    path, split = expanded(name), None
     named = _WITH_SPLIT.fullmatch(name)
-    if not path.exists() and named is not None and path.suffix not in SUFFIXES:
-        path, split = Path(named[1]).expanduser(), named[2]
-    if path.is_dir():
+    if not (is_file(path) or is_folder(path)) and named is not None and path.suffix not in SUFFIXES:
+        path, split = expanded(named[1]), named[2]
+    if is_folder(path):
         return _folder(path, split)
     if split is None and path.suffix in SUFFIXES:
-        return DataFile("file", str(path)) if path.is_file() else _missing("file", path)
+        return DataFile("file", str(path)) if is_file(path) else _missing("file", path)
     return _missing("folder", path) if not path.suffix else DataFileProblem(FORMS)
 
 
 def _folder(path: Path, split: str | None) -> DataFile | DataFileProblem:
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+    if is_file(path / "dataset_dict.json") or is_file(path / "state.json"):
         return _with_library(DataFile("saved", str(path), split=split))
     if any(path.glob("*.parquet")):
         return DataFile("parquet_folder", str(path), split=split)

@@ -6,7 +6,8 @@ wrong is reported at once, as one ConfigError. Loads neither torch nor Ray.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,7 @@ from pydantic import ValidationError
 
 from grpo_dist.config.notes import config_notes
 from grpo_dist.config.overrides import CONFIG_DIR, CommandLine, read_command_line
-from grpo_dist.config.problems import Problem, config_error, schema_problems
+from grpo_dist.config.problems import Problem, config_error, path_of, schema_problems, shown
 from grpo_dist.config.rules import rule_problems
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError
@@ -87,20 +88,42 @@ def load_resolved(text: str) -> RunConfig:
 def _compose(line: CommandLine, problems: list[Problem]) -> dict[str, Any] | None:
     """Plain nested dict with interpolations resolved; None (and a problem) if Hydra cannot make one."""
     try:
-        composed = _hydra(line.hydra_overrides())
+        composed = copy.deepcopy(_composed(tuple(line.groups.items())))
     except (HydraException, OmegaConfBaseException) as error:
         problems.append(_hydra_problem(error))
         return None
+    for key, value in line.values.items():
+        try:
+            OmegaConf.update(composed, key, value, merge=True, force_add=True)
+        except OmegaConfBaseException as error:
+            problems.append(Problem(f"{key}={shown(value)}: {str(error).splitlines()[0]}", (key,)))
     try:
         raw = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         problems.append(_hydra_problem(error))
         raw = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(raw, dict)
+    for key, name in _odd_names(raw):
+        text = f"{key}: names in a mapping must be text, and {shown(name)} is not"
+        problems.append(Problem(text, (key,)))
     for key in _missing_keys(raw):
         example = _EXAMPLES.get(key, f"{key}=VALUE")
         problems.append(Problem(f"{key}: must be set, for example {example}", (key,)))
     return {str(key): value for key, value in raw.items()}
+
+
+def _odd_names(raw: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Take out names that are not text, and tell the key they are below; a file would give them back as text."""
+    if isinstance(raw, list):
+        for value in raw:
+            yield from _odd_names(value, key)
+    elif isinstance(raw, dict):
+        for name in list(raw):
+            if isinstance(name, str):
+                yield from _odd_names(raw[name], f"{key}.{name}".lstrip("."))
+            else:
+                del raw[name]
+                yield key, name
 
 
 def _missing_keys(raw: Any, prefix: str = "") -> Iterator[str]:
@@ -118,9 +141,11 @@ def _hydra_problem(error: HydraException | OmegaConfBaseException) -> Problem:
     return Problem(f"{key}: {reason}" if key else reason, (key,))
 
 
-def _hydra(overrides: list[str]) -> DictConfig:
+@cache
+def _composed(groups: tuple[tuple[str, str], ...]) -> DictConfig:
+    """grpo.yaml with these options of its groups. Kept, because Hydra takes ten times as long as all the rest."""
     with initialize_config_dir(str(CONFIG_DIR.resolve()), version_base="1.3"):
-        return compose("grpo", overrides=overrides)
+        return compose("grpo", overrides=[f"{group}={option}" for group, option in groups])
 
 
 def _validate(raw: dict[str, Any], problems: list[Problem]) -> RunConfig | None:
@@ -129,12 +154,12 @@ def _validate(raw: dict[str, Any], problems: list[Problem]) -> RunConfig | None:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
         found = schema_problems(error)
-        locations = [finding["loc"] for finding in error.errors(include_url=False)]
+        paths = {path_of(finding["loc"]) for finding in error.errors(include_url=False)}
     # An interpolation that cannot be resolved has been reported, and its text is in the place of its value.
     problems += [problem for problem in found if "${" not in problem.text]
     defaults = _defaults()
-    for location in locations:
-        _mend(raw, defaults, [part for part in location if isinstance(part, str)])
+    for path in paths:
+        _mend(raw, defaults, path)
     try:
         return RunConfig.model_validate(raw)
     except ValidationError:
@@ -143,10 +168,10 @@ def _validate(raw: dict[str, Any], problems: list[Problem]) -> RunConfig | None:
 
 @cache
 def _defaults() -> Any:
-    return OmegaConf.to_container(_hydra([]), resolve=True)
+    return OmegaConf.to_container(_composed(()), resolve=True)
 
 
-def _mend(raw: Any, defaults: Any, path: list[str]) -> None:
+def _mend(raw: Any, defaults: Any, path: Sequence[str]) -> None:
     *sections, name = path
     for section in sections:
         raw, defaults = raw[section], defaults[section]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.assets import BUILTIN, resolve_model_path
+from grpo_dist.assets.paths import expanded, is_folder
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import ModelConfig
@@ -23,6 +24,7 @@ GIB = 2**30
 ADAM_STATES = 2  # AdamW's two running means, in the type of the weights
 CPU_KV_CACHE_GIB = 1.0  # the engine's own choice where kv_cache_memory_gib is null; a test keeps the two equal
 CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}  # engines/head.py's, which needs torch; a test keeps the two equal
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 _BYTES = {"fp32": 4, "bf16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -76,36 +78,38 @@ def model_config_at_hand(path: str) -> dict[str, Any] | None:
     Nothing is downloaded. The known ones hold only what `model_shape` needs; a name matches whoever its owner is.
     """
     try:
-        folder = Path(resolve_model_path(path) if path.startswith(BUILTIN) else path).expanduser()
+        folder = expanded(resolve_model_path(path) if path.startswith(BUILTIN) else path)
     except ConfigError:
         return None
     for candidate in (folder, *_cached_snapshots(path)):
         try:
-            return json.loads((candidate / "config.json").read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError):
+            found = json.loads((candidate / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
             continue
+        if isinstance(found, dict):
+            return found
     known = json.loads(Path(__file__).with_name("known_models.json").read_text(encoding="utf-8"))
     return {name.rpartition("/")[2].lower(): entry for name, entry in known.items()}.get(folder.name.lower())
 
 
 def _cached_snapshots(path: str) -> list[Path]:
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    home = expanded(os.environ.get("HF_HOME", "~/.cache/huggingface"))
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    return sorted(cache.glob(f"models--{path.replace('/', '--')}/snapshots/*")) if path.count("/") == 1 else []
+    folder = cache / f"models--{path.replace('/', '--')}" / "snapshots"
+    return sorted(folder.iterdir()) if path.count("/") == 1 and is_folder(folder) else []
 
 
 def model_shape(model_config: dict[str, Any]) -> ModelShape | None:
     """Sizes of a Llama-like decoder (grouped-query attention, gated MLP, also experts); None for others."""
     text = model_config.get("text_config", model_config)
-    try:
-        hidden, layers, heads = text["hidden_size"], text["num_hidden_layers"], text["num_attention_heads"]
-        width, vocabulary = text["intermediate_size"], text["vocab_size"]
-    except KeyError:
+    needed = [_count(text, name) for name in _SIZES]
+    if not all(needed):
         return None
-    kv_heads = text.get("num_key_value_heads") or heads
-    head_dim = text.get("head_dim") or hidden // heads
-    experts = text.get("num_experts") or text.get("num_local_experts") or 1
-    expert_width = text.get("moe_intermediate_size") or width
+    hidden, layers, heads, width, vocabulary = needed
+    kv_heads = _count(text, "num_key_value_heads") or heads
+    head_dim = _count(text, "head_dim") or hidden // heads
+    experts = _count(text, "num_experts") or _count(text, "num_local_experts") or 1
+    expert_width = _count(text, "moe_intermediate_size") or width
     attention = 2 * hidden * head_dim * (heads + kv_heads)
     mlp = 3 * hidden * expert_width * experts + (hidden * experts if experts > 1 else 0)
     layer = attention + mlp + 2 * hidden
@@ -125,6 +129,12 @@ def model_shape(model_config: dict[str, Any]) -> ModelShape | None:
             **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), experts * (hidden + expert_width)),
         },
     )
+
+
+def _count(text: Any, name: str) -> int:
+    """A size in a config.json; 0 where it has none, or something else in its place."""
+    value = text.get(name) if isinstance(text, dict) else None
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def memory_estimate(config: RunConfig, model_config: dict[str, Any] | None) -> list[RoleMemory] | None:

@@ -1,7 +1,7 @@
 """The command line: which groups it chooses, which keys it sets, and what is wrong with it.
 
-Hydra stops at its first finding and shows a traceback; here every override is looked at, and only those that
-Hydra will accept are handed on.
+Hydra stops at its first finding and shows a traceback; here every override is looked at, and only those that can be
+applied are handed on.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -27,18 +28,12 @@ _GROUP_FOR_KEY = {"actor_rollout_ref.model.path": ("model", "hf"), "data.train_f
 
 @dataclass
 class CommandLine:
-    """Overrides that Hydra can apply, and everything said about the others."""
+    """The overrides that can be applied, and everything said about the others."""
 
     groups: dict[str, str] = field(default_factory=dict)
-    values: dict[str, str] = field(default_factory=dict)  # key -> "key=value" as the user wrote it
+    values: dict[str, Any] = field(default_factory=dict)  # in the order of their last mention
     notes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-
-    def hydra_overrides(self) -> list[str]:
-        """What to hand to Hydra. `++` adds inside a free-form mapping and sets everywhere else."""
-        return [f"{group}={option}" for group, option in self.groups.items()] + [
-            f"++{text}" for text in self.values.values()
-        ]
 
 
 def group_options() -> dict[str, list[str]]:
@@ -54,7 +49,11 @@ def read_command_line(overrides: list[str]) -> CommandLine:
     for written in overrides:
         text = " ".join(written.splitlines())  # Hydra's grammar knows no line breaks; a long mapping may have some
         try:
+            text.encode()  # Python makes half characters of arguments that are not UTF-8
             override = parser.parse_override(text)
+        except UnicodeEncodeError:
+            line.problems.append(Problem(f"{text}: not UTF-8", (text.lstrip("+").partition("=")[0],)))
+            continue
         except HydraException as error:
             line.problems.append(_unreadable(text, error))
             continue
@@ -90,10 +89,10 @@ def _add(line: CommandLine, override: Override, text: str) -> None:
     elif key in section_keys() and not isinstance(override.value(), dict):
         problem = Problem(f"{text}: {key} is a section; its keys are {_names_below(key)}", (key, *_keys_below(key)))
     elif key not in leaf_keys() and key not in section_keys() and not is_free_form(key):
-        problem = Problem(unknown_key(key), (key, *nearest_keys(key)))
+        problem = Problem(unknown_key(key) if key else f"{text}: no key; write key=value", (key, *nearest_keys(key)))
     else:
         line.values.pop(key, None)  # keep the order of the last mention: a section may follow one of its keys
-        line.values[key] = text
+        line.values[key] = override.value()
     if problem is not None:
         line.problems.append(problem)
 
@@ -113,8 +112,7 @@ def _add_foreign(line: CommandLine, foreign: Foreign, text: str) -> None:
 
 def _choose_groups(line: CommandLine) -> None:
     for key, (group, option) in _GROUP_FOR_KEY.items():
-        text = line.values.get(key)
-        if text is None or group in line.groups or BUILTIN in text:
+        if key not in line.values or group in line.groups or BUILTIN in str(line.values[key]):
             continue
         line.groups[group] = option
         line.notes.append(f"{group}={option} is used, because {key} is set and no {group}= is chosen")

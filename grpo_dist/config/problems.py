@@ -8,8 +8,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from grpo_dist.config.field_types import not_one_of
-from grpo_dist.config.keys import nearest_keys, unknown_key
+from grpo_dist.config.keys import leaf_keys, nearest_keys, unknown_key
 from grpo_dist.errors import ConfigError
+
+MOST_LINE_TEXT = 1500  # characters of one problem
 
 
 @dataclass(frozen=True)
@@ -42,19 +44,43 @@ def shown(value: Any) -> str:
 
 def config_error(problems: list[Problem]) -> ConfigError:
     """One error that lists every problem, one a line."""
-    lines = list(dict.fromkeys(problem.text for problem in problems))
+    lines = list(dict.fromkeys(one_line(problem.text) for problem in problems))
     head = "the config has a problem:" if len(lines) == 1 else f"the config has {len(lines)} problems:"
     return ConfigError("\n  ".join([head, *lines]))
 
 
+def one_line(text: str) -> str:
+    """A text as a terminal can show it: control characters escaped, the middle of a very long one left out."""
+    text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+    half = MOST_LINE_TEXT // 2
+    return text if len(text) <= MOST_LINE_TEXT else f"{text[:half]} ... {text[-half:]}"
+
+
 def schema_problems(error: ValidationError) -> list[Problem]:
-    """The findings of pydantic, one problem for each key."""
-    return [_problem(dict(finding)) for finding in error.errors(include_url=False)]
+    """The findings of pydantic; where a value fits none of several types, one problem says so."""
+    problems: dict[tuple[str, str], Problem] = {}
+    for finding in error.errors(include_url=False):
+        problem = _problem(dict(finding))
+        same = (problem.keys[0], shown(finding["input"]))
+        if same in problems:
+            reason = problem.text.removeprefix(f"{same[0]}={same[1]}: ")
+            problem = Problem(f"{problems[same].text}, or {reason}", problem.keys)
+        problems[same] = problem
+    return list(problems.values())
+
+
+def path_of(location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """The parts of the key that a finding is about; then come positions in a list, and types of which one would do."""
+    path: tuple[str, ...] = ()
+    for part in location:
+        if isinstance(part, int) or ".".join(path) in leaf_keys():
+            break
+        path = (*path, part)
+    return path
 
 
 def _problem(finding: dict[str, Any]) -> Problem:
-    parts = [part for part in finding["loc"] if isinstance(part, str)]
-    key = ".".join(parts)
+    key = ".".join(path_of(finding["loc"]))
     if finding["type"] == "extra_forbidden":
         return Problem(unknown_key(key), (key, *nearest_keys(key)))
     if finding["type"] == "missing" and not isinstance(finding["loc"][-1], int):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.assets import BUILTIN, resolve_model_path
+from grpo_dist.assets.paths import expanded, is_file, is_folder
 from grpo_dist.config.data_files import DataFileProblem, parse_data_file
 from grpo_dist.config.names import GROUP_ADV_ESTIMATORS, SEQUENCE_LOSSES
 from grpo_dist.config.placement import placement
@@ -257,7 +258,7 @@ def resume_path_is_set(config: RunConfig) -> Iterator[Problem]:
         return
     if trainer.resume_from_path is None:
         yield _problem(config, "set resume_from_path to a global_step_N folder, or resume_mode=auto", *keys)
-    elif not Path(trainer.resume_from_path).is_dir():
+    elif not is_folder(trainer.resume_from_path):
         yield _missing(keys[1], trainer.resume_from_path, "folder")
 
 
@@ -290,10 +291,9 @@ def model_folder_exists(config: RunConfig) -> Iterator[Problem]:
             text = str(error)
             yield Problem(text if text.startswith(key) else f"{key}={path}: {text}", (key,))
     elif looks_like_folder(path):
-        folder = Path(path).expanduser()
-        if not folder.is_dir():
+        if not is_folder(path):
             yield _missing(key, path, "folder")
-        elif not (folder / "config.json").is_file():
+        elif not is_file(f"{path}/config.json"):
             yield _missing(key, path, "config.json in the folder")
 
 
@@ -310,7 +310,7 @@ def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
     }
     for key, named_source in named.items():
         source = (named_source or "").removeprefix("file://").removeprefix("pkg://")  # verl's forms
-        if source and (source.endswith(".py") or "/" in source) and not Path(source).expanduser().is_file():
+        if source and (source.endswith(".py") or "/" in source) and not is_file(source):
             yield _missing(key, source, "file")
 
 
@@ -354,7 +354,7 @@ RULES: tuple[Rule, ...] = (
 
 def looks_like_folder(path: str) -> bool:
     """Whether a model path means a local folder rather than a hub name (NAME or OWNER/NAME)."""
-    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or Path(path).is_dir()
+    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or is_folder(path)
 
 
 def _problem(config: RunConfig, why: str, *keys: str) -> Problem:
@@ -362,7 +362,7 @@ def _problem(config: RunConfig, why: str, *keys: str) -> Problem:
 
 
 def _missing(key: str, path: str, kind: str) -> Problem:
-    where = "" if Path(path).expanduser().is_absolute() else f" (looked in {Path.cwd()})"
+    where = "" if expanded(path).is_absolute() else f" (looked in {Path.cwd()})"
     return Problem(f"{key}={path}: no such {kind}{where}", (key,), missing_file=True)
 
 

@@ -16,6 +16,9 @@ ARITHMETIC_SPLITS = ("train", "validation")
 # train-00000-of-00002, part-00000-UUID.snappy, 0000: a shard's number, and what comes after it, names no split.
 _SHARD = re.compile(r"[-_.]?\d{4,}.*")
 
+# An escape in JSON for half of a character of two halves.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
 Located = Iterator[tuple[str, Any]]
 Split = TypeVar("Split")
 
@@ -126,12 +129,26 @@ def _read_parquet(path: Path, file: str, key: str) -> Located:
     import pyarrow
     import pyarrow.parquet
 
+    number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as parquet:
-            rows = (row for batch in parquet.iter_batches() for row in batch.to_pylist())  # arrays become lists
-            yield from _numbered(file, "row", rows)
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{key}={file}: not a readable parquet file: {_first_line(error)}") from error
+            _check_columns(parquet.schema_arrow.names, f"{key}={file}")
+            for batch in parquet.iter_batches():
+                for row in batch.to_pylist():  # arrays become lists
+                    number += 1
+                    yield f"{file}, row {number}", row
+    # Bytes that are not what the file says they are: text that is not UTF-8, dates beyond Python's calendar, sizes that
+    # no memory holds.
+    except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError) as error:
+        after = f" (after row {number})" if number else ""
+        raise DataError(f"{key}={file}: not a readable parquet file{after}: {_first_line(error)}") from error
+
+
+def _check_columns(names: Sequence[str], where: str) -> None:
+    """Parquet allows columns of one name, of which a dict would keep the last."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError(f"{where}: several columns are called {', '.join(map(repr, twice))}; leave one of each")
 
 
 def _read_jsonl(path: Path, file: str, key: str) -> Located:
@@ -151,9 +168,21 @@ def _read_json(path: Path, file: str, key: str) -> Located:
 
 def _parse_json(raw: bytes, where: str, hint: str = "") -> Any:
     try:
-        return json.loads(raw.decode("utf-8-sig"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        value = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_object)
+        if _SURROGATE.search(raw):  # half a character: it can be read, but neither tokenized nor written down
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, a number of too many digits
         raise DataError(f"{where}: not valid JSON: {_first_line(error)}{hint}") from error
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of a name that it has twice, JSON's own reader would keep the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the name {next(name for name in names if names.count(name) > 1)[:80]!r} stands there twice")
+    return found
 
 
 def shown(value: Any) -> str:
@@ -163,4 +192,4 @@ def shown(value: Any) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+    return (str(error) or type(error).__name__).partition("\n")[0][:300]

@@ -7,6 +7,7 @@ checked when it is read, so that a broken row is named by file and row before an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,8 @@ import numpy as np
 
 from grpo_dist.data.files import locate_rows, shown
 from grpo_dist.errors import DataError
+
+MOST_COLUMN_TEXT = 300  # characters of a row's column names, in messages
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def load_prompts(
     """
     located = locate_rows(files, key=key)
     prompts = [
-        _checked_prompt(row, index, location, key=key, prompt_key=prompt_key, reward_fn_key=reward_fn_key)
+        checked_prompt(row, index, location, key=key, prompt_key=prompt_key, reward_fn_key=reward_fn_key)
         for index, (location, row) in enumerate(located)
     ]
     if max_samples < 0 or max_samples >= len(prompts):
@@ -90,9 +93,22 @@ def add_system_prompt(prompts: Sequence[Prompt], text: str) -> tuple[list[Prompt
     return changed, num_kept
 
 
-def _checked_prompt(
+def checked_prompt(
     row: dict[str, Any], index: int, location: str, *, key: str, prompt_key: str, reward_fn_key: str
 ) -> Prompt:
+    """Check one row.
+
+    Args:
+        row: the row.
+        index: its position among all rows.
+        location: file and row.
+        key: the config key that names the files, for messages.
+        prompt_key: column of the prompt.
+        reward_fn_key: column of the data source.
+
+    Raises:
+        DataError: it breaks the schema; the message names file, row and column.
+    """
     where = f"{key}: {location}"
     data_source = _column(row, reward_fn_key, where, setting=f" (data.reward_fn_key={reward_fn_key})")
     if not isinstance(data_source, str) or not data_source:
@@ -100,12 +116,21 @@ def _checked_prompt(
     reward_model = _column(row, "reward_model", where)
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
         raise DataError(f"{where}: reward_model must be {{'ground_truth': ...}}, got {shown(reward_model)}")
+    _check_ground_truth(reward_model["ground_truth"], where)
     extra_info = row.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise DataError(f"{where}: extra_info must be an object, got {shown(extra_info)}")
     column = _column(row, prompt_key, where, setting=f" (data.prompt_key={prompt_key})")
     messages = _checked_messages(column, f"{where}: {prompt_key}")
     return Prompt(index, data_source, messages, reward_model["ground_truth"], extra_info or {}, location)
+
+
+def _check_ground_truth(value: Any, where: str) -> None:
+    """A nan is how a table says that nothing is there, and nothing equals it: no response could be right."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(
+            f"{where}: reward_model.ground_truth is {value}; write a finite number, or text, or drop the row"
+        )
 
 
 def _checked_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
@@ -129,6 +154,6 @@ def _checked_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
 
 def _column(row: dict[str, Any], name: str, where: str, *, setting: str = "") -> Any:
     if row.get(name) is None:
-        columns = ", ".join(map(str, row)) or "nothing"
+        columns = ", ".join(map(str, row))[:MOST_COLUMN_TEXT] or "nothing"
         raise DataError(f"{where}: no column {name!r}{setting}; the row has {columns}")
     return row[name]

@@ -15,6 +15,8 @@ from grpo_dist.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MOST_PROBLEM_TEXT = 500  # characters of what a chat template says
+
 # Without one of these transformers builds an empty tokenizer from config.json alone, without a word.
 _TOKENIZER_FILES = ("tokenizer.json", "tekken.json", "*.model", "vocab.*", "*.tiktoken")
 
@@ -109,6 +111,21 @@ def tokenize_prompts(
     return tokenized, overlong
 
 
+def check_token_ids(tokenized: Sequence[TokenizedPrompt], vocab_size: int, *, setting: str) -> None:
+    """Check that the model has an embedding for every token of the prompts.
+
+    Raises:
+        DataError: a prompt has a token beyond them: the tokenizer is that of another model.
+    """
+    for each in tokenized:
+        largest = int(each.token_ids.max())
+        if largest >= vocab_size:
+            raise DataError(
+                f"{setting}: the prompt at {each.prompt.location} has the token {largest}, and the model knows tokens "
+                f"below {vocab_size} (vocab_size of config.json); its tokenizer is that of another model"
+            )
+
+
 def _encoder(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Callable[[Prompt], list[int]]:
     """The function from a prompt to its token ids."""
 
@@ -122,7 +139,7 @@ def _encoder(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Callable[[Pr
                 **template_kwargs,
             )
         except Exception as error:  # templates raise jinja2 errors of their own making
-            problem = f"{type(error).__name__}: {error}"
+            problem = f"{type(error).__name__}: {error}"[:MOST_PROBLEM_TEXT]
             raise DataError(
                 f"{prompt.location}: the model's chat template refuses the row: {problem}; mend the row's "
                 f"messages or data.apply_chat_template_kwargs={dict(template_kwargs)}"

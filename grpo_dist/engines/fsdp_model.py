@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from grpo_dist.engines.lora import add_lora, merged_parameters
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.errors import DataError
 
+MOST_NAMED = 3  # weights in a message
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -85,16 +86,52 @@ def load_model(settings: ModelSettings, device: str) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(settings.path, **code)
         config.update(dict(settings.override_config))
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             settings.path,
             config=config,
             dtype=DTYPES[settings.model_dtype],
             attn_implementation=attention_implementation(config, settings.layout, device),
+            use_safetensors=True,  # pickled weights can run code
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the library's own error does not say which; check_weights does
             **code,
         )
-    except (OSError, ValueError) as error:
-        raise DataError(f"actor_rollout_ref.model.path={settings.path}: cannot load a causal LM: {error}") from error
+    except Exception as error:  # the library, and code that comes with a model, raise errors of many kinds
+        problem = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        raise DataError(f"actor_rollout_ref.model.path={settings.path}: cannot load a causal LM: {problem}") from error
+    model, report = loaded
+    check_weights(model, report["missing_keys"], report["mismatched_keys"], settings.path)
     return model.eval()
+
+
+def check_weights(
+    model: nn.Module, missing: Collection[str], mismatched: Collection[tuple[str, Any, Any]], path: str
+) -> None:
+    """Check that all weights were there and are numbers.
+
+    Args:
+        model: the loaded model.
+        missing: names of weights that were not in the files.
+        mismatched: weights of another shape: name, shape in the file, shape that config.json asks for.
+        path: of the model, for messages.
+
+    Raises:
+        DataError: some were missing or of another shape, so they are random now, or have a nan or an infinity.
+    """
+    setting = f"actor_rollout_ref.model.path={path}"
+    if mismatched:
+        shapes = [f"{name} {tuple(found)}, should be {tuple(wanted)}" for name, found, wanted in sorted(mismatched)]
+        raise DataError(f"{setting}: the weights are not of the shapes that config.json says: {_some(shapes)}")
+    if missing:
+        raise DataError(f"{setting}: the weights are incomplete: there is no {_some(sorted(missing))}")
+    bad = [name for name, weight in model.named_parameters() if not bool(torch.isfinite(weight).all())]
+    if bad:
+        raise DataError(f"{setting}: nan or infinity in the weights: {_some(bad)}; the file is damaged")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def transformer_layers(model: nn.Module) -> list[nn.Module]:

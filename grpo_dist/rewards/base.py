@@ -26,6 +26,8 @@ Form = Literal["response", "batch", "trl"]
 
 SHOWN_CHARACTERS = 200  # of a response, in messages
 SHOWN_FRAMES = 3  # innermost frames of a failing function, in messages
+SHOWN_MESSAGE, SHOWN_TRACEBACK = 500, 2000  # characters of what it raised, and of those frames
+LARGEST = 3.4028234e38  # what a float32, in which scores travel, can hold
 
 # Built-in scorers by data_source.
 SCORERS: Registry[Callable[..., Any]] = Registry("built-in scorer", "data_source")
@@ -70,7 +72,7 @@ def score_response(
     """Call the reward function for one response and check what comes back.
 
     Booleans count as 0 and 1. Extra values that are no numbers (text, None, lists) cannot be averaged
-    and do not become metrics. The function gets its own copy of `extra_info`'s top level.
+    and do not become metrics. The function gets its own copy of `extra_info`'s top level (of all, from `score_group`).
 
     Raises:
         RewardError: the function raised, or returned something that is neither a finite number nor a dict
@@ -99,7 +101,14 @@ def describe_failure(function: RewardFunction, data_source: str, solution_str: s
     # The outermost frame is ours. An error in the call itself has no other.
     tail.stack = traceback.StackSummary.from_list(list(tail.stack)[1:][-SHOWN_FRAMES:])
     text = "".join(tail.format(chain=False)).rstrip()
-    return f"{where} raised {type(error).__name__}: {error}\n{response}\n{text}"
+    return f"{where} raised {type(error).__name__}: {_said(error)}\n{response}\n{text[-SHOWN_TRACEBACK:]}"
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)[:SHOWN_MESSAGE]
+    except Exception:  # noqa: BLE001 - whatever the user's exception raises
+        return "(its message cannot be read)"
 
 
 def shown_response(solution_str: str) -> str:
@@ -117,7 +126,8 @@ def checked_result(returned: Any, function: RewardFunction, data_source: str, so
     """
     try:
         return _read_result(returned)
-    except ValueError as problem:
+    except Exception as error:  # noqa: BLE001 - the values are the user's objects: looking at them may raise anything
+        problem = str(error) if type(error) is ValueError else f"returned what cannot be read: {type(error).__name__}"
         where = f"reward function {function.name}, data_source={data_source!r}"
         raise RewardError(f"{where}: {problem}\n{shown_response(solution_str)}") from None
 
@@ -152,7 +162,7 @@ def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
 
 def _finite(value: Any, complaint: str) -> float:
     number = _number(value)
-    if number is None or not math.isfinite(number):
+    if number is None or not abs(number) <= LARGEST:  # nan is not
         raise ValueError(f"{complaint} {_show(value)}")
     return number
 

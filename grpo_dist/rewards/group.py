@@ -12,7 +12,9 @@ parameters (`form_of`).
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,13 +58,17 @@ def form_of(function: Callable[..., Any]) -> Form:
 def score_group(function: RewardFunction, samples: Sequence[Sample]) -> Iterator[RewardResult | Failure]:
     """The result of each sample, in order; one at a time where the function takes one at a time.
 
+    Each call gets copies of its own: what a function does to a ground truth, the next call must not see.
+
     Raises:
         GrpoDistError: a mistake of the run's, not of one response: no scorer for the data source, for example.
     """
     if function.form == "response" and not function.is_async:
         for sample in samples:
-            yield _score_one(function, sample)
-    elif function.form == "response":
+            yield _score_one(function, copy.deepcopy(sample))
+        return
+    samples = [copy.deepcopy(sample) for sample in samples]
+    if function.form == "response":
         yield from asyncio.run(_score_at_once(function, samples))
     else:
         yield from _score_batch(function, samples)
@@ -104,9 +110,11 @@ def _score_batch(function: RewardFunction, samples: Sequence[Sample]) -> Iterato
     arguments = _trl_arguments(samples) if function.form == "trl" else _batch_arguments(samples)
     try:
         returned = function.function(**arguments, **function.reward_kwargs)
-        values = list(asyncio.run(returned) if inspect.iscoroutine(returned) else returned)
+        found = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+        values = list(itertools.islice(found, len(samples) + 1))  # a generator need not have an end
         if len(values) != len(samples):
-            raise ValueError(f"returned {len(values)} scores for {len(samples)} responses")
+            number = f"{len(values)}" if len(values) < len(samples) else "more"
+            raise ValueError(f"returned {number} scores for {len(samples)} responses")
     except GrpoDistError:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's function raises

@@ -13,21 +13,26 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from grpo_dist.errors import GrpoDistError, RewardError
 from grpo_dist.rewards.base import RewardFunction, RewardResult, shown_response
 from grpo_dist.rewards.group import Failure, Sample, score_group
 from grpo_dist.rewards.load import load_reward_function
+from grpo_dist.rewards.printed import Printed
 
 START_TIMEOUT_S = 120.0  # importing the user's file, with whatever it imports
+OUTPUT_BYTES, MOST_BLOCKS = 1 << 16, 8  # read at a time: a pipe's size on Linux, and so many times
 PARENT_DEATH = 1  # Linux: PR_SET_PDEATHSIG
 
 
 class Scorer:
     """The parent's side: starts the process, and another one whenever it is gone.
+
+    What the function prints, on stdout and stderr, is in `printed`.
 
     Args:
         path: `custom_reward_function.path`; None: the built-in scorers.
@@ -39,8 +44,10 @@ class Scorer:
     def __init__(self, path: str | None, name: str, reward_kwargs: Mapping[str, Any], *, timeout_s: float) -> None:
         self._source, self.timeout_s = (path, name, dict(reward_kwargs)), timeout_s
         self.num_starts = 0
+        self.printed = Printed()
         self._one_by_one = True
         self._process: subprocess.Popen[bytes] | None = None
+        self._output: int | None = None  # file descriptor of what the process prints; None: there will be no more
         self._pipe: Connection | None = None
 
     def start(self) -> None:
@@ -53,10 +60,14 @@ class Scorer:
         self.stop()
         self._pipe, theirs = Pipe()
         descriptor = theirs.fileno()
-        command = [sys.executable, "-m", "grpo_dist.rewards.scorer", str(descriptor)]
+        command = [sys.executable, "-u", "-m", "grpo_dist.rewards.scorer", str(descriptor)]
         # The same modules as here: custom code may lie next to the command, or on a path that Ray has added.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._process = subprocess.Popen(command, pass_fds=[descriptor], env=environment)
+        self._process = subprocess.Popen(
+            command, pass_fds=[descriptor], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        assert self._process.stdout is not None
+        self._output = self._process.stdout.fileno()
         theirs.close()
         self.num_starts += 1
         self._pipe.send(self._source)
@@ -90,6 +101,10 @@ class Scorer:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+            self._read_output()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._output = None
         if self._pipe is not None:
             self._pipe.close()
         self._process = self._pipe = None
@@ -112,7 +127,7 @@ class Scorer:
         assert self._pipe is not None
         assert self._process is not None
         try:
-            if self._pipe.poll(timeout_s):
+            if self._wait(timeout_s):
                 reply = self._pipe.recv()
                 if isinstance(reply, GrpoDistError):
                     raise reply
@@ -124,6 +139,28 @@ class Scorer:
             problem = f"ended its process {died}"
         self.stop()
         return Failure(problem)
+
+    def _wait(self, timeout_s: float) -> bool:
+        """Whether a message, or the end, came in time. Output is read meanwhile: a full pipe would stop the process."""
+        assert self._pipe is not None
+        deadline = time.monotonic() + timeout_s
+        while True:
+            sources: list[Any] = [self._pipe] if self._output is None else [self._pipe, self._output]
+            ready = wait(sources, max(0.0, deadline - time.monotonic()))
+            if self._output in ready:
+                self._read_output()
+            if self._pipe in ready or not ready:
+                return self._pipe in ready
+
+    def _read_output(self) -> None:
+        """Take in what the process has printed so far; not all of it, if it never stops."""
+        for _ in range(MOST_BLOCKS):
+            if self._output is None or not wait([self._output], 0):
+                return
+            block = os.read(self._output, OUTPUT_BYTES)
+            self.printed.add(block)
+            if not block:  # nobody can write to it any more
+                self._output = None
 
 
 def serve(pipe: Connection) -> None:

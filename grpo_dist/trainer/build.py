@@ -13,17 +13,17 @@ from grpo_dist.algorithms.advantage import ADVANTAGE
 from grpo_dist.algorithms.correction import KEY, read_bounds, read_rejections
 from grpo_dist.algorithms.kl import KL
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS
-from grpo_dist.assets import resolve_model_path
 from grpo_dist.config.placement import Placement, placement
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.curriculum import CustomSampler, load_sampler_class
 from grpo_dist.data.prompts import add_system_prompt, load_prompts
 from grpo_dist.data.sampler import PromptSampler
-from grpo_dist.data.tokenize import TokenizedPrompt, load_tokenizer, tokenize_prompts
+from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, load_tokenizer, tokenize_prompts
 from grpo_dist.rewards import check_data_sources, load_reward_function
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
+from grpo_dist.trainer.preflight import check_model, model_setting
 from grpo_dist.trainer.roles import Prompts, Roles
 from grpo_dist.trainer.settings import (
     engine_settings,
@@ -94,16 +94,18 @@ def load_run_prompts(config: RunConfig) -> tuple[Prompts, list[str]]:
     """Read and tokenize the prompts; also what the user should know about them.
 
     Raises:
-        DataError: a file, a row or the tokenizer is unusable.
+        DataError: a file, a row, the model folder or its tokenizer is unusable.
         ConfigError: a data source has no scorer, or the sampler class is not there.
     """
-    data, model = config.data, config.actor_rollout_ref.model
-    tokenizer = load_tokenizer(resolve_model_path(model.path), trust_remote_code=model.trust_remote_code)
+    data, model = config.data, check_model(config)
+    tokenizer = load_tokenizer(str(model.folder), trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
     train, notes = _load(config, "data.train_files", data.train_files, data.train_max_samples, tokenizer)
     validation: list[TokenizedPrompt] = []
     if data.val_files:
         validation, more = _load(config, "data.val_files", data.val_files, data.val_max_samples, tokenizer)
         notes += more
+    if model.vocab_size is not None:
+        check_token_ids([*train, *validation], model.vocab_size, setting=model_setting(config))
     return Prompts(train, validation, _sampler(config, train)), notes
 
 

@@ -16,6 +16,7 @@ from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.summary import format_summary
 from grpo_dist.trainer.config_changes import saved_config
 from grpo_dist.trainer.preemption import Preemption
+from grpo_dist.trainer.preflight import check_model
 from grpo_dist.workers.cluster import connect
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def run(config: RunConfig) -> None:
 def _run(config: RunConfig, preemption: Preemption) -> None:
     """Train. On the way out, whatever happened, every process that was started is ended."""
     started = time.monotonic()
+    check_model(config)  # a mistake in it is told before anything starts
     run_dir = _make_run_dir(config)
     signal.signal(signal.SIGTERM, preemption.handle)
     with ExitStack() as stack:

@@ -325,10 +325,12 @@ class GRPOTrainer:
                 self.progress.message(f"{name}: {role.forward_report()}")
 
     def report(self) -> None:
-        """Send the step's metrics to the trackers, tell which workers were replaced, and what is not healthy."""
+        """Send the step's metrics to the trackers, and tell what people should know of it."""
         for failure in self.roles.restarts.failures[self._told_restarts :]:
             self.progress.message(f"replaced a worker; what it was asked for goes elsewhere: {failure}")
         self._told_restarts = len(self.roles.restarts.failures)
+        if printed := self.roles.reward.take_printed():
+            self.progress.message("\n  ".join(["the reward function printed:", *printed]))
         for name in ("testing", "save_checkpoint"):
             if name in self.timings:
                 self.metrics[f"timing_s/{name}"] = self.timings[name]

@@ -98,14 +98,17 @@ class RewardWorker(Process):
         )
         self.scorer.start()
 
-    def score(self, group: DataProtoRef, task: Task) -> tuple[tuple[Label, list[str]], DataProto]:
+    def score(
+        self, group: DataProtoRef, task: Task
+    ) -> tuple[tuple[Label, list[str], tuple[list[str], int]], DataProto]:
         """Score the responses to one prompt.
 
         Returns:
-            ((label, failures), data). The data has `token_level_scores` (the score on the last token that trains, or a
-            score on the last token of each step, with `step_mask` 1 there). The label has `score`, the function's extra
-            values (as `reward_extra/NAME`) and for validation `pred_id`, where it finds answers. The failures say why
-            responses could not be scored, one text for each.
+            ((label, failures, printed), data). The data has `token_level_scores` (the score on the last token that
+            trains, or a score on the last token of each step, with `step_mask` 1 there). The label has `score`, the
+            function's extra values (as `reward_extra/NAME`) and for validation `pred_id`, where it finds answers. The
+            failures say why responses could not be scored, one text for each. Printed are the first lines that the
+            function printed, and how many more.
 
         Raises:
             RewardError: the function returned step scores that do not fit the steps.
@@ -131,7 +134,8 @@ class RewardWorker(Process):
             columns["token_level_scores"] = Ragged(steps.values + penalty.values, steps.offsets)
         scored = DataProto.from_dict(columns)
         label = Label.of(scored, ("score",))
-        return (Label(label.columns, label.small | extras, label.num_rows), failures), scored
+        label = Label(label.columns, label.small | extras, label.num_rows)
+        return (label, failures, self.scorer.printed.take()), scored
 
     def _score_texts(self, texts: Sequence[str], task: Task) -> tuple[list[RewardResult], list[str]]:
         from grpo_dist.rewards.group import Failure, Sample

@@ -20,6 +20,8 @@ from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import SAMPLE_COLUMNS, TARGET_COLUMNS, RewardSettings, Task
 
+MOST_PRINTED = 10  # lines that the reward function prints, in one step
+
 
 @dataclass(frozen=True)
 class Writing:
@@ -42,6 +44,8 @@ class RewardPool:
         self._settings: RewardSettings | None = None
         self._free = list(range(len(workers)))
         self._starting: dict[int, Call] = {}
+        self._printed: list[str] = []
+        self._num_more_printed = 0
 
     def submit_start(self, settings: RewardSettings) -> list[Call]:
         """Load tokenizers and reward functions, without waiting."""
@@ -85,8 +89,21 @@ class RewardPool:
         if is_start:
             del self._starting[call.rank]
             return None
-        label, failures = answer
+        label, failures, (lines, num_more) = answer
+        self._note_printed(lines, num_more)
         return call.handle(label), failures
+
+    def take_printed(self) -> list[str]:
+        """The first lines that the reward function has printed since the last time, and how many more came."""
+        more = [f"... and {self._num_more_printed} more lines"] if self._num_more_printed else []
+        lines = self._printed + more
+        self._printed, self._num_more_printed = [], 0
+        return lines
+
+    def _note_printed(self, lines: list[str], num_more: int) -> None:
+        room = MOST_PRINTED - len(self._printed)
+        self._printed += lines[:room]
+        self._num_more_printed += num_more + len(lines[room:])
 
     def replace(self, call: Call, error: WorkerLost) -> None:
         """End the process that a call was asked of and start it again, unless that has happened already.

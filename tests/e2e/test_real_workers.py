@@ -124,7 +124,7 @@ def sample(lab: Lab, prompt: Any, step: int) -> DataProtoRef:
     group = call.handle(label)
     inputs = group.select(("responses", "response_mask"))
     scoring = lab.roles.reward.workers.submit_for_data(0, "score", "score", inputs, task)
-    label, failures = lab.roles.reward.workers.gather([scoring])[0]
+    label, failures, _ = lab.roles.reward.workers.gather([scoring])[0]
     assert not failures
     return group.union(scoring.handle(label))
 

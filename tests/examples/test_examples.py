@@ -16,6 +16,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 from dockerfile_parse import DockerfileParser
+from safetensors.numpy import save_file
+
+from grpo_dist.assets import resolve_model_path
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -194,9 +197,8 @@ def test_own_data_works_as_written(tmp_path: Path) -> None:
 @pytest.fixture
 def smollm2(tmp_path: Path) -> Path:
     """A folder that the example takes for a finished model."""
-    folder = tmp_path / "smollm2"
-    folder.mkdir()
-    (folder / "model.safetensors").touch()
+    folder = Path(shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), tmp_path / "smollm2"))
+    save_file({"model.norm.weight": np.ones(576, np.float32)}, folder / "model.safetensors")
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 576}
     config |= {"intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
     config |= {"num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}

@@ -122,3 +122,59 @@ def test_mistakes_of_the_run_are_raised(file: str, tmp_path: Path) -> None:
             built_in.score(samples("a"))
     finally:
         built_in.stop()
+
+
+PRINTING = """
+import os, sys
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    print("seen", solution_str)
+    if solution_str == "much":
+        for _ in range(300_000):
+            print("x" * 20)
+    if solution_str == "forever":
+        while True:
+            os.write(1, b"y" * 1_000_000)
+    if solution_str == "ends":
+        sys.stderr.write("about to end\\n")
+        os._exit(3)
+    if solution_str == "closes":
+        os.close(1), os.close(2)
+    return 1.0
+"""
+
+
+@pytest.fixture
+def printing(tmp_path: Path) -> Iterator[Scorer]:
+    (tmp_path / "printing.py").write_text(PRINTING)
+    scorer = Scorer(str(tmp_path / "printing.py"), "compute_score", {}, timeout_s=5.0)
+    yield scorer
+    scorer.stop()
+
+
+def test_what_it_prints_reaches_the_parent(printing: Scorer) -> None:
+    assert outcome(printing.score(samples("a", "b"))) == [1.0, 1.0]
+    assert printing.printed.take() == (["seen a", "seen b"], 0)
+    assert outcome(printing.score(samples("c"))) == [1.0]
+    assert printing.printed.take() == (["seen c"], 0)
+
+
+def test_much_output_neither_stops_it_nor_is_kept(printing: Scorer) -> None:
+    assert outcome(printing.score(samples("much", "b"))) == [1.0, 1.0]
+    lines, num_more = printing.printed.take()
+    assert lines == ["seen much", *["x" * 20] * 4]
+    assert num_more == 300_002 - 5
+
+
+def test_output_without_an_end_meets_the_time_limit(printing: Scorer) -> None:
+    printing.timeout_s = 1.0
+    failure, good = printing.score(samples("forever", "b"))
+    assert "was killed" in failure.text
+    assert good.score == 1.0
+
+
+def test_the_last_words_of_a_process_are_kept(printing: Scorer) -> None:
+    assert isinstance(printing.score(samples("ends"))[0], Failure)
+    assert printing.printed.take() == (["seen ends", "about to end"], 0)
+    assert outcome(printing.score(samples("closes"))) == [1.0], "it may close its output"
+    assert printing.printed.take() == (["seen closes"], 0)

@@ -33,9 +33,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, bonus):
 class Local(RewardWorker):
     """In this process; gives handles, as the driver makes them of its answers."""
 
-    def score(self, group: DataProtoRef, task: Task) -> tuple[DataProtoRef, list[str]]:  # type: ignore[override]
-        (label, failures), data = super().score(group, task)
-        return DataProtoRef.stored(ray.put(data), label), failures
+    def score(self, group: DataProtoRef, task: Task) -> tuple[DataProtoRef, list[str], tuple]:  # type: ignore[override]
+        (label, failures, printed), data = super().score(group, task)
+        return DataProtoRef.stored(ray.put(data), label), failures, printed
 
     def compute_targets(self, *args: Any) -> tuple[DataProtoRef, dict[str, float]]:  # type: ignore[override]
         (label, metrics), data = super().compute_targets(*args)
@@ -94,8 +94,9 @@ def test_on_the_last_token_that_trains() -> None:
 @pytest.mark.ray
 def test_scores_and_extra_values(worker: Local) -> None:
     """Word counts 2, 1, 1 (the end is a special token); w5 first earns 10 more."""
-    handle, failures = worker.score(put(RESPONSES), TASK)
+    handle, failures, printed = worker.score(put(RESPONSES), TASK)
     assert not failures
+    assert printed == ([], 0)
     assert handle["score"].tolist() == [12, 1, 11]
     assert handle["reward_extra/hit"].tolist() == [1, 0, 1]
     assert handle["reward_extra/seen"].tolist() == [3, 3, 3]
@@ -106,7 +107,7 @@ def test_scores_and_extra_values(worker: Local) -> None:
 @pytest.mark.ray
 def test_what_an_environment_put_in_is_read_and_earns_nothing(worker: Local) -> None:
     """All words count; the reward sits where the policy can be blamed for it, and the advantage is a mean over that."""
-    scored, _ = worker.score(put([[5, 6, 7], [6, 2]], [[1, 1, 0], [1, 1]]), TASK)
+    scored, *_ = worker.score(put([[5, 6, 7], [6, 2]], [[1, 1, 0], [1, 1]]), TASK)
     assert scored["score"].tolist() == [13, 1]
     assert rows(scored.fetch(("token_level_scores",))["token_level_scores"]) == [[0, 13, 0], [0, 1]]
     columns = {
@@ -132,7 +133,7 @@ def test_groups_with_different_extra_values_join(worker: Local) -> None:
 @pytest.mark.ray
 def test_a_response_that_the_function_fails_on(worker: Local) -> None:
     """It earns `failure_score`, the others what they earn; why is told."""
-    handle, (failure,) = worker.score(put([[5, 2], [6, 13], [6, 2]]), TASK)
+    handle, (failure,), _ = worker.score(put([[5, 2], [6, 13], [6, 2]]), TASK)
     assert handle["score"].tolist() == [11, -0.5, 1]
     assert np.array_equal(handle["reward_extra/hit"], [1, np.nan, 0], equal_nan=True)
     assert re.search(r"data_source='words' raised ValueError: unlucky(.|\n)*w6 w13", failure)
@@ -167,7 +168,7 @@ def test_answers_travel_as_numbers_and_only_for_validation(
     validation = replace(TASK, validation=True)
     assert worker.score(put(RESPONSES), validation)[0]["pred_id"].tolist() == [0, 1, 0]
     assert "pred_id" not in worker.score(put(RESPONSES), TASK)[0].small
-    silent, _ = worker.score(put(RESPONSES), replace(validation, extra_info={"index": 0}))
+    silent, *_ = worker.score(put(RESPONSES), replace(validation, extra_info={"index": 0}))
     assert "pred_id" not in silent.small, "no response has an answer"
 
 
@@ -270,8 +271,8 @@ def test_the_overlong_penalty_is_part_of_the_score(worker: Local) -> None:
     plain = worker.score(put(RESPONSES), TASK)[0]["score"]
     worker.overlong_penalty = OverlongPenalty(3, 2, 1.0)
     try:
-        handle, _ = worker.score(put(RESPONSES), TASK)
-        validation, _ = worker.score(put(RESPONSES), replace(TASK, validation=True))
+        handle, *_ = worker.score(put(RESPONSES), TASK)
+        validation, *_ = worker.score(put(RESPONSES), replace(TASK, validation=True))
     finally:
         worker.overlong_penalty = None
     assert (handle["score"] - plain).tolist() == [-1, -0.5, 0]

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,10 +39,10 @@ class Fragile(Process):
                 raise RewardError("the function's own mistake")
             os.kill(os.getpid(), signal.Signals[what])
 
-    def score(self, group: DataProtoRef, task: Task) -> tuple[tuple[Label, list[str]], DataProto]:
+    def score(self, group: DataProtoRef, task: Task) -> tuple[tuple, DataProto]:
         self._step_on_trap()
         data = DataProto.from_dict({"score": torch.arange(len(group)).float()})
-        return (Label.of(data, ("score",)), [f"by {os.getpid()}"]), data
+        return (Label.of(data, ("score",)), [f"by {os.getpid()}"], ([], 0)), data
 
     def compute_targets(self, *args: object) -> tuple[tuple[Label, dict[str, float]], DataProto]:
         self._step_on_trap()
@@ -134,3 +135,13 @@ def test_the_functions_own_mistake_is_shown_at_once(make: Callable, tmp_path: Pa
     with pytest.raises(RewardError, match="the function's own mistake"):
         score(pool)
     assert not pool.restarts.failures
+
+
+def test_what_the_reward_function_prints_is_told_once_and_not_at_length() -> None:
+    pool = RewardPool([None, None])  # type: ignore[arg-type]
+    for number in range(2):
+        answer = "label", [], ([f"line {number}"] * 7, 100)
+        call = SimpleNamespace(rank=number, result=lambda answer=answer: answer, handle=lambda label: label)
+        assert pool.collect(call) == ("label", [])  # type: ignore[arg-type]
+    assert pool.take_printed() == ["line 0"] * 7 + ["line 1"] * 3 + ["... and 204 more lines"]
+    assert pool.take_printed() == []

@@ -1,0 +1,214 @@
+"""What is wrong with a model folder, found in its small files and in the headers of its weights.
+
+No weights are read and neither torch nor transformers is needed, so that this takes milliseconds on the driver and a
+mistake is told before engines start. What only the weights tell (nan, a wrong shape) is found when they are loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.errors import DataError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
+MOST_NAMED = 3
+EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight")
+# Bits of a number; types of fewer than 8 bits are packed.
+_BITS = {
+    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
+    "U16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+}  # fmt: skip
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model folder that holds together.
+
+    Attributes:
+        folder: where it is.
+        model_type: what its config.json calls the family, such as "qwen3".
+        vocab_size: rows of the embedding; None where config.json does not say.
+        num_tensors: tensors in its weights.
+        num_files: files that they are in.
+    """
+
+    folder: Path
+    model_type: str
+    vocab_size: int | None
+    num_tensors: int
+    num_files: int
+
+
+def check_model_folder(folder: str | Path, *, setting: str, trust_remote_code: bool) -> ModelFolder:
+    """Check config.json and the weights of a Hugging Face folder against each other.
+
+    Args:
+        folder: the folder.
+        setting: what names it, such as "actor_rollout_ref.model.path=models/qwen", for messages.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Raises:
+        DataError: a file is missing, damaged or does not fit the others; the message names it.
+    """
+    folder = Path(folder)
+    try:
+        config = _read_object(folder / "config.json", setting)
+        model_type = _model_type(config, f"{setting}: config.json", trust_remote_code=trust_remote_code)
+        files = _weight_files(folder, setting)
+        shapes: Shapes = {}
+        for file, expected in files.items():
+            found = read_header(folder / file, setting)
+            missing = sorted(expected - found.keys())
+            if missing:
+                raise DataError(f"{setting}: {INDEX} names tensors that {file} does not hold: {_some(missing)}")
+            shapes |= found
+    except OSError as error:
+        raise DataError(f"{setting}: cannot be read: {str(error)[:300]}") from error
+    if not shapes:
+        raise DataError(f"{setting}: the weights hold no tensors: {_some(sorted(files))}")
+    vocab_size = _vocab_size(config)
+    if not trust_remote_code:  # such code may give its sizes meanings of its own
+        _check_embedding(shapes, vocab_size, setting)
+    return ModelFolder(folder, model_type, vocab_size, len(shapes), len(files))
+
+
+def read_header(file: Path, setting: str) -> Shapes:
+    """The shapes of the tensors of a .safetensors file, by name.
+
+    Raises:
+        DataError: the header is damaged, or the file is shorter or longer than the header says.
+    """
+    size, where = file.stat().st_size, f"{setting}: {file.name}"
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if length > min(size - 8, LONGEST_HEADER):
+            raise DataError(f"{where}: damaged: its {size} bytes are no safetensors file, or only the beginning of one")
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw.decode())
+        header.pop("__metadata__", None)
+        tensors = {name: _tensor(entry) for name, entry in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DataError(f"{where}: damaged: its header cannot be read: {str(error)[:200]}") from None
+    end = 0
+    for name, (_, begin, stop) in sorted(tensors.items(), key=lambda item: item[1][1:]):
+        if begin != end:
+            raise DataError(f"{where}: damaged: tensor {name} starts at byte {begin} of the data, not at {end}")
+        end = stop
+    if 8 + length + end != size:
+        raise DataError(f"{where}: damaged: it should have {8 + length + end} bytes and has {size}; copy it anew")
+    return {name: shape for name, (shape, _, _) in tensors.items()}
+
+
+def _tensor(entry: dict[str, Any]) -> tuple[tuple[int, ...], int, int]:
+    """Shape, first byte, and byte behind the last one."""
+    shape, (begin, stop) = tuple(entry["shape"]), entry["data_offsets"]
+    if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, stop)):
+        raise ValueError(f"{entry} has a shape or offsets that are no counts")
+    bits = _BITS.get(entry["dtype"])
+    if bits is not None and prod(shape) * bits != (stop - begin) * 8:
+        raise ValueError(f"{entry} does not fit its own size")
+    return shape, begin, stop
+
+
+def _read_object(file: Path, setting: str) -> dict[str, Any]:
+    """A JSON file that holds an object."""
+    if not file.is_file():
+        raise DataError(f"{setting}: no {file.name} in the folder; give a Hugging Face model folder")
+    try:
+        found = json.loads(file.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{setting}: {file.name} is not JSON: {str(error)[:200]}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{setting}: {file.name} must be an object, is {type(found).__name__}")
+    return found
+
+
+def _model_type(config: dict[str, Any], where: str, *, trust_remote_code: bool) -> str:
+    """The model's family, which says what code runs it."""
+    model_type, own_code = config.get("model_type"), config.get("auto_map")
+    if own_code and not trust_remote_code and not _known(model_type):
+        raise DataError(
+            f"{where}: model_type={model_type!r} runs Python code that comes with the model (auto_map); if you "
+            f"trust it, set actor_rollout_ref.model.trust_remote_code=true"
+        )
+    if not isinstance(model_type, str) or not model_type:
+        raise DataError(f"{where}: no model_type, so nothing says what kind of model it is")
+    if not own_code and not _known(model_type):
+        raise DataError(f"{where}: model_type={model_type!r} is none that the installed transformers library knows")
+    return model_type
+
+
+def _known(model_type: Any) -> bool:
+    """Whether transformers has this family, without importing it where the name of a folder tells."""
+    import importlib.util
+
+    library = importlib.util.find_spec("transformers")
+    if library is None or not library.submodule_search_locations or not isinstance(model_type, str):
+        return library is None
+    models = Path(library.submodule_search_locations[0]) / "models"
+    if model_type.isidentifier() and (models / model_type).is_dir():
+        return True
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # some folders have other names
+
+    return model_type in CONFIG_MAPPING_NAMES
+
+
+def _weight_files(folder: Path, setting: str) -> dict[str, set[str]]:
+    """The files with weights, and the tensors that an index expects in each."""
+    if (folder / SINGLE).is_file():
+        return {SINGLE: set()}
+    if not (folder / INDEX).is_file():
+        pickled = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
+        if pickled:
+            raise DataError(
+                f"{setting}: the weights are pickled ({_some(pickled)}), which can run code when they are loaded; "
+                f"convert them once: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+            )
+        raise DataError(f"{setting}: no weights in the folder ({SINGLE}, or {INDEX} and its files)")
+    weight_map = _read_object(folder / INDEX, setting).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DataError(f"{setting}: {INDEX} has no weight_map")
+    files: dict[str, set[str]] = {}
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise DataError(
+                f"{setting}: {INDEX}: the file of {tensor} must be a name in the folder, is {str(file)[:80]!r}"
+            )
+        files.setdefault(file, set()).add(tensor)
+    missing = sorted(file for file in files if not (folder / file).is_file())
+    if missing:
+        raise DataError(f"{setting}: {INDEX} names files that are not there: {_some(missing)}; copy the folder anew")
+    return files
+
+
+def _vocab_size(config: dict[str, Any]) -> int | None:
+    text = config.get("text_config")
+    size = (text if isinstance(text, dict) else config).get("vocab_size")
+    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else None
+
+
+def _check_embedding(shapes: Shapes, vocab_size: int | None, setting: str) -> None:
+    for name in EMBEDDINGS:
+        shape = shapes.get(name, ())
+        if vocab_size is not None and shape and shape[0] != vocab_size:
+            raise DataError(
+                f"{setting}: config.json says vocab_size={vocab_size}, the weights have {shape[0]} rows in {name}; "
+                f"config and weights do not belong together"
+            )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more

@@ -1,0 +1,225 @@
+"""Every way to damage a model folder is told by name, and a good folder passes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.assets.model_folder import INDEX, SINGLE, check_model_folder, read_header
+from grpo_dist.errors import DataError
+
+SETTING = "actor_rollout_ref.model.path=mine"
+TINY = Path(resolve_model_path("builtin:tiny-qwen3"))
+
+
+def check(folder: Path, *, trust_remote_code: bool = False) -> object:
+    return check_model_folder(folder, setting=SETTING, trust_remote_code=trust_remote_code)
+
+
+def refused(folder: Path, **options: bool) -> str:
+    with pytest.raises(DataError) as caught:
+        check(folder, **options)
+    message = str(caught.value)
+    assert message.startswith(f"{SETTING}: ")
+    assert len(message) < 1000
+    return message
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v != "gone"}))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(TINY, tmp_path / "model"))
+
+
+@pytest.fixture
+def sharded(folder: Path) -> Path:
+    """The same model in two files, of random numbers."""
+    shapes = read_header(folder / SINGLE, SETTING)
+    names = sorted(shapes)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, tensors in parts.items():
+        save_file({name: np.zeros(shapes[name], np.float32) for name in tensors}, folder / file)
+    weight_map = {name: file for file, tensors in parts.items() for name in tensors}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / SINGLE).unlink()
+    return folder
+
+
+def test_good_folders(folder: Path, sharded: Path) -> None:
+    found = check_model_folder(TINY, setting=SETTING, trust_remote_code=False)
+    assert (found.model_type, found.vocab_size, found.num_files) == ("qwen3", 256, 1)
+    assert found.num_tensors == len(read_header(TINY / SINGLE, SETTING)) > 20
+    both = check_model_folder(sharded, setting=SETTING, trust_remote_code=False)
+    assert (both.num_tensors, both.num_files) == (found.num_tensors, 2)
+
+
+def test_it_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; from grpo_dist.assets.model_folder import check_model_folder as check;"
+        f"check({str(TINY)!r}, setting='x', trust_remote_code=False);"
+        "print(sorted({'torch', 'transformers', 'ray', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "no config.json in the folder"),
+        (b"", "config.json is not JSON"),
+        (b"{", "config.json is not JSON"),
+        (b"\xff\xfe", "config.json is not JSON"),
+        (b"[" * 100_000, "config.json is not JSON"),
+        (b"[]", "config.json must be an object, is list"),
+        (b"{}", "config.json: no model_type"),
+        (b'{"model_type": 3}', "config.json: no model_type"),
+        (b'{"model_type": "qwen99"}', "model_type='qwen99' is none that the installed transformers library knows"),
+        (b'{"model_type": "../bert"}', "model_type='../bert' is none"),
+        (b'{"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}', "trust_remote_code=true"),
+        (b'{"auto_map": {"AutoConfig": "a.B"}}', "trust_remote_code=true"),
+    ],
+)
+def test_config_json(folder: Path, text: bytes | None, words: str) -> None:
+    (folder / "config.json").unlink()
+    if text is not None:
+        (folder / "config.json").write_bytes(text)
+    assert words in refused(folder)
+
+
+def test_code_that_comes_with_the_model(folder: Path) -> None:
+    change_config(folder, model_type="mine", auto_map={"AutoConfig": "a.B"})
+    assert check(folder, trust_remote_code=True).model_type == "mine"
+    change_config(folder, model_type="qwen3")
+    assert check(folder).model_type == "qwen3", "the library has code of its own for it"
+
+
+def test_the_vocabulary_of_another_model(folder: Path) -> None:
+    change_config(folder, vocab_size=300)
+    assert "config.json says vocab_size=300, the weights have 256 rows in model.embed_tokens.weight" in refused(folder)
+    change_config(folder, vocab_size="gone")
+    assert check(folder).vocab_size is None
+
+
+def test_no_weights_and_pickled_weights(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    assert f"no weights in the folder ({SINGLE}, or {INDEX} and its files)" in refused(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    message = refused(folder)
+    assert "the weights are pickled (pytorch_model.bin)" in message
+    assert "save_pretrained" in message
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-6, 1e-5, 1e-3, 0.1, 0.5, 0.999])
+def test_truncated_weights(folder: Path, share: float) -> None:
+    raw = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(raw[: int(len(raw) * share)])
+    assert f"{SINGLE}: damaged: " in refused(folder)
+
+
+def test_bytes_too_many(folder: Path) -> None:
+    with (folder / SINGLE).open("ab") as stream:
+        stream.write(b"more")
+    assert "copy it anew" in refused(folder)
+
+
+def test_flipped_bits_of_the_header_are_found_or_do_no_harm(folder: Path) -> None:
+    raw = (folder / SINGLE).read_bytes()
+    length = 8 + struct.unpack("<Q", raw[:8])[0]
+    rng, messages = np.random.default_rng(0), []
+    for _ in range(300):
+        at, bit = int(rng.integers(length)), 1 << int(rng.integers(8))
+        (folder / SINGLE).write_bytes(raw[:at] + bytes([raw[at] ^ bit]) + raw[at + 1 :])
+        try:
+            check(folder)
+        except DataError as error:
+            messages.append(str(error))
+    assert len(messages) > 150, "the others are letters of a name, which loading finds"
+    assert all(message.startswith(f"{SETTING}: ") for message in messages)
+
+
+def test_a_file_without_tensors(folder: Path) -> None:
+    (folder / SINGLE).write_bytes(struct.pack("<Q", 2) + b"{}")
+    assert f"the weights hold no tensors: {SINGLE}" in refused(folder)
+
+
+HEADERS = {
+    "not an object": [],
+    "a tensor without a shape": {"a": {"dtype": "F32", "data_offsets": [0, 4]}},
+    "a tensor that is a number": {"a": 3},
+    "a negative offset": {"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}},
+    "a shape of text": {"a": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}},
+    "another size": {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
+    "a hole": {"a": {"dtype": "U8", "shape": [1], "data_offsets": [3, 4]}},
+    "overlaps": {n: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for n in "ab"},
+    "beyond the end": {"a": {"dtype": "F32", "shape": [100], "data_offsets": [0, 400]}},
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_headers_that_contradict_themselves(folder: Path, case: str) -> None:
+    header = json.dumps(HEADERS[case]).encode()
+    (folder / SINGLE).write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
+    assert f"{SINGLE}: damaged: " in refused(folder)
+
+
+def test_a_type_of_numbers_that_is_not_known_passes(folder: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F3", "shape": [5], "data_offsets": [0, 4]}}).encode()
+    (folder / SINGLE).write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
+    assert check(folder).num_tensors == 1
+
+
+def drop_a_shard(folder: Path) -> None:
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def exchange_shards(folder: Path) -> None:
+    first, second = sorted(folder.glob("model-*"))
+    kept = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(kept)
+
+
+def write_index(content: object) -> Callable[[Path], object]:
+    text = content if isinstance(content, str) else json.dumps(content)
+    return lambda folder: (folder / INDEX).write_text(text)
+
+
+INDEXES = {
+    "a missing shard": (drop_a_shard, "names files that are not there: model-00002-of-00002.safetensors"),
+    "exchanged shards": (exchange_shards, "names tensors that model-00001-of-00002.safetensors does not hold"),
+    "not JSON": (write_index("{"), f"{INDEX} is not JSON"),
+    "a list": (write_index([]), f"{INDEX} must be an object"),
+    "no map": (write_index({}), "has no weight_map"),
+    "an empty map": (write_index({"weight_map": {}}), "has no weight_map"),
+    "a map of numbers": (write_index({"weight_map": {"a": 3}}), "the file of a must be a name in the folder"),
+    "a way out": (write_index({"weight_map": {"a": "../x.safetensors"}}), "must be a name in the folder"),
+    "a folder": (write_index({"weight_map": {"a": ".."}}), "names files that are not there"),
+    "a name too long": (write_index({"weight_map": {"a": "x" * 5000}}), ""),
+}
+
+
+@pytest.mark.parametrize("case", INDEXES)
+def test_an_index_that_does_not_fit(sharded: Path, case: str) -> None:
+    damage, words = INDEXES[case]
+    damage(sharded)
+    assert words in refused(sharded)
+
+
+def test_a_folder_in_place_of_the_weights(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    (folder / SINGLE).mkdir()
+    assert "no weights in the folder" in refused(folder)

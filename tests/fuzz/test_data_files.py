@@ -1,0 +1,310 @@
+"""Broken data files: a row is used as it stands, or one DataError names file, row and column; nothing is dropped."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.data import load_prompts, load_tokenizer, tokenize_prompts
+from grpo_dist.data.prompts import Prompt
+from grpo_dist.errors import DataError
+from grpo_dist.rewards.group import Sample
+
+KEY = "data.train_files"
+ROWS, PARQUET_ROWS, BYTES = 800, 200, 600
+LONGEST_MESSAGE = 2000
+MEGABYTE_S = 10.0  # processor time; it takes about one second
+
+GOOD: dict[str, Any] = {
+    "data_source": "gsm8k",
+    "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 0, "split": "train", "tags": ["a", "b"]},
+}
+PATHS: list[tuple[Any, ...]] = [
+    ("data_source",), ("prompt",), ("prompt", 0), ("prompt", 1), ("prompt", 1, "role"), ("prompt", 1, "content"),
+    ("ability",), ("reward_model",), ("reward_model", "style"), ("reward_model", "ground_truth"), ("extra_info",),
+    ("extra_info", "index"), ("extra_info", "tags"),
+]  # fmt: skip
+COLUMNS = {path[0] for path in PATHS}
+JUNK: list[Any] = [
+    None, True, False, 0, -1, 2**63, 10**400, 0.0, -0.0, 1e308, math.nan, math.inf, -math.inf, "", " ", "\n", "text",
+    "nan",
+    "\x00", "\x07\x1b[31m", "\u202e\u200b\ufeff", "\ud800", "\udfff x", "e\u0301" * 50, "🙂👩‍👩‍👧", "﷽" * 20,
+    "x" * 5000,
+    "<|im_start|>", "{{ 7 * 7 }}", "{% for", "</s><s>[INST]", [], [[]], [None], ["a", 1, None], [{"role": "user"}], {},
+    [{"role": "user", "content": None}], [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+    {"a": {"b": {}}},
+    [{"role": None, "content": "x"}], [{"role": "user", "content": "x", "tool_calls": [{"x": 1}]}],
+    {"ground_truth": None},
+    {"ground_truth": [1, {"x": None}]}, {"": 1}, {"role": "user", "content": "x"}, [1] * 1000,
+    {str(i): i for i in range(99)},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(resolve_model_path("builtin:tiny-qwen3"), trust_remote_code=False)
+
+
+def broken_row(rng: random.Random) -> dict[str, Any]:
+    """A good row with one or two places changed or left out."""
+    row = copy.deepcopy(GOOD)
+    for _ in range(rng.choice([1, 1, 2])):
+        *parents, last = rng.choice(PATHS)
+        place: Any = row
+        try:
+            for name in parents:
+                place = place[name]
+            if rng.random() < 0.15:
+                del place[last]
+            else:
+                place[last] = copy.deepcopy(rng.choice(JUNK))
+        except (KeyError, IndexError, TypeError):
+            continue  # the first change has taken the place away
+    return row
+
+
+def load(file: Path, tokenizer: Any) -> list[Prompt]:
+    """What a run does with a file before it starts."""
+    prompts = load_prompts(
+        [str(file)], key=KEY, prompt_key="prompt", reward_fn_key="data_source", max_samples=-1, shuffle_seed=None
+    )
+    tokenized, overlong = tokenize_prompts(
+        prompts,
+        tokenizer,
+        max_prompt_length=512,
+        truncation="left",
+        filter_overlong_prompts=False,
+        apply_chat_template_kwargs={},
+    )
+    assert len(tokenized) == len(prompts)
+    assert len(overlong) <= len(prompts)
+    for prompt in prompts:  # what a run does with a row later: hand it to the scorer, write it down
+        Sample("response", prompt.data_source, prompt.ground_truth, prompt.extra_info, prompt.messages)
+        json.dumps({"gts": prompt.ground_truth, "source": prompt.data_source}, ensure_ascii=False, default=str).encode()
+    return prompts
+
+
+def outcome(file: Path, tokenizer: Any, case: str) -> list[Prompt] | str:
+    """The prompts, or the message."""
+    try:
+        return load(file, tokenizer)
+    except DataError as error:
+        message = str(error)
+        assert file.name in message, f"{case}: {message}"
+        assert len(message) < LONGEST_MESSAGE, case
+        return message
+    except Exception as error:
+        raise AssertionError(f"{case}: {type(error).__name__}: {str(error)[:300]}") from error
+
+
+def cases(count: int, part: int) -> Iterator[tuple[random.Random, str]]:
+    for seed in range(count):
+        yield random.Random(seed * 10 + part), f"case {seed}"
+
+
+def test_broken_rows_of_a_jsonl_file(tmp_path: Path, tokenizer: Any) -> None:
+    good, used = json.dumps(GOOD), 0
+    for rng, case in cases(ROWS, 0):
+        row = broken_row(rng)
+        file = tmp_path / "rows.jsonl"
+        file.write_text(f"{good}\n{json.dumps(row)}\n{good}\n")
+        case = f"{case}: {json.dumps(row)[:500]}"
+        found = outcome(file, tokenizer, case)
+        if isinstance(found, str):
+            assert f"{file}, line 2: " in found, f"{case}: {found}"
+            assert any(column in found for column in COLUMNS) or "not valid JSON" in found, f"{case}: {found}"
+        else:
+            assert [prompt.index for prompt in found] == [0, 1, 2], case
+            written = {"truth": row["reward_model"]["ground_truth"], "extra": row.get("extra_info") or {}}
+            assert json.dumps({"truth": found[1].ground_truth, "extra": found[1].extra_info}) == json.dumps(written), (
+                case
+            )
+            used += 1
+    assert ROWS / 10 < used < ROWS * 0.9
+
+
+def test_broken_rows_of_a_parquet_file(tmp_path: Path, tokenizer: Any) -> None:
+    written = 0
+    for rng, case in cases(PARQUET_ROWS, 1):
+        row = broken_row(rng)
+        try:
+            pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+        except (pa.ArrowException, OverflowError, ValueError, TypeError, IndexError):
+            continue  # parquet has no form for it
+        written += 1
+        case = f"{case}: {json.dumps(row)[:500]}"
+        found = outcome(tmp_path / "rows.parquet", tokenizer, case)
+        if isinstance(found, str):
+            assert "rows.parquet, row 1: " in found or "no readable" in found, f"{case}: {found}"
+        else:
+            assert len(found) == 1
+    assert written > PARQUET_ROWS / 2
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """A good file of each kind."""
+    rows = [GOOD | {"extra_info": {"index": i}} for i in range(20)]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "good.parquet")
+    return {
+        "rows.jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode(),
+        "rows.json": json.dumps(rows).encode(),
+        "rows.parquet": (folder / "good.parquet").read_bytes(),
+    }
+
+
+def damaged(raw: bytes, rng: random.Random) -> bytes:
+    """Bits flipped, bytes put in or taken out, or the end cut off."""
+    at = rng.randrange(len(raw))
+    kind = rng.randrange(5)
+    if kind == 0:
+        return raw[:at]
+    if kind == 1:
+        return raw[:at] + rng.randbytes(rng.choice([1, 3, 50])) + raw[at:]
+    if kind == 2:
+        return raw[:at] + raw[at + rng.choice([1, 10, 100]) :]
+    for _ in range(rng.choice([1, 1, 5])):
+        at = rng.randrange(len(raw))
+        raw = raw[:at] + bytes([raw[at] ^ (1 << rng.randrange(8))]) + raw[at + 1 :]
+    return raw
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
+def test_damaged_files(tmp_path: Path, tokenizer: Any, name: str) -> None:
+    raw, refused = files(tmp_path)[name], 0
+    for rng, case in cases(BYTES // 3, 2):
+        (tmp_path / name).write_bytes(damaged(raw, rng))
+        found = outcome(tmp_path / name, tokenizer, case)
+        refused += isinstance(found, str)
+        assert found, case
+    assert refused > BYTES / 12
+
+
+def good_text(**changes: Any) -> str:
+    return json.dumps(GOOD | changes)
+
+
+def test_a_megabyte_of_prompt_is_soon_done(tmp_path: Path, tokenizer: Any) -> None:
+    texts = ["a" * 2**20, " " * 2**19 + "x" * 2**19, "日本語🙂 " * 70_000]
+    for text in texts:
+        (tmp_path / "long.jsonl").write_text(good_text(prompt=text))
+        started = time.process_time()
+        (prompt,) = load(tmp_path / "long.jsonl", tokenizer)
+        assert time.process_time() - started < MEGABYTE_S
+        assert prompt.messages[0]["content"] == text
+
+
+def test_overlong_prompts_are_returned_and_not_lost(tmp_path: Path, tokenizer: Any) -> None:
+    lines = [good_text(prompt="1+1?"), good_text(prompt="x" * 2**18), good_text(prompt="2+2?")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    prompts = load(tmp_path / "rows.jsonl", tokenizer)
+    options = {"max_prompt_length": 100, "truncation": "error", "apply_chat_template_kwargs": {}}
+    kept, overlong = tokenize_prompts(prompts, tokenizer, filter_overlong_prompts=True, **options)
+    assert [each.prompt.index for each in kept] == [0, 2]
+    assert [prompt.location.rpartition("/")[2] for prompt in overlong] == ["rows.jsonl, line 2"]
+
+
+CONTENTS = {
+    "nothing": (b"", "holds no rows"),
+    "blank lines": (b"\n  \n\r\n", "holds no rows"),
+    "a mark of byte order": (b"\xef\xbb\xbf", "not valid JSON"),
+    "another encoding": ('{"a": 1}'.encode("utf-16"), "line 1: not valid JSON"),
+    "latin-1": (b'{"prompt": "\xe9"}', "line 1: not valid JSON"),
+    "half a character": (good_text(prompt="\ud83d x").encode(), "line 1: not valid JSON"),
+    "the other half": (good_text(data_source="\udc00").encode(), "line 1: not valid JSON"),
+    "very deep": (b"[" * 200_000, "line 1: not valid JSON"),
+    "a very long number": (b'{"a": ' + b"1" * 10_000 + b"}", "line 1: not valid JSON"),
+    "a name twice": (b'{"prompt": "a", "prompt": "b"}', "the name 'prompt' stands there twice"),
+    "a list": (b"[1]", "line 1: expected an object"),
+    "null": (b"null", "line 1: expected an object"),
+    "zeros": (b"\0" * 100, "line 1: not valid JSON"),
+    "nan as the truth": (good_text(reward_model={"ground_truth": math.nan}).encode(), "ground_truth is nan"),
+    "infinity": (good_text(reward_model={"ground_truth": -math.inf}).encode(), "ground_truth is -inf"),
+    "many columns": (json.dumps({f"column {i}": i for i in range(10_000)}).encode(), "no column 'data_source'"),
+}
+
+
+@pytest.mark.parametrize("case", CONTENTS)
+def test_contents_of_a_jsonl_file(tmp_path: Path, tokenizer: Any, case: str) -> None:
+    raw, words = CONTENTS[case]
+    (tmp_path / "rows.jsonl").write_bytes(raw)
+    found = outcome(tmp_path / "rows.jsonl", tokenizer, case)
+    assert isinstance(found, str)
+    assert words in found
+
+
+def test_a_whole_character_of_two_halves_is_good(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "rows.jsonl").write_text(good_text(prompt="\U0001f642"))
+    assert "\\ud83d" in (tmp_path / "rows.jsonl").read_text()
+    assert load(tmp_path / "rows.jsonl", tokenizer)[0].messages[0]["content"] == "\U0001f642"
+
+
+def test_the_same_row_again_is_another_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "rows.jsonl").write_text(f"{good_text()}\n" * 3)
+    prompts = load(tmp_path / "rows.jsonl", tokenizer)
+    assert [prompt.index for prompt in prompts] == [0, 1, 2]
+
+
+def test_a_very_large_extra_info(tmp_path: Path, tokenizer: Any) -> None:
+    large = {"text": "x" * 2**20, "numbers": list(range(50_000)), "deep": json.loads("[" * 300 + "]" * 300)}
+    (tmp_path / "rows.jsonl").write_text(good_text(extra_info=large))
+    assert load(tmp_path / "rows.jsonl", tokenizer)[0].extra_info == large
+
+
+def test_parquet_without_rows_or_columns_and_with_strange_ones(tmp_path: Path, tokenizer: Any) -> None:
+    good = pa.Table.from_pylist([GOOD])
+    twice = pa.table([good["data_source"], good["data_source"], good["prompt"]], names=["prompt", "prompt", "x"])
+    not_text = pa.Array.from_buffers(
+        pa.string(), 1, [None, pa.py_buffer(np.array([0, 2], np.int32)), pa.py_buffer(b"\xff\xfe")]
+    )
+    dates = pa.array([2**62], pa.timestamp("us"))
+    tables = {
+        "no rows": (good.slice(0, 0), "holds no rows"),
+        "no columns": (pa.table({}), "holds no rows"),
+        "a column twice": (twice, "several columns are called 'prompt'"),
+        "no such column": (good.drop_columns(["prompt"]), "row 1: no column 'prompt'"),
+        "bytes that are no text": (good.set_column(0, "data_source", not_text), "not a readable parquet file"),
+        "a date beyond all calendars": (good.append_column("when", dates), "not a readable parquet file"),
+        "bytes for text": (good.set_column(0, "data_source", pa.array([b"gsm8k"])), "row 1: data_source must be"),
+    }
+    for case, (table, words) in tables.items():
+        pq.write_table(table, tmp_path / "rows.parquet")
+        found = outcome(tmp_path / "rows.parquet", tokenizer, case)
+        assert isinstance(found, str), case
+        assert words in found, f"{case}: {found}"
+
+
+def test_what_is_no_file(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "folder.jsonl").mkdir()
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nothing")
+    for name in ("folder.jsonl", "pipe.jsonl", "loop.jsonl", "gone.jsonl", "x" * 300 + ".jsonl"):
+        assert isinstance(outcome(tmp_path / name, tokenizer, name), str)
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.jsonl").write_text(good_text())
+
+    def refuse(*args: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path / "rows.jsonl"))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    found = outcome(tmp_path / "rows.jsonl", tokenizer, "no permission")
+    assert isinstance(found, str)
+    assert "cannot read the file: " in found

@@ -1,0 +1,127 @@
+"""Model folders with random damage: the driver's check or loading refuses them by name, or the model is whole."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from grpo_dist.assets.model_folder import check_model_folder
+from grpo_dist.config.memory import model_config_at_hand, model_shape
+from grpo_dist.engines.fsdp_model import load_model
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.errors import DataError
+from tests.models import random_qwen3
+
+CONFIGS, FLIPS = 60, 40
+WEIGHTS = "model.safetensors"
+KEYS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "rms_norm_eps", "rope_parameters", "hidden_act", "tie_word_embeddings", "model_type", "architectures",
+    "max_position_embeddings", "layer_types", "eos_token_id", "dtype", "attention_dropout", "initializer_range",
+)  # fmt: skip
+JUNK: list[Any] = [None, True, "x", "", -1, 0, 1, 3, 1.5, [], ["x"], {}, {"a": 1}, "bert", "llama", 1e30]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(random_qwen3(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "model"))
+
+
+def load(folder: Path) -> Any:
+    """What the driver and then each actor rank do with a folder."""
+    check_model_folder(folder, setting=f"actor_rollout_ref.model.path={folder}", trust_remote_code=False)
+    settings = ModelSettings(str(folder), False, "fp32", "fp32", False, True, "shared", -1)
+    return load_model(settings, "cpu")
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        load(folder)
+    assert str(caught.value).startswith(f"actor_rollout_ref.model.path={folder}: ")
+    return str(caught.value)
+
+
+def change_weights(folder: Path, change: Any) -> None:
+    weights = load_file(folder / WEIGHTS)
+    change(weights)
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_no_numbers(folder: Path, value: float) -> None:
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+
+    change_weights(folder, change)
+    assert "nan or infinity in the weights: model.layers.1.mlp.up_proj.weight" in refused(folder)
+
+
+def test_weights_that_are_missing_or_of_another_shape(folder: Path) -> None:
+    change_weights(folder, lambda weights: weights.pop("model.layers.0.self_attn.q_proj.weight"))
+    assert "the weights are incomplete: there is no model.layers.0.self_attn.q_proj.weight" in refused(folder)
+    change_weights(folder, lambda weights: weights.update({"model.layers.0.self_attn.q_proj.weight": torch.ones(3, 3)}))
+    assert "q_proj.weight (3, 3), should be (32, 32)" in refused(folder)
+
+
+def test_pickled_weights_are_not_loaded(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+    assert "pickled" in refused(folder)
+    with pytest.raises(DataError, match="cannot load a causal LM"):
+        load_model(ModelSettings(str(folder), False, "fp32", "fp32", False, True, "shared", -1), "cpu")
+
+
+def test_flipped_bits_are_found_or_are_other_numbers(folder: Path) -> None:
+    raw, messages = (folder / WEIGHTS).read_bytes(), []
+    names = set(load_file(folder / WEIGHTS))
+    for seed in range(FLIPS):
+        rng = random.Random(seed)
+        at = rng.randrange(8 + 3000 if seed % 2 else len(raw))
+        (folder / WEIGHTS).write_bytes(raw[:at] + bytes([raw[at] ^ (1 << rng.randrange(8))]) + raw[at + 1 :])
+        try:
+            model = load(folder)
+        except DataError as error:
+            messages.append(str(error))
+        except Exception as error:
+            raise AssertionError(f"case {seed}, byte {at}: {type(error).__name__}: {str(error)[:300]}") from error
+        else:
+            assert names <= set(model.state_dict()), f"case {seed}"
+            assert all(torch.isfinite(weight).all() for weight in model.parameters()), f"case {seed}"
+    assert len(messages) >= FLIPS / 10
+    assert all(message.startswith(f"actor_rollout_ref.model.path={folder}: ") for message in messages)
+
+
+def test_config_json_with_junk_in_it(folder: Path) -> None:
+    config, messages = json.loads((folder / "config.json").read_text()), []
+    for seed in range(CONFIGS):
+        rng = random.Random(seed)
+        changed = dict(config)
+        for _ in range(rng.choice([1, 1, 2])):
+            key = rng.choice(KEYS)
+            changed[key] = rng.choice(JUNK)
+            if rng.random() < 0.1:
+                del changed[key]
+        case = f"case {seed}: { {key: changed.get(key) for key in KEYS if changed.get(key) != config.get(key)} }"
+        (folder / "config.json").write_text(json.dumps(changed))
+        shape = model_shape(model_config_at_hand(str(folder)) or {})
+        assert shape is None or shape.num_parameters > 0, case
+        try:
+            load(folder)
+        except DataError as error:
+            messages.append(str(error))
+        except Exception as error:
+            raise AssertionError(f"{case}: {type(error).__name__}: {str(error)[:300]}") from error
+    assert len(messages) > CONFIGS / 4
+    assert all(message.startswith(f"actor_rollout_ref.model.path={folder}: ") for message in messages)
