@@ -339,8 +339,9 @@ class GRPOTrainer:
         self.trackers.log(self.metrics, self.step)
         self.progress.step(self.step, self.metrics)
         self.history.append({"step": self.step, **self.metrics})
-        if found.faults:
-            self.samples.collect()  # the run stops, and the advice is to read them
+        if found.faults:  # the run stops, and the advice is to read the samples
+            self.samples.collect()
+            self.saver.finish()
         found.tell(self.progress.message, self.saver.last)
 
     def finish(self) -> None:

@@ -36,6 +36,13 @@ class Recorder:
         self.loaded.append(folder)
 
 
+class Saver:
+    """Remembers what it need not write again."""
+
+    def resumed_from(self, folder: Path, step: int) -> None:
+        self.last, self.step = folder, step
+
+
 def make_run(run_dir: Path, *overrides: str, state: str = "") -> Any:
     """The parts of a trainer that a checkpoint is about."""
     config, _ = load_config([f"trainer.default_local_dir={run_dir}", *overrides])
@@ -52,6 +59,7 @@ def make_run(run_dir: Path, *overrides: str, state: str = "") -> Any:
         weight_version=-1,
         metrics={"actor/loss": 1.0, "val-core/x/reward/mean@1": 0.25},
         changes=[],
+        saver=Saver(),
         head=[],
         refresh_reference_head=lambda: None,
     )
@@ -85,6 +93,7 @@ def test_the_state_goes_on(tmp_path: Path) -> None:
     assert after.prompts.sampler.state == {"order": "middle"}
     assert after.sampler.state == {"ledger": "middle"}
     assert after.kl_controller.coef == 0.75
+    assert (after.saver.last, after.saver.step) == (folder, 4), "it need not be written again"
     assert after.roles.actor.loaded == [str(folder / "actor")]
     assert after.roles.ref.loaded == [str(folder / "ref")]
     assert not (tmp_path / "global_step_9.tmp").exists(), "leftovers are cleared at the start"

@@ -1,0 +1,52 @@
+"""A run on fake workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from grpo_dist.config.load import load_config
+from grpo_dist.trainer.build import build_trainer, load_run_prompts, reward_settings
+from grpo_dist.trainer.roles import Roles
+from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.groups import ActorGroup, ReferenceGroup
+from grpo_dist.workers.restarts import RestartBudget
+from grpo_dist.workers.reward_pool import RewardPool
+from grpo_dist.workers.rollout_group import RolloutGroup
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if extra_info["index"] == BAD:
+        raise ValueError("no such thing")
+    return {"score": float(len(solution_str)), "half": len(solution_str) / 2}
+"""
+
+
+def make_trainer(
+    tmp_path: Path, groups: dict[str, WorkerGroup], *overrides: str, length: int = 8, bad: int = -1
+) -> GRPOTrainer:
+    """A trainer of 3 steps with 4 prompts x 4 responses in 2 mini-batches."""
+    (tmp_path / "reward.py").write_text(REWARD.replace("BAD", str(bad)))
+    config, _ = load_config(
+        [
+            "data.train_batch_size=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.rollout.n=4",
+            "data.val_max_samples=4",
+            f"custom_reward_function.path={tmp_path}/reward.py",
+            "trainer.total_training_steps=3",
+            "trainer.test_freq=2",
+            "trainer.save_freq=2",
+            f"trainer.default_local_dir={tmp_path}/run",
+            *overrides,
+        ]
+    )
+    restarts = RestartBudget(config.trainer.max_worker_restarts)
+    pool = RewardPool(groups["reward"], restarts)
+    groups["reward"].gather(pool.submit_start(reward_settings(config)))
+    groups["rollout"].call_all("test", "set_length", length)
+    groups["actor"].call_all("test", "forget")
+    ref = ReferenceGroup(groups["ref"], restarts)
+    roles = Roles(ActorGroup(groups["actor"]), RolloutGroup(groups["rollout"], restarts), pool, ref, restarts)
+    prompts, _ = load_run_prompts(config)
+    return build_trainer(config, roles, prompts, 3)
