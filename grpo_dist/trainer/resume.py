@@ -55,8 +55,10 @@ def resume(trainer: GRPOTrainer) -> Path | None:
         trainer.refresh_reference_head()
     trainer.prompts.sampler.load_state_dict(state.sampler)
     trainer.sampler.load_state_dict(state.ledger)
-    if not trainer.changes:  # else they may not be what would be sampled now
+    if not trainer.changes:
         trainer.sampler.restored = read_finished(where, state.finished, roles.reward)
+    elif num_groups := sum(len(each["rows"]) for each in state.finished):
+        trainer.changes.append(f"so {num_groups} finished groups of coming steps are not used, but sampled again")
     trainer.step, trainer.weight_version = state.step, state.weight_version - 1
     trainer.saver.resumed_from(folder, state.step)
     if trainer.kl_controller.target_kl is not None:

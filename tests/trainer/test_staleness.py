@@ -220,7 +220,10 @@ def test_finished_groups_of_coming_steps_are_taken_from_the_checkpoint(
     assert resumed.history[-1]["step"] == STEPS
     changed = make_trainer(tmp_path, groups, *overrides, *names, "actor_rollout_ref.rollout.temperature=0.5")
     changed.resume()
-    assert changed.changes == ["actor_rollout_ref.rollout.temperature: 1.0 -> 0.5"]
+    assert changed.changes == [
+        "actor_rollout_ref.rollout.temperature: 1.0 -> 0.5",
+        f"so {len(there)} finished groups of coming steps are not used, but sampled again",
+    ]
     assert changed.sampler.restored == {}, "at another temperature they are not what would be sampled"
 
 
