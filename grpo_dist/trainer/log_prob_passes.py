@@ -82,15 +82,16 @@ class PassQueue:
         except WorkerError as error:
             self._begin_restart(call.group.root_cause(error))
 
-    def check_deadline(self, limit_s: float) -> None:
-        """Restart the giver if it has not answered for `limit_s` seconds.
+    def check_deadline(self, pass_s: float, start_s: float) -> None:
+        """Restart the giver if a pass has taken longer than `pass_s` seconds, or its start longer than `start_s`.
 
         Raises:
             WorkerLost: it cannot be restarted.
         """
-        late = [call for call in self.in_flight if call.is_late(limit_s)]
+        limit = pass_s if self._restart is None else start_s
+        late = [call for call in self.in_flight if call.is_late(limit)]
         if late:
-            self._begin_restart(late[0].group.late(late, limit_s))
+            self._begin_restart(late[0].group.late(late, limit))
 
     def _collect_pass(self, call: Call) -> None:
         assert self._running is not None

@@ -235,10 +235,10 @@ class RolloutPump:
         self.rollout.check_deadlines(self.worker_timeout_s)
         self._queue_lost()
         for giver in self._givers.values():
-            giver.check_deadline(self.worker_timeout_s)
+            giver.check_deadline(self.worker_timeout_s, self.rollout.startup_timeout_s)
         for call in self.reward.starting:
-            if call.is_late(self.worker_timeout_s):
-                self.reward.replace(call, call.group.late([call], self.worker_timeout_s))
+            if call.is_late(self.rollout.startup_timeout_s):
+                self.reward.replace(call, call.group.late([call], self.rollout.startup_timeout_s))
         for call, (job, i) in list(self._scoring.items()):
             limit = self.reward_timeout_s * (job.requests[i].sampling.n + 1) + SCORER_START_S
             if call.is_late(limit):

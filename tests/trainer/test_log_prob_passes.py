@@ -70,7 +70,7 @@ def run(queue: PassQueue, job: RolloutJob, limit_s: float = 60.0) -> None:
         queue.dispatch()
         for call in finished(queue.in_flight, None, 0.1):
             queue.collect(call)
-        queue.check_deadline(limit_s)
+        queue.check_deadline(limit_s, 60.0)
 
 
 @pytest.fixture

@@ -252,7 +252,7 @@ def test_a_reward_process_that_hangs_ends_the_step(
     monkeypatch.setattr("grpo_dist.trainer.pump.SCORER_START_S", 0.0)
     with spawned("reward", StuckRewardWorker, [()]) as reward:
         stuck = groups | {"reward": reward}
-        trainer = make_trainer(tmp_path, stuck, "reward.timeout_s=0.2")
+        trainer = make_trainer(tmp_path, stuck, "reward.timeout_s=0.2", "trainer.max_worker_restarts=0")
         trainer.sync_weights()
         message = r"the reward process did not answer for prompt step1-prompt\d+ \(data_source 'arithmetic'\)"
         with pytest.raises(RewardError, match=message):
