@@ -42,6 +42,8 @@ TRACEBACK_CHARS = 4000
 # Ray sends results up to 100 kB back with the reply, to the driver's memory. Data is not for the driver: a worker with
 # this in its environment leaves all but short answers in the object store.
 DATA_STAYS_IN_STORE = {"RAY_max_direct_call_object_size": "4096"}
+# A new process imports torch, transformers or vLLM before it answers, and others do so beside it.
+PROCESS_START_S = 600.0
 # How often a wait looks at its time limits while nothing finishes.
 POLL_S = 0.5
 
@@ -185,7 +187,8 @@ class WorkerGroup:
 
     def call_home(self) -> list[Address]:
         """Wait until every process is there, and note where."""
-        return self.note_addresses(self.call_all("start", "address"))
+        limit = max(self.timeout_s, PROCESS_START_S)
+        return self.note_addresses(self.gather(self.submit_all("start", "address"), timeout_s=limit))
 
     def note_addresses(self, addresses: Sequence[Address]) -> list[Address]:
         """Note where the processes are, in rank order."""
