@@ -91,9 +91,7 @@ def growth(seen: list[tuple[int, dict[str, float]]], name: str) -> tuple[float, 
 
 def test_nothing_grows(tmp_path: Path) -> None:
     seen = watch(tmp_path / "run")
-    rows: Mapping[str, tuple[float, float]] = {
-        name: growth(seen, name) for name in sorted({n for _, r in seen for n in r})
-    }
+    rows = {name: growth(seen, name) for name in sorted({n for _, r in seen for n in r})}
     table = "\n".join(f"{name:40s} {early:10.1f} {late:10.1f}" for name, (early, late) in rows.items())
     sys.stdout.write(f"\n{table}\n")
     assert last_step(tmp_path / "run" / "metrics.jsonl") == STEPS
