@@ -313,7 +313,7 @@ class WorkerGroup:
         worst = next((call for call in calls if states.get(call.rank) in LOST), calls[0])
         state = f": its process is {states[worst.rank]}" if worst.rank in states else ""
         others = len(calls) - 1
-        also = f"; so are {others} other ranks, which may wait for it" if others else ""
+        also = f"; ranks that are late too, and may wait for it: {others}" if others else ""
         return self.lost(worst.rank, worst.stage, f"no answer within {limit_s:g} s{state}{also}")
 
     def root_cause(self, error: GrpoDistError) -> GrpoDistError:

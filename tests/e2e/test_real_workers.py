@@ -78,7 +78,8 @@ def lab(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
     workers = Workers(config)
     try:
         roles = workers.start(num_steps=STEPS)
-        roles.actor.save_checkpoint(str(folder / "start"))
+        roles.actor.begin_save(str(folder / "start"))
+        roles.actor.finished_save(wait=True)
         yield Lab(config, roles, str(folder / "start"))
     finally:
         workers.shutdown()

@@ -162,7 +162,7 @@ def test_an_engine_that_fails_is_replaced_and_one_that_fails_too_often_stops_the
             assert collect_all(group, []) == []
     with pytest.raises(EngineError, match="engine died") as caught:
         group.collect(call)
-    assert caught.value.__notes__ == ["trainer.max_worker_restarts=1 rollout workers were replaced before"]
+    assert caught.value.__notes__ == ["trainer.max_worker_restarts=1 workers were replaced before"]
 
 
 def test_a_mistake_of_the_users_is_not_tried_again(make: Callable) -> None:
