@@ -177,7 +177,9 @@ def test_a_receiver_that_does_not_answer_is_given_up_in_time() -> None:
     assert "weight group 1 of 3 ranks: a rank died or did not answer within 3 s" in sent
     assert took < 2.5 * limit
     assert gathered == list(NAMES), "the other actor ranks would wait for the sender in every gather"
-    assert "weight group 1" in receipt.fault or "the sender gave up" in receipt.fault
+    # whoever's limit runs out first: the broadcast's, the sender's, or this receiver's own
+    ways = ("weight group 1", "the sender gave up", "the sender announced no weight bucket")
+    assert any(way in receipt.fault for way in ways)
     assert waited < 2.5 * limit
     assert (sent_again, received_again) == ("sent", Receipt(6))
 
