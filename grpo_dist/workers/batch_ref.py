@@ -1,8 +1,8 @@
 """DataProtoRef: the driver's handle of a batch whose columns lie in Ray's object store.
 
-A worker returns its columns once, with a label; they stay in the store and belong to the driver, so that they outlive the
-worker (`workers.group.Call.handle`). Who has a batch at hand puts it there (`put`). A consumer fetches its rows of the
-columns it asks for (`fetch`). The driver only rearranges handles. A handle carries, besides references, the few
+A worker returns its columns once, with a label; they stay in the store and belong to the driver, so that they outlive
+the worker (`workers.group.Call.handle`). Who has a batch at hand puts it there (`put`). A consumer fetches its rows of
+the columns it asks for (`fetch`). The driver only rearranges handles. A handle carries, besides references, the few
 small columns the driver needs (one number or string per row): they never grow with response length.
 """
 
