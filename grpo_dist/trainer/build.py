@@ -20,10 +20,9 @@ from grpo_dist.data.prompts import add_system_prompt, load_prompts
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, load_tokenizer, tokenize_prompts
 from grpo_dist.rewards import check_data_sources, load_reward_function
-from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
-from grpo_dist.trainer.preflight import check_model, model_setting
+from grpo_dist.trainer.preflight import check_model, import_reward_function, model_setting
 from grpo_dist.trainer.roles import Prompts, Roles
 from grpo_dist.trainer.settings import (
     engine_settings,
@@ -69,11 +68,7 @@ def resolve_names(config: RunConfig) -> None:
     if reward.path is None:
         load_reward_function(None, reward.name, reward.reward_kwargs)
     else:
-        scorer = Scorer(reward.path, reward.name, reward.reward_kwargs, timeout_s=config.reward.timeout_s)
-        try:
-            scorer.start()  # the user's code runs in a process of its own, here as later
-        finally:
-            scorer.stop()
+        import_reward_function(reward.path, config)
     sampler = config.data.sampler
     if sampler.class_path is not None and sampler.class_name is not None:
         load_sampler_class(sampler.class_path, sampler.class_name)

@@ -98,7 +98,7 @@ def _check_tokens(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Any, 
 
 
 def _check_reward(config: RunConfig) -> Iterator[str]:
-    """Import the reward function in a process of its own, as a run does."""
+    """Import the reward function, if it is a file that is here or a module."""
     reward = config.custom_reward_function
     if reward.path is None:
         return
@@ -106,9 +106,20 @@ def _check_reward(config: RunConfig) -> Iterator[str]:
     if source.endswith(".py") and not is_file(source):
         yield f"not checked: {reward.path}: no such file"
         return
-    scorer = Scorer(reward.path, reward.name, reward.reward_kwargs, timeout_s=config.reward.timeout_s)
+    import_reward_function(reward.path, config)
+    yield f"checked: {reward.path}: {reward.name} can be called"
+
+
+def import_reward_function(path: str, config: RunConfig) -> None:
+    """Import the user's reward function in a process of its own, as the reward processes do.
+
+    Raises:
+        ConfigError: it is not there, or cannot be imported.
+        RewardError: importing it hangs, or ends its process.
+    """
+    reward = config.custom_reward_function
+    scorer = Scorer(path, reward.name, reward.reward_kwargs, timeout_s=config.reward.timeout_s)
     try:
         scorer.start()
     finally:
         scorer.stop()
-    yield f"checked: {reward.path}: {reward.name} can be called"
