@@ -20,6 +20,7 @@ from grpo_dist.trainer.rollout_job import GroupRequest
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.workers.groups import ActorGroup
+from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.reward import Task, on_last_token
 from grpo_dist.workers.reward_pool import RewardPool
@@ -77,7 +78,7 @@ def measure(num_workers: int, samples: int) -> list[dict[str, Any]]:
     rollout = _spawn("rollout", FakeRollout, num_workers, max_concurrency=1000)
     reward, actor = _spawn("reward", FakeReward, REWARD_WORKERS), _spawn("actor", FakeActor, ACTOR_RANKS)
     group = RolloutGroup(rollout)
-    pump = RolloutPump(group, RewardPool(reward), {}, reward_timeout_s=600.0, worker_timeout_s=600.0)
+    pump = RolloutPump(group, RewardPool(reward), {}, reward_timeout_s=600.0)
     rows = []
     for length in LENGTHS:
         rollout.call_all("set_length", "set_length", length)
@@ -123,9 +124,9 @@ def _spawn(role: str, worker_class: type, size: int, **options: Any) -> WorkerGr
     processes = PROCESSES[role]
     _, bundles = reserve({role: (processes, 0.01, 0.0)})
     args: list[tuple[Any, ...]] = [()] * processes
-    options |= {"timeout_s": 600.0, "env": DATA_STAYS_IN_STORE}  # as in a run
+    options |= {"limits": TimeLimits(600.0), "env": DATA_STAYS_IN_STORE}  # as in a run
     group = WorkerGroup.spawn(role, worker_class, bundles[role], args=args, **options)
-    return WorkerGroup(role, [group.handles[rank % processes] for rank in range(size)], 600.0)
+    return WorkerGroup(role, [group.handles[rank % processes] for rank in range(size)], TimeLimits(600.0))
 
 
 def _resident_mib() -> float:

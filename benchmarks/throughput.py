@@ -13,6 +13,7 @@ from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.trainer.pump import RolloutPump
 from grpo_dist.trainer.rollout_job import GroupRequest
 from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.reward import Task
 from grpo_dist.workers.reward_pool import RewardPool
@@ -55,7 +56,9 @@ def spawn(role: str, worker_class: type, args: tuple[Any, ...], threads: int, **
     """One process."""
     _, bundles = reserve({role: (1, 0.01, 0.0)})
     env = {"OMP_NUM_THREADS": str(threads)}
-    return WorkerGroup.spawn(role, worker_class, bundles[role], args=[args], env=env, timeout_s=TIMEOUT_S, **options)
+    return WorkerGroup.spawn(
+        role, worker_class, bundles[role], args=[args], env=env, limits=TimeLimits(TIMEOUT_S), **options
+    )
 
 
 def _prompts() -> list[list[int]]:
@@ -74,7 +77,7 @@ def _ours(path: str, threads: int) -> Callable[[], float]:
     group = RolloutGroup(workers)
     workers.gather(group.submit_start([engine_settings(path)]))
     reward: RewardPool = _NoReward()  # type: ignore[assignment]
-    pump = RolloutPump(group, reward, {}, reward_timeout_s=TIMEOUT_S, worker_timeout_s=TIMEOUT_S)
+    pump = RolloutPump(group, reward, {}, reward_timeout_s=TIMEOUT_S)
     sampling = SamplingSettings(N, 1.0, 1.0, -1, RESPONSE_LENGTH, None, ignore_eos=True)
 
     def run() -> float:

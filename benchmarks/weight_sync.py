@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.throughput import TIMEOUT_S, engine_settings, kill, spawn
+from benchmarks.throughput import engine_settings, kill, spawn
 from grpo_dist.engines.settings import ModelSettings, OptimizerSettings
 from grpo_dist.workers.groups import PolicyGroup
 from grpo_dist.workers.policy import ActorWorker, PolicySettings
@@ -30,7 +30,7 @@ def _compare(name: str, path: str, threads: int, rounds: int) -> list[dict[str, 
         engines[way] = spawn("rollout", RolloutWorker, (), threads, max_concurrency=10)
         calls.append(engines[way].submit(0, "start", "start", engine_settings(path, weight_transport=way)))
     actor.gather(calls)
-    transports = {way: weight_transport(way, workers_per_engine=1, worker_timeout_s=TIMEOUT_S) for way in TRANSPORTS}
+    transports = {way: weight_transport(way, workers_per_engine=1) for way in TRANSPORTS}
     num_bytes = _num_bytes(path)
     times: dict[str, list[float]] = {way: [] for way in (*TRANSPORTS, "copy")}
     for version in range(rounds + 1):  # the first one warms up, and forms the group

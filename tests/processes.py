@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from ray.util.placement_group import remove_placement_group
 
 from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.resources import Bundle, reserve
 
 # Logical CPUs of each process: all that run at the same time fit into a small cluster.
@@ -32,5 +33,5 @@ def spawned(
     concurrency = 100 if role == "rollout" else 1
     with reserved(**{role: len(args)}) as bundles:
         yield WorkerGroup.spawn(
-            role, worker_class, bundles[role], args=args, timeout_s=240.0, env=env, max_concurrency=concurrency
+            role, worker_class, bundles[role], args=args, limits=TimeLimits(240.0), env=env, max_concurrency=concurrency
         )

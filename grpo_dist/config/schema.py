@@ -139,6 +139,19 @@ class RewardConfig(Section):
     step_separator: Text
 
 
+class StageTimeoutConfig(Section):
+    """`trainer.stage_timeout_s`: seconds a worker may take to answer, by stage. null: `worker_timeout_s`."""
+
+    generate: PositiveFloat | None
+    ref_log_prob: PositiveFloat | None
+    old_log_prob: PositiveFloat | None
+    update: PositiveFloat | None
+    sync_weights: PositiveFloat | None
+    save_checkpoint: PositiveFloat | None
+    load_checkpoint: PositiveFloat | None
+    export_hf_model: PositiveFloat | None
+
+
 class TrainerConfig(Section):
     """`trainer`: the run, its records and its machines."""
 
@@ -168,6 +181,7 @@ class TrainerConfig(Section):
     nnodes: Count
     n_gpus_per_node: NonNegativeInt
     worker_timeout_s: PositiveFloat
+    stage_timeout_s: StageTimeoutConfig
     dry_run: bool
     health: HealthConfig
 

@@ -32,6 +32,7 @@ from grpo_dist.trainer.settings import (
     reward_settings,
     sampling_settings,
     target_settings,
+    time_limits,
 )
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.group import DATA_STAYS_IN_STORE, WorkerGroup
@@ -170,12 +171,12 @@ class Workers:
         """Start the processes; they import what they need while the driver reads the prompts."""
         self.config, self.place = config, placement(config)
         self._placement_group, bundles = reserve(_resources(config, self.place))
-        timeout_s = config.trainer.worker_timeout_s
+        limits = time_limits(config)
 
         def spawn(role: str, worker_class: type, env: Mapping[str, str] = {}, **options: Any) -> WorkerGroup:
             size = len(bundles[role])
             args = [(rank, size) if issubclass(worker_class, PolicyWorker) else () for rank in range(size)]
-            options |= {"timeout_s": timeout_s, "env": DATA_STAYS_IN_STORE | dict(env)}
+            options |= {"limits": limits, "env": DATA_STAYS_IN_STORE | dict(env)}
             return WorkerGroup.spawn(role, worker_class, bundles[role], args=args, **options)
 
         threads = _thread_environment(self.place)
@@ -194,15 +195,14 @@ class Workers:
         config, place = self.config, self.place
         restarts = RestartBudget(config.trainer.max_worker_restarts)
         ref = ReferenceGroup(self.ref, restarts) if self.ref is not None else None
-        startup = config.actor_rollout_ref.rollout.startup_timeout_s
-        rollout = RolloutGroup(self.rollout, restarts, startup_timeout_s=startup)
+        rollout = RolloutGroup(self.rollout, restarts)
         roles = Roles(ActorGroup(self.actor), rollout, RewardPool(self.reward, restarts), ref, restarts)
         engines = [engine_settings(config, place, i) for i in range(place.num_engines)]
         calls = roles.rollout.submit_start(engines)
         calls += roles.actor.submit_start(policy_settings(config, place, num_steps))
         calls += ref.submit_start(reference_settings(config, place)) if ref is not None else []
         calls += roles.reward.submit_start(reward_settings(config))
-        self.actor.gather(calls, timeout_s=startup)
+        self.actor.gather(calls)
         return roles
 
     def peak_memory(self) -> dict[str, float]:

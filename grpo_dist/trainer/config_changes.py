@@ -47,6 +47,7 @@ HARMLESS = (
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
     "trainer.worker_timeout_s",
+    "trainer.stage_timeout_s.*",
     "trainer.dry_run",
     "data.train_files*",  # what is in them counts: the prompts' fingerprint
     "data.val_*",

@@ -82,16 +82,15 @@ class PassQueue:
         except WorkerError as error:
             self._begin_restart(call.group.root_cause(error))
 
-    def check_deadline(self, pass_s: float, start_s: float) -> None:
-        """Restart the giver if a pass has taken longer than `pass_s` seconds, or its start longer than `start_s`.
+    def check_deadline(self) -> None:
+        """Restart the giver if a pass, or its start, has taken longer than it may.
 
         Raises:
             WorkerLost: it cannot be restarted.
         """
-        limit = pass_s if self._restart is None else start_s
-        late = [call for call in self.in_flight if call.is_late(limit)]
+        late = [call for call in self.in_flight if call.is_late()]
         if late:
-            self._begin_restart(late[0].group.late(late, limit))
+            self._begin_restart(late[0].group.late(late))
 
     def _collect_pass(self, call: Call) -> None:
         assert self._running is not None

@@ -45,7 +45,6 @@ class RolloutPump:
         reward_timeout_s: seconds one response may take to score. The reward process sees to that; here it bounds how
             long that process itself may be silent.
         max_failure_rate: share of the responses of a job that the reward function may fail on.
-        worker_timeout_s: seconds one group may take to be generated, and one pass of log-probs.
     """
 
     def __init__(
@@ -55,12 +54,10 @@ class RolloutPump:
         givers: Mapping[str, Giver],
         *,
         reward_timeout_s: float,
-        worker_timeout_s: float,
         max_failure_rate: float = 0.0,
     ) -> None:
         self.rollout, self.reward = rollout, reward
-        self.reward_timeout_s, self.worker_timeout_s = reward_timeout_s, worker_timeout_s
-        self.max_failure_rate = max_failure_rate
+        self.reward_timeout_s, self.max_failure_rate = reward_timeout_s, max_failure_rate
         self.on_progress: Callable[[], None] = lambda: None
         self._givers = {name: PassQueue(name, giver) for name, giver in givers.items()}
         self._next_check = 0.0
@@ -232,13 +229,13 @@ class RolloutPump:
             )
 
     def _check_deadlines(self) -> None:
-        self.rollout.check_deadlines(self.worker_timeout_s)
+        self.rollout.check_deadlines()
         self._queue_lost()
         for giver in self._givers.values():
-            giver.check_deadline(self.worker_timeout_s, self.rollout.startup_timeout_s)
+            giver.check_deadline()
         for call in self.reward.starting:
-            if call.is_late(self.rollout.startup_timeout_s):
-                self.reward.replace(call, call.group.late([call], self.rollout.startup_timeout_s))
+            if call.is_late():
+                self.reward.replace(call, call.group.late([call]))
         for call, (job, i) in list(self._scoring.items()):
             limit = self.reward_timeout_s * (job.requests[i].sampling.n + 1) + SCORER_START_S
             if call.is_late(limit):

@@ -22,6 +22,7 @@ from grpo_dist.engines.settings import (
     choose_layout,
 )
 from grpo_dist.registry import absolute
+from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.policy import PolicySettings
 from grpo_dist.workers.reward import OverlongPenalty, RewardSettings
 
@@ -234,6 +235,13 @@ def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSe
         agent=agent_settings(config),
         weight_transport=rollout.checkpoint_engine.resolved_backend(place.device, shares_gpu=place.shares_gpu),
     )
+
+
+def time_limits(config: RunConfig) -> TimeLimits:
+    """How long a worker may take to answer."""
+    stages = {"start": config.actor_rollout_ref.rollout.startup_timeout_s}
+    stages |= config.trainer.stage_timeout_s.model_dump(exclude_none=True)
+    return TimeLimits(config.trainer.worker_timeout_s, stages)
 
 
 def agent_settings(config: RunConfig) -> AgentSettings | None:

@@ -97,12 +97,10 @@ class GRPOTrainer:
         self.transport = weight_transport(
             rollout.checkpoint_engine.resolved_backend(place.device, shares_gpu=place.shares_gpu),
             workers_per_engine=place.tensor_parallel,
-            worker_timeout_s=trainer.worker_timeout_s,
         )
         reward = self.config.reward
         limits = {
             "reward_timeout_s": reward.timeout_s,
-            "worker_timeout_s": trainer.worker_timeout_s,
             "max_failure_rate": reward.max_failure_rate,
         }
         givers = self._log_prob_givers()
@@ -200,7 +198,7 @@ class GRPOTrainer:
     @stage("ref", needs=("responses",))
     def reference_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
         """What the actor says without LoRA's factors: it is its own reference."""
-        job = self.roles.actor.submit_log_probs("ref", batch, "compute_reference")
+        job = self.roles.actor.submit_log_probs("ref_log_prob", batch, "compute_reference")
         return batch.union(self.roles.actor.collect_log_probs(job))
 
     @stage("old_log_prob", needs=("responses",), adds=("old_log_probs",))
@@ -364,7 +362,7 @@ class GRPOTrainer:
         if ref is not None:
             givers["ref"] = Giver(functools.partial(ref.submit_log_probs, "ref_log_prob"), ref.restart)
         if not self.staleness and self._actor_is_reference:
-            givers["ref"] = Giver(functools.partial(actor.submit_log_probs, "ref", method="compute_reference"))
+            givers["ref"] = Giver(functools.partial(actor.submit_log_probs, "ref_log_prob", method="compute_reference"))
         if not self.staleness and self.targets.needs_old_log_probs:
             givers["old_log_prob"] = Giver(functools.partial(actor.submit_log_probs, "old_log_prob"))
         return givers

@@ -33,6 +33,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_dist.errors import GrpoDistError, WorkerError, WorkerLost
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
+from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.probe import LOST, probe
 from grpo_dist.workers.process import Address
 from grpo_dist.workers.resources import Bundle
@@ -76,18 +77,14 @@ class Call:
         assert self.data is not None, "only `submit_for_data` asks for data"
         return DataProtoRef.stored(self.data, label)
 
-    def is_late(self, limit_s: float) -> bool:
-        """Whether it has been running for longer than `limit_s` seconds."""
-        return time.monotonic() - self.started > limit_s
+    @property
+    def limit_s(self) -> float:
+        """Seconds it may take."""
+        return self.group.limits.of(self.stage)
 
-    def check_deadline(self, limit_s: float) -> None:
-        """Raise if the call has been running for longer than `limit_s` seconds.
-
-        Raises:
-            WorkerLost: it has.
-        """
-        if self.is_late(limit_s):
-            raise self.group.late([self], limit_s)
+    def is_late(self, limit_s: float | None = None) -> bool:
+        """Whether it has been running for longer than `limit_s` seconds, or else than it may."""
+        return time.monotonic() - self.started > (self.limit_s if limit_s is None else limit_s)
 
 
 class Background(Protocol):
@@ -131,14 +128,14 @@ class WorkerGroup:
     Args:
         role: "actor", "rollout", "ref" or "reward".
         handles: one Ray actor handle per rank.
-        timeout_s: seconds without an answer after which a worker counts as hung.
+        limits: seconds without an answer after which a worker counts as hung, by stage.
         make: by rank, what makes a new process in place of one that is gone.
     """
 
     def __init__(
-        self, role: str, handles: Sequence[Any], timeout_s: float, make: Sequence[Callable[[], Any]] = ()
+        self, role: str, handles: Sequence[Any], limits: TimeLimits, make: Sequence[Callable[[], Any]] = ()
     ) -> None:
-        self.role, self.handles, self.timeout_s = role, list(handles), timeout_s
+        self.role, self.handles, self.limits = role, list(handles), limits
         self.addresses: dict[int, Address] = {}
         self.background: Background | None = None
         self._make = list(make)
@@ -152,7 +149,7 @@ class WorkerGroup:
         bundles: Sequence[Bundle],
         *,
         args: Sequence[tuple[Any, ...]],
-        timeout_s: float,
+        limits: TimeLimits,
         env: Mapping[str, str] | None = None,
         max_concurrency: int = 1,
     ) -> WorkerGroup:
@@ -169,7 +166,7 @@ class WorkerGroup:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(bundle.group, bundle.index),
             )
             make.append(functools.partial(options.remote, *arguments))
-        return cls(role, [start() for start in make], timeout_s, make)
+        return cls(role, [start() for start in make], limits, make)
 
     def respawn(self, rank: int) -> None:
         """End a worker's process, if it still lives, and start a new one in its place, without waiting."""
@@ -187,7 +184,7 @@ class WorkerGroup:
 
     def call_home(self) -> list[Address]:
         """Wait until every process is there, and note where."""
-        limit = max(self.timeout_s, PROCESS_START_S)
+        limit = max(self.limits.of("start"), PROCESS_START_S)
         return self.note_addresses(self.gather(self.submit_all("start", "address"), timeout_s=limit))
 
     def note_addresses(self, addresses: Sequence[Address]) -> list[Address]:
@@ -253,7 +250,7 @@ class WorkerGroup:
 
     def _outcomes(self, calls: Sequence[Call], timeout_s: float | None) -> Iterator[tuple[Call, Any]]:
         """Each call with its value or error, as they finish; a call that is late has failed."""
-        limit = self.timeout_s if timeout_s is None else timeout_s
+        limit = max((call.limit_s for call in calls), default=0.0) if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
         waiting = dict.fromkeys(calls)
         while waiting:
@@ -278,7 +275,7 @@ class WorkerGroup:
         if call.is_timed and call.process is self.handles[call.rank]:
             self._busy[call.rank].end()
         try:
-            return ray.get(call.ref, timeout=self.timeout_s)
+            return ray.get(call.ref, timeout=call.limit_s)
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, GrpoDistError):
@@ -292,7 +289,7 @@ class WorkerGroup:
             text = str(error).strip()
             raise self.error(call.rank, call.stage, text.splitlines()[-1], text[-TRACEBACK_CHARS:]) from None
         except GetTimeoutError:
-            raise self.lost(call.rank, call.stage, f"its answer did not come within {self.timeout_s:g} s") from None
+            raise self.lost(call.rank, call.stage, f"its answer did not come within {call.limit_s:g} s") from None
         except RayError as error:
             raise self.error(call.rank, call.stage, f"{type(error).__name__}: {str(error).splitlines()[0]}") from None
 
@@ -307,8 +304,9 @@ class WorkerGroup:
     def _node(self, rank: int) -> str:
         return self.addresses[rank].host if rank in self.addresses else "?"
 
-    def late(self, calls: Sequence[Call], limit_s: float) -> WorkerLost:
+    def late(self, calls: Sequence[Call], limit_s: float | None = None) -> WorkerLost:
         """What to say of these workers' calls that were not answered in time: names the one that is stuck."""
+        limit_s = calls[0].limit_s if limit_s is None else limit_s
         states = self._states([call.rank for call in calls])
         worst = next((call for call in calls if states.get(call.rank) in LOST), calls[0])
         state = f": its process is {states[worst.rank]}" if worst.rank in states else ""

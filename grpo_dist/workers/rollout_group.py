@@ -76,14 +76,10 @@ class RolloutGroup:
     Args:
         workers: their processes.
         restarts: how many may be replaced.
-        startup_timeout_s: seconds that a replacement may take to start.
     """
 
-    def __init__(
-        self, workers: WorkerGroup, restarts: RestartBudget | None = None, *, startup_timeout_s: float = 900.0
-    ) -> None:
-        self.workers = workers
-        self.restarts, self.startup_timeout_s = restarts or RestartBudget(), startup_timeout_s
+    def __init__(self, workers: WorkerGroup, restarts: RestartBudget | None = None) -> None:
+        self.workers, self.restarts = workers, restarts or RestartBudget()
         self._members = [_member(None) for _ in range(len(workers))]
         self._loads = np.zeros(len(workers))  # by rank, `Member.load`: there may be hundreds, and many groups
         self._settings: list[EngineSettings | None] = [None] * len(workers)
@@ -166,7 +162,7 @@ class RolloutGroup:
         lost, self._lost = self._lost, []
         return lost
 
-    def check_deadlines(self, generate_timeout_s: float) -> None:
+    def check_deadlines(self) -> None:
         """Replace workers that have not answered for too long.
 
         Raises:
@@ -176,10 +172,8 @@ class RolloutGroup:
             starting = self._members[call.rank].starting is call
             if not starting and call not in self._orders:
                 continue  # it went with its worker a moment ago
-            try:
-                call.check_deadline(self.startup_timeout_s if starting else generate_timeout_s)
-            except WorkerError as error:
-                self._replace(call.rank, error)
+            if call.is_late():
+                self._replace(call.rank, self.workers.late([call]))
 
     # --- weights -----------------------------------------------------------------------------------------------
     def take_weights(self, bring: Callable[[Sequence[int]], Outcomes], version: int) -> None:

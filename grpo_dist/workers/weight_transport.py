@@ -62,7 +62,8 @@ class BroadcastTransport:
 
     Args:
         workers_per_engine: tensor parallel ranks.
-        timeout_s: seconds after which a rank that waits for another one gives up.
+        timeout_s: seconds after which a rank that waits for another one gives up; half of what the actor's time limit
+            is, if that is less.
     """
 
     def __init__(self, workers_per_engine: int, timeout_s: float = BROADCAST_TIMEOUT_S) -> None:
@@ -78,6 +79,10 @@ class BroadcastTransport:
         found = self._attempt(actor, rollout, ranks, version, dtype)
         again = [rank for rank, outcome in found.items() if isinstance(outcome, WeightSyncError)]
         return found | self._attempt(actor, rollout, again, version, dtype) if again else found
+
+    def patience_s(self, actor: WorkerGroup) -> float:
+        """Seconds a rank waits for another one: it gives up sooner than the driver does."""
+        return min(self.timeout_s, actor.limits.of(STAGE) / 2)
 
     def _attempt(
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], version: int, dtype: str
@@ -118,7 +123,7 @@ class BroadcastTransport:
             port=self._store.port,
             generation=self.generation,
             world_size=1 + workers * len(ranks),
-            timeout_s=self.timeout_s,
+            timeout_s=self.patience_s(actor),
         )
         sender = {SENDER: actor.submit(SENDER, STAGE, "join_weight_group", address)}
         joins = {
@@ -133,11 +138,11 @@ class BroadcastTransport:
         return {rank: outcome or unformed for rank, outcome in joined.items()}
 
 
-def weight_transport(name: str, *, workers_per_engine: int, worker_timeout_s: float) -> WeightTransport:
+def weight_transport(name: str, *, workers_per_engine: int) -> WeightTransport:
     """The transport of that name: "object_store" or "broadcast"."""
     if name == "object_store":
         return ObjectStoreTransport()
-    return BroadcastTransport(workers_per_engine, min(BROADCAST_TIMEOUT_S, worker_timeout_s / 2))
+    return BroadcastTransport(workers_per_engine)
 
 
 def outcomes(calls: Mapping[int, Call]) -> Outcomes:

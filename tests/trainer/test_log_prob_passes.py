@@ -15,6 +15,7 @@ from grpo_dist.trainer.rollout_job import GroupRequest, LogProbPass, RolloutJob
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.group import finished
 from grpo_dist.workers.groups import ReferenceGroup
+from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import Task
@@ -64,13 +65,13 @@ def job_of(num_groups: int) -> RolloutJob:
     return job
 
 
-def run(queue: PassQueue, job: RolloutJob, limit_s: float = 60.0) -> None:
+def run(queue: PassQueue, job: RolloutJob) -> None:
     queue.queue.extend((job, part) for part in job.passes["ref"])
     while not job.done_passes:
         queue.dispatch()
         for call in finished(queue.in_flight, None, 0.1):
             queue.collect(call)
-        queue.check_deadline(limit_s, 60.0)
+        queue.check_deadline()
 
 
 @pytest.fixture
@@ -89,11 +90,12 @@ def values(job: RolloutJob) -> dict[int, list[list[float]]]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_pass_whose_rank_is_lost_is_done_again(reference: ReferenceGroup, number: signal.Signals) -> None:
     """The other rank has answered, and is replaced with it; a second loss is beyond the budget."""
-    queue = PassQueue("ref", Giver(lambda batch: reference.submit_log_probs("ref", batch), reference.restart))
+    queue = PassQueue("ref", Giver(lambda batch: reference.submit_log_probs("ref_log_prob", batch), reference.restart))
     before = list(reference.workers.handles)
     reference.workers.call(1, "test", "set_trap", number)
     job = job_of(4)
-    run(queue, job, limit_s=60.0 if number == signal.SIGKILL else 8.0)
+    reference.workers.limits = TimeLimits(60.0, {"ref_log_prob": 60.0 if number == signal.SIGKILL else 8.0})
+    run(queue, job)
     assert values(job) == {i: [[i, i], [i]] for i in range(4)}
     assert not set(before) & set(reference.workers.handles)
     assert "ref worker 1" in reference.restarts.failures[0]

@@ -16,6 +16,7 @@ from grpo_dist.trainer.settings import (
     reward_settings,
     sampling_settings,
     target_settings,
+    time_limits,
 )
 
 ACTOR = "actor_rollout_ref.actor"
@@ -222,3 +223,8 @@ def test_how_weights_reach_the_engines(overrides: list[str], transport: str) -> 
 def test_the_size_of_a_bucket() -> None:
     config = load("actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=4096")
     assert policy_settings(config, placement(config), 1).weight_bucket_bytes == 4 << 30
+
+
+def test_time_limits_by_stage() -> None:
+    limits = time_limits(load("trainer.worker_timeout_s=100", "trainer.stage_timeout_s.generate=7"))
+    assert [limits.of(stage) for stage in ("generate", "update", "start")] == [7.0, 100.0, 900.0]

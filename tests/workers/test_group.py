@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from grpo_dist.errors import GrpoDistError, RewardError, WorkerError
+from grpo_dist.errors import GrpoDistError, RewardError, WorkerError, WorkerLost
 from grpo_dist.workers.group import Call, WorkerGroup, finished
+from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Address
 from tests.processes import reserved
 
@@ -69,7 +70,8 @@ def bundles(local_ray: None) -> Iterator[Mapping[str, list]]:
 
 
 def spawn(bundles: list, timeout_s: float, args: list[tuple]) -> WorkerGroup:
-    group = WorkerGroup.spawn("actor", worker_class(), bundles, args=args, env={"COLOUR": "blue"}, timeout_s=timeout_s)
+    limits = TimeLimits(timeout_s, {"hasty": 0.1})
+    group = WorkerGroup.spawn("actor", worker_class(), bundles, args=args, env={"COLOUR": "blue"}, limits=limits)
     here = ray.get_runtime_context().get_node_id()
     group.note_addresses([Address(f"node{rank}", "127.0.0.1", 0, os.getpid(), here) for rank in range(len(args))])
     return group
@@ -143,13 +145,13 @@ def test_settle_waits_for_all_and_gives_failures_as_values(group: WorkerGroup) -
 
 
 def test_a_late_call_is_named_by_its_own_role(group: WorkerGroup) -> None:
-    other = WorkerGroup("ref", [], 0.2)
+    other = WorkerGroup("ref", [], TimeLimits(30.0))
     with pytest.raises(WorkerError, match=r"^actor worker 0 on node0, stage 'slow': no answer within 0.2 s"):
-        other.gather([group.submit(0, "slow", "add", 1, 2.0)])
+        other.gather([group.submit(0, "slow", "add", 1, 2.0)], timeout_s=0.2)
 
 
 def test_busy_seconds_count_open_calls_once(local_ray: None) -> None:
-    group = WorkerGroup("actor", [SimpleNamespace(work=SimpleNamespace(remote=lambda: object()))], 1.0)
+    group = WorkerGroup("actor", [SimpleNamespace(work=SimpleNamespace(remote=lambda: object()))], TimeLimits(1.0))
     group.submit(0, "work", "work")
     group.submit(0, "work", "work")
     time.sleep(0.1)
@@ -192,7 +194,7 @@ def test_an_unknown_method_is_a_programming_error(group: WorkerGroup) -> None:
 
 # --- time --------------------------------------------------------------------------------------------------------
 def test_no_answer_in_time(group: WorkerGroup) -> None:
-    impatient = WorkerGroup("actor", group.handles, 0.5)
+    impatient = WorkerGroup("actor", group.handles, TimeLimits(0.5))
     impatient.addresses = group.addresses
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"actor worker 0 on node0, stage 'add': no answer within 0\.5 s"):
@@ -203,12 +205,16 @@ def test_no_answer_in_time(group: WorkerGroup) -> None:
 
 
 def test_the_deadline_of_a_call(group: WorkerGroup) -> None:
-    call = group.submit(1, "score", "add", 1, 0.3)
-    call.check_deadline(5.0)
+    patient, hasty = group.submit(1, "score", "add", 1, 0.3), group.submit(1, "hasty", "add", 1)
     time.sleep(0.2)
-    with pytest.raises(WorkerError, match=r"actor worker 1 on node1, stage 'score': no answer within 0\.1 s"):
-        call.check_deadline(0.1)
-    assert call.result() == 101
+    assert (patient.limit_s, hasty.limit_s) == (30.0, 0.1)
+    assert not patient.is_late()
+    assert patient.is_late(0.1)
+    assert hasty.is_late()
+    assert str(group.late([hasty])).startswith("actor worker 1 on node1, stage 'hasty': no answer within 0.1 s")
+    with pytest.raises(WorkerLost, match=r"stage 'hasty': no answer within 0\.1 s"):
+        group.call(0, "hasty", "add", 1, 1.0)
+    assert group.gather([patient, hasty]) == [101, 101]
 
 
 # --- death -------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from grpo_dist.engines.vllm_engine import EngineLoad
 from grpo_dist.errors import ConfigError, EngineError, GrpoDistError, WeightSyncError, WorkerError
 from grpo_dist.workers.batch_ref import Label
 from grpo_dist.workers.group import finished
+from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.rollout_group import Member, RolloutGroup
@@ -88,7 +89,7 @@ def sync(group: RolloutGroup, buckets: list, version: int) -> None:
     group.take_weights(bring, version)
 
 
-def collect_all(group: RolloutGroup, uids: list[str], generate_timeout_s: float = 60.0) -> list:
+def collect_all(group: RolloutGroup, uids: list[str]) -> list:
     """Ask for all groups, and again for those that were lost, until each is there."""
     queue, asked, found = list(uids), {}, []
     while queue or group.in_flight:
@@ -98,7 +99,7 @@ def collect_all(group: RolloutGroup, uids: list[str], generate_timeout_s: float 
             asked[group.submit(uid, np.frombuffer(uid.encode(), np.int8), SAMPLING)] = uid
         answers = [group.collect(call) for call in finished(group.in_flight, None)]
         found += [answer for answer in answers if answer is not None]
-        group.check_deadlines(generate_timeout_s)
+        group.check_deadlines()
         queue += [asked[call].removeprefix("hang ") for call in group.take_lost()]
     return found
 
@@ -177,7 +178,8 @@ def test_a_mistake_of_the_users_is_not_tried_again(make: Callable) -> None:
 
 def test_a_worker_that_hangs_is_replaced(make: Callable) -> None:
     group = make(1, most=1)
-    answers = collect_all(group, ["hang once"], generate_timeout_s=0.5)
+    group.workers.limits = TimeLimits(240.0, {"generate": 0.5})
+    answers = collect_all(group, ["hang once"])
     assert [answer.small["uid"] for answer in answers] == ["once"]
     assert "no answer within 0.5 s" in group.restarts.failures[0]
 

@@ -16,6 +16,7 @@ from grpo_dist.engines.weight_buckets import unpack
 from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.groups import PolicyGroup
+from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.policy import ActorWorker, PolicySettings
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.rollout_group import RolloutGroup
@@ -221,9 +222,10 @@ def test_an_engine_that_dies_during_a_sync_does_not_take_the_other_along(case: C
 
 
 def test_transports_by_name() -> None:
-    assert isinstance(
-        weight_transport("object_store", workers_per_engine=2, worker_timeout_s=9.0), ObjectStoreTransport
-    )
-    broadcast = weight_transport("broadcast", workers_per_engine=2, worker_timeout_s=9.0)
+    assert isinstance(weight_transport("object_store", workers_per_engine=2), ObjectStoreTransport)
+    broadcast = weight_transport("broadcast", workers_per_engine=2)
     assert isinstance(broadcast, BroadcastTransport)
-    assert (broadcast.workers_per_engine, broadcast.timeout_s) == (2, 4.5), "sooner than the driver gives up"
+    assert broadcast.workers_per_engine == 2
+    actor = WorkerGroup("actor", [], TimeLimits(1000.0, {"sync_weights": 9.0}))
+    assert broadcast.patience_s(actor) == 4.5, "sooner than the driver gives up"
+    assert broadcast.patience_s(WorkerGroup("actor", [], TimeLimits(1000.0))) == 300.0
