@@ -1,4 +1,4 @@
-"""What tests share because it is slow to start: one local Ray cluster, and random models on disk."""
+"""What tests share because it is slow to start: one local Ray cluster, random models on disk, one whole run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_dist.workers.cluster import connect, set_local_environment
+from tests.chaos.runs import Outcome, train
 
 # Test modules import Ray when they are collected; what `connect` sets for a local cluster would come too late then.
 set_local_environment()
@@ -28,6 +29,12 @@ def local_ray() -> Iterator[None]:
     connect("local", 2)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def main_run(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The main job on real workers, from its start to its end, with nothing in its way."""
+    return train(tmp_path_factory.mktemp("main") / "run", [])
 
 
 @pytest.fixture(scope="session")

@@ -48,6 +48,7 @@ class RunState:
         kl_coef: coefficient of the KL controller.
         ledger: prompts that were drawn and have not trained.
         prompts: number and fingerprint of the training prompts, which the ledger's positions mean.
+        code: by config key, the digest of the Python file that it names.
         metrics: of the validation after this step; {} without one.
         trackers: ids under which trackers know the run.
         finished: which groups of coming steps lie in groups/ (`trainer.finished_groups`).
@@ -59,6 +60,7 @@ class RunState:
     kl_coef: float = 0.0
     ledger: dict[str, Any] = field(default_factory=lambda: {"open": {}, "backlog": []})
     prompts: dict[str, Any] = field(default_factory=dict)
+    code: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     trackers: dict[str, str] = field(default_factory=dict)
     finished: list[dict[str, Any]] = field(default_factory=list)

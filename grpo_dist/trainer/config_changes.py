@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.engines.durable import digest_file
 from grpo_dist.errors import CheckpointError
 from grpo_dist.tracking.redact import redact
 from grpo_dist.trainer.checkpoint import CONFIG, RunState
@@ -111,7 +113,9 @@ def saved_config(config: RunConfig) -> str:
     return yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
 
 
-def check_changes(folder: Path, state: RunState, config: RunConfig, prompts: Mapping[str, Any]) -> list[str]:
+def check_changes(
+    folder: Path, state: RunState, config: RunConfig, prompts: Mapping[str, Any], code: Mapping[str, str]
+) -> list[str]:
     """What has changed since a checkpoint, as lines "key: old -> new"; keys without effect on results are left out.
 
     Args:
@@ -119,6 +123,7 @@ def check_changes(folder: Path, state: RunState, config: RunConfig, prompts: Map
         state: its state.
         config: the present config.
         prompts: `identify_prompts` of the present training prompts.
+        code: `digest_code` of the present config.
 
     Raises:
         CheckpointError: a change would make the checkpoint meaningless, or its config cannot be read.
@@ -127,7 +132,9 @@ def check_changes(folder: Path, state: RunState, config: RunConfig, prompts: Map
         old = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}") from None
-    changes = compare_configs(old, yaml.safe_load(saved_config(config)))
+    new = yaml.safe_load(saved_config(config))
+    changes = compare_configs(old, new)
+    changes.shown += _edited(dict(flatten(old)), dict(flatten(new)), state.code, code)
     if state.prompts and state.prompts != prompts:
         if state.prompts["count"] != prompts["count"]:
             what = f"{state.prompts['count']} -> {prompts['count']} training prompts"
@@ -159,6 +166,24 @@ def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
         else:
             changes.shown.append(line)
     return changes
+
+
+def digest_code(config: RunConfig) -> dict[str, str]:
+    """By config key, the digest of the Python file that it names: `file.py`, or `file.py:attribute`."""
+    found = {}
+    for key, value in flatten(config.model_dump(mode="json")):
+        file = Path(re.sub(r"\.py:\w+$", ".py", value)) if isinstance(value, str) else Path()
+        if file.suffix == ".py" and file.is_file():
+            found[key] = digest_file(file).blake2b
+    return found
+
+
+def _edited(
+    before: Mapping[str, Any], after: Mapping[str, Any], old_code: Mapping[str, str], code: Mapping[str, str]
+) -> list[str]:
+    """Keys that name the same file as before, in which something else stands now."""
+    same = (key for key in code if before.get(key) == after.get(key))
+    return [f"{key}: {after[key]} was edited" for key in same if key in old_code and code[key] != old_code[key]]
 
 
 def _meant(config: Mapping[str, Any]) -> dict[str, Any]:

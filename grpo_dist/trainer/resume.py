@@ -26,6 +26,7 @@ def run_state(trainer: GRPOTrainer) -> tuple[RunState, list[FinishedGroups]]:
         kl_coef=trainer.kl_controller.coef,
         ledger=trainer.sampler.state_dict(),
         prompts=trainer.prompts.identity,
+        code=trainer.code,
         metrics={name: value for name, value in trainer.metrics.items() if name.startswith((CORE, AUX))},
         trackers=tracker_ids(trainer.run_dir),
         finished=[each.describe() for each in groups],
@@ -48,7 +49,7 @@ def resume(trainer: GRPOTrainer) -> Path | None:
     if folder is None:
         return None
     state, where = read_state(folder), folder.absolute()
-    trainer.changes = check_changes(folder, state, trainer.config, trainer.prompts.identity)
+    trainer.changes = check_changes(folder, state, trainer.config, trainer.prompts.identity, trainer.code)
     roles.actor.load_checkpoint(str(where / "actor"))
     if roles.ref is not None and (where / "ref").is_dir():
         roles.ref.load_checkpoint(str(where / "ref"))

@@ -31,6 +31,7 @@ from grpo_dist.protocol import metric_values
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.samples import format_samples
+from grpo_dist.trainer.config_changes import digest_code
 from grpo_dist.trainer.health import HealthMonitor
 from grpo_dist.trainer.log_prob_passes import Giver
 from grpo_dist.trainer.metrics import IdleShares, batch_metrics, performance_metrics, staleness_metrics
@@ -112,6 +113,7 @@ class GRPOTrainer:
         self.saver = CheckpointSaver(self.config, self.roles, self.run_dir)
         self.idle = IdleShares(self.roles.workers)
         self.health = HealthMonitor(trainer.health)
+        self.code = digest_code(self.config)
 
     def fit(self) -> None:
         """Train until `total_steps`, validating and saving on the way; or only validate (`trainer.val_only`).

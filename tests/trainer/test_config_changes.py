@@ -19,6 +19,7 @@ from grpo_dist.trainer.config_changes import (
     REFUSED,
     check_changes,
     compare_configs,
+    digest_code,
     flatten,
     identify_prompts,
     saved_config,
@@ -146,7 +147,7 @@ def test_prompts_are_known_by_what_they_ask_and_their_order() -> None:
 def checked(tmp_path: Path, saved: list[Any], now: list[Any], *overrides: str) -> list[str]:
     (tmp_path / "config.yaml").write_text(saved_config(config()))
     state = RunState(1, 1, {}, prompts=identify_prompts(saved))
-    return check_changes(tmp_path, state, config(*overrides), identify_prompts(now))
+    return check_changes(tmp_path, state, config(*overrides), identify_prompts(now), {})
 
 
 def test_other_training_prompts_are_refused(tmp_path: Path) -> None:
@@ -170,4 +171,26 @@ def test_a_refusal_names_all_keys_and_what_to_do(tmp_path: Path) -> None:
 def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("a: [")
     with pytest.raises(CheckpointError, match=r"config\.yaml cannot be read"):
-        check_changes(tmp_path, RunState(1, 1, {}), config(), {})
+        check_changes(tmp_path, RunState(1, 1, {}), config(), {}, {})
+
+
+def test_code_that_was_edited_is_told(tmp_path: Path) -> None:
+    """Files that the config names, alone or with an attribute; another file is a change of the key."""
+    reward, loop, other = (tmp_path / name for name in ("reward.py", "loop.py", "other.py"))
+    for file in (reward, loop, other):
+        file.write_text("a = 1\n")
+    keys = ["custom_reward_function.path", "actor_rollout_ref.rollout.agent.default_agent_loop"]
+    named = f"{keys[0]}={reward}", f"{keys[1]}={loop}:Calculator"
+    code = digest_code(config(*named))
+    assert list(code) == sorted(keys)
+    (tmp_path / "config.yaml").write_text(saved_config(config(*named)))
+    state = RunState(1, 1, {}, code=code)
+
+    def told(*overrides: str) -> list[str]:
+        now = config(*overrides)
+        return check_changes(tmp_path, state, now, {}, digest_code(now))
+
+    assert told(*named) == []
+    reward.write_text("a = 2\n")
+    assert told(*named) == [f"{keys[0]}: {reward} was edited"]
+    assert told(f"{keys[0]}={other}", named[1]) == [f"{keys[0]}: {reward} -> {other}"]

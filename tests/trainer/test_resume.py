@@ -55,6 +55,7 @@ def make_run(run_dir: Path, *overrides: str, state: str = "") -> Any:
         prompts=prompts,
         sampler=Recorder({"ledger": state}),
         kl_controller=Recorder(),
+        code={},
         step=0,
         weight_version=-1,
         metrics={"actor/loss": 1.0, "val-core/x/reward/mean@1": 0.25},

@@ -1,0 +1,102 @@
+"""Whole runs of the main job on real workers, with faults or without."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.chaos.driver import Fault
+
+STEPS, STEPS_PER_EPOCH = 7, 3
+SETTINGS = [
+    "algorithm.adv_estimator=grpo",
+    "data.train_batch_size=4",
+    f"data.train_max_samples={4 * STEPS_PER_EPOCH}",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.rollout.n=4",
+    "data.val_max_samples=16",
+    f"trainer.total_training_steps={STEPS}",
+    f"trainer.test_freq={STEPS}",
+    "trainer.save_freq=1",
+    "trainer.max_actor_ckpt_to_keep=null",
+    "trainer.max_worker_restarts=12",
+    "trainer.max_actor_restarts=12",
+    "trainer.worker_timeout_s=25",
+    "reward.timeout_s=2",
+    "ray_kwargs.ray_init.address=local",
+]
+MOST_LIVES = 8
+# SIGKILL of the driver, and SIGTERM: the run is started again. Anything else is a failure.
+RESTARTED = (-signal.SIGKILL, 128 + signal.SIGTERM)
+
+
+@dataclass
+class Outcome:
+    """What became of a run: its files, how often it was started, what it said, and how long it took."""
+
+    run_dir: Path
+    lives: int
+    log: str
+    seconds: float
+    hits: list[str]
+
+    @property
+    def weights(self) -> bytes:
+        return (self.run_dir / "huggingface" / "model.safetensors").read_bytes()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    def samples(self, step: int) -> list[dict[str, Any]]:
+        """What was sampled in a step, by prompt."""
+        rows = map(json.loads, (self.run_dir / "rollouts" / f"{step}.jsonl").read_text().splitlines())
+        return sorted(rows, key=lambda row: row["uid"])
+
+    def rewards(self) -> list[tuple[int, float]]:
+        return [(row["step"], row["critic/score/mean"]) for row in self.metrics() if "critic/score/mean" in row]
+
+
+def train(folder: Path, faults: list[Fault], *overrides: str) -> Outcome:
+    """A run to its end, started again whenever a fault ended it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = folder / "plan.json"
+    plan.write_text(json.dumps([asdict(fault) for fault in faults]))
+    command = [sys.executable, "-m", "tests.chaos.driver", str(plan), *SETTINGS, *overrides]
+    command.append(f"trainer.default_local_dir={folder}/run")
+    started, log = time.monotonic(), ""
+    for lives in range(1, MOST_LIVES + 1):
+        before = ray_processes()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+        log += done.stderr + done.stdout
+        if done.returncode == 0:
+            hits = plan.with_suffix(".hits")
+            found = hits.read_text().splitlines() if hits.exists() else []
+            return Outcome(folder / "run", lives, log, time.monotonic() - started, found)
+        assert done.returncode in RESTARTED, log[-6000:]
+        assert_gone(ray_processes() - before)
+    raise AssertionError(f"it did not come to its end:\n{log[-6000:]}")
+
+
+def ray_processes() -> set[psutil.Process]:
+    """Ray's own processes and its workers, of all runs on this machine."""
+    found = set()
+    for process in psutil.process_iter(["name", "cmdline"]):
+        command = " ".join(process.info["cmdline"] or [process.info["name"] or ""])
+        if command.startswith("ray::") or "/raylet" in command or "/gcs_server" in command:
+            found.add(process)
+    return found
+
+
+def assert_gone(processes: set[psutil.Process], within_s: float = 30) -> None:
+    """The processes end."""
+    _, alive = psutil.wait_procs(list(processes), timeout=within_s)
+    left = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not left, f"left running: {[p.cmdline()[:3] for p in left]}"
