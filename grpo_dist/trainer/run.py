@@ -109,6 +109,7 @@ def _build(config: RunConfig, run_dir: Path, stack: ExitStack, preemption: Preem
     resolve_names(config)
     workers = Workers(config)
     stack.callback(workers.shutdown)
+    _say(config, "starting workers: " + ", ".join(f"{len(group)} {group.role}" for group in workers.groups))
     prompts, notes = load_run_prompts(config)
     for note in notes:
         _say(config, note)

@@ -76,6 +76,7 @@ def test_metrics_have_each_step_once(main_run: Outcome) -> None:
     assert all(row["training/weight_version"] == row["step"] for row in rows[1:])
     assert f"step {STEPS}/{STEPS}" in main_run.log
     assert "validation accuracy" in main_run.log
+    assert "starting workers: 1 rollout, 2 actor, 1 ref, 1 reward" in main_run.log
 
 
 def test_the_run_is_healthy_and_its_metrics_are_explained(main_run: Outcome) -> None:
