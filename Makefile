@@ -29,8 +29,10 @@ quickstart: setup
 smollm2: setup
 	bash examples/run_smollm2_cpu.sh
 
+# Tests that start a cluster or time something run alone.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 -m "not ray and not slow and not long"
+	$(BIN)/python -m pytest -m "(ray or slow) and not long"
 
 test-long: setup
 	$(BIN)/python -m pytest -m long --ignore=tests/chaos
@@ -42,8 +44,7 @@ check: setup
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/architecture
-	$(BIN)/python -m pytest -m "not slow and not ray" --ignore=tests/architecture
+	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long"
 
 format: setup
 	$(BIN)/ruff format $(CODE)

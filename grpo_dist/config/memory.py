@@ -176,7 +176,8 @@ def _actor(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
     elif ranks > 1 or master != compute:
         parts.append(("gathered model", shape.num_parameters * compute))
     parts.append(("activations", _activations(config, shape) * compute))
-    return _role("actor", parts)
+    copy = (weights + ADAM_STATES * trained) / GIB
+    return _role("actor", parts, f"{copy:.3g} GiB of CPU memory more while a checkpoint is written")
 
 
 def tokens_per_pass(config: RunConfig) -> int:

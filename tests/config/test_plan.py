@@ -98,6 +98,7 @@ def test_memory_of_qwen3_8b_on_eight_gpus():
     )
     assert dict(copies.parts)["weights"] == pytest.approx(count * 4 / 2 / GIB)
     assert dict(actor.parts)["optimizer"] == pytest.approx(count * 8 / 4 / GIB)
+    assert actor.remark == f"{count * 12 / 4 / GIB:.3g} GiB of CPU memory more while a checkpoint is written"
     assert dict(actor.parts)["gathered layer"] == pytest.approx(2 * 151936 * 4096 * 2 / GIB)
     assert dict(rollout.parts) == {"weights": pytest.approx(count * 2 / GIB)}
     assert "80% of the GPU" in rollout.remark
