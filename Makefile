@@ -1,7 +1,7 @@
 # make quickstart   set up .venv and train the built-in model on the built-in task (a few minutes, no download of models)
 # make test         set up and run all tests
 # make test-long    what takes too long for `make test`, but for the next
-# make chaos        kill and stop every role at every moment of a run (most of an hour)
+# make chaos        kill and stop every role at every moment of a run; resume on other ranks (40 minutes)
 # make smollm2      train SmolLM2-135M-Instruct for a few steps on GSM8K and on arithmetic
 # make check        what every change must pass: format, lint, types, layers, fast tests
 # make format       let ruff format and fix; make clean removes caches and builds
