@@ -74,6 +74,8 @@ def set_local_environment() -> None:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the switch that makes every Ray port bind to 127.0.0.1
     os.environ.setdefault("RAY_worker_niceness", "0")  # workers are the job here: no reason to step back
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # For the dashboard, which is not there, Ray would keep 3.6 kB of every call: 60 kB a step, up to 100,000 calls.
+    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     # Only this run's processes may talk to the cluster. Given here, the token is not left in the user's home, where
     # it would turn authentication on for every later `ray start`.
     os.environ["RAY_AUTH_MODE"] = "token"
