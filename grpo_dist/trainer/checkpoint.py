@@ -104,7 +104,8 @@ def publish_checkpoint(
     try:
         write_durably(temporary / STATE, json.dumps(asdict(state), indent=2))
         write_durably(temporary / CONFIG, config)
-        write_manifest(temporary, state.step, digests or {})
+        before = max(map(_written_at, checkpoints(run_dir)), default=0.0)
+        write_manifest(temporary, state.step, digests or {}, written_after=before)
         flush_tree(temporary)
         if final.exists():  # from an earlier life of this run
             _remove(aside)
@@ -161,8 +162,8 @@ def clear_leftovers(run_dir: Path) -> None:
 def find_checkpoint(run_dir: Path, resume_mode: str, resume_from_path: str | None) -> Path | None:
     """The checkpoint to go on from, every file of it verified, or None for a fresh run.
 
-    With `auto` it is the one that the pointer names, or, if that is damaged, the newest that is whole; what is damaged
-    is told in a warning.
+    With `auto` it is the one that the pointer names, or, if that is damaged, the newest whole one before it; what is
+    damaged is told in a warning.
 
     Raises:
         CheckpointError: `resume_path` names no whole checkpoint, or there are checkpoints, and none is whole.
@@ -177,8 +178,9 @@ def find_checkpoint(run_dir: Path, resume_mode: str, resume_from_path: str | Non
         return folder
     folders = {path.name: path for path in reversed(checkpoints(run_dir))}
     pointer, wrong = _read_pointer(run_dir, bool(folders))
-    if pointer in folders:
-        folders = {pointer: folders[pointer]} | folders
+    if pointer in folders:  # then those before it; later steps are of a life of the run that was given up
+        earlier = {name: path for name, path in folders.items() if _step(name) < _step(pointer)}
+        folders = {pointer: folders[pointer]} | earlier | folders
     for folder in folders.values():
         problems = _problems(folder)
         if not problems:
@@ -216,6 +218,10 @@ def checkpoints(run_dir: Path) -> list[Path]:
         return []
     found = [(int(m[1]), path) for path in run_dir.iterdir() if (m := re.fullmatch(r"global_step_(\d+)", path.name))]
     return [path for _, _, path in sorted((_written_at(path), step, path) for step, path in found)]
+
+
+def _step(name: str) -> int:
+    return int(name.rpartition("_")[2])
 
 
 def _written_at(folder: Path) -> float:

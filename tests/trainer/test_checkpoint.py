@@ -281,6 +281,25 @@ def test_newest_means_written_last(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints(tmp_path)] == ["global_step_2", "global_step_4"]
 
 
+def test_a_clock_that_is_set_back_makes_no_checkpoint_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on another machine after a pre-emption."""
+    for step in (1, 2):
+        save(tmp_path, step, keep=2)
+    monkeypatch.setattr("grpo_dist.trainer.checkpoint_files.time.time", lambda: 1e9)
+    for step in (3, 4):
+        folder = save(tmp_path, step, keep=2)
+        assert find_checkpoint(tmp_path, "auto", None) == folder
+    assert [path.name for path in checkpoints(tmp_path)] == ["global_step_3", "global_step_4"]
+
+
+def test_a_damaged_one_is_not_replaced_by_a_later_step_of_a_life_that_was_given_up(tmp_path: Path) -> None:
+    """Steps 3 and 4 were left behind when the pointer was set to 1; step 2 is the new life's."""
+    for step in (1, 3, 4, 2):
+        save(tmp_path, step)
+    truncated(tmp_path / "global_step_2/actor/__0_0.distcp")
+    assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_1"
+
+
 def test_a_damaged_checkpoint_does_not_count_and_is_left_to_a_person(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
