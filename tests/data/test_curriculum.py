@@ -96,9 +96,11 @@ def test_results_change_the_order_and_resume_goes_on(path: str) -> None:
     sampler = make(path)
     sampler.next_batch()
     sampler.update({3: np.array([1.0, 1.0]), 2: np.array([1.0, 0.0])})
-    state = json.loads(json.dumps(sampler.state_dict()))
+    state = sampler.state_dict()
+    text = json.dumps(state)
     expected = sampler.next_batch().tolist()
     assert expected == [2, 1, 0]
+    assert json.dumps(state) == text, "a checkpoint is written while the run goes on"
     resumed = make(path)
     resumed.load_state_dict(state)
     assert resumed.next_batch().tolist() == expected
