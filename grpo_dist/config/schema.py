@@ -8,6 +8,7 @@ null value stands for, where several readers need it, is a method here. The role
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from grpo_dist.config.field_types import (
@@ -184,6 +185,11 @@ class TrainerConfig(Section):
     stage_timeout_s: StageTimeoutConfig
     dry_run: bool
     health: HealthConfig
+
+    @property
+    def record_dir(self) -> Path:
+        """Where config, metrics and samples are written. Validation alone leaves the training's record as it is."""
+        return Path(self.default_local_dir, "val_only") if self.val_only else Path(self.default_local_dir)
 
 
 class ClusterConfig(Section):

@@ -53,12 +53,14 @@ class RewardResult:
         extra: the other numbers that the function returned, finite; logged as metrics.
         step_scores: the rewards of its steps, finite; None where the function judges the whole only.
         pred: the answer it found, for the majority vote of validation; None for none.
+        failed: whether the function failed on the response, so that the score is not its own.
     """
 
     score: float
     extra: dict[str, float]
     step_scores: tuple[float, ...] | None = None
     pred: str | None = None
+    failed: bool = False
 
 
 def score_response(

@@ -49,6 +49,8 @@ from grpo_dist.workers.rollout_group import RolloutGroup
 MAX_PROMPTS_IN_FLIGHT = 10_000
 # Overlong prompts that are named; the others are counted.
 MOST_ROWS_NAMED = 5
+# How long a run that is done waits to hear how much memory its workers took.
+MEMORY_TIMEOUT_S = 30.0
 
 
 def resolve_names(config: RunConfig) -> None:
@@ -209,7 +211,8 @@ class Workers:
         """Peak memory in GiB of the largest process of each role, resident and on GPU."""
         peaks: dict[str, float] = {}
         for group in self.groups:
-            for parts in group.call_all("memory", "peak_memory_gib"):
+            calls = group.submit_all("memory", "peak_memory_gib")
+            for parts in group.gather(calls, timeout_s=MEMORY_TIMEOUT_S):
                 for kind, gib in parts.items():
                     name = f"perf/max_memory_{kind}_gb/{group.role}"
                     peaks[name] = max(peaks.get(name, 0.0), gib)

@@ -10,16 +10,16 @@ from grpo_dist.errors import Terminated
 class Preemption:
     """Whether SIGTERM has come, and when the run gives way to it.
 
-    Between `hold` and `release` (from the first optimizer step to the end of the training step) it waits: the weights
-    belong to no finished step there. A second SIGTERM ends the run at once.
+    Between `hold` and `release` (from the step's targets, which move the KL coefficient, to its end) it waits: weights
+    and coefficients belong to no finished step there. A second SIGTERM ends the run at once.
 
     Attributes:
         asked: whether it has come.
+        held: whether it waits.
     """
 
     def __init__(self) -> None:
-        self.asked = False
-        self._held = False
+        self.asked = self.held = False
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
         """The handler of the signal.
@@ -27,13 +27,13 @@ class Preemption:
         Raises:
             Terminated: now is a good moment, or it is the second one. (Ray's calls make a KeyboardInterrupt of it.)
         """
-        waits, self.asked = self._held and not self.asked, True
+        waits, self.asked = self.held and not self.asked, True
         if not waits:
             raise Terminated
 
     def hold(self) -> None:
         """From here on a SIGTERM waits."""
-        self._held = True
+        self.held = True
 
     def release(self) -> None:
         """A good moment again.
@@ -41,6 +41,6 @@ class Preemption:
         Raises:
             Terminated: one has been waiting.
         """
-        self._held = False
+        self.held = False
         if self.asked:
             raise Terminated

@@ -36,6 +36,10 @@ class Roles:
         groups = [self.actor.workers, self.rollout.workers, self.reward.workers]
         return groups if self.ref is None else [*groups, self.ref.workers]
 
+    def holds_state(self, role: str) -> bool:
+        """Whether a role has what only a checkpoint has: the policy, or a reference that has moved."""
+        return role == "actor" or (role == "ref" and self.ref is not None and self.ref.has_moved)
+
 
 @dataclass
 class Prompts:

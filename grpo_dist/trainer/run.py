@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.errors import ConfigError, Terminated, WorkerLost
+from grpo_dist.errors import ConfigError, Terminated, WorkerError, WorkerLost
 from grpo_dist.tracking.base import Trackers, build_trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.summary import format_summary
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from grpo_dist.trainer.trainer import GRPOTrainer
 
 RESOLVED_CONFIG = "config.yaml"
-# Roles that hold what only a checkpoint has: the policy, and a reference that has moved.
-HOLDS_STATE = ("actor", "ref")
 
 
 def run(config: RunConfig) -> None:
@@ -57,7 +55,7 @@ def _run(config: RunConfig, preemption: Preemption) -> None:
         _say(config, message)
         trainer = _train(config, run_dir, preemption)
     if "console" in config.trainer.logger:
-        hf_model = run_dir / "huggingface" if config.trainer.export_hf_model else None
+        hf_model = run_dir / "huggingface" if config.trainer.export_hf_model and not config.trainer.val_only else None
         seconds = time.monotonic() - started
         sys.stdout.write(format_summary(trainer.history, run_dir=run_dir, seconds=seconds, hf_model=hf_model) + "\n")
 
@@ -79,9 +77,10 @@ def _train(config: RunConfig, run_dir: Path, preemption: Preemption) -> GRPOTrai
                 trainer.progress.close()
                 return trainer
             except WorkerLost as error:
-                if error.role not in HOLDS_STATE or restarts == config.trainer.max_actor_restarts:
+                if not trainer.roles.holds_state(error.role) or restarts == config.trainer.max_actor_restarts:
                     raise
                 lost = error
+                preemption.release()  # the new workers are those of a finished step
         restarts += 1
         present = _from_last_checkpoint(config, trainer.saver.last)
         where = trainer.saver.last or "the beginning: there is no checkpoint yet"
@@ -97,7 +96,11 @@ def _from_last_checkpoint(config: RunConfig, folder: Path | None) -> RunConfig:
 
 
 def _tell_memory(config: RunConfig, workers: Workers) -> None:
-    memory = workers.peak_memory()
+    try:
+        memory = workers.peak_memory()
+    except WorkerError as error:  # the run is done: it does not need them any more
+        _say(config, f"peak memory is not known: {error}")
+        return
     _say(config, "peak memory, GiB: " + ", ".join(f"{k.partition('memory_')[2]} {v:.2f}" for k, v in memory.items()))
 
 
@@ -120,15 +123,16 @@ def _build(config: RunConfig, run_dir: Path, stack: ExitStack, preemption: Preem
         _say(config, f"resumed from {folder}")
         if trainer.changes:
             _say(config, "the config has changed since then:\n" + "\n".join(f"  {line}" for line in trainer.changes))
-        if trainer.step >= steps:
+        if trainer.step >= steps and not config.trainer.val_only:
             _say(
                 config,
                 f"nothing to train: it is at step {trainer.step} of {steps}. For more, raise "
                 "trainer.total_training_steps; for a new run, set trainer.experiment_name or resume_mode=disable",
             )
+    goes_on = folder is not None and not config.trainer.val_only
     stream = sys.stderr if "console" in config.trainer.logger else None
     trainer.progress = stack.enter_context(Progress(steps, trainer.step, stream))
-    trainer.trackers = stack.enter_context(_trackers(config, run_dir, trainer.step if folder else None))
+    trainer.trackers = stack.enter_context(_trackers(config, run_dir, trainer.step if goes_on else None))
     for note in trainer.trackers.notes:
         trainer.progress.message(note)
     trainer.preemption = preemption
@@ -148,7 +152,7 @@ def _trackers(config: RunConfig, run_dir: Path, resumed_step: int | None) -> Tra
 
 
 def _make_run_dir(config: RunConfig) -> Path:
-    run_dir = Path(config.trainer.default_local_dir).absolute()
+    run_dir = config.trainer.record_dir.absolute()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         temporary = run_dir / f"{RESOLVED_CONFIG}.tmp"

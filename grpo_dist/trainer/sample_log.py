@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from grpo_dist.config.schema import TrainerConfig
@@ -31,7 +30,7 @@ class SampleLog:
         """Write a batch to FOLDER/STEP.jsonl of the run directory; at most one file behind, so failures show."""
         self.collect()
         if self.config.log_rollouts:
-            path = str((Path(self.config.default_local_dir) / folder / f"{step}.jsonl").absolute())
+            path = str((self.config.record_dir / folder / f"{step}.jsonl").absolute())
             self._writing.append(self.reward.write_samples(batch, path, step, _ground_truths(requests)))
 
     def collect(self) -> None:

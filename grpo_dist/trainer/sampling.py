@@ -118,7 +118,7 @@ class TrainingSampler:
                 self._send_batch(step, state)
 
     def rollout(self, step: int) -> Rollout:
-        """Wait for the batch of `step`, which it opens if need be.
+        """Wait for the batch of `step`, which it opens if need be. The step stays open until it is `close`d.
 
         Raises:
             GrpoDistError: a worker failed, or too few groups with different rewards were found.
@@ -126,7 +126,6 @@ class TrainingSampler:
         self.open_steps(step, step)
         state = self.open[step]
         self.pump.wait(lambda: state.full)
-        del self.open[step]
         kept = state.kept[: self.config.data.train_batch_size]
         result = Rollout(DataProtoRef.concat([group for _, group in kept]), [request for request, _ in kept])
         result.timings = timings(state.jobs)
@@ -138,6 +137,10 @@ class TrainingSampler:
         if self.num_spare:
             result.metrics["train/aborted_groups"] = len(state.late or ())
         return result
+
+    def close(self, step: int) -> None:
+        """The batch of `step` has trained."""
+        del self.open[step]
 
     @property
     def num_spare(self) -> int:

@@ -40,6 +40,12 @@ class _Pending:
     roles: Mapping[str, PolicyGroup]
     groups: list[Writing]
 
+    def ends_with(self, error: GrpoDistError) -> bool:
+        """Whether it cannot be completed after this error."""
+        if isinstance(error, WorkerError):
+            return error.role in self.roles or (error.role == "reward" and bool(self.groups))
+        return isinstance(error, CheckpointError)
+
 
 class CheckpointSaver:
     """Saves a run.
@@ -86,24 +92,22 @@ class CheckpointSaver:
         self._last, self.step = time.monotonic(), state.step
         folder = begin_checkpoint(self.run_dir, state.step)
         roles: dict[str, PolicyGroup] = {"actor": self.roles.actor}
-        if self.roles.ref is not None and self.config.actor_rollout_ref.ref.ref_model_sync_steps > 0:
+        if self.roles.ref is not None and self.roles.ref.has_moved:
             roles["ref"] = self.roles.ref
         pending = _Pending(folder, state, roles, [])
-        with self._giving_up(pending):
+        with self._giving_up(pending, begun=False):
             pending.groups = [each.begin_write(folder, self.roles.reward) for each in groups]
             for name, role in roles.items():
                 role.begin_save(str(folder / name))
         self._pending = pending
-        if not self.config.actor_rollout_ref.actor.checkpoint.async_save:
-            self.finish()
 
     def poll(self) -> None:
-        """Publish the checkpoint if everybody has written their part of it. Does not wait.
+        """Publish the checkpoint if everybody has written their part of it. Waits only without `async_save`.
 
         Raises:
             CheckpointError: the disk refuses.
         """
-        self._publish(wait=False)
+        self._publish(wait=not self.config.actor_rollout_ref.actor.checkpoint.async_save)
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, and publish it.
@@ -115,14 +119,13 @@ class CheckpointSaver:
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """At the end of the block, what was begun is published; also after an error that left the workers alive."""
+        """At the end of the block, what was begun is published; also after an error that left the writers alive."""
         try:
             yield
-        except WorkerError:
-            raise
-        except GrpoDistError:
-            with contextlib.suppress(GrpoDistError):  # the first error is the one to show
-                self.finish()
+        except GrpoDistError as error:
+            if self._pending is not None and not self._pending.ends_with(error):
+                with contextlib.suppress(GrpoDistError):  # the first error is the one to show
+                    self.finish()
             raise
         self.finish()
 
@@ -130,7 +133,7 @@ class CheckpointSaver:
         pending = self._pending
         if pending is None:
             return
-        with self._giving_up(pending):
+        with self._giving_up(pending, begun=True):
             written: dict[str, FileDigest] = {}
             for name, role in pending.roles.items():
                 files = role.finished_save(wait=wait)
@@ -149,11 +152,15 @@ class CheckpointSaver:
         prune_checkpoints(self.run_dir, trainer.max_actor_ckpt_to_keep, trainer.keep_best_metric)
 
     @contextlib.contextmanager
-    def _giving_up(self, pending: _Pending) -> Iterator[None]:
-        """Where something fails, the checkpoint comes to nothing."""
+    def _giving_up(self, pending: _Pending, *, begun: bool) -> Iterator[None]:
+        """Where the disk or a writer fails, the checkpoint comes to nothing. Where other work does, which goes on while
+        the driver waits, one that has `begun` can still be completed.
+        """
         try:
             yield
         except GrpoDistError as error:
+            if begun and not pending.ends_with(error):
+                raise
             self._pending = None
             discard_checkpoint(pending.folder)
             if isinstance(error, CheckpointError) and not str(error).startswith("cannot write"):

@@ -18,11 +18,13 @@ from grpo_dist.workers.batch_ref import DataProtoRef
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def stage(name: str, *, needs: tuple[str, ...] = (), adds: tuple[str, ...] = ()) -> Callable[[Method], Method]:
+def stage(
+    name: str, *, needs: tuple[str, ...] = (), adds: tuple[str, ...] = (), counted: bool = False
+) -> Callable[[Method], Method]:
     """Decorate a method of the trainer as a stage.
 
     The trainer has `step` (int), `timings` (dict of seconds by stage) and `progress`. A batch, if the stage takes one,
-    is its first argument; if it adds columns, it returns the new batch.
+    is its first argument; if it adds columns, it returns the new batch. It is `counted` if it comes after the step was.
 
     Raises (from the decorated method):
         BatchError: a needed column is missing before, or a promised one after.
@@ -38,7 +40,7 @@ def stage(name: str, *, needs: tuple[str, ...] = (), adds: tuple[str, ...] = ())
             try:
                 result = method(self, *args)
             except GrpoDistError as error:
-                error.add_note(f"in stage {name!r} of step {self.step + 1}")
+                error.add_note(f"in stage {name!r} of step {self.step + (not counted)}")
                 raise
             self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - started
             if adds:

@@ -27,6 +27,7 @@ from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import KLCtrlConfig, RunConfig
 from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
+from grpo_dist.errors import WorkerLost
 from grpo_dist.protocol import metric_values
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
@@ -121,7 +122,7 @@ class GRPOTrainer:
         Raises:
             KeyboardInterrupt: SIGINT; or SIGTERM, after a checkpoint was written.
         """
-        with self.pump.in_background(self.roles.workers), self.saver.completing(), self.saving_on_sigterm():
+        with self.saver.completing(), self.pump.in_background(self.roles.workers), self.saving_on_sigterm():
             self.sync_weights()
             if self.config.trainer.val_only or (self.config.trainer.val_before_train and self.step == 0):
                 self.validate()
@@ -135,8 +136,8 @@ class GRPOTrainer:
                 batch = self.rollout()  # prompts, responses, scores, log-probs: N = train_batch_size * n rows
                 if self.staleness:  # the actor was at work while these were sampled
                     batch = self.late_log_probs(batch)  # + old_log_probs, with LoRA ref_log_probs (N, R_i)
+                self.preemption.hold()  # from here on the run is between two steps
                 batch = self.compute_targets(batch)  # + advantages (N, R_i)
-                self.preemption.hold()
                 batch = self.update(batch)  # ppo_epochs x mini-batches on the actor; on policy + old_log_probs
                 self.tell_layout()
                 self.sync_weights()  # the engines now hold the new policy
@@ -145,14 +146,15 @@ class GRPOTrainer:
                     self.sync_reference()  # iterative GRPO: so does the reference, or some of it
                 self.timings["step"] = time.perf_counter() - started
                 self.step += 1
+                self.sampler.close(self.step)
                 self.measure(batch)
                 self.samples.write("rollouts", self.step, batch, self._requests)
                 if self.due(self.config.trainer.test_freq):
                     self.validate()
-                self.saver.poll()
                 if self.save_is_due():
                     self.save()
                 self.report()
+                self.saver.poll()  # after the step's metrics are on record
                 self.preemption.release()
             self.finish()
 
@@ -162,7 +164,8 @@ class GRPOTrainer:
         try:
             yield
         except KeyboardInterrupt:
-            if self.preemption.asked and self.config.trainer.save_on_sigterm:
+            # a second SIGTERM does not wait, and between two steps there is no state to save
+            if self.preemption.asked and not self.preemption.held and self.config.trainer.save_on_sigterm:
                 if self.step > self.saver.step:
                     self.progress.message("SIGTERM: writing a checkpoint")
                     self.save()
@@ -243,7 +246,7 @@ class GRPOTrainer:
         self.roles.ref.move_towards(self.roles.actor, self.config.actor_rollout_ref.ref.ref_model_mixup_alpha)
         self.refresh_reference_head()
 
-    @stage("testing")
+    @stage("testing", counted=True)
     def validate(self) -> None:
         """Score the validation prompts with the current weights."""
         if not self.prompts.validation:
@@ -261,7 +264,7 @@ class GRPOTrainer:
             self.trackers.log_samples(shown, self.step)
             self.progress.message(format_samples(shown))
 
-    @stage("save_checkpoint")
+    @stage("save_checkpoint", counted=True)
     def save(self) -> None:
         """Begin to write a checkpoint; what it holds is copied now."""
         self.saver.begin(*run_state(self))
@@ -322,7 +325,8 @@ class GRPOTrainer:
         roles = {"actor": self.roles.actor, "ref": self.roles.ref}
         for name, role in roles.items():
             if role is not None:
-                self.progress.message(f"{name}: {role.forward_report()}")
+                with contextlib.suppress(WorkerLost):  # the next pass finds out, and makes it good
+                    self.progress.message(f"{name}: {role.forward_report()}")
 
     def report(self) -> None:
         """Send the step's metrics to the trackers, and tell what people should know of it."""

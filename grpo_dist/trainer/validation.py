@@ -82,11 +82,11 @@ def require_metric(name: str | None, metrics: Mapping[str, float]) -> None:
 
 
 def _of_one_source(batch: DataProtoRef, source: str, n: int) -> dict[str, float]:
-    variables = {"reward": batch["score"]}
+    variables, failed = {"reward": batch["score"]}, batch["failed"].astype(bool)
     means = {name: batch[name] for name in ("response_length", "truncated", "num_turns")}
     for name, values in batch.small.items():
-        if name == f"{EXTRA}acc" and not np.isnan(values).any():
-            variables["acc"] = values
+        if name == f"{EXTRA}acc" and not np.isnan(values[~failed]).any():
+            variables["acc"] = np.where(failed, 0.0, values)  # what could not be scored counts as wrong
         elif name.startswith(EXTRA) and not np.isnan(values).all():  # all nan: another source's
             means[name.removeprefix(EXTRA)] = values
     core = "acc" if "acc" in variables else "reward"

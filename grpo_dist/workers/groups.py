@@ -106,6 +106,9 @@ class PolicyGroup:
 class ReferenceGroup(PolicyGroup):
     """The reference of the KL term. It moves only when told to (iterative GRPO).
 
+    Attributes:
+        has_moved: whether it is another model than the one it was loaded from: then only a checkpoint has its weights.
+
     Args:
         workers: its processes.
         restarts: how many may be replaced.
@@ -114,7 +117,7 @@ class ReferenceGroup(PolicyGroup):
     def __init__(self, workers: WorkerGroup, restarts: RestartBudget | None = None) -> None:
         super().__init__(workers)
         self.restarts = restarts or RestartBudget()
-        self._has_moved = False
+        self.has_moved = False
 
     def restart(self, error: GrpoDistError) -> Restart:
         """Replace all ranks: those that are left cannot go on without the one that is lost. A generator of the calls
@@ -124,7 +127,7 @@ class ReferenceGroup(PolicyGroup):
             GrpoDistError: `error`, if it is no loss, there have been too many, or the reference has moved: then only a
                 checkpoint has its weights.
         """
-        if not isinstance(error, WorkerLost) or self._has_moved:
+        if not isinstance(error, WorkerLost) or self.has_moved:
             raise error
         self.restarts.spend(error)
         for rank in range(len(self.workers)):
@@ -134,13 +137,13 @@ class ReferenceGroup(PolicyGroup):
 
     def move_towards(self, actor: ActorGroup, share: float) -> None:
         """Take `share` of the actor's weights, and the rest of its own."""
-        self._has_moved = True
+        self.has_moved = True
         buckets = actor.workers.call_all("sync_reference", "export_weights", "float32")[0]
         self.workers.call_all("sync_reference", "load_weights", buckets, share)
 
     def load_checkpoint(self, folder: str) -> None:
         """Read a checkpoint. From then on only a checkpoint has the weights."""
-        self._has_moved = True
+        self.has_moved = True
         super().load_checkpoint(folder)
 
 

@@ -14,7 +14,7 @@ import torch
 from grpo_dist.algorithms.correction import compute_rollout_correction
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
 from grpo_dist.engines.durable import FileDigest, digest_file, flush_path
-from grpo_dist.errors import CheckpointError, RewardError
+from grpo_dist.errors import CheckpointError, ConfigError, RewardError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.rewards.base import RewardResult
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
@@ -106,9 +106,9 @@ class RewardWorker(Process):
         Returns:
             ((label, failures, printed), data). The data has `token_level_scores` (the score on the last token that
             trains, or a score on the last token of each step, with `step_mask` 1 there). The label has `score`, the
-            function's extra values (as `reward_extra/NAME`) and for validation `pred_id`, where it finds answers. The
-            failures say why responses could not be scored, one text for each. Printed are the first lines that the
-            function printed, and how many more.
+            function's extra values (as `reward_extra/NAME`) and for validation `failed` and `pred_id`, where it finds
+            answers. The failures say why responses could not be scored, one text for each. Printed are the first lines
+            that the function printed, and how many more.
 
         Raises:
             RewardError: the function returned step scores that do not fit the steps.
@@ -125,6 +125,8 @@ class RewardWorker(Process):
             extras[f"{EXTRA}overlong_penalty"] = penalties.numpy()
         if task.validation and any(result.pred is not None for result in results):
             extras["pred_id"] = pred_ids([result.pred for result in results])
+        if task.validation:
+            extras["failed"] = np.array([result.failed for result in results])
         columns: dict[str, Any] = {"score": scores + penalties}
         if self.step_separator is None:
             columns["token_level_scores"] = on_last_token(scores + penalties, responses, mask)
@@ -146,7 +148,7 @@ class RewardWorker(Process):
         for result in self.scorer.score([Sample(text, *row) for text in texts]):
             if isinstance(result, Failure):
                 failures.append(result.text)
-                result = RewardResult(self.failure_score, {})
+                result = RewardResult(self.failure_score, {}, failed=True)
             results.append(result)
         return results, failures
 
@@ -218,14 +220,24 @@ class RewardWorker(Process):
         return samples
 
     def write_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> None:
-        """Write `read_samples` to `path`, one JSON object per line."""
+        """Write `read_samples` to `path`, one JSON object per line.
+
+        Raises:
+            ConfigError: the disk refuses.
+        """
         samples = self.read_samples(batch, step, ground_truths)
         lines = [json.dumps(sample, ensure_ascii=False, default=str) for sample in samples]
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_suffix(".tmp")
-        temporary.write_text("\n".join(lines) + "\n")
-        temporary.replace(target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text("\n".join(lines) + "\n")
+            temporary.replace(target)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {target}: {error}. Make room there, set trainer.default_local_dir to another place, or "
+                "trainer.log_rollouts=false"
+            ) from error
 
     def write_groups(self, groups: DataProtoRef, path: str) -> dict[str, FileDigest]:
         """Write all columns of scored groups to `path`.safetensors and `path`.json; returns the files by name.

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.chaos.runs import STEPS, Outcome, assert_gone
+from grpo_dist.tracking.jsonl import read_metrics
+from tests.chaos.runs import STEPS, Outcome, assert_gone, train
 from tests.trainer.metrics_page import PAGE, undocumented
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
@@ -117,6 +119,19 @@ def test_the_trained_model_loads(main_run: Outcome) -> None:
     ]
     assert min(changed) > 0
     assert AutoTokenizer.from_pretrained(folder).eos_token == "<|im_end|>"
+
+
+@pytest.mark.long
+def test_a_checkpoint_is_validated_beside_the_record_of_its_training(main_run: Outcome, tmp_path: Path) -> None:
+    """In a copy of its folder."""
+    shutil.copytree(main_run.run_dir, tmp_path / "run")
+    path = f"trainer.resume_from_path={tmp_path}/run/global_step_{STEPS}"
+    outcome = train(tmp_path, [], "trainer.val_only=true", "trainer.resume_mode=resume_path", path)
+    assert outcome.metrics() == main_run.metrics()
+    row = read_metrics(tmp_path / "run/val_only/metrics.jsonl")[-1]
+    name = "val-core/arithmetic/reward/mean@1"
+    assert (row["step"], row[name]) == (STEPS, main_run.metrics()[-1][name])
+    assert (tmp_path / f"run/val_only/validation/{STEPS}.jsonl").is_file()
 
 
 @pytest.mark.long  # tests/chaos does so with SIGTERM

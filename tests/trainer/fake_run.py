@@ -26,6 +26,7 @@ def make_trainer(
     tmp_path: Path, groups: dict[str, WorkerGroup], *overrides: str, length: int = 8, bad: int = -1
 ) -> GRPOTrainer:
     """A trainer of 3 steps with 4 prompts x 4 responses in 2 mini-batches."""
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / "reward.py").write_text(REWARD.replace("BAD", str(bad)))
     config, _ = load_config(
         [

@@ -167,6 +167,9 @@ def test_steps_are_opened_in_order_and_each_prompt_is_drawn_once() -> None:
     sampler.open_steps(1, 3)
     assert len(sampler.pump.requests) == 6, "open steps are not sampled again"
     results = [sampler.rollout(step) for step in (1, 2, 3)]
+    assert list(sampler.open) == [1, 2, 3], "they have not trained yet"
+    for step in (1, 2, 3):
+        sampler.close(step)
     uids = [request.uid for result in results for request in result.requests]
     assert uids == [f"step{1 + i // 2}-prompt{i}" for i in range(6)]
     assert sampler.open == {}
@@ -176,6 +179,7 @@ def test_the_ledger_brings_back_what_was_drawn_and_has_not_trained() -> None:
     before = make_sampler(dict.fromkeys(range(8), MIXED))
     before.open_steps(1, 3)
     before.rollout(1)
+    before.close(1)
     ledger = json.loads(json.dumps(before.state_dict()))
     assert ledger == {
         "open": {"2": [[2, 3]], "3": [[4, 5]]},
@@ -206,6 +210,7 @@ def test_finished_groups_of_open_steps_are_not_sampled_again() -> None:
     before = make_sampler(scores)
     before.open_steps(1, 3)
     before.rollout(1)
+    before.close(1)
     before.pump.late = (1,)  # of step 4 only prompt 6 is there
     before.open_steps(4, 4)
     finished = before.finished_groups()
@@ -222,12 +227,27 @@ def test_finished_groups_of_open_steps_are_not_sampled_again() -> None:
     assert kept[0].small["uid"].tolist() == results[1].batch["uid"][N:].tolist()
 
 
+def test_a_batch_that_is_there_and_has_not_trained_is_in_the_ledger() -> None:
+    """A run that ends between sampling and training: the same prompts come again, and nothing is sampled anew."""
+    scores = dict.fromkeys(range(8), MIXED)
+    before = make_sampler(scores)
+    sampled = before.rollout(1)
+    finished = before.finished_groups()
+    after = resumed_sampler(before, scores)
+    after.restored = {uid: pair for each in finished for uid, pair in each.groups.items()}
+    assert [r.uid for r in after.rollout(1).requests] == [r.uid for r in sampled.requests]
+    assert after.pump.requests == []
+    after.close(1)
+    assert [r.uid for r in after.rollout(2).requests] == ["step2-prompt2", "step2-prompt3"]
+
+
 def test_other_batch_sizes_lose_no_drawn_prompt() -> None:
     """Steps 2 and 3 were open with two prompts each; then batches are of three."""
     scores = dict.fromkeys(range(9), MIXED)
     before = make_sampler(scores)
     before.open_steps(1, 3)
     before.rollout(1)
+    before.close(1)
     size = ("data.train_batch_size=3", "actor_rollout_ref.actor.ppo_mini_batch_size=3")
     after = resumed_sampler(before, scores, *size)
     assert (after.open, after.backlog) == ({}, [2, 3, 4, 5])
@@ -241,6 +261,7 @@ def test_an_order_learns_from_each_batch_once() -> None:
     before = make_sampler(scores)
     before.open_steps(1, 2)
     before.rollout(1)
+    before.close(1)
     assert before.state_dict()["num_learned"] == {"2": 1}
     after = resumed_sampler(before, scores)
     after.order = RecordingOrder()  # type: ignore[assignment]

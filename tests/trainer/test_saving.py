@@ -10,19 +10,17 @@ import pytest
 
 from grpo_dist.config.load import load_config
 from grpo_dist.engines.durable import FileDigest, digest_file
-from grpo_dist.errors import CheckpointError, GrpoDistError, TrainingDiverged, WorkerError
+from grpo_dist.errors import CheckpointError, GrpoDistError, RewardError, TrainingDiverged, WorkerError
 from grpo_dist.trainer.checkpoint import LATEST, find_checkpoint, read_state
 from grpo_dist.trainer.saving import CheckpointSaver
 from tests.trainer.checkpoints import names, run_state
-
-REF = "actor_rollout_ref.ref.ref_model_sync_steps=1"
 
 
 class Writer:
     """A role that writes its part at once, and says so when `done`, or waited for."""
 
     def __init__(self) -> None:
-        self.done, self.begun, self.waits = False, [], 0
+        self.done, self.begun, self.waits, self.has_moved = False, [], 0, False
         self.error: Exception | None = None
 
     def begin_save(self, folder: str) -> None:
@@ -45,6 +43,17 @@ def saved_until(saver: CheckpointSaver, step: int, error: GrpoDistError) -> None
         raise error
 
 
+def polled_while(saver: CheckpointSaver, actor: Writer, step: int, error: GrpoDistError) -> None:
+    """A run in which something else fails while the writers are asked."""
+    with saver.completing():
+        saver.begin(run_state(step))
+        actor.error, actor.done = error, True
+        try:
+            saver.poll()
+        finally:
+            actor.error = None
+
+
 def make_saver(run_dir: Path, *overrides: str) -> tuple[CheckpointSaver, Writer, Writer]:
     """A saver, its actor and its reference."""
     config, _ = load_config([f"trainer.default_local_dir={run_dir}", *overrides])
@@ -55,7 +64,8 @@ def make_saver(run_dir: Path, *overrides: str) -> tuple[CheckpointSaver, Writer,
 
 
 def test_training_goes_on_until_all_roles_have_written(tmp_path: Path) -> None:
-    saver, actor, ref = make_saver(tmp_path, REF)
+    saver, actor, ref = make_saver(tmp_path)
+    ref.has_moved = True
     saver.begin(run_state(1))
     assert names(tmp_path) == ["global_step_1.tmp"]
     actor.done = True
@@ -83,11 +93,12 @@ def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
     assert names(tmp_path) == ["global_step_1", "global_step_2", LATEST]
 
 
-def test_without_async_save_it_is_there_at_once(tmp_path: Path) -> None:
+def test_without_async_save_it_is_waited_for(tmp_path: Path) -> None:
     saver, actor, ref = make_saver(tmp_path, "actor_rollout_ref.actor.checkpoint.async_save=false")
     saver.begin(run_state(1))
+    saver.poll()
     assert names(tmp_path) == ["global_step_1", LATEST]
-    assert (actor.waits, ref.begun) == (1, []), "a frozen reference is not saved"
+    assert (actor.waits, ref.begun) == (1, []), "a reference that has not moved is not saved"
 
 
 def test_older_ones_go_only_when_the_new_one_is_there(tmp_path: Path) -> None:
@@ -137,8 +148,22 @@ def test_what_was_begun_is_published_at_the_end(tmp_path: Path) -> None:
 def test_a_worker_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     saver, actor, _ = make_saver(tmp_path)
     with pytest.raises(WorkerError, match="no answer"):
-        saved_until(saver, 1, WorkerError("no answer within 1800 s"))
+        saved_until(saver, 1, WorkerError("no answer within 1800 s", "actor", 0))
     assert actor.waits == 0
+
+
+def test_what_others_fail_at_meanwhile_costs_no_checkpoint(tmp_path: Path) -> None:
+    """While the driver waits for the writers, groups are sampled and scored, and their errors come up there."""
+    saver, actor, _ = make_saver(tmp_path)
+    for step, error in enumerate([RewardError("service down"), WorkerError("no answer", "rollout", 1)], 1):
+        with pytest.raises(type(error)):
+            polled_while(saver, actor, step, error)
+        assert f"global_step_{step}" in names(tmp_path)
+    actor.error = RewardError("service down")
+    actor.begin_save = lambda folder: actor.finished_save(wait=True)  # type: ignore[method-assign]
+    with pytest.raises(RewardError):
+        saver.begin(run_state(3))
+    assert names(tmp_path) == ["global_step_1", "global_step_2", LATEST], "not all were asked for their part"
 
 
 def test_the_first_error_is_the_one_that_shows(tmp_path: Path) -> None:

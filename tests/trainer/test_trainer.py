@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import cloudpickle
@@ -16,32 +15,17 @@ from grpo_dist.tracking.base import Trackers
 from grpo_dist.trainer.checkpoint import read_state
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.group import Call, WorkerGroup
-from grpo_dist.workers.reward import RewardWorker
 from tests.processes import spawned
 from tests.trainer.checkpoints import reseal
 from tests.trainer.fake_run import make_trainer
 from tests.trainer.fakes import (
-    FakeActorWorker,
     FakePolicyWorker,
-    FakeRolloutWorker,
     RecordingRolloutWorker,
     StuckRewardWorker,
 )
 from tests.trainer.metrics_page import PAGE, undocumented
 
 pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module")
-def groups(local_ray: None) -> Iterator[dict[str, WorkerGroup]]:
-    """2 actor ranks, 2 engines, 1 reference, 1 reward process, for all tests here: processes are slow to start."""
-    with (
-        spawned("actor", FakeActorWorker, [(0, 2), (1, 2)]) as actor,
-        spawned("rollout", FakeRolloutWorker, [(), ()]) as rollout,
-        spawned("ref", FakePolicyWorker, [(0, 1)]) as ref,
-        spawned("reward", RewardWorker, [()]) as reward,
-    ):
-        yield {"actor": actor, "rollout": rollout, "ref": ref, "reward": reward}
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ def metrics_of(n: int, **columns: list) -> dict[str, float]:
         "response_length": np.arange(1, 3 * n + 1),
         "truncated": np.zeros(3 * n, np.int64),
         "num_turns": np.full(3 * n, 2),
+        "failed": np.zeros(3 * n, bool),
         **{name.replace("__", "/"): np.array(values, np.float32) for name, values in columns.items()},
     }
     return validation_metrics(DataProtoRef(small=small, num_rows=3 * n), SOURCES, n)
@@ -71,6 +72,12 @@ def test_an_accuracy_of_some_responses_only_is_not_one() -> None:
     assert metrics["val-core/arithmetic/acc/mean@1"] == 1.0
     assert metrics["val-aux/arithmetic/half/mean"] == 4.0
     assert "val-aux/gsm8k/half/mean" not in metrics, "only the other data source has it"
+
+
+def test_a_response_that_could_not_be_scored_is_wrong_and_does_not_change_what_is_reported() -> None:
+    metrics = metrics_of(1, score=[1, 2, -1], reward_extra__acc=[1, 1, NAN], failed=[0, 0, 1])
+    assert metrics["val-core/gsm8k/acc/mean@1"] == 0.5
+    assert metrics["val-aux/gsm8k/reward/mean@1"] == 0.0
 
 
 def test_every_prompt_has_a_seed_of_its_own_where_there_are_seeds() -> None:
