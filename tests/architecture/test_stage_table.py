@@ -23,7 +23,8 @@ def stages_in_code(source: str) -> list[Stage]:
     for node in ast.walk(ast.parse(source)):
         for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
             if isinstance(decorator, ast.Call) and getattr(decorator.func, "id", "") == "stage":
-                columns = {keyword.arg: tuple(ast.literal_eval(keyword.value)) for keyword in decorator.keywords}
+                keywords = [keyword for keyword in decorator.keywords if keyword.arg in ("needs", "adds")]
+                columns = {keyword.arg: tuple(ast.literal_eval(keyword.value)) for keyword in keywords}
                 assert isinstance(node, ast.FunctionDef)
                 name = ast.literal_eval(decorator.args[0])
                 found.append((name, node.name, columns.get("needs", ()), columns.get("adds", ())))
