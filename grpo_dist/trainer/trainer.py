@@ -101,10 +101,7 @@ class GRPOTrainer:
             workers_per_engine=place.tensor_parallel,
         )
         reward = self.config.reward
-        limits = {
-            "reward_timeout_s": reward.timeout_s,
-            "max_failure_rate": reward.max_failure_rate,
-        }
+        limits = {"reward_timeout_s": reward.timeout_s, "max_failure_rate": reward.max_failure_rate}
         givers = self._log_prob_givers()
         self.pump = RolloutPump(self.roles.rollout, self.roles.reward, givers, **limits)
         self.sampler = TrainingSampler(
@@ -122,7 +119,8 @@ class GRPOTrainer:
         Raises:
             KeyboardInterrupt: SIGINT; or SIGTERM, after a checkpoint was written.
         """
-        with self.saver.completing(), self.pump.in_background(self.roles.workers), self.saving_on_sigterm():
+        # what still runs in the background at the end must not disturb the last checkpoint: it is the innermost
+        with self.saver.completing(), self.saving_on_sigterm(), self.pump.in_background(self.roles.workers):
             self.sync_weights()
             if self.config.trainer.val_only or (self.config.trainer.val_before_train and self.step == 0):
                 self.validate()
