@@ -149,7 +149,7 @@ class RolloutPump:
         elif any(call in giver.in_flight for giver in self._givers.values()):
             for giver in self._givers.values():
                 giver.collect(call)
-        else:
+        else:  # a group, the start of an engine, or a call of a process that was replaced a moment ago
             self._collect_group(call)
 
     def tick(self) -> None:
