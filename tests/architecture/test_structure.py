@@ -46,7 +46,6 @@ TESTED_ELSEWHERE = {
     "trainer/finished_groups.py": "trainer/test_staleness.py",  # written and read by a run that samples ahead
     "trainer/pump.py": "trainer/test_trainer.py",  # every rollout there goes through it
     "trainer/rollout_job.py": "trainer/test_trainer.py",  # likewise
-    "workers/groups.py": "trainer/test_trainer.py",  # likewise
     "trainer/roles.py": "trainer/test_trainer.py",  # plain records
     "trainer/sample_log.py": "trainer/test_trainer.py",  # every step there writes one
     "trainer/run.py": "e2e/test_main_job.py",
