@@ -130,7 +130,11 @@ def test_sampling_runs_where_run_was_called_and_costs_no_time_of_the_loop(tmp_pa
         ("hang", 0.3, r"Tool: run\(\) did not end within .*agent\.timeout_s=0\.3 s outside the engine \(prompt step1"),
         ("block", 0.3, r"Tool: run\(\) blocks its thread for more than .*timeout_s=0\.3 s, at .*tool\.py:\d+; await"),
         ("own_timeout", 30, r"run\(\) raised TimeoutError"),
-        ("own_cancel", 30, r"run\(\) let a cancellation of its own out, CancelledError, at .*:\d+; catch it there \(pro"),
+        (
+            "own_cancel",
+            30,
+            r"run\(\) let a cancellation of its own out, CancelledError, at .*:\d+; catch it there \(pro",
+        ),
         ("leave", 30, r"run\(\) raised SystemExit: 3, at .*tool\.py:\d+ \(prompt step1-prompt9, episode"),
         ("task_leaves", 30, r"run\(\) raised SystemExit: 3, at .*tool\.py:\d+ \(prompt step1-prompt9, episode"),
     ],
