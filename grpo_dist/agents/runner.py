@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from grpo_dist.agents.base import KEY, KWARGS_KEY, AgentLoop, load_agent_loop
 from grpo_dist.agents.episode import Episode, Sample
@@ -25,6 +26,18 @@ CANCEL_S = 5.0
 
 # VLLMEngine.generate
 Generate = Callable[[Sequence[int], SamplingSettings, str | None], Awaitable[list[Response] | None]]
+# What user code may raise. On a thread beside the main one only it raises the last two; asyncio would end the thread.
+USER_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
+
+
+@dataclass
+class _Group:
+    """Why episodes of a group may be cancelled: the engine `aborted` it, or we are `ending` them. Where neither is so,
+    the cancellation is the user's code's own.
+    """
+
+    aborted: bool = False
+    ending: bool = False
 
 
 class EpisodeRunner:
@@ -38,7 +51,8 @@ class EpisodeRunner:
     def __init__(self, settings: AgentSettings, generate: Generate) -> None:
         self.settings, self._generate = settings, generate
         self._events = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._events.run_forever, name="agent loop", daemon=True)
+        self._stopped = False
+        self._thread = threading.Thread(target=self._serve, name="agent loop", daemon=True)
         self._loop: AgentLoop
 
     async def start(self) -> None:
@@ -69,47 +83,62 @@ class EpisodeRunner:
 
     def stop(self) -> None:
         """End the thread."""
+        self._stopped = True
         self._events.call_soon_threadsafe(self._events.stop)
+
+    def _serve(self) -> None:
+        while not self._stopped:
+            try:
+                self._events.run_forever()
+            except (SystemExit, KeyboardInterrupt):  # of a task that the user's code has made: it has that as its error
+                continue
 
     async def _make(self) -> AgentLoop:
         loop_class = load_agent_loop(self.settings.name, self.settings.kwargs)
         try:
             return loop_class(**self.settings.kwargs)
-        except Exception as error:  # noqa: BLE001 - the user's code
+        except USER_ERRORS as error:
             where = f"{KEY}={self.settings.name} with {KWARGS_KEY}={dict(self.settings.kwargs)}"
             raise ConfigError(f"{where}: {loop_class.__name__}() raised {type(error).__name__}: {error}") from None
 
     async def _run_all(self, episodes: Sequence[Episode], engine: asyncio.AbstractEventLoop) -> list[Response]:
-        tasks = [asyncio.create_task(self._run_one(episode, engine)) for episode in episodes]
+        group = _Group()
+        tasks = [asyncio.create_task(self._run_one(episode, engine, group)) for episode in episodes]
         try:
-            return list(await asyncio.gather(*tasks))
+            return list(await asyncio.shield(asyncio.gather(*tasks)))  # who cancels this cancels the tasks below
         finally:
+            group.ending = True
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks, timeout=CANCEL_S)
 
-    async def _run_one(self, episode: Episode, engine: asyncio.AbstractEventLoop) -> Response:
+    async def _run_one(self, episode: Episode, engine: asyncio.AbstractEventLoop, group: _Group) -> Response:
         limit = asyncio.timeout(self.settings.timeout_s)
         try:
             async with limit:
-                episode.connect(self._sampler(episode.row.uid, engine, limit))
+                episode.connect(self._sampler(episode.row.uid, engine, limit, group))
                 await self._loop.run(episode)
             return episode.response()
         except GrpoDistError:
             raise  # the engine's
-        except Exception as error:  # noqa: BLE001 - the user's code
+        except asyncio.CancelledError as error:
+            if group.aborted or group.ending:
+                raise
+            problem = f"run() let a cancellation of its own out, CancelledError{_line_of(error)}; catch it there"
+        except USER_ERRORS as error:
             if limit.expired():
                 problem = f"run() did not end within {TIMEOUT_KEY}={self.settings.timeout_s:g} s outside the engine"
             else:
                 problem = f"run() raised {type(error).__name__}: {error}{_line_of(error)}"
-            where = f"prompt {episode.row.uid}, episode {episode.index}, after turn {episode.num_turns}"
-            raise AgentError(f"agent loop {self._name}: {problem} ({where})") from None
+        where = f"prompt {episode.row.uid}, episode {episode.index}, after turn {episode.num_turns}"
+        raise AgentError(f"agent loop {self._name}: {problem} ({where})")
 
-    def _sampler(self, uid: str, engine: asyncio.AbstractEventLoop, limit: asyncio.Timeout) -> Sample:
+    def _sampler(self, uid: str, engine: asyncio.AbstractEventLoop, limit: asyncio.Timeout, group: _Group) -> Sample:
         """Samples on the engine's event loop; the time that takes, waiting included, is not the agent loop's."""
 
         async def request(prompt: list[int], sampling: SamplingSettings) -> Response | None:
             responses = await self._generate(prompt, sampling, uid)
+            group.aborted = group.aborted or responses is None
             return responses[0] if responses is not None else None
 
         async def sample(prompt: list[int], sampling: SamplingSettings) -> Response | None:

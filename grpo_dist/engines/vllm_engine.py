@@ -1,7 +1,8 @@
 """The rollout engine: vLLM's AsyncLLM, the same on CPU and GPU. Speaks token ids only; knows no Ray and no tokenizer.
 
 New weights come while requests run (vllm_weight_update.py). Each token knows the version that sampled it. Every call
-into vLLM has a time limit, because a call that is pending when an engine dies never returns.
+into vLLM has a time limit, because a call that is pending when an engine dies never returns; what takes as long as
+responses do has the driver's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from grpo_dist.engines.bucket_files import clear_left_behind
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.vllm_weight_update import WeightUpdater
 from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError
@@ -74,6 +76,7 @@ class VLLMEngine:
             ConfigError: vLLM is not installed or refuses the settings.
         """
         quiet_environment(self.settings.device)
+        clear_left_behind()
         self._sockets = tempfile.TemporaryDirectory(prefix="grpo_dist-")  # vLLM never deletes its own
         os.environ["VLLM_RPC_BASE_PATH"] = self._sockets.name
         try:

@@ -7,14 +7,11 @@ settings they end first, or keep their own cache.
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
-import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from grpo_dist.engines.bucket_files import bucket_files
 from grpo_dist.engines.settings import EngineSettings, GroupAddress
 from grpo_dist.engines.weight_buckets import Bucket, check_buckets
 from grpo_dist.errors import EngineError, WeightSyncError
@@ -25,11 +22,11 @@ class WeightUpdater:
 
     Args:
         llm: vLLM's AsyncLLM.
-        call: awaits one of its calls within a time limit, and makes its exceptions ours.
+        call: awaits one of its calls within a time limit (`timeout_s`), and makes its exceptions ours.
         settings: the engine's.
     """
 
-    def __init__(self, llm: Any, call: Callable[[Any], Awaitable[Any]], *, settings: EngineSettings) -> None:
+    def __init__(self, llm: Any, call: Callable[..., Awaitable[Any]], *, settings: EngineSettings) -> None:
         self._llm, self._call = llm, call
         self._pause = {
             "mode": "keep" if settings.partial_rollout else "wait",
@@ -37,6 +34,7 @@ class WeightUpdater:
         }
         self.version = -1
         self._mixed = ""
+        self._paused = False
 
     def check_whole(self) -> None:
         """Refuse to sample while a failed sync has left old and new weights side by side.
@@ -46,6 +44,18 @@ class WeightUpdater:
         """
         if self._mixed:
             raise EngineError(self._mixed)
+
+    async def pause(self) -> None:
+        """Have requests wait, or end first, until weights have come; nothing if they wait already.
+
+        Ending takes as long as the longest response, which only the driver can bound (trainer.stage_timeout_s).
+
+        Raises:
+            EngineError: the engine failed: it is unusable, and the caller replaces it.
+        """
+        if not self._paused:
+            await self._call(self._llm.pause_generation(**self._pause), timeout_s=None)
+            self._paused = True
 
     async def load(self, buckets: Sequence[Bucket], version: int) -> None:
         """Replace all weights by those in the buckets, which are all checked before the first is loaded.
@@ -58,8 +68,8 @@ class WeightUpdater:
         with self._keeps_weights(version):
             self._check_newer(version)
             check_buckets(buckets)
-        with tempfile.TemporaryDirectory(prefix="grpo_dist-", dir=_shared_memory_dir()) as folder:
-            await self._replace((_write_bucket(bucket, Path(folder)) for bucket in buckets), version)
+        with contextlib.closing(bucket_files(buckets)) as files:
+            await self._replace(files, version)
 
     async def join(self, address: GroupAddress, first_rank: int) -> None:
         """Have all workers of the engine join a weight group; the first one gets `first_rank`.
@@ -92,7 +102,7 @@ class WeightUpdater:
         """The life cycle of every update."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._call(self._llm.pause_generation(**self._pause))
+        await self.pause()
         await self._call(self._llm.start_weight_update())
         for update in updates:
             await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update)))
@@ -110,6 +120,7 @@ class WeightUpdater:
             self.version, self._mixed = version, ""
         if not self._mixed:
             await self._call(self._llm.resume_generation())
+            self._paused = False
         with self._keeps_weights(version):
             if fault:
                 raise WeightSyncError(fault)
@@ -131,14 +142,3 @@ class WeightUpdater:
         except WeightSyncError as error:
             kept = self._mixed or f"the engine keeps version {self.version}"
             raise WeightSyncError(f"sync of weight version {version}: {error}; {kept}") from None
-
-
-def _shared_memory_dir() -> str | None:
-    return "/dev/shm" if os.path.isdir("/dev/shm") else None
-
-
-def _write_bucket(bucket: Bucket, folder: Path) -> dict[str, Any]:
-    path = folder / uuid.uuid4().hex
-    bucket.data.tofile(path)
-    entries = [[e.name, e.dtype, list(e.shape), e.offset, e.num_bytes] for e in bucket.entries]
-    return {"path": str(path), "num_bytes": len(bucket.data), "entries": entries}

@@ -29,8 +29,12 @@ from grpo_dist.workers.group import POLL_S, Call, WorkerGroup, finished
 from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout_group import RolloutGroup
 
-# A reward process may have to start its scorer again in between.
+# A reward process may have to start its scorer before the first response, while others start beside it.
 SCORER_START_S = 180.0
+# A response on which the reward function hangs ends its scorer, and another one is started for the next: on every
+# response of a group, if need be. What that loads was loaded a moment ago, so it is faster than the first time; and the
+# longer it may take, the later a reward process that is itself stuck is noticed.
+SCORER_RESTART_S = 20.0
 # Log-probs of a job are computed in this many passes: enough to overlap with generation, few enough to be large.
 LOG_PROB_PASSES = 4
 
@@ -149,7 +153,7 @@ class RolloutPump:
         elif any(call in giver.in_flight for giver in self._givers.values()):
             for giver in self._givers.values():
                 giver.collect(call)
-        else:
+        else:  # a group, the start of an engine, or a call of a process that was replaced a moment ago
             self._collect_group(call)
 
     def tick(self) -> None:
@@ -237,7 +241,7 @@ class RolloutPump:
             if call.is_late():
                 self.reward.replace(call, call.group.late([call]))
         for call, (job, i) in list(self._scoring.items()):
-            limit = self.reward_timeout_s * (job.requests[i].sampling.n + 1) + SCORER_START_S
+            limit = (self.reward_timeout_s + SCORER_RESTART_S) * job.requests[i].sampling.n + SCORER_START_S
             if call.is_late(limit):
                 self._replace_scorer(call, job, i, limit)
 

@@ -12,6 +12,7 @@ move from role to role during an update.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,7 +137,8 @@ class WorkerGroup:
         self, role: str, handles: Sequence[Any], limits: TimeLimits, make: Sequence[Callable[[], Any]] = ()
     ) -> None:
         self.role, self.handles, self.limits = role, list(handles), limits
-        self.addresses: dict[int, Address] = {}
+        self._addresses: dict[int, Address] = {}
+        self._expected: dict[int, ray.ObjectRef] = {}  # addresses of new processes that may not be up yet, by rank
         self.background: Background | None = None
         self._make = list(make)
         self._busy = [_BusyClock() for _ in self.handles]
@@ -171,8 +173,9 @@ class WorkerGroup:
     def respawn(self, rank: int) -> None:
         """End a worker's process, if it still lives, and start a new one in its place, without waiting."""
         ray.kill(self.handles[rank])
-        self.addresses.pop(rank, None)
+        self._addresses.pop(rank, None)
         self.handles[rank] = self._make[rank]()
+        self._expected[rank] = self.handles[rank].address.remote()  # it answers this as soon as it is up
         self._busy[rank] = _BusyClock(self._busy[rank].seconds)
 
     def busy_seconds(self) -> float:
@@ -182,6 +185,17 @@ class WorkerGroup:
     def __len__(self) -> int:
         return len(self.handles)
 
+    @property
+    def addresses(self) -> dict[int, Address]:
+        """Where the processes are, by rank; those of new processes once they are up."""
+        refs = {ref: rank for rank, ref in self._expected.items()}
+        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0) if refs else ([], [])
+        for ref in done:
+            del self._expected[refs[ref]]
+            with contextlib.suppress(RayError):  # that process is gone too
+                self._addresses[refs[ref]] = ray.get(ref)
+        return self._addresses
+
     def call_home(self) -> list[Address]:
         """Wait until every process is there, and note where."""
         limit = max(self.limits.of("start"), PROCESS_START_S)
@@ -189,7 +203,7 @@ class WorkerGroup:
 
     def note_addresses(self, addresses: Sequence[Address]) -> list[Address]:
         """Note where the processes are, in rank order."""
-        self.addresses = dict(enumerate(addresses))
+        self._addresses, self._expected = dict(enumerate(addresses)), {}
         return list(addresses)
 
     def submit(self, rank: int, stage: str, method: str, *args: Any, timed: bool = True) -> Call:
@@ -302,7 +316,8 @@ class WorkerGroup:
         return WorkerLost(message, self.role, rank, self._node(rank), stage)
 
     def _node(self, rank: int) -> str:
-        return self.addresses[rank].host if rank in self.addresses else "?"
+        address = self.addresses.get(rank)
+        return "?" if address is None else address.host
 
     def late(self, calls: Sequence[Call], limit_s: float | None = None) -> WorkerLost:
         """What to say of these workers' calls that were not answered in time: names the one that is stuck."""
@@ -327,7 +342,8 @@ class WorkerGroup:
         return lost
 
     def _states(self, ranks: Sequence[int]) -> dict[int, str]:
-        return probe({rank: self.addresses[rank] for rank in ranks if rank in self.addresses})
+        addresses = self.addresses
+        return probe({rank: addresses[rank] for rank in ranks if rank in addresses})
 
     def kill(self) -> None:
         """End all processes at once."""

@@ -14,7 +14,7 @@ from grpo_dist.engines.settings import ObjectiveSettings
 from grpo_dist.errors import GrpoDistError, WorkerLost
 from grpo_dist.protocol import Mean, Metric, Sum, merge_metrics
 from grpo_dist.workers.balance import balance
-from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.policy import PolicySettings
 from grpo_dist.workers.process import Address
@@ -40,11 +40,13 @@ class LogProbJob:
 
     def collect(self, call: Call) -> DataProtoRef | None:
         """Take in a finished call; after the last one, a handle in the order of the batch's rows."""
-        self.parts[call] = call.handle(call.result())
-        return None if self.in_flight else self.merged()
+        return self.take(call, call.result())
 
-    def merged(self) -> DataProtoRef:
-        """One handle in the order of the batch's rows."""
+    def take(self, call: Call, label: Label) -> DataProtoRef | None:
+        """Take in what a call has answered; after the last one, a handle in the order of the batch's rows."""
+        self.parts[call] = call.handle(label)
+        if self.in_flight:
+            return None
         parts = [self.parts[call] for call in self.calls]
         return DataProtoRef.concat(parts).reorder(np.argsort(np.concatenate(self.rows)))
 
@@ -97,10 +99,11 @@ class PolicyGroup:
 
     def collect_log_probs(self, job: LogProbJob) -> DataProtoRef:
         """Wait for a job; one handle in the order of the batch's rows."""
-        self.workers.gather(job.calls)
-        for call in job.calls:
-            job.collect(call)
-        return job.merged()
+        merged = None
+        for call, label in zip(job.calls, self.workers.gather(job.calls), strict=True):
+            merged = job.take(call, label)
+        assert merged is not None, "the last call completes it"
+        return merged
 
 
 class ReferenceGroup(PolicyGroup):

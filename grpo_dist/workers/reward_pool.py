@@ -85,7 +85,8 @@ class RewardPool:
         except WorkerLost as error:
             self.replace(call, error)
             return None
-        self._free.append(call.rank)
+        if call.process is self.workers.handles[call.rank]:  # else the new process says when it is free
+            self._free.append(call.rank)
         if is_start:
             del self._starting[call.rank]
             return None

@@ -116,6 +116,10 @@ class RolloutWorker(Process):
         """Join the group to which the actor broadcasts, with ranks from `first_rank` on."""
         await self.engine.weights.join(address, first_rank)
 
+    async def pause_for_weights(self) -> None:
+        """Have what is sampled wait, or end first, until weights have come (`rollout.partial_rollout`)."""
+        await self.engine.weights.pause()
+
     async def receive_weights(self, version: int) -> int:
         """Replace the weights by those that the actor broadcasts and return the version now held."""
         await self.engine.weights.receive(version)

@@ -132,15 +132,15 @@ class RolloutGroup:
 
         Returns:
             The group's handle; None if there is none: it was aborted, its worker failed (see `take_lost`), or the
-            call was a worker's start.
+            call was a worker's start, or one that nobody waits for any more, of whatever role.
 
         Raises:
             GrpoDistError: a mistake that another worker would make too, or too many workers have failed.
         """
-        member = self._members[call.rank]
-        starting = member.starting is call
+        starting = any(member.starting is call for member in self._members)
         if not starting and call not in self._orders:  # it went with its worker
             return None
+        member = self._members[call.rank]
         try:
             answer = call.result()
         except (EngineError, WorkerError) as error:

@@ -6,9 +6,9 @@ the engine's type. How the buckets travel is the transport's business (weight_tr
 
 - object_store: an engine has all buckets at hand, checks them, and only then pauses and loads. What is damaged,
   incomplete or not newer is refused, and the weights in force stay.
-- broadcast: an engine pauses, then checks and loads one bucket after the other as they come in. A damaged first bucket
-  is refused as above. After a later one the weights are mixed, and the engine samples nothing until a whole sync has
-  come through; the transport makes a second attempt with the engines that still answer.
+- broadcast: once all engines have paused, each checks and loads one bucket after the other as they come in. A damaged
+  first bucket is refused as above. After a later one the weights are mixed, and the engine samples nothing until a
+  whole sync has come through; the transport makes a second attempt with the engines that still answer.
 
 Responses that are in flight go on under the new weights (`rollout.partial_rollout`), or are finished first. The prefix
 cache is dropped with the old ones. Every engine answers with the version it now holds; from then on each token it

@@ -9,7 +9,7 @@ gloo on CPU. Needs a GPU of its own for every process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from grpo_dist.engines.settings import SENDER, GroupAddress
@@ -93,26 +93,27 @@ class BroadcastTransport:
             if failed:
                 return failed
         self._members = []  # until all has gone well
+        # Responses may have to end first, which takes longer than a rank waits for another one: nobody sends meanwhile.
+        problem = "the weights were not sent: one of the engines is dead"
+        _, failed = _ask_engines(rollout, ranks, members, "pause_for_weights", problem)
+        if failed:
+            return failed
         sends = actor.submit_all(STAGE, "broadcast_weights", dtype, version)
         loads = {rank: rollout.submit(rank, STAGE, "receive_weights", version) for rank in ranks}
         found = outcomes(loads)
         sent = outcomes(dict(enumerate(sends)))
-        _raise_first(outcome for outcome in sent.values() if not isinstance(outcome, WeightSyncError))
+        _raise_first(actor, (outcome for outcome in sent.values() if not isinstance(outcome, WeightSyncError)))
         if all(outcome == version for outcome in found.values()):
-            _raise_first(sent.values())
+            _raise_first(actor, sent.values())
             self._members = members
         return found
 
     def _form(self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], members: Sequence[Any]) -> Outcomes:
         """Have the actor's rank 0 and the engines form a group; if that fails, what came of it by engine."""
-        found = outcomes({rank: rollout.submit(rank, STAGE, "address") for rank in ranks})
-        replaced = {rank for rank, handle in zip(ranks, members, strict=True) if rollout.handles[rank] is not handle}
-        for rank in replaced:  # its new process starts first, and would be waited for
-            found[rank] = rollout.error(rank, STAGE, "its process was replaced")
-        living = [rank for rank in ranks if not isinstance(found[rank], GrpoDistError)]
-        if len(living) < len(ranks):
-            unformed = WeightSyncError("the weight group was not formed: one of its engines is dead")
-            return {rank: unformed if rank in living else found[rank] for rank in ranks}
+        problem = "the weight group was not formed: one of its engines is dead"
+        found, failed = _ask_engines(rollout, ranks, members, "address", problem)
+        if failed:
+            return failed
         if self._store is None:
             self._store = actor.call(SENDER, STAGE, "open_weight_store")
         self.generation += 1
@@ -132,7 +133,7 @@ class BroadcastTransport:
         }
         joined, sent = outcomes(joins), outcomes(sender)
         if not any(isinstance(outcome, GrpoDistError) for outcome in joined.values()):
-            _raise_first(sent.values())
+            _raise_first(actor, sent.values())
             return {}
         unformed = WeightSyncError("the weight group was not formed")
         return {rank: outcome or unformed for rank, outcome in joined.items()}
@@ -153,7 +154,24 @@ def outcomes(calls: Mapping[int, Call]) -> Outcomes:
     return dict(zip(calls, group.settle(list(calls.values())), strict=True))
 
 
-def _raise_first(found: Any) -> None:
+def _ask_engines(
+    rollout: WorkerGroup, ranks: Sequence[int], members: Sequence[Any], method: str, problem: str
+) -> tuple[Outcomes, Outcomes]:
+    """Call a method on the engines `ranks`, whose processes were `members`.
+
+    Returns:
+        (what they answered; if not all have, what came of the sync: their errors, and `problem` for those who have).
+    """
+    found = outcomes({rank: rollout.submit(rank, STAGE, method) for rank in ranks})
+    for rank, handle in zip(ranks, members, strict=True):
+        if rollout.handles[rank] is not handle:  # its new process starts first, and would be waited for
+            found[rank] = rollout.error(rank, STAGE, "its process was replaced")
+    errors = {rank: outcome for rank, outcome in found.items() if isinstance(outcome, GrpoDistError)}
+    return found, {rank: errors.get(rank) or WeightSyncError(problem) for rank in ranks} if errors else {}
+
+
+def _raise_first(group: WorkerGroup, found: Iterable[Any]) -> None:
+    """Raise the first error, or the loss of the rank that has made it."""
     for outcome in found:
         if isinstance(outcome, GrpoDistError):
-            raise outcome
+            raise group.root_cause(outcome)

@@ -30,6 +30,8 @@ class Tool(AgentLoop):
     def __init__(self, mode="answer"):
         if mode == "broken":
             raise OSError("no such service")
+        if mode == "leaving":
+            exit("no licence")
         self.mode = mode
 
     async def run(self, episode):
@@ -57,6 +59,17 @@ class Tool(AgentLoop):
 
     async def own_timeout(self, episode):
         await asyncio.wait_for(asyncio.sleep(60), 0.01)
+
+    async def own_cancel(self, episode):
+        task = asyncio.create_task(asyncio.sleep(60))
+        asyncio.get_running_loop().call_soon(task.cancel)
+        await task
+
+    async def leave(self, episode):
+        raise SystemExit(3)
+
+    async def task_leaves(self, episode):
+        await asyncio.create_task(self.leave(episode))
 """
 
 
@@ -117,6 +130,13 @@ def test_sampling_runs_where_run_was_called_and_costs_no_time_of_the_loop(tmp_pa
         ("hang", 0.3, r"Tool: run\(\) did not end within .*agent\.timeout_s=0\.3 s outside the engine \(prompt step1"),
         ("block", 0.3, r"Tool: run\(\) blocks its thread for more than .*timeout_s=0\.3 s, at .*tool\.py:\d+; await"),
         ("own_timeout", 30, r"run\(\) raised TimeoutError"),
+        (
+            "own_cancel",
+            30,
+            r"run\(\) let a cancellation of its own out, CancelledError, at .*:\d+; catch it there \(pro",
+        ),
+        ("leave", 30, r"run\(\) raised SystemExit: 3, at .*tool\.py:\d+ \(prompt step1-prompt9, episode"),
+        ("task_leaves", 30, r"run\(\) raised SystemExit: 3, at .*tool\.py:\d+ \(prompt step1-prompt9, episode"),
     ],
 )
 def test_failures_are_named_and_end_the_group(tmp_path: Path, mode: str, timeout_s: float, text: str) -> None:
@@ -165,10 +185,13 @@ def test_abort_ends_episodes_in_the_tool_and_in_the_engine(tmp_path: Path) -> No
     in_loop(engine_aborts)
 
 
-def test_a_class_that_cannot_be_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "text"), [("broken", "OSError: no such service"), ("leaving", "SystemExit: no licence")]
+)
+def test_a_class_that_cannot_be_made(tmp_path: Path, mode: str, text: str) -> None:
     async def test() -> None:
-        async with runner(tmp_path, Writer().generate, "broken"):
+        async with runner(tmp_path, Writer().generate, mode):
             pass
 
-    with pytest.raises(ConfigError, match=r"Tool\(\) raised OSError: no such service"):
+    with pytest.raises(ConfigError, match=rf"Tool\(\) raised {text}"):
         in_loop(test)

@@ -40,13 +40,10 @@ TESTED_ELSEWHERE = {
     "engines/sharded.py": "engines/test_lora.py",  # one line, which gathers merged weights
     "engines/vllm_inproc_core.py": "engines/test_vllm_engine.py",  # how the engine starts on CPU
     "engines/vllm_weight_backend.py": "engines/test_vllm_engine.py",  # runs inside vLLM only
-    "engines/vllm_weight_update.py": "engines/test_vllm_engine.py",  # a part of the engine
     "tracking/names.py": "tracking/test_summary.py",  # metric names
     "trainer/health_rules.py": "trainer/test_health.py",  # what health.py holds metrics against
     "trainer/finished_groups.py": "trainer/test_staleness.py",  # written and read by a run that samples ahead
-    "trainer/pump.py": "trainer/test_trainer.py",  # every rollout there goes through it
-    "trainer/rollout_job.py": "trainer/test_trainer.py",  # likewise
-    "workers/groups.py": "trainer/test_trainer.py",  # likewise
+    "trainer/rollout_job.py": "trainer/test_trainer.py",  # every rollout there goes through it
     "trainer/roles.py": "trainer/test_trainer.py",  # plain records
     "trainer/sample_log.py": "trainer/test_trainer.py",  # every step there writes one
     "trainer/run.py": "e2e/test_main_job.py",

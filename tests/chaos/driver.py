@@ -91,7 +91,7 @@ def install(timetable: Timetable) -> None:
         hook_stage(GRPOTrainer, name, moment, timetable, step)
     GRPOTrainer.report = reported  # type: ignore[method-assign]
     RewardPool.submit = submitted  # type: ignore[method-assign]
-    pump.SCORER_START_S = 15.0  # a stopped reward process is noticed within the test
+    pump.SCORER_START_S, pump.SCORER_RESTART_S = 15.0, 0.0  # a stopped reward process is noticed within the test
 
 
 def hook_stage(trainer: type, stage: str, moment: str, timetable: Timetable, step: list[int]) -> None:

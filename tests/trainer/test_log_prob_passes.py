@@ -5,20 +5,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import TrainingDiverged, WorkerLost
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.trainer.log_prob_passes import Giver, PassQueue
+from grpo_dist.trainer.pump import RolloutPump
 from grpo_dist.trainer.rollout_job import GroupRequest, LogProbPass, RolloutJob
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
-from grpo_dist.workers.group import finished
+from grpo_dist.workers.group import WorkerGroup, finished
 from grpo_dist.workers.groups import ReferenceGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import Task
+from grpo_dist.workers.reward_pool import RewardPool
+from grpo_dist.workers.rollout_group import RolloutGroup
 from tests.processes import spawned
 
 pytestmark = pytest.mark.ray
@@ -113,3 +117,18 @@ def test_only_a_loss_is_made_good(reference: ReferenceGroup) -> None:
     with pytest.raises(WorkerLost, match="gone"):  # what cannot be replaced at all
         Giver(lambda batch: None).restart(WorkerLost("gone"))  # type: ignore[arg-type,return-value]
     assert not reference.restarts.failures
+
+
+def test_ranks_that_are_lost_together_cost_one_restart(reference: ReferenceGroup) -> None:
+    """Both calls are found done in one look: the second is nobody's by then, and of no engine either."""
+    engines, scorers = (WorkerGroup(role, [None], TimeLimits(60.0)) for role in ("rollout", "reward"))
+    giver = Giver(lambda batch: reference.submit_log_probs("ref_log_prob", batch), reference.restart)
+    pump = RolloutPump(RolloutGroup(engines), RewardPool(scorers), {"ref": giver}, reward_timeout_s=60.0)
+    reference.workers.call_all("test", "set_trap", signal.SIGKILL)
+    made = job_of(4)
+    there = {i: (group, group) for i, group in made.groups.items()}
+    job = pump.submit(made.requests, givers=("ref",), there=there)
+    ray.wait([call.ref for call in pump.in_flight], num_returns=2, timeout=60.0, fetch_local=False)
+    pump.wait(lambda: job.done_passes)
+    assert values(job) == {i: [[i, i], [i]] for i in range(4)}
+    assert len(reference.restarts.failures) == 1

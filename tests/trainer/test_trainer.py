@@ -234,6 +234,7 @@ def test_a_reward_process_that_hangs_ends_the_step(
     groups: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("grpo_dist.trainer.pump.SCORER_START_S", 0.0)
+    monkeypatch.setattr("grpo_dist.trainer.pump.SCORER_RESTART_S", 0.0)
     with spawned("reward", StuckRewardWorker, [()]) as reward:
         stuck = groups | {"reward": reward}
         trainer = make_trainer(tmp_path, stuck, "reward.timeout_s=0.2", "trainer.max_worker_restarts=0")

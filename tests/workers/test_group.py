@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import ray
 from grpo_dist.errors import GrpoDistError, RewardError, WorkerError, WorkerLost
 from grpo_dist.workers.group import Call, WorkerGroup, finished
 from grpo_dist.workers.limits import TimeLimits
-from grpo_dist.workers.process import Address
+from grpo_dist.workers.process import Address, Process
 from tests.processes import reserved
 
 pytestmark = pytest.mark.ray
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.ray
 def worker_class() -> type:
     """A class of its own per call: Ray then sends it by value, and workers start without importing this module."""
 
-    class Worker:
+    class Worker(Process):
         def __init__(self, rank: int) -> None:
             from grpo_dist.errors import ConfigError
 
@@ -65,7 +66,7 @@ def worker_class() -> type:
 
 @pytest.fixture(scope="module")
 def bundles(local_ray: None) -> Iterator[Mapping[str, list]]:
-    with reserved(lasting=2, dying=3, unbuilt=1) as found:
+    with reserved(lasting=2, dying=3, replaced=1, unbuilt=1) as found:
         yield found
 
 
@@ -195,7 +196,7 @@ def test_an_unknown_method_is_a_programming_error(group: WorkerGroup) -> None:
 # --- time --------------------------------------------------------------------------------------------------------
 def test_no_answer_in_time(group: WorkerGroup) -> None:
     impatient = WorkerGroup("actor", group.handles, TimeLimits(0.5))
-    impatient.addresses = group.addresses
+    impatient.note_addresses(list(group.addresses.values()))
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"actor worker 0 on node0, stage 'add': no answer within 0\.5 s"):
         impatient.call_each("add", "add", [(1, 2.0), (1,)])
@@ -234,6 +235,23 @@ def test_a_dead_process_is_told_while_others_hang(bundles: Mapping[str, list]) -
         group.kill()
     with pytest.raises(WorkerError, match="its process died"):
         group.call(0, "add", "add", 1)
+
+
+def test_the_process_that_takes_anothers_place_is_known(bundles: Mapping[str, list]) -> None:
+    group = spawn(bundles["replaced"], 60.0, [(0,)])
+    try:
+        before = group.addresses[0].pid
+        group.respawn(0)
+        assert 0 not in group.addresses, "it is not up yet"
+        (pid,) = group.call_all("add", "pid")
+        assert (group.addresses[0].pid, pid != before) == (pid, True)
+        assert str(group.error(0, "add", "failed")) == f"actor worker 0 on {socket.gethostname()}, stage 'add': failed"
+    finally:
+        group.kill()
+    group.respawn(0)
+    ray.kill(group.handles[0])
+    with pytest.raises(WorkerError, match=r"actor worker 0 on \?, .*: its process died"):  # never up
+        group.call(0, "add", "pid")
 
 
 def test_a_worker_that_cannot_be_built_says_why(bundles: Mapping[str, list]) -> None:

@@ -14,7 +14,8 @@ from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.errors import RewardError, WorkerLost
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
-from grpo_dist.workers.group import Call, finished
+from grpo_dist.workers.group import Call, WorkerGroup, finished
+from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import Task
@@ -114,6 +115,18 @@ def test_a_process_that_hangs_is_replaced_once(make: Callable, tmp_path: Path) -
     assert score(pool)[0]["score"].tolist() == [0, 1]
 
 
+def test_an_answer_that_is_taken_in_after_its_process_is_gone_counts_and_frees_nobody(make: Callable) -> None:
+    """A whole batch asked of the same process has shown that it is gone."""
+    pool = make(1)
+    call = wait(pool.submit(group(), Task("", "", {})))
+    pool.replace(call, WorkerLost("gone"))
+    assert pool.collect(call)[0]["score"].tolist() == [0, 1]
+    assert not pool.has_free, "its new process starts"
+    pool.collect(wait(pool.starting[0]))
+    pool.submit(group(), Task("", "", {}))
+    assert not pool.has_free, "one process, one group at a time"
+
+
 def test_whole_batches_are_asked_again(make: Callable, tmp_path: Path) -> None:
     pool = make(2)
     batch = DataProtoRef(small={"uid": np.array(["a", "b"])}, num_rows=2)
@@ -138,10 +151,12 @@ def test_the_functions_own_mistake_is_shown_at_once(make: Callable, tmp_path: Pa
 
 
 def test_what_the_reward_function_prints_is_told_once_and_not_at_length() -> None:
-    pool = RewardPool([None, None])  # type: ignore[arg-type]
+    pool = RewardPool(WorkerGroup("reward", [None, None], TimeLimits(1.0)))
     for number in range(2):
         answer = "label", [], ([f"line {number}"] * 7, 100)
-        call = SimpleNamespace(rank=number, result=lambda answer=answer: answer, handle=lambda label: label)
+        call = SimpleNamespace(
+            rank=number, process=None, result=lambda answer=answer: answer, handle=lambda label: label
+        )
         assert pool.collect(call) == ("label", [])  # type: ignore[arg-type]
     assert pool.take_printed() == ["line 0"] * 7 + ["line 1"] * 3 + ["... and 204 more lines"]
     assert pool.take_printed() == []

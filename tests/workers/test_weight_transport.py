@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 
 from grpo_dist.engines.settings import EngineSettings, ModelSettings, OptimizerSettings
 from grpo_dist.engines.weight_buckets import unpack
-from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError
-from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError, WorkerLost
+from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.groups import PolicyGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.policy import ActorWorker, PolicySettings
@@ -229,3 +229,54 @@ def test_transports_by_name() -> None:
     actor = WorkerGroup("actor", [], TimeLimits(1000.0, {"sync_weights": 9.0}))
     assert broadcast.patience_s(actor) == 4.5, "sooner than the driver gives up"
     assert broadcast.patience_s(WorkerGroup("actor", [], TimeLimits(1000.0))) == 300.0
+
+
+class Scripted(WorkerGroup):
+    """Processes that are none: each method's answers by rank, None where none are given. Notes what was asked."""
+
+    def __init__(self, role: str, size: int, **answers: Any) -> None:
+        super().__init__(role, [object() for _ in range(size)], TimeLimits(60.0))
+        self.answers, self.asked = answers, []
+        self.states: dict[int, str] = {}
+
+    def submit(self, rank: int, stage: str, method: str, *args: Any, timed: bool = True) -> Call:
+        self.asked.append((method, rank))
+        return Call(method, self, rank, stage, 0.0)  # type: ignore[arg-type]
+
+    def settle(self, calls: Sequence[Call]) -> list[Any]:
+        return [self.answers.get(str(call.ref), {}).get(call.rank) for call in calls]
+
+    def _states(self, ranks: Sequence[int]) -> dict[int, str]:
+        return {rank: self.states.get(rank, "running") for rank in ranks}
+
+
+def formed(rollout: WorkerGroup) -> BroadcastTransport:
+    """A transport whose group these engines are."""
+    transport = BroadcastTransport(1)
+    transport._members = list(rollout.handles)
+    return transport
+
+
+def test_nothing_is_sent_while_an_engines_responses_end() -> None:
+    actor, rollout = Scripted("actor", 2), Scripted("rollout", 2, receive_weights={0: 3, 1: 3})
+    rollout.asked = actor.asked  # one list of both
+    assert formed(rollout).sync(actor, rollout, [0, 1], version=3, dtype="float32") == {0: 3, 1: 3}
+    pauses, sends = [("pause_for_weights", rank) for rank in (0, 1)], [("broadcast_weights", rank) for rank in (0, 1)]
+    assert actor.asked == [*pauses, *sends, ("receive_weights", 0), ("receive_weights", 1)]
+
+
+def test_an_engine_that_dies_before_it_has_paused_is_not_sent_to() -> None:
+    lost = WorkerLost("its process died", "rollout", 0, "node", "sync_weights")
+    actor, rollout = Scripted("actor", 1), Scripted("rollout", 2, pause_for_weights={0: lost})
+    found = formed(rollout)._attempt(actor, rollout, [0, 1], 3, "float32")
+    assert found[0] is lost
+    assert isinstance(found[1], WeightSyncError), "it gets a second attempt"
+    assert not actor.asked
+
+
+def test_an_actor_rank_that_is_lost_is_named_and_not_the_one_whose_connection_broke() -> None:
+    broken = WorkerError("RuntimeError: Connection closed by peer", "actor", 0, "node", "sync_weights")
+    actor, rollout = Scripted("actor", 2, broadcast_weights={0: broken}), Scripted("rollout", 1)
+    actor.states = {1: "gone"}
+    with pytest.raises(WorkerLost, match=r"actor worker 1 .*: its process is gone"):
+        formed(rollout).sync(actor, rollout, [0], version=3, dtype="float32")

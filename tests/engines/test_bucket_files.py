@@ -1,0 +1,74 @@
+"""Buckets in shared memory: one at a time, and none that stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_dist.engines import bucket_files as module
+from grpo_dist.engines.bucket_files import bucket_files, clear_left_behind
+from grpo_dist.engines.weight_buckets import Entry, pack, unpack
+
+WEIGHTS = {f"layer{i}": torch.full((64,), float(i)) for i in range(3)}
+KILLED = """
+import os, sys
+from pathlib import Path
+import torch
+from grpo_dist.engines import bucket_files as module
+from grpo_dist.engines.weight_buckets import pack
+
+module._folder = lambda: Path(sys.argv[1])
+files = module.bucket_files(list(pack([("weight", torch.ones(64))], bucket_bytes=256)))
+next(files)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(module, "_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_one_bucket_is_there_at_a_time(memory: Path) -> None:
+    buckets = list(pack(WEIGHTS.items(), bucket_bytes=256))
+    assert len(buckets) == 3
+    found = {}
+    for update in bucket_files(buckets):
+        assert files_in(memory) == [Path(update["path"])]
+        data = torch.from_file(update["path"], shared=True, size=update["num_bytes"], dtype=torch.uint8)
+        found |= dict(unpack(data, [Entry(*entry) for entry in update["entries"]]))
+    assert not list(memory.iterdir())
+    assert {name: value.tolist() for name, value in found.items()} == {n: w.tolist() for n, w in WEIGHTS.items()}
+
+
+def test_a_load_that_fails_leaves_nothing(memory: Path) -> None:
+    files = bucket_files(list(pack(WEIGHTS.items(), bucket_bytes=256)))
+    next(files)
+    files.close()
+    assert not list(memory.iterdir())
+
+
+def test_what_a_killed_process_left_is_cleared_and_what_is_in_use_is_not(memory: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, str(memory)], check=False)
+    assert len(files_in(memory)) == 1, "it was killed in the midst of a load"
+    mine = bucket_files(list(pack(WEIGHTS.items(), bucket_bytes=256)))
+    in_use = Path(next(mine)["path"])
+    assert f"-{os.getpid()}-" in in_use.parent.name
+    elsewhere = memory / f"{module.PREFIX}-1-{2**30}-container"  # process ids of another namespace mean nothing here
+    other = memory / f"{module.PREFIX}-notes"
+    for folder in (elsewhere, other):
+        folder.mkdir()
+    clear_left_behind()
+    assert files_in(memory) == [in_use]
+    assert sorted(memory.iterdir()) == sorted([in_use.parent, elsewhere, other])
+    mine.close()
