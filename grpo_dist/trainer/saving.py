@@ -95,7 +95,7 @@ class CheckpointSaver:
         if self.roles.ref is not None and self.roles.ref.has_moved:
             roles["ref"] = self.roles.ref
         pending = _Pending(folder, state, roles, [])
-        with self._giving_up(pending, begun=False):
+        with self._giving_up(pending):
             pending.groups = [each.begin_write(folder, self.roles.reward) for each in groups]
             for name, role in roles.items():
                 role.begin_save(str(folder / name))
@@ -133,7 +133,7 @@ class CheckpointSaver:
         pending = self._pending
         if pending is None:
             return
-        with self._giving_up(pending, begun=True):
+        with self._giving_up(pending):
             written: dict[str, FileDigest] = {}
             for name, role in pending.roles.items():
                 files = role.finished_save(wait=wait)
@@ -152,14 +152,14 @@ class CheckpointSaver:
         prune_checkpoints(self.run_dir, trainer.max_actor_ckpt_to_keep, trainer.keep_best_metric)
 
     @contextlib.contextmanager
-    def _giving_up(self, pending: _Pending, *, begun: bool) -> Iterator[None]:
+    def _giving_up(self, pending: _Pending) -> Iterator[None]:
         """Where the disk or a writer fails, the checkpoint comes to nothing. Where other work does, which goes on while
-        the driver waits, one that has `begun` can still be completed.
+        the driver waits, one that all writers have begun can still be completed.
         """
         try:
             yield
         except GrpoDistError as error:
-            if begun and not pending.ends_with(error):
+            if self._pending is pending and not pending.ends_with(error):
                 raise
             self._pending = None
             discard_checkpoint(pending.folder)

@@ -137,10 +137,12 @@ class RolloutGroup:
         Raises:
             GrpoDistError: a mistake that another worker would make too, or too many workers have failed.
         """
-        starting = any(member.starting is call for member in self._members)
-        if not starting and call not in self._orders:  # it went with its worker
+        if call.group is not self.workers:
             return None
         member = self._members[call.rank]
+        starting = member.starting is call
+        if not starting and call not in self._orders:  # it went with its worker
+            return None
         try:
             answer = call.result()
         except (EngineError, WorkerError) as error:

@@ -82,7 +82,7 @@ def train(folder: Path, faults: list[Fault], *overrides: str) -> Outcome:
             return Outcome(folder / "run", lives, log, time.monotonic() - started, found)
         assert done.returncode in RESTARTED, log[-6000:]
         # Ray's agents look for a raylet that was not shut down about once a minute
-        assert_gone(ray_processes() - before, within_s=30 if done.returncode > 0 else 120)
+        assert_gone(ray_processes() - before, within_s=15 if done.returncode > 0 else 120)
     raise AssertionError(f"it did not come to its end:\n{log[-6000:]}")
 
 
@@ -96,7 +96,7 @@ def ray_processes() -> set[psutil.Process]:
     return found
 
 
-def assert_gone(processes: set[psutil.Process], *, within_s: float = 30) -> None:
+def assert_gone(processes: set[psutil.Process], *, within_s: float = 15) -> None:
     """The processes end."""
     _, alive = psutil.wait_procs(list(processes), timeout=within_s)
     left = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

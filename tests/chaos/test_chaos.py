@@ -1,7 +1,7 @@
 """Faults against a run on real workers: it ends as if nothing had happened.
 
 Each row of the matrix is one run that a role suffers six faults in, one after the other, at six different moments. The
-whole matrix takes half an hour (`make chaos`); the test suite runs a few faults of several roles in one run.
+whole matrix takes 40 minutes (`make chaos`); the test suite runs a few faults of several roles in one run.
 """
 
 from __future__ import annotations

@@ -75,6 +75,7 @@ def test_metrics_have_each_step_once(main_run: Outcome) -> None:
     for name in ("critic/score/mean", "actor/loss", "actor/grad_norm", "response_length/mean", "perf/throughput"):
         assert name in step
     assert step["actor/kl_loss"] < rows[-1]["actor/kl_loss"], "the policy leaves the reference"
+    assert rows[3]["actor/kl_loss"] > 1e-5
     assert all(row["training/weight_version"] == row["step"] for row in rows[1:])
     assert f"step {STEPS}/{STEPS}" in main_run.log
     assert "validation accuracy" in main_run.log

@@ -132,6 +132,9 @@ def sample(lab: Lab, prompt: Any, step: int) -> DataProtoRef:
 
 def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undisturbed: tuple) -> None:
     history, weights = undisturbed
+    assert history[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-6), (
+        "before its first step the policy is the reference"
+    )
     lab.roles.actor.load_checkpoint(lab.start)
     before = lab.weights()
     plain = plain_loop(lab)
