@@ -1,7 +1,7 @@
 """The main job with faults on a timetable: `python -m tests.chaos.driver PLAN.json key=value ...`.
 
 The plan lists faults; each hits once, also over several lives of the run: the ones that have hit are written next to it
-before the signal is sent.
+before the signal is sent, with the stage that the trainer was in.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import psutil
 # The trainer's stage during which a fault hits, by the moment's name; "idle" and "scoring" are hooked below.
 STAGES = {"generating": "rollout", "updating": "update_actor", "syncing": "update_weights", "saving": "save_checkpoint"}
 PROCESSES = {"actor": "ActorWorker", "rollout": "RolloutWorker", "ref": "PolicyWorker", "reward": "RewardWorker"}
-# Seconds into the stage, so that it has begun; and those that a stopped driver stands still.
-DELAY_S, DRIVER_STOPS_S = 0.15, 5.0
+# Seconds into the stage, so that it has begun (the shortest take 0.08); and those that a stopped driver stands still.
+DELAY_S, DRIVER_STOPS_S = 0.03, 5.0
 
 
 @dataclass(frozen=True)
@@ -36,36 +36,49 @@ class Fault:
 
 
 class Timetable:
-    """Sends each fault when its moment comes."""
+    """Sends each fault when its moment comes, and writes down which moment it was when the signal went out."""
 
     def __init__(self, plan: Path) -> None:
         self.hits = plan.with_suffix(".hits")
-        self.faults = [Fault(**each) for each in json.loads(plan.read_text())]
+        past = self.hits.read_text().splitlines() if self.hits.exists() else []
+        done = [Fault(**json.loads(line)["fault"]) for line in past]
+        planned = [Fault(**each) for each in json.loads(plan.read_text())]
+        self.faults = [fault for fault in planned if fault not in done]
+        self.now = ""
 
     def come(self, moment: str, step: int, *, delay_s: float = DELAY_S) -> None:
         """A moment of a step has come."""
-        past = self.hits.read_text().splitlines() if self.hits.exists() else []
-        for fault in self.faults:
-            line = json.dumps(asdict(fault))
-            if (fault.moment, fault.step) == (moment, step) and line not in past:
-                with self.hits.open("a") as file:
-                    file.write(line + "\n")
-                threading.Timer(delay_s, hit, [fault]).start()
+        for fault in [each for each in self.faults if (each.moment, each.step) == (moment, step)]:
+            self.faults.remove(fault)
+            threading.Timer(delay_s, self.hit, [fault, victim(fault.role)]).start()
+
+    def hit(self, fault: Fault, pid: int) -> None:
+        """Send the signal."""
+        with self.hits.open("a") as file:
+            file.write(json.dumps({"fault": asdict(fault), "during": self.now}) + "\n")
+        number = signal.Signals[fault.signal]
+        if fault.role == "driver" and number == signal.SIGSTOP and os.fork() == 0:  # somebody must wake it up
+            time.sleep(DRIVER_STOPS_S)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(pid, number)
 
 
-def hit(fault: Fault) -> None:
-    """Send the signal."""
-    number = signal.Signals[fault.signal]
-    if fault.role != "driver":
-        name = f"ray::{PROCESSES[fault.role]}"
-        victims = [p for p in psutil.Process().children(recursive=True) if p.cmdline()[:1] and name in p.cmdline()[0]]
-        os.kill(max(victims, key=lambda p: p.create_time()).pid, number)
-        return
-    if number == signal.SIGSTOP and os.fork() == 0:  # somebody must wake it up
-        time.sleep(DRIVER_STOPS_S)
-        os.kill(os.getppid(), signal.SIGCONT)
-        os._exit(0)
-    os.kill(os.getpid(), number)
+def victim(role: str) -> int:
+    """The role's last process. Looked for beforehand: looking takes as long as a short stage."""
+    if role == "driver":
+        return os.getpid()
+    children = psutil.Process().children(recursive=True)
+    found = [each for each in children if command(each).startswith(f"ray::{PROCESSES[role]}")]
+    return max(found, key=lambda each: each.create_time()).pid
+
+
+def command(process: psutil.Process) -> str:
+    """A process's command line; of one that has ended by now, none."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def install(timetable: Timetable) -> None:
@@ -102,7 +115,11 @@ def hook_stage(trainer: type, stage: str, moment: str, timetable: Timetable, ste
     def hooked(self: Any, *args: Any) -> Any:
         step[0] = self.step + (moment != "saving")
         timetable.come(moment, step[0])
-        return method(self, *args)
+        timetable.now = moment
+        try:
+            return method(self, *args)
+        finally:
+            timetable.now = ""
 
     setattr(trainer, name, hooked)
 

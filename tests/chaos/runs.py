@@ -46,7 +46,7 @@ class Outcome:
     lives: int
     log: str
     seconds: float
-    hits: list[str]
+    hits: list[dict[str, Any]]
 
     @property
     def weights(self) -> bytes:
@@ -79,7 +79,7 @@ def train(folder: Path, faults: list[Fault], *overrides: str) -> Outcome:
         if done.returncode == 0:
             hits = plan.with_suffix(".hits")
             found = hits.read_text().splitlines() if hits.exists() else []
-            return Outcome(folder / "run", lives, log, time.monotonic() - started, found)
+            return Outcome(folder / "run", lives, log, time.monotonic() - started, [json.loads(hit) for hit in found])
         assert done.returncode in RESTARTED, log[-6000:]
         # Ray's agents look for a raylet that was not shut down about once a minute
         assert_gone(ray_processes() - before, within_s=15 if done.returncode > 0 else 120)

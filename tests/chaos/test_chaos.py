@@ -6,9 +6,9 @@ whole matrix takes 40 minutes (`make chaos`); the test suite runs a few faults o
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,9 @@ SIGNALS = ("SIGKILL", "SIGSTOP")
 
 
 def check(outcome: Outcome, undisturbed: Outcome, faults: list[Fault]) -> None:
-    assert len(outcome.hits) == len(faults), outcome.log[-6000:]
+    assert [hit["fault"] for hit in outcome.hits] == [asdict(fault) for fault in faults], outcome.log[-6000:]
+    for hit in outcome.hits:
+        assert hit["fault"]["moment"] in (hit["during"], "idle", "scoring"), f"it came too late: {hit}"
     assert outcome.rewards() == undisturbed.rewards()
     assert outcome.weights == undisturbed.weights
 
@@ -65,7 +67,7 @@ def test_matrix(main_run: Outcome, tmp_path: Path, table: list[str], role: str, 
     faults = [Fault(role, moment, name, step) for step, moment in enumerate(MOMENTS, 1)]
     outcome = train(tmp_path / "run", faults)
     same = outcome.weights == main_run.weights and outcome.rewards() == main_run.rewards()
-    moments = ", ".join(json.loads(line)["moment"] for line in outcome.hits)
+    moments = ", ".join(hit["fault"]["moment"] for hit in outcome.hits)
     starts = outcome.lives + outcome.log.count("starting all workers again")
     table.append(f"| {role} | {name} | {moments} | {'yes' if same else 'NO'} | {outcome.seconds:.0f} | {starts} |")
     sys.stdout.write(f"\n{table[-1]}\n")  # at once: the whole takes long
