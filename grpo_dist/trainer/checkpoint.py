@@ -198,6 +198,12 @@ def find_checkpoint(run_dir: Path, resume_mode: str, resume_from_path: str | Non
     return None
 
 
+def last_checkpoint(run_dir: Path) -> Path | None:
+    """The folder that the pointer names, whole or not; None without one."""
+    name, _ = _read_pointer(run_dir, expected=False)
+    return run_dir / name if name and (run_dir / name).is_dir() else None
+
+
 def read_state(folder: Path) -> RunState:
     """The state of a checkpoint folder.
 

@@ -10,8 +10,8 @@ from grpo_dist.errors import Terminated
 class Preemption:
     """Whether SIGTERM has come, and when the run gives way to it.
 
-    Between `hold` and `release` (from the step's targets, which move the KL coefficient, to its end) it waits: weights
-    and coefficients belong to no finished step there. A second SIGTERM ends the run at once.
+    While the run is `held` it waits: the signal may come between any two instructions, where a prompt is drawn and not
+    yet written down, or where the weights are no finished step's. A second SIGTERM ends the run at once.
 
     Attributes:
         asked: whether it has come.
@@ -25,7 +25,7 @@ class Preemption:
         """The handler of the signal.
 
         Raises:
-            Terminated: now is a good moment, or it is the second one. (Ray's calls make a KeyboardInterrupt of it.)
+            Terminated: nothing is held, or it is the second one. (Ray's calls make a KeyboardInterrupt of it.)
         """
         waits, self.asked = self.held and not self.asked, True
         if not waits:
@@ -36,7 +36,7 @@ class Preemption:
         self.held = True
 
     def release(self) -> None:
-        """A good moment again.
+        """The run is where it can be saved, and needs no protection.
 
         Raises:
             Terminated: one has been waiting.
@@ -44,3 +44,12 @@ class Preemption:
         self.held = False
         if self.asked:
             raise Terminated
+
+    def give_way(self) -> None:
+        """The run is where it can be saved, and goes on at once.
+
+        Raises:
+            Terminated: one has been waiting.
+        """
+        self.release()
+        self.hold()

@@ -100,13 +100,18 @@ class RolloutPump:
         self._dispatch()
         return job
 
-    def wait(self, done: Callable[[], bool]) -> None:
+    def wait(self, done: Callable[[], bool], give_way: Callable[[], None] = lambda: None) -> None:
         """Go on until `done`.
+
+        Args:
+            done: whether to stop.
+            give_way: called wherever all that has come in is taken in; may raise to end the wait.
 
         Raises:
             GrpoDistError: a worker failed; RewardError if too many responses could not be scored.
         """
         while not done():
+            give_way()
             self.rollout.catch_up()  # the actor stands still: whoever waits here does not train
             if not self.in_flight:
                 self.tick()

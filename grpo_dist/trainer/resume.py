@@ -10,7 +10,6 @@ from grpo_dist.tracking.base import WANDB_RUN_ID
 from grpo_dist.trainer.checkpoint import RunState, clear_leftovers, find_checkpoint, read_state
 from grpo_dist.trainer.config_changes import check_changes
 from grpo_dist.trainer.finished_groups import FinishedGroups, read_finished
-from grpo_dist.trainer.validation import AUX, CORE
 
 if TYPE_CHECKING:
     from grpo_dist.trainer.trainer import GRPOTrainer
@@ -27,7 +26,7 @@ def run_state(trainer: GRPOTrainer) -> tuple[RunState, list[FinishedGroups]]:
         ledger=trainer.sampler.state_dict(),
         prompts=trainer.prompts.identity,
         code=trainer.code,
-        metrics={name: value for name, value in trainer.metrics.items() if name.startswith((CORE, AUX))},
+        metrics=trainer.validated,
         trackers=tracker_ids(trainer.run_dir),
         finished=[each.describe() for each in groups],
     )
@@ -44,7 +43,8 @@ def resume(trainer: GRPOTrainer) -> Path | None:
         CheckpointError: there are checkpoints, and none is whole, or the config does not fit.
     """
     config, roles = trainer.config.trainer, trainer.roles
-    clear_leftovers(trainer.run_dir)
+    if not config.val_only:  # the run that these checkpoints are of may be at work
+        clear_leftovers(trainer.run_dir)
     folder = find_checkpoint(trainer.run_dir, config.resume_mode, config.resume_from_path)
     if folder is None:
         return None

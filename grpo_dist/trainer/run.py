@@ -14,9 +14,11 @@ from grpo_dist.errors import ConfigError, Terminated, WorkerError, WorkerLost
 from grpo_dist.tracking.base import Trackers, build_trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.summary import format_summary
+from grpo_dist.trainer.checkpoint import last_checkpoint
 from grpo_dist.trainer.config_changes import saved_config
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.preflight import check_model
+from grpo_dist.trainer.run_lock import run_lock
 from grpo_dist.workers.cluster import connect
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ def _run(config: RunConfig, preemption: Preemption) -> None:
     run_dir = _make_run_dir(config)
     signal.signal(signal.SIGTERM, preemption.handle)
     with ExitStack() as stack:
+        stack.enter_context(run_lock(run_dir))
+        _write_config(config, run_dir)
         stack.callback(_disconnect)
         message = connect(config.ray_kwargs.ray_init.address, config.ray_kwargs.ray_init.num_cpus)
         signal.signal(signal.SIGTERM, preemption.handle)  # again: Ray's own, put in its place, aborts the process
@@ -66,33 +70,48 @@ def _train(config: RunConfig, run_dir: Path, preemption: Preemption) -> GRPOTrai
     Raises:
         WorkerLost: that has happened `trainer.max_actor_restarts` times before.
     """
-    restarts, present = 0, config
+    restarts, present, last = 0, config, None
     while True:
+        trainer = None
         with ExitStack() as stack:
-            trainer, workers = _build(present, run_dir, stack, preemption)
             try:
+                trainer, workers = _build(present, run_dir, stack, preemption)
                 trainer.fit()
                 _tell_memory(config, workers)
                 trainer.trackers.close()
                 trainer.progress.close()
                 return trainer
             except WorkerLost as error:
-                if not trainer.roles.holds_state(error.role) or restarts == config.trainer.max_actor_restarts:
+                # one that is lost at the first start would most likely be lost again: the model is too large, say
+                goes_on = restarts > 0 if trainer is None else trainer.roles.holds_state(error.role)
+                if preemption.asked:
+                    _say(config, f"SIGTERM: no checkpoint could be written: {error}")
+                    preemption.release()
+                if not goes_on or restarts == config.trainer.max_actor_restarts:
                     raise
                 lost = error
-                preemption.release()  # the new workers are those of a finished step
+                preemption.held = False  # the new workers are those of a finished step
         restarts += 1
-        present = _from_last_checkpoint(config, trainer.saver.last)
-        where = trainer.saver.last or "the beginning: there is no checkpoint yet"
+        last = last if trainer is None else trainer.saver.last
+        present = _from_last_checkpoint(config, last)
+        where = last or "the beginning: there is no checkpoint yet"
         count = f"{restarts} of trainer.max_actor_restarts={config.trainer.max_actor_restarts}"
         _say(config, f"{lost}\nstarting all workers again from {where} ({count})")
 
 
 def _from_last_checkpoint(config: RunConfig, folder: Path | None) -> RunConfig:
-    """The config of a run that goes on from there, whatever else lies in its directory."""
-    mode = {"resume_mode": "disable"} if folder is None else {"resume_mode": "resume_path"}
-    trainer = config.trainer.model_copy(update=mode | {"resume_from_path": str(folder) if folder else None})
-    return config.model_copy(update={"trainer": trainer})
+    """The config of a run that goes on from there, whatever else lies in its directory.
+
+    If that checkpoint has been damaged since, from the one before, as at any start.
+    """
+    run_dir = Path(config.trainer.default_local_dir).absolute()
+    if folder is None:
+        where = {"resume_mode": "disable", "resume_from_path": None}
+    elif folder.absolute() == last_checkpoint(run_dir):
+        where = {"resume_mode": "auto", "resume_from_path": None}
+    else:
+        where = {"resume_mode": "resume_path", "resume_from_path": str(folder)}
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=where)})
 
 
 def _tell_memory(config: RunConfig, workers: Workers) -> None:
@@ -155,12 +174,18 @@ def _make_run_dir(config: RunConfig) -> Path:
     run_dir = config.trainer.record_dir.absolute()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"trainer.default_local_dir={run_dir}: cannot be written: {error}") from error
+    return run_dir
+
+
+def _write_config(config: RunConfig, run_dir: Path) -> None:
+    try:
         temporary = run_dir / f"{RESOLVED_CONFIG}.tmp"
         temporary.write_text(saved_config(config))
         temporary.replace(run_dir / RESOLVED_CONFIG)
     except OSError as error:
         raise ConfigError(f"trainer.default_local_dir={run_dir}: cannot be written: {error}") from error
-    return run_dir
 
 
 def _say(config: RunConfig, text: str) -> None:

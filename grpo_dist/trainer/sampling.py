@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,15 +117,19 @@ class TrainingSampler:
             if not state.jobs:
                 self._send_batch(step, state)
 
-    def rollout(self, step: int) -> Rollout:
+    def rollout(self, step: int, give_way: Callable[[], None] = lambda: None) -> Rollout:
         """Wait for the batch of `step`, which it opens if need be. The step stays open until it is `close`d.
+
+        Args:
+            step: number of the training step.
+            give_way: called now and then, where `state_dict` is whole; may raise to end the wait.
 
         Raises:
             GrpoDistError: a worker failed, or too few groups with different rewards were found.
         """
         self.open_steps(step, step)
         state = self.open[step]
-        self.pump.wait(lambda: state.full)
+        self.pump.wait(lambda: state.full, give_way)
         kept = state.kept[: self.config.data.train_batch_size]
         result = Rollout(DataProtoRef.concat([group for _, group in kept]), [request for request, _ in kept])
         result.timings = timings(state.jobs)
@@ -244,8 +248,8 @@ class TrainingSampler:
         if len(there) < wanted:
             return
         state.late = set(range(len(drawn))) - set(there[:wanted])
-        self.pump.cancel(job, state.late | {i + len(drawn) for i in state.late if has_baselines})
         self.backlog = [drawn[i] for i in sorted(state.late)] + self.backlog
+        self.pump.cancel(job, state.late | {i + len(drawn) for i in state.late if has_baselines})
 
     def _take_in(self, step: int, state: OpenStep, job: RolloutJob) -> None:
         """Keep the groups of a complete batch that train; sample another one if they are too few.

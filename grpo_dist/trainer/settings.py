@@ -6,10 +6,11 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from grpo_dist.algorithms.kl_control import KLController
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.config.names import TOKEN_SELECTING_LOSSES
 from grpo_dist.config.placement import Placement
-from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema import KLCtrlConfig, RunConfig
 from grpo_dist.config.schema_roles import ModelConfig
 from grpo_dist.engines.settings import (
     AgentSettings,
@@ -250,3 +251,9 @@ def agent_settings(config: RunConfig) -> AgentSettings | None:
     if agent.is_single_turn:
         return None
     return AgentSettings(absolute(agent.default_agent_loop), agent.agent_kwargs, agent.timeout_s)
+
+
+def kl_controller(config: KLCtrlConfig) -> KLController:
+    """The controller of the KL penalty in the reward."""
+    target = config.target_kl if config.type == "adaptive" else None
+    return KLController(config.kl_coef, target, config.horizon)

@@ -22,12 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_dist.algorithms.kl_control import KLController
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.config.placement import placement
-from grpo_dist.config.schema import KLCtrlConfig, RunConfig
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
-from grpo_dist.errors import WorkerLost
+from grpo_dist.errors import GrpoDistError, WorkerLost
 from grpo_dist.protocol import metric_values
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
@@ -45,6 +44,7 @@ from grpo_dist.trainer.sample_log import SampleLog
 from grpo_dist.trainer.sampling import TrainingSampler
 from grpo_dist.trainer.saving import CheckpointSaver
 from grpo_dist.trainer.seeds import group_seed
+from grpo_dist.trainer.settings import kl_controller
 from grpo_dist.trainer.stage import stage
 from grpo_dist.trainer.validation import require_metric, validation_metrics, validation_requests
 from grpo_dist.workers.batch_ref import DataProtoRef
@@ -84,6 +84,7 @@ class GRPOTrainer:
     weight_version: int = -1
     timings: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    validated: dict[str, float] = field(default_factory=dict)
     history: list[dict[str, float]] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
     preemption: Preemption = field(default_factory=Preemption)
@@ -129,12 +130,12 @@ class GRPOTrainer:
                 self.samples.collect()
                 return
             while self.step < self.total_steps:
+                self.preemption.hold()  # from here on it waits for a point where the run can be saved
                 self.timings, self.metrics = {}, {}
                 started = time.perf_counter()
                 batch = self.rollout()  # prompts, responses, scores, log-probs: N = train_batch_size * n rows
                 if self.staleness:  # the actor was at work while these were sampled
                     batch = self.late_log_probs(batch)  # + old_log_probs, with LoRA ref_log_probs (N, R_i)
-                self.preemption.hold()  # from here on the run is between two steps
                 batch = self.compute_targets(batch)  # + advantages (N, R_i)
                 batch = self.update(batch)  # ppo_epochs x mini-batches on the actor; on policy + old_log_probs
                 self.tell_layout()
@@ -143,7 +144,7 @@ class GRPOTrainer:
                 if self.reference_is_due():
                     self.sync_reference()  # iterative GRPO: so does the reference, or some of it
                 self.timings["step"] = time.perf_counter() - started
-                self.step += 1
+                self.step, self.validated = self.step + 1, {}
                 self.sampler.close(self.step)
                 self.measure(batch)
                 self.samples.write("rollouts", self.step, batch, self._requests)
@@ -164,10 +165,13 @@ class GRPOTrainer:
         except KeyboardInterrupt:
             # a second SIGTERM does not wait, and between two steps there is no state to save
             if self.preemption.asked and not self.preemption.held and self.config.trainer.save_on_sigterm:
-                if self.step > self.saver.step:
-                    self.progress.message("SIGTERM: writing a checkpoint")
-                    self.save()
-                self.saver.finish()
+                try:
+                    if self.step > self.saver.step:
+                        self.progress.message("SIGTERM: writing a checkpoint")
+                        self.save()
+                    self.saver.finish()
+                except GrpoDistError as error:  # of workers that SIGTERM was sent to as well, say
+                    self.progress.message(f"SIGTERM: no checkpoint could be written: {error}")
             raise
 
     # --- stages ------------------------------------------------------------------------------------------------
@@ -175,7 +179,7 @@ class GRPOTrainer:
     def rollout(self) -> DataProtoRef:
         """Sample and score a group for each of the next prompts; with a reference, its log-probs too."""
         self.sampler.open_steps(self.step + 1, self.newest_step(self.step))
-        result = self.sampler.rollout(self.step + 1)
+        result = self.sampler.rollout(self.step + 1, self.preemption.give_way)
         self._requests, batch = result.requests, result.batch
         self.timings |= result.timings
         self.metrics |= result.metrics
@@ -255,8 +259,9 @@ class GRPOTrainer:
         batch = DataProtoRef.concat(job.results())
         self._show_failures(job.failures)
         sources = {request.uid: request.task.data_source for request in requests}
-        self.metrics |= validation_metrics(batch, sources, self.val_sampling.n)
-        require_metric(self.config.trainer.keep_best_metric, self.metrics)
+        self.validated = validation_metrics(batch, sources, self.val_sampling.n)
+        require_metric(self.config.trainer.keep_best_metric, self.validated)
+        self.metrics |= self.validated
         self.samples.write("validation", self.step, batch, requests)
         if shown := self.samples.read_some(self.step, batch, requests):
             self.trackers.log_samples(shown, self.step)
@@ -390,9 +395,3 @@ class GRPOTrainer:
         if failures:
             earned = f"they earn reward.failure_score={self.config.reward.failure_score:g}"
             self.progress.message(f"{len(failures)} responses could not be scored; {earned}. The first:\n{failures[0]}")
-
-
-def kl_controller(config: KLCtrlConfig) -> KLController:
-    """The controller of the KL penalty in the reward."""
-    target = config.target_kl if config.type == "adaptive" else None
-    return KLController(config.kl_coef, target, config.horizon)

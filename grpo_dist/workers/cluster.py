@@ -6,11 +6,15 @@ imported.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import secrets
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from grpo_dist.errors import ConfigError, GrpoDistError
 
@@ -88,13 +92,14 @@ def _start_local(num_cpus: int | None) -> str:
 
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
-            ray.init(
-                address=LOCAL,
-                num_cpus=num_cpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            with _process_groups_of_their_own():
+                ray.init(
+                    address=LOCAL,
+                    num_cpus=num_cpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
             break
         except Exception as error:
             # Ray gives its own processes 30 s, fixed in its code; on a machine that is busy that may not be enough
@@ -102,3 +107,21 @@ def _start_local(num_cpus: int | None) -> str:
             if attempt == START_ATTEMPTS or "timed out during startup" not in str(error):
                 raise GrpoDistError(f"Ray could not be started on this machine: {error}") from error
     return "started a local Ray cluster on 127.0.0.1"
+
+
+@contextlib.contextmanager
+def _process_groups_of_their_own() -> Iterator[None]:
+    """Ray's processes are started outside the run's process group.
+
+    A scheduler's SIGTERM or a terminal's Ctrl-C goes to all of the group, and must not end Ray before the run has
+    saved. Ray has no setting for it.
+    """
+    from ray._private import services
+
+    module: Any = services
+    popen = module.ConsolePopen
+    module.ConsolePopen = functools.partial(popen, process_group=0)
+    try:
+        yield
+    finally:
+        module.ConsolePopen = popen

@@ -46,7 +46,6 @@ TESTED_ELSEWHERE = {
     "trainer/rollout_job.py": "trainer/test_trainer.py",  # every rollout there goes through it
     "trainer/roles.py": "trainer/test_trainer.py",  # plain records
     "trainer/sample_log.py": "trainer/test_trainer.py",  # every step there writes one
-    "trainer/run.py": "e2e/test_main_job.py",
     "workers/process.py": "workers/test_group.py",  # base class of the workers
     "workers/resources.py": "workers/test_group.py",  # placement group
 }

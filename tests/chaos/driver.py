@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,8 +20,9 @@ import psutil
 # The trainer's stage during which a fault hits, by the moment's name; "idle" and "scoring" are hooked below.
 STAGES = {"generating": "rollout", "updating": "update_actor", "syncing": "update_weights", "saving": "save_checkpoint"}
 PROCESSES = {"actor": "ActorWorker", "rollout": "RolloutWorker", "ref": "PolicyWorker", "reward": "RewardWorker"}
-# Seconds into the stage, so that it has begun (the shortest take 0.08); and those that a stopped driver stands still.
-DELAY_S, DRIVER_STOPS_S = 0.03, 5.0
+# Seconds after a stage's calls were sent, so that work has begun; and those that a stopped driver stands still.
+DELAY_S, DRIVER_STOPS_S = 0.01, 5.0
+REPLACED_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,19 @@ class Timetable:
         done = [Fault(**json.loads(line)["fault"]) for line in past]
         planned = [Fault(**each) for each in json.loads(plan.read_text())]
         self.faults = [fault for fault in planned if fault not in done]
+        self.due: list[tuple[Fault, int]] = []
         self.now = ""
 
-    def come(self, moment: str, step: int, *, delay_s: float = DELAY_S) -> None:
-        """A moment of a step has come."""
+    def come(self, moment: str, step: int) -> None:
+        """A moment of a step has come: look for the process, which takes as long as a short stage."""
         for fault in [each for each in self.faults if (each.moment, each.step) == (moment, step)]:
             self.faults.remove(fault)
-            threading.Timer(delay_s, self.hit, [fault, victim(fault.role)]).start()
+            self.due.append((fault, victim(fault.role)))
+
+    def strike(self) -> None:
+        """Hit what is due."""
+        while self.due:
+            self.hit(*self.due.pop())
 
     def hit(self, fault: Fault, pid: int) -> None:
         """Send the signal."""
@@ -61,16 +67,23 @@ class Timetable:
             time.sleep(DRIVER_STOPS_S)
             os.kill(os.getppid(), signal.SIGCONT)
             os._exit(0)
-        os.kill(pid, number)
+        if fault.role == "driver" and number == signal.SIGTERM:  # as schedulers and terminals send it
+            os.killpg(0, number)
+        else:
+            os.kill(pid, number)
 
 
 def victim(role: str) -> int:
-    """The role's last process. Looked for beforehand: looking takes as long as a short stage."""
+    """The role's last process."""
     if role == "driver":
         return os.getpid()
-    children = psutil.Process().children(recursive=True)
-    found = [each for each in children if command(each).startswith(f"ray::{PROCESSES[role]}")]
-    return max(found, key=lambda each: each.create_time()).pid
+    until = time.monotonic() + REPLACED_WITHIN_S
+    while True:
+        children = psutil.Process().children(recursive=True)
+        found = [each for each in children if command(each).startswith(f"ray::{PROCESSES[role]}")]
+        if found or time.monotonic() > until:
+            return max(found, key=lambda each: each.create_time()).pid
+        time.sleep(0.1)  # the one before was hit a moment ago
 
 
 def command(process: psutil.Process) -> str:
@@ -83,27 +96,39 @@ def command(process: psutil.Process) -> str:
 
 def install(timetable: Timetable) -> None:
     """Hook the timetable into the trainer."""
+    import ray
+
     from grpo_dist.trainer import pump
     from grpo_dist.trainer.trainer import GRPOTrainer
     from grpo_dist.workers.reward_pool import RewardPool
 
     step = [0]
-    report, submit = GRPOTrainer.report, RewardPool.submit
+    report, submit, wait = GRPOTrainer.report, RewardPool.submit, ray.wait
 
     def reported(self: GRPOTrainer) -> None:
         report(self)
-        timetable.come("idle", self.step, delay_s=0)
+        timetable.come("idle", self.step)
+        timetable.strike()
         time.sleep(0.2)
 
     def submitted(self: RewardPool, *args: Any) -> Any:
         call = submit(self, *args)
-        timetable.come("scoring", step[0], delay_s=0)
+        timetable.come("scoring", step[0])
+        timetable.strike()
         return call
+
+    def waited(*args: Any, **kwargs: Any) -> Any:
+        """The stage's calls are in flight, and what they answer is not taken in before the signal is out."""
+        if timetable.due:
+            time.sleep(DELAY_S)
+            timetable.strike()
+        return wait(*args, **kwargs)
 
     for moment, name in STAGES.items():
         hook_stage(GRPOTrainer, name, moment, timetable, step)
     GRPOTrainer.report = reported  # type: ignore[method-assign]
     RewardPool.submit = submitted  # type: ignore[method-assign]
+    ray.wait = waited
     pump.SCORER_START_S, pump.SCORER_RESTART_S = 15.0, 0.0  # a stopped reward process is noticed within the test
 
 

@@ -74,7 +74,10 @@ def train(folder: Path, faults: list[Fault], *overrides: str) -> Outcome:
     started, log = time.monotonic(), ""
     for lives in range(1, MOST_LIVES + 1):
         before = ray_processes()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+        # in a process group of its own, since SIGTERM goes to all of it
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=1500, check=False, start_new_session=True
+        )
         log += done.stderr + done.stdout
         if done.returncode == 0:
             hits = plan.with_suffix(".hits")
@@ -82,7 +85,7 @@ def train(folder: Path, faults: list[Fault], *overrides: str) -> Outcome:
             return Outcome(folder / "run", lives, log, time.monotonic() - started, [json.loads(hit) for hit in found])
         assert done.returncode in RESTARTED, log[-6000:]
         # Ray's agents look for a raylet that was not shut down about once a minute
-        assert_gone(ray_processes() - before, within_s=15 if done.returncode > 0 else 120)
+        assert_gone(ray_processes() - before, within_s=60 if done.returncode > 0 else 120)
     raise AssertionError(f"it did not come to its end:\n{log[-6000:]}")
 
 
@@ -96,8 +99,16 @@ def ray_processes() -> set[psutil.Process]:
     return found
 
 
-def assert_gone(processes: set[psutil.Process], *, within_s: float = 15) -> None:
+def assert_gone(processes: set[psutil.Process], *, within_s: float = 60) -> None:
     """The processes end."""
     _, alive = psutil.wait_procs(list(processes), timeout=within_s)
-    left = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert not left, f"left running: {[p.cmdline()[:3] for p in left]}"
+    left = [text for text in map(alive_as, alive) if text]
+    assert not left, f"left running: {left}"
+
+
+def alive_as(process: psutil.Process) -> str:
+    """The beginning of a process's command line; nothing of one that has ended, or waits to be taken note of."""
+    try:
+        return "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline()[:3]) or process.name()
+    except psutil.Error:
+        return ""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from grpo_dist.config.load import load_config
 from grpo_dist.errors import Terminated, WorkerLost
-from grpo_dist.trainer import run
+from grpo_dist.trainer.checkpoint import read_state
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.group import WorkerGroup
@@ -26,7 +24,7 @@ def test_it_ends_the_run_at_once_where_the_state_is_a_finished_steps() -> None:
     assert preemption.asked
 
 
-def test_it_waits_for_the_end_of_a_step_whose_update_has_begun() -> None:
+def test_it_waits_while_the_run_is_held() -> None:
     preemption = Preemption()
     preemption.hold()
     preemption.handle(signal.SIGTERM, None)
@@ -43,10 +41,21 @@ def test_the_second_one_does_not_wait() -> None:
         preemption.handle(signal.SIGTERM, None)
 
 
+def test_it_is_given_way_to_where_nothing_is_under_way() -> None:
+    preemption = Preemption()
+    preemption.hold()
+    preemption.give_way()
+    preemption.handle(signal.SIGTERM, None)
+    with pytest.raises(Terminated):
+        preemption.give_way()
+    assert not preemption.held
+
+
 def test_without_it_nothing_happens() -> None:
     preemption = Preemption()
     for _ in range(2):
         preemption.hold()
+        preemption.give_way()
         preemption.release()
     assert not preemption.asked
 
@@ -71,13 +80,28 @@ def trained(run_dir: Path, step: int) -> list[str]:
     return [json.loads(line)["uid"] for line in (run_dir / f"rollouts/{step}.jsonl").read_text().splitlines()]
 
 
+def terminated_in_the_rollout(trainer: GRPOTrainer, *, step: int, num_scored: int) -> None:
+    """Run until SIGTERM comes in a step's rollout, when so many groups are scored."""
+    advance = trainer.pump.on_progress
+
+    def advanced() -> None:
+        if step not in trainer.sampler.open:
+            advance()
+        elif len(trainer.sampler.open[step].jobs[0].scores) >= num_scored and not trainer.preemption.asked:
+            trainer.preemption.handle(signal.SIGTERM, None)
+
+    trainer.pump.on_progress = advanced
+    with pytest.raises(Terminated):
+        trainer.fit()
+
+
 @pytest.mark.ray
 def test_a_batch_that_is_sampled_and_has_not_trained_is_not_lost(
     tmp_path: Path, groups: dict[str, WorkerGroup]
 ) -> None:
     overrides = ("trainer.save_freq=100", "trainer.val_before_train=false", "data.val_files=null")
     make_trainer(tmp_path / "a", groups, *overrides).fit()
-    terminated_in(make_trainer(tmp_path / "b", groups, *overrides), "rollout", step=2, times=1)
+    terminated_in_the_rollout(make_trainer(tmp_path / "b", groups, *overrides), step=2, num_scored=4)
     resumed = make_trainer(tmp_path / "b", groups, *overrides)
     resumed.resume()
     assert resumed.step == 1
@@ -88,25 +112,59 @@ def test_a_batch_that_is_sampled_and_has_not_trained_is_not_lost(
 
 
 @pytest.mark.ray
+def test_a_draw_is_not_cut_in_two(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+    """SIGTERM comes when the order has moved on and the prompts are not yet written down."""
+    overrides = ("trainer.save_freq=100", "trainer.val_before_train=false", "data.val_files=null")
+    make_trainer(tmp_path / "a", groups, *overrides).fit()
+    trainer = make_trainer(tmp_path / "b", groups, *overrides)
+    draw = trainer.sampler._draw
+
+    def interrupted() -> list[int]:
+        drawn = draw()
+        if trainer.step == 1:
+            trainer.preemption.handle(signal.SIGTERM, None)
+        return drawn
+
+    trainer.sampler._draw = interrupted  # type: ignore[method-assign]
+    with pytest.raises(Terminated):
+        trainer.fit()
+    resumed = make_trainer(tmp_path / "b", groups, *overrides)
+    resumed.resume()
+    assert resumed.step == 1
+    resumed.fit()
+    for step in (1, 2, 3):
+        assert trained(tmp_path / "b/run", step) == trained(tmp_path / "a/run", step)
+
+
+@pytest.mark.ray
+def test_the_checkpoint_knows_the_validation_of_its_step(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
+    """Also one that is written in the rollout after it: `keep_best_metric` looks there."""
+    trainer = make_trainer(tmp_path, groups, "trainer.save_freq=100", "trainer.test_freq=1")
+    terminated_in_the_rollout(trainer, step=2, num_scored=0)
+    state = read_state(tmp_path / "run/global_step_1")
+    assert state.metrics["val-core/arithmetic/reward/mean@1"] == 8
+
+
+@pytest.mark.ray
+def test_a_checkpoint_that_cannot_be_written_is_told(
+    tmp_path: Path, groups: dict[str, WorkerGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers had the signal too, say. The run ends as SIGTERM ends it."""
+    trainer = make_trainer(tmp_path, groups, "trainer.save_freq=100", "data.val_files=null")
+    said: list[str] = []
+    monkeypatch.setattr(trainer.progress, "message", said.append)
+
+    def begin(*args: Any) -> None:
+        raise WorkerLost("its process died", "actor", 0)
+
+    monkeypatch.setattr(trainer.saver, "begin", begin)
+    terminated_in_the_rollout(trainer, step=2, num_scored=0)
+    assert said[-1].startswith("SIGTERM: no checkpoint could be written: actor worker 0")
+
+
+@pytest.mark.ray
 def test_between_two_steps_nothing_is_saved(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """The second SIGTERM ends an update: the weights are no finished step's."""
     trainer = make_trainer(tmp_path, groups, "trainer.save_freq=100", "data.val_files=null")
     terminated_in(trainer, "update", step=2, times=2)
     assert list((tmp_path / "run").glob("global_step_*")) == []
-
-
-def test_a_run_that_is_told_to_end_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM came in the update, and then an actor rank was lost."""
-
-    def fit() -> None:
-        preemption.hold()
-        preemption.handle(signal.SIGTERM, None)
-        raise WorkerLost("its process died", "actor", 0)
-
-    preemption = Preemption()
-    roles = SimpleNamespace(holds_state=lambda role: role == "actor")
-    trainer = SimpleNamespace(fit=fit, roles=roles, saver=SimpleNamespace(last=None))
-    monkeypatch.setattr(run, "_build", lambda *args: (trainer, None))
-    with pytest.raises(Terminated):
-        run._train(load_config([])[0], Path(), preemption)
-    assert not preemption.held

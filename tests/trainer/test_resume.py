@@ -58,7 +58,7 @@ def make_run(run_dir: Path, *overrides: str, state: str = "") -> Any:
         code={},
         step=0,
         weight_version=-1,
-        metrics={"actor/loss": 1.0, "val-core/x/reward/mean@1": 0.25},
+        validated={"val-core/x/reward/mean@1": 0.25},
         changes=[],
         saver=Saver(),
         head=[],
@@ -98,6 +98,13 @@ def test_the_state_goes_on(tmp_path: Path) -> None:
     assert after.roles.actor.loaded == [str(folder / "actor")]
     assert after.roles.ref.loaded == [str(folder / "ref")]
     assert not (tmp_path / "global_step_9.tmp").exists(), "leftovers are cleared at the start"
+
+
+def test_validation_alone_leaves_alone_what_a_run_at_work_writes(tmp_path: Path) -> None:
+    saved(make_run(tmp_path))
+    (tmp_path / "global_step_9.tmp").mkdir()
+    assert resume(make_run(tmp_path, "trainer.val_only=true")) is not None
+    assert (tmp_path / "global_step_9.tmp").exists()
 
 
 def test_a_fixed_kl_coefficient_and_a_frozen_reference_are_the_configs(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class InstantPump:
             del job.scores[i]
         return job
 
-    def wait(self, done: Callable[[], bool]) -> None:
+    def wait(self, done: Callable[[], bool], give_way: object = None) -> None:
         while not done():
             self.on_progress()
 

@@ -1,0 +1,72 @@
+"""One run at a time in a run directory."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.errors import ConfigError
+from grpo_dist.trainer.run_lock import FILE_NAME, run_lock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from grpo_dist.trainer.run_lock import run_lock
+with run_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_another_process_is_told_who_is_at_work_until_that_one_is_killed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match=rf"another run is at work there \(process {other.pid} on ") as caught:
+            with run_lock(tmp_path):
+                raise AssertionError("two at once")
+        assert f"trainer.default_local_dir={tmp_path}" in str(caught.value)
+        other.kill()
+    with run_lock(tmp_path):
+        assert (tmp_path / FILE_NAME).read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_it_is_let_go_of_at_the_end(tmp_path: Path) -> None:
+    for _ in range(2):
+        with run_lock(tmp_path):
+            pass
+    assert (tmp_path / FILE_NAME).stat().st_mode & 0o077 == 0
+
+
+def test_it_is_not_inherited_by_processes_that_outlive_the_run(tmp_path: Path) -> None:
+    with run_lock(tmp_path):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
+    try:
+        with run_lock(tmp_path):
+            pass
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_file_system_without_locks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with run_lock(tmp_path):
+        pass
+    assert "no lock" in caplog.text
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"), run_lock(tmp_path / "none"):
+        pass
