@@ -20,7 +20,7 @@ import yaml
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.engines.durable import digest_file
 from grpo_dist.errors import CheckpointError
-from grpo_dist.tracking.redact import redact
+from grpo_dist.redact import redact
 from grpo_dist.trainer.checkpoint import CONFIG, RunState
 
 if TYPE_CHECKING:
