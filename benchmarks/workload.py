@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -46,7 +45,6 @@ OBJECTIVE = ObjectiveSettings(
 
 def join_process_group(device: str) -> None:
     """A process group of this process alone."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = int(s.getsockname()[1])

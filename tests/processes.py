@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import psutil
 from ray.util.placement_group import remove_placement_group
 
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.resources import Bundle, reserve
+
+
+def open_to_others(process: psutil.Process) -> dict[str, list[str]]:
+    """By command line, the addresses other than loopback where a process or one of its descendants listens."""
+    found = {}
+    for each in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            ips = [c.laddr.ip for c in each.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+            if others := [ip for ip in ips if not is_loopback(ip)]:
+                found[f"{each.pid} {' '.join(each.cmdline())[:80]}"] = others
+    return found
+
+
+def is_loopback(ip: str) -> bool:
+    address = ipaddress.ip_address(ip)
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
 
 # Logical CPUs of each process: all that run at the same time fit into a small cluster.
 SHARE = 0.01

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import traceback
 from collections.abc import Callable
@@ -28,7 +27,6 @@ def _entry(
 ) -> None:
     import torch
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
         init_process_group(device="cpu", rank=rank, world_size=world_size, master_address="127.0.0.1", master_port=port)

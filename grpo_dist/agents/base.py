@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_dist.agents.episode import Episode
 from grpo_dist.errors import ConfigError
+from grpo_dist.redact import redact
 from grpo_dist.registry import Registry
 
 KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
@@ -55,7 +56,7 @@ def load_agent_loop(name: str, kwargs: Mapping[str, Any]) -> type[AgentLoop]:
     try:
         inspect.signature(found).bind(**kwargs)
     except TypeError as error:
-        raise ConfigError(f"{KWARGS_KEY}={dict(kwargs)}: {found.__name__}: {error}") from None
+        raise ConfigError(f"{KWARGS_KEY}={redact(kwargs)}: {found.__name__}: {error}") from None
     return found
 
 

@@ -19,6 +19,7 @@ from grpo_dist.agents.episode import Episode, Sample
 from grpo_dist.engines.settings import AgentSettings, SamplingSettings
 from grpo_dist.engines.vllm_engine import Response
 from grpo_dist.errors import AgentError, ConfigError, GrpoDistError
+from grpo_dist.redact import redact
 
 TIMEOUT_KEY = "actor_rollout_ref.rollout.agent.timeout_s"
 # Seconds that cancelled episodes get to clean up.
@@ -98,7 +99,7 @@ class EpisodeRunner:
         try:
             return loop_class(**self.settings.kwargs)
         except USER_ERRORS as error:
-            where = f"{KEY}={self.settings.name} with {KWARGS_KEY}={dict(self.settings.kwargs)}"
+            where = f"{KEY}={self.settings.name} with {KWARGS_KEY}={redact(self.settings.kwargs)}"
             raise ConfigError(f"{where}: {loop_class.__name__}() raised {type(error).__name__}: {error}") from None
 
     async def _run_all(self, episodes: Sequence[Episode], engine: asyncio.AbstractEventLoop) -> list[Response]:

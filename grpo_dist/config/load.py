@@ -24,6 +24,7 @@ from grpo_dist.config.problems import Problem, config_error, path_of, schema_pro
 from grpo_dist.config.rules import rule_problems
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError
+from grpo_dist.redact import redact, redact_text
 
 _EXAMPLES = {
     "actor_rollout_ref.model.path": "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B, or a folder",
@@ -61,12 +62,17 @@ def load_config(overrides: list[str]) -> tuple[RunConfig, list[str]]:
     problems += found
     if problems or config is None:
         raise config_error(problems)
-    return config, notes + config_notes(config)
+    return config, [redact_text(note) for note in notes + config_notes(config)]
 
 
 def dump_config(config: RunConfig) -> str:
     """The resolved config as YAML, secrets too: not for the disk. `load_resolved` reads it back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def readable_config(config: RunConfig) -> str:
+    """The resolved config as YAML with its secrets replaced."""
+    return yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
 
 
 def load_resolved(text: str) -> RunConfig:

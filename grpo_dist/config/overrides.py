@@ -19,6 +19,7 @@ from grpo_dist.assets import BUILTIN
 from grpo_dist.config.keys import is_free_form, leaf_keys, nearest_keys, section_keys, unknown_key
 from grpo_dist.config.problems import Problem
 from grpo_dist.config.verl_keys import FLAGS, RENAMED, Foreign, foreign_key
+from grpo_dist.redact import redact
 
 CONFIG_DIR = Path(__file__).parent
 
@@ -55,11 +56,17 @@ def read_command_line(overrides: list[str]) -> CommandLine:
             line.problems.append(Problem(f"{text}: not UTF-8", (text.lstrip("+").partition("=")[0],)))
             continue
         except HydraException as error:
-            line.problems.append(_unreadable(text, error))
+            line.problems.append(_unreadable(_shown(text), error))
             continue
-        _add(line, override, text.lstrip("+"))
+        _add(line, override, _shown(text).lstrip("+"))
     _choose_groups(line)
     return line
+
+
+def _shown(text: str) -> str:
+    """An override as messages may show it: all that a secret's name is set to is left out."""
+    key, equals, value = text.partition("=")
+    return f"{key}{equals}{redact({key: value})[key]}"
 
 
 def _add(line: CommandLine, override: Override, text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from grpo_dist.config.load import dump_config
+from grpo_dist.config.load import readable_config
 from grpo_dist.config.memory import RoleMemory, kv_cache_tokens, memory_estimate, model_config_at_hand
 from grpo_dist.config.placement import Placement, placement
 from grpo_dist.config.problems import shown
@@ -68,7 +68,7 @@ def format_plan(config: RunConfig, notes: list[str]) -> str:
     model = model_config_at_hand(config.actor_rollout_ref.model.path)
     tokens = kv_cache_tokens(config, model)
     blocks = [
-        "resolved config\n" + _indent(dump_config(config).rstrip().splitlines()),
+        "resolved config\n" + _indent(readable_config(config).rstrip().splitlines()),
         "run\n" + _table(_run_rows(config)),
         "batch\n" + _table(batch_arithmetic(config)),
         "placement\n" + _table(_placement_rows(config)),

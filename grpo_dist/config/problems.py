@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from grpo_dist.config.field_types import not_one_of
 from grpo_dist.config.keys import leaf_keys, nearest_keys, unknown_key
 from grpo_dist.errors import ConfigError
+from grpo_dist.redact import redact, redact_text
 
 MOST_LINE_TEXT = 1500  # characters of one problem
 
@@ -30,7 +31,8 @@ class Problem:
 
 
 def shown(value: Any) -> str:
-    """A value as one writes it on the command line: null, true, [a,b]."""
+    """A value as one writes it on the command line: null, true, [a,b]; without secrets."""
+    value = redact(value)
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -50,7 +52,8 @@ def config_error(problems: list[Problem]) -> ConfigError:
 
 
 def one_line(text: str) -> str:
-    """A text as a terminal can show it: control characters escaped, the middle of a very long one left out."""
+    """A text as it can be shown: no secrets, control characters escaped, the middle of a very long one left out."""
+    text = redact_text(text)
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
     half = MOST_LINE_TEXT // 2
     return text if len(text) <= MOST_LINE_TEXT else f"{text[:half]} ... {text[-half:]}"

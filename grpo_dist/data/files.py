@@ -134,7 +134,7 @@ def _read_parquet(path: Path, file: str, key: str) -> Located:
         with pyarrow.parquet.ParquetFile(path) as parquet:
             _check_columns(parquet.schema_arrow.names, f"{key}={file}")
             for batch in parquet.iter_batches():
-                for row in batch.to_pylist():  # arrays become lists
+                for row in _plain_rows(batch):
                     number += 1
                     yield f"{file}, row {number}", row
     # Bytes that are not what the file says they are: text that is not UTF-8, dates beyond Python's calendar, sizes that
@@ -142,6 +142,15 @@ def _read_parquet(path: Path, file: str, key: str) -> Located:
     except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError) as error:
         after = f" (after row {number})" if number else ""
         raise DataError(f"{key}={file}: not a readable parquet file{after}: {_first_line(error)}") from error
+
+
+def _plain_rows(batch: Any) -> Iterator[dict[str, Any]]:
+    """The rows as Python values; arrays become lists. Where one has no such value, the rows before it come first."""
+    try:
+        rows = batch.to_pylist()
+    except (ValueError, OverflowError):
+        rows = (row for i in range(batch.num_rows) for row in batch.slice(i, 1).to_pylist())
+    yield from rows
 
 
 def _check_columns(names: Sequence[str], where: str) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.errors import DataError
+from grpo_dist.redact import redact
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -142,7 +143,7 @@ def _encoder(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Callable[[Pr
             problem = f"{type(error).__name__}: {error}"[:MOST_PROBLEM_TEXT]
             raise DataError(
                 f"{prompt.location}: the model's chat template refuses the row: {problem}; mend the row's "
-                f"messages or data.apply_chat_template_kwargs={dict(template_kwargs)}"
+                f"messages or data.apply_chat_template_kwargs={redact(template_kwargs)}"
             ) from error
         return _not_empty(token_ids, prompt)
 
@@ -157,7 +158,7 @@ def _encoder(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Callable[[Pr
         return with_template
     if template_kwargs:
         raise DataError(
-            f"data.apply_chat_template_kwargs={dict(template_kwargs)}: the tokenizer has no chat template to "
+            f"data.apply_chat_template_kwargs={redact(template_kwargs)}: the tokenizer has no chat template to "
             f"give them to; leave it empty"
         )
     return without_template

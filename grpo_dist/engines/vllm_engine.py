@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from grpo_dist.engines.bucket_files import clear_left_behind
+from grpo_dist.engines.meeting import stay_on_loopback
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.vllm_weight_update import WeightUpdater
 from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError
@@ -76,6 +77,8 @@ class VLLMEngine:
             ConfigError: vLLM is not installed or refuses the settings.
         """
         quiet_environment(self.settings.device)
+        if "distributed_executor_backend" not in self.settings.engine_kwargs:
+            stay_on_loopback()  # the ranks of an engine share a node
         clear_left_behind()
         self._sockets = tempfile.TemporaryDirectory(prefix="grpo_dist-")  # vLLM never deletes its own
         os.environ["VLLM_RPC_BASE_PATH"] = self._sockets.name

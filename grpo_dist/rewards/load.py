@@ -12,6 +12,7 @@ import grpo_dist.rewards.countdown
 import grpo_dist.rewards.gsm8k
 import grpo_dist.rewards.math_answer  # noqa: F401  (these register their data sources)
 from grpo_dist.errors import ConfigError
+from grpo_dist.redact import redact
 from grpo_dist.registry import load_attribute
 from grpo_dist.rewards.base import SCORERS, Form, RewardFunction
 from grpo_dist.rewards.group import BATCH_ARGUMENTS, TRL_ARGUMENTS, form_of
@@ -39,7 +40,7 @@ def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str
     if path is None:
         if reward_kwargs:
             raise ConfigError(
-                f"custom_reward_function.reward_kwargs={dict(reward_kwargs)}: the built-in scorers take "
+                f"custom_reward_function.reward_kwargs={redact(reward_kwargs)}: the built-in scorers take "
                 f"none; set {PATH_KEY}, or leave it empty"
             )
         return RewardFunction("built-in", score_by_data_source)
@@ -99,5 +100,5 @@ def _check_callable(function: Any, form: Form, spec: str, reward_kwargs: Mapping
     except TypeError as error:
         raise ConfigError(
             f"{where}{signature}: cannot be called with keyword arguments {', '.join(arguments)} and "
-            f"reward_kwargs={dict(reward_kwargs)}: {error}"
+            f"reward_kwargs={redact(reward_kwargs)}: {error}"
         ) from None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from grpo_dist.errors import BatchError, ConfigError
-from grpo_dist.tracking.redact import redact
+from grpo_dist.redact import redact
 from grpo_dist.tracking.samples import Sample
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ import yaml
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.engines.durable import digest_file
 from grpo_dist.errors import CheckpointError
-from grpo_dist.tracking.redact import redact
+from grpo_dist.redact import redact
 from grpo_dist.trainer.checkpoint import CONFIG, RunState
 
 if TYPE_CHECKING:
@@ -109,8 +109,16 @@ class Changes:
 
 
 def saved_config(config: RunConfig) -> str:
-    """The resolved config as YAML, secrets removed."""
-    return yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
+    """The resolved config as YAML, secrets removed. Where null means what the machine does best, that stands there."""
+    roles, default = config.actor_rollout_ref, config.default_dtype
+    resolved = config.model_dump(mode="json")
+    saved = resolved["actor_rollout_ref"]
+    saved["actor"]["fsdp_config"]["dtype"] = roles.actor.fsdp_config.resolved_dtype(default)
+    saved["rollout"]["dtype"] = roles.rollout.resolved_dtype(default)
+    saved["rollout"]["deterministic"] = roles.rollout.resolved_deterministic(config.device)
+    if config.needs_reference_workers:
+        saved["ref"]["fsdp_config"]["dtype"] = roles.ref.fsdp_config.resolved_dtype(default)
+    return yaml.safe_dump(redact(resolved), sort_keys=False, allow_unicode=True)
 
 
 def check_changes(

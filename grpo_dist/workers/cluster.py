@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.engines.meeting import LOOPBACK_INTERFACE
 from grpo_dist.errors import ConfigError, GrpoDistError
 
 LOCAL = "local"
@@ -78,6 +79,9 @@ def set_local_environment() -> None:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the switch that makes every Ray port bind to 127.0.0.1
     os.environ.setdefault("RAY_worker_niceness", "0")  # workers are the job here: no reason to step back
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # all process groups of the run and of its engines are on this machine
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     # For the dashboard, which is not there, Ray would keep 3.6 kB of every call: 60 kB a step, up to 100,000 calls.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     # Only this run's processes may talk to the cluster. Given here, the token is not left in the user's home, where

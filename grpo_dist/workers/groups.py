@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.engines.durable import FileDigest
+from grpo_dist.engines.meeting import LOOPBACK
 from grpo_dist.engines.micro_batch_plan import Lengths
 from grpo_dist.engines.settings import ObjectiveSettings
 from grpo_dist.errors import GrpoDistError, WorkerLost
@@ -20,7 +21,6 @@ from grpo_dist.workers.policy import PolicySettings
 from grpo_dist.workers.process import Address
 from grpo_dist.workers.restarts import RestartBudget
 
-LOOPBACK = "127.0.0.1"
 # The calls of a role's start, one list after the other; it is sent the answers to the one before.
 Restart = Generator[list[Call], list[Any], None]
 

@@ -15,7 +15,7 @@ from grpo_dist.engines.settings import SENDER, GroupAddress, ModelSettings, Obje
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.protocol import DataProto, Metric, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
-from grpo_dist.workers.process import Address, Process, keep_freed_memory, use_threads
+from grpo_dist.workers.process import Process, keep_freed_memory, use_threads
 
 if TYPE_CHECKING:
     from grpo_dist.engines.checkpoint import ShardWriter
@@ -272,13 +272,22 @@ class ActorWorker(PolicyWorker):
             return []
         return [ray.put(bucket) for bucket in pack(tensors, bucket_bytes=self.settings.weight_bucket_bytes)]
 
-    def open_weight_store(self) -> Address:
-        """Open the store at which weight groups meet; called on rank 0, once."""
-        import torch.distributed as dist
+    def open_weight_store(self, engines: Sequence[str]) -> tuple[str, int]:
+        """Rank 0: open the store at which weight groups meet, if it is not open: on loopback if all are on this node.
 
-        address = self.address()
-        self._weight_store = dist.TCPStore(address.ip, 0, is_master=True, wait_for_workers=False)
-        return replace(address, port=self._weight_store.port)
+        Args:
+            engines: addresses of their nodes.
+
+        Returns:
+            (its host, its port).
+        """
+        from grpo_dist.engines.meeting import LOOPBACK, open_store
+
+        own = self.address().ip
+        host = LOOPBACK if set(engines) == {own} else own
+        if self._weight_store is None or self._weight_store.host != host:
+            self._weight_store = open_store(host)
+        return host, self._weight_store.port
 
     def join_weight_group(self, address: GroupAddress) -> None:
         """Rank 0: join the group to which it will broadcast, in place of the one before."""

@@ -16,7 +16,6 @@ from grpo_dist.engines.settings import SENDER, GroupAddress
 from grpo_dist.errors import GrpoDistError, WeightSyncError
 from grpo_dist.workers.group import Call, WorkerGroup
 
-LOOPBACK = "127.0.0.1"
 STAGE = "sync_weights"
 # A rank that waits longer than this for another one counts it as dead; below the limits of FSDP's own collectives,
 # in which the other actor ranks wait meanwhile.
@@ -70,7 +69,6 @@ class BroadcastTransport:
         self.workers_per_engine, self.timeout_s = workers_per_engine, timeout_s
         self.generation = 0
         self._members: list[Any] = []
-        self._store: Any = None
 
     def sync(
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
@@ -114,14 +112,12 @@ class BroadcastTransport:
         found, failed = _ask_engines(rollout, ranks, members, "address", problem)
         if failed:
             return failed
-        if self._store is None:
-            self._store = actor.call(SENDER, STAGE, "open_weight_store")
+        host, port = actor.call(SENDER, STAGE, "open_weight_store", [found[rank].ip for rank in ranks])
         self.generation += 1
-        one_node = {self._store.ip} == {found[rank].ip for rank in ranks}
         workers = self.workers_per_engine
         address = GroupAddress(
-            host=LOOPBACK if one_node else self._store.ip,
-            port=self._store.port,
+            host=host,
+            port=port,
             generation=self.generation,
             world_size=1 + workers * len(ranks),
             timeout_s=self.patience_s(actor),

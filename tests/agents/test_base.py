@@ -58,6 +58,7 @@ def test_a_class_by_file(loops: str) -> None:
         ("NotAsync", {}, "NotAsync needs `async def run"),
         ("NoEpisode", {}, "NoEpisode needs `async def run"),
         ("Goood", {}, "did you mean 'Good'"),
+        ("Good", {"api_key": "SECRET123"}, r"agent_kwargs=\{'api_key': '\*\*\*'\}: Good: got an .* 'api_key'$"),
         ("Good", {"width": 3}, r"agent_kwargs=\{'width': 3\}: Good: got an unexpected keyword argument 'width'"),
     ],
 )

@@ -27,7 +27,7 @@ from grpo_dist.agents import AgentLoop
 class Tool(AgentLoop):
     cleaned = 0
 
-    def __init__(self, mode="answer"):
+    def __init__(self, mode="answer", api_key=None):
         if mode == "broken":
             raise OSError("no such service")
         if mode == "leaving":
@@ -76,7 +76,8 @@ class Tool(AgentLoop):
 @asynccontextmanager
 async def runner(folder: Path, generate: object, mode: str, timeout_s: float = 30.0) -> AsyncIterator[EpisodeRunner]:
     (folder / "tool.py").write_text(LOOPS)
-    made = EpisodeRunner(AgentSettings(f"{folder}/tool.py:Tool", {"mode": mode}, timeout_s), generate)  # type: ignore
+    settings = AgentSettings(f"{folder}/tool.py:Tool", {"mode": mode, "api_key": "SECRET123"}, timeout_s)
+    made = EpisodeRunner(settings, generate)  # type: ignore[arg-type]
     await made.start()
     yield made
     made.stop()
@@ -193,5 +194,6 @@ def test_a_class_that_cannot_be_made(tmp_path: Path, mode: str, text: str) -> No
         async with runner(tmp_path, Writer().generate, mode):
             pass
 
-    with pytest.raises(ConfigError, match=rf"Tool\(\) raised {text}"):
+    words = rf"agent_kwargs=\{{'mode': '{mode}', 'api_key': '\*\*\*'\}}: Tool\(\) raised {text}"
+    with pytest.raises(ConfigError, match=words):
         in_loop(test)

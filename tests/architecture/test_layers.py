@@ -14,19 +14,20 @@ import grpo_dist
 PACKAGE = Path(grpo_dist.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-BASE = {"errors", "registry", "boxed", "assets", "algorithms", "protocol", "config"}
+BASE = {"errors", "registry", "redact", "boxed", "assets", "algorithms", "protocol", "config"}
 PARTS = {"data", "rewards", "tracking", "engines"}
 # Layer -> the layers it may import. A layer may always import itself.
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "registry": {"errors"},
+    "redact": set(),
     "boxed": set(),
     "assets": {"errors"},
-    "config": {"errors", "assets"},
+    "config": {"errors", "redact", "assets"},
     "algorithms": {"errors", "registry"},
     "protocol": {"errors", "registry", "algorithms"},
     **{part: BASE for part in PARTS},
-    "agents": {"errors", "registry", "engines"},
+    "agents": {"errors", "registry", "redact", "engines"},
     "workers": BASE | PARTS | {"agents"},
     "trainer": BASE | PARTS | {"agents", "workers"},
     "main": BASE | PARTS | {"agents", "workers", "trainer"},

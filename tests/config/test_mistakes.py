@@ -76,6 +76,26 @@ def test_the_message_names_the_key_and_the_fix(mistake: str) -> None:
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "custom_reward_function.reward_kwarg={api_key: SECRET123}",
+        "custom_reward_function.reward_kwargs={api_key: SECRET123",
+        "custom_reward_function.reward_kwargs.api_key=SECRET123,SECRET123",
+        "custom_reward_function.reward_kwargs=[{api_key: SECRET123}]",
+        f"{R}.agent.agent_kwargs={{hf_token: SECRET123, 1: b}}",
+        "reward_model.model.api_key=SECRET123",
+    ],
+)
+def test_no_message_shows_a_secret(override: str) -> None:
+    try:
+        said = "\n".join(load_config([override])[1])
+    except ConfigError as error:
+        said = str(error)
+    assert override.partition("=")[0].rpartition(".")[2] in said
+    assert "SECRET123" not in said
+
+
 def test_there_are_enough_of_them() -> None:
     assert len(MISTAKES) >= 30
 

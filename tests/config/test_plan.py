@@ -212,6 +212,14 @@ def test_plan_of_one_shared_gpu():
     assert "0.33 GPU, 1 logical CPU" in format_plan(config, notes)
 
 
+def test_the_printed_config_has_no_secrets():
+    config, notes = load("custom_reward_function.reward_kwargs={api_key: SECRET123, n: 7}")
+    text = format_plan(config, notes)
+    assert "SECRET123" not in text
+    assert "api_key: '***'" in text
+    assert "n: 7" in text
+
+
 def test_summary_is_short_and_keeps_the_notes():
     config, notes = load(f"{ACTOR}.kl_loss_type=k1")
     text = format_summary(config, notes)

@@ -75,8 +75,8 @@ def test_base_model_without_template_joins_contents_and_drops_the_closing_eos() 
     source = Prompt(0, "d", [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}], "2", {}, "")
     tokenized, _ = tokenize([source], tokenizer)
     assert texts(tokenized, tokenizer) == ["<s>Add.\n1+1="]
-    with pytest.raises(DataError, match="no chat template"):
-        tokenize([source], tokenizer, apply_chat_template_kwargs={"enable_thinking": False})
+    with pytest.raises(DataError, match=r"kwargs=\{'thinking': False, 'api_key': '\*\*\*'\}: .* no chat template"):
+        tokenize([source], tokenizer, apply_chat_template_kwargs={"thinking": False, "api_key": "SECRET123"})
 
 
 def test_overlong_prompts_are_filtered_and_counted() -> None:

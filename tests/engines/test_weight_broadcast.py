@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from grpo_dist.engines.meeting import open_store
 from grpo_dist.engines.settings import SENDER, GroupAddress
 from grpo_dist.engines.weight_broadcast import Header, Receipt, WeightGroup, position_checksum, receive, send
 from grpo_dist.errors import WeightSyncError
@@ -31,7 +32,7 @@ class Peer:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == SENDER else None
+        self.store = open_store("127.0.0.1") if rank == SENDER else None
         port = [self.store.port if self.store else 0]
         dist.broadcast_object_list(port, SENDER)
         self.port = port[0]

@@ -139,22 +139,86 @@ def test_broken_rows_of_a_jsonl_file(tmp_path: Path, tokenizer: Any) -> None:
     assert ROWS / 10 < used < ROWS * 0.9
 
 
+def canonical(value: Any) -> Any:
+    """A row of a table has the fields and types of all rows: null stands for "not there", 1.0 for 1."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, dict):
+        return {name: canonical(each) for name, each in value.items() if each is not None}
+    return [canonical(each) for each in value] if isinstance(value, list) else value
+
+
+def said(prompt: Prompt) -> str:
+    """All that a prompt takes from its row."""
+    return text_of_row(prompt.data_source, prompt.messages, prompt.ground_truth, prompt.extra_info)
+
+
+def written(row: dict[str, Any]) -> str:
+    """The same of a row that is good."""
+    prompt = row["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return text_of_row(row["data_source"], messages, row["reward_model"]["ground_truth"], row.get("extra_info") or {})
+
+
+def text_of_row(*values: Any) -> str:
+    return json.dumps(canonical(list(values)), sort_keys=True)
+
+
+def write_parquet(file: Path, rows: list[dict[str, Any]]) -> bool:
+    """Whether parquet has a form for the rows; a column that the first row lacks is there as well."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    try:
+        arrays = [pa.array([row.get(name) for row in rows]) for name in columns]
+        pq.write_table(pa.table(arrays, names=columns), file)
+    except (pa.ArrowException, OverflowError, ValueError, TypeError, IndexError):
+        return False
+    return True
+
+
 def test_broken_rows_of_a_parquet_file(tmp_path: Path, tokenizer: Any) -> None:
-    written = 0
+    """Between good rows; and alone, as what gives its columns their types, where the other rows have other ones."""
+    file, used, refused = tmp_path / "rows.parquet", [0, 0], [0, 0]
     for rng, case in cases(PARQUET_ROWS, 1):
         row = broken_row(rng)
-        try:
-            pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
-        except (pa.ArrowException, OverflowError, ValueError, TypeError, IndexError):
-            continue  # parquet has no form for it
-        written += 1
+        alone = not write_parquet(file, [GOOD, row, GOOD])
+        if alone and not write_parquet(file, [row]):
+            continue
         case = f"{case}: {json.dumps(row)[:500]}"
-        found = outcome(tmp_path / "rows.parquet", tokenizer, case)
+        found = outcome(file, tokenizer, case)
         if isinstance(found, str):
-            assert "rows.parquet, row 1: " in found or "no readable" in found, f"{case}: {found}"
+            refused[alone] += 1
+            assert f"{file}, row {1 if alone else 2}: " in found, f"{case}: {found}"
+            assert any(column in found for column in COLUMNS), f"{case}: {found}"
         else:
-            assert len(found) == 1
-    assert written > PARQUET_ROWS / 2
+            used[alone] += 1
+            rows = [row] if alone else [GOOD, row, GOOD]
+            assert [said(prompt) for prompt in found] == [written(each) for each in rows], case
+            assert [prompt.index for prompt in found] == list(range(len(rows))), case
+    assert min(used + refused) > PARQUET_ROWS / 20, (used, refused)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: ".".join(map(str, path)))
+def test_a_null_in_the_second_of_three_rows(tmp_path: Path, tokenizer: Any, path: tuple[Any, ...], kind: str) -> None:
+    """It counts as not there: an error of that row where the value is needed; else all rows stay what they are."""
+    row = copy.deepcopy(GOOD)
+    *parents, last = path
+    place: Any = row
+    for name in parents:
+        place = place[name]
+    place[last] = None
+    file = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        assert write_parquet(file, [GOOD, row, GOOD])
+    else:
+        file.write_text("".join(json.dumps(each) + "\n" for each in (GOOD, row, GOOD)))
+    found = outcome(file, tokenizer, str(path))
+    if path[0] in ("ability", "extra_info") or path == ("reward_model", "style"):
+        assert [said(prompt) for prompt in found] == [written(each) for each in (GOOD, row, GOOD)]  # type: ignore
+    else:
+        assert isinstance(found, str)
+        assert f"{file}, {'row' if kind == 'parquet' else 'line'} 2: " in found
+        assert path[0] in found
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -202,11 +266,14 @@ def good_text(**changes: Any) -> str:
 def test_a_megabyte_of_prompt_is_soon_done(tmp_path: Path, tokenizer: Any) -> None:
     texts = ["a" * 2**20, " " * 2**19 + "x" * 2**19, "日本語🙂 " * 70_000]
     for text in texts:
-        (tmp_path / "long.jsonl").write_text(good_text(prompt=text))
-        started = time.process_time()
-        (prompt,) = load(tmp_path / "long.jsonl", tokenizer)
-        assert time.process_time() - started < MEGABYTE_S
-        assert prompt.messages[0]["content"] == text
+        rows = [GOOD | {"prompt": "1+1?"}, GOOD | {"prompt": text}, GOOD | {"prompt": "2+2?"}]
+        (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        assert write_parquet(tmp_path / "long.parquet", rows)
+        for name in ("long.jsonl", "long.parquet"):
+            started = time.process_time()
+            prompts = load(tmp_path / name, tokenizer)
+            assert time.process_time() - started < MEGABYTE_S
+            assert [said(prompt) for prompt in prompts] == [written(row) for row in rows], name
 
 
 def test_overlong_prompts_are_returned_and_not_lost(tmp_path: Path, tokenizer: Any) -> None:
@@ -266,20 +333,44 @@ def test_a_very_large_extra_info(tmp_path: Path, tokenizer: Any) -> None:
     assert load(tmp_path / "rows.jsonl", tokenizer)[0].extra_info == large
 
 
+def text_of(*values: bytes) -> pa.Array:
+    """A column that says it is text."""
+    ends = np.cumsum([0, *map(len, values)], dtype=np.int32)
+    return pa.Array.from_buffers(pa.string(), len(values), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(values))])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_prompt_in_parquet_that_is_not_utf8(tmp_path: Path, tokenizer: Any, nested: bool) -> None:
+    """The rows before it can be read; the message says how many these are."""
+    texts = text_of(b"1+1?", b"caf\xe9 \xff", "2+2? \u00e9".encode())
+    if nested:
+        messages = pa.StructArray.from_arrays([pa.array(["user"] * 3), texts], ["role", "content"])
+        texts = pa.ListArray.from_arrays([0, 1, 2, 3], messages)
+    rows = pa.Table.from_pylist([{name: value for name, value in GOOD.items() if name != "prompt"}] * 3)
+    pq.write_table(rows.append_column("prompt", texts), tmp_path / "rows.parquet")
+    found = outcome(tmp_path / "rows.parquet", tokenizer, "not UTF-8")
+    assert isinstance(found, str)
+    assert "rows.parquet: not a readable parquet file (after row 1): 'utf-8' codec can't decode" in found
+
+
 def test_parquet_without_rows_or_columns_and_with_strange_ones(tmp_path: Path, tokenizer: Any) -> None:
     good = pa.Table.from_pylist([GOOD])
     twice = pa.table([good["data_source"], good["data_source"], good["prompt"]], names=["prompt", "prompt", "x"])
-    not_text = pa.Array.from_buffers(
-        pa.string(), 1, [None, pa.py_buffer(np.array([0, 2], np.int32)), pa.py_buffer(b"\xff\xfe")]
-    )
     dates = pa.array([2**62], pa.timestamp("us"))
     tables = {
         "no rows": (good.slice(0, 0), "holds no rows"),
         "no columns": (pa.table({}), "holds no rows"),
         "a column twice": (twice, "several columns are called 'prompt'"),
         "no such column": (good.drop_columns(["prompt"]), "row 1: no column 'prompt'"),
-        "bytes that are no text": (good.set_column(0, "data_source", not_text), "not a readable parquet file"),
+        "bytes that are no text": (
+            good.set_column(0, "data_source", text_of(b"\xff\xfe")),
+            "not a readable parquet file",
+        ),
         "a date beyond all calendars": (good.append_column("when", dates), "not a readable parquet file"),
+        "bytes for a prompt": (
+            good.drop_columns(["prompt"]).append_column("prompt", pa.array([b"caf\xe9"])),
+            "row 1: prompt must be a non-empty list of messages, or a string, got bytes",
+        ),
         "bytes for text": (good.set_column(0, "data_source", pa.array([b"gsm8k"])), "row 1: data_source must be"),
     }
     for case, (table, words) in tables.items():

@@ -70,8 +70,9 @@ def test_check_data_sources_lists_all_unknown() -> None:
 
 
 def test_built_in_scorers_take_no_reward_kwargs() -> None:
-    with pytest.raises(ConfigError, match=r"custom_reward_function.reward_kwargs=\{'x': 1\}"):
-        load_reward_function(None, "compute_score", {"x": 1})
+    words = r"custom_reward_function.reward_kwargs=\{'x': 1, 'api_key': '\*\*\*'\}: the built-in"
+    with pytest.raises(ConfigError, match=words):
+        load_reward_function(None, "compute_score", {"x": 1, "api_key": "SECRET123"})
 
 
 def test_a_bad_ground_truth_is_an_error_not_a_zero() -> None:
@@ -109,6 +110,7 @@ def test_a_module(path: str) -> None:
             r"short\(solution_str, ground_truth\): cannot be called .* unexpected keyword argument",
         ),
         ("needy", {}, "missing a required .*'api_key'"),
+        ("compute_score", {"api_key": "SECRET123"}, r"reward_kwargs=\{'api_key': '\*\*\*'\}: .*'api_key'$"),
         ("compute_score", {"bonsu": 1}, r"reward_kwargs=\{'bonsu': 1\}: .*'bonsu'"),
     ],
 )

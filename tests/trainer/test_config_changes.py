@@ -71,6 +71,26 @@ def test_other_changes_are_shown_as_old_and_new() -> None:
     ]
 
 
+@pytest.mark.parametrize("move", ["to GPUs", "to a processor with bf16"])
+def test_what_null_means_on_another_machine_is_shown(move: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of GPUs is without effect on results; the types that follow from it are not."""
+    model = "model=hf", "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B"
+    before = as_dict(*model)
+    if move == "to GPUs":
+        after = as_dict(*model, "trainer.n_gpus_per_node=4")
+    else:
+        monkeypatch.setattr("grpo_dist.config.schema.has_bf16", lambda: True)
+        after = as_dict(*model)
+    changes = compare_configs(before, after)
+    assert changes.refused == []
+    assert changes.shown == [
+        "actor_rollout_ref.actor.fsdp_config.dtype: fp32 -> bf16",
+        "actor_rollout_ref.rollout.dtype: float32 -> bfloat16",
+        *(["actor_rollout_ref.rollout.deterministic: true -> false"] if move == "to GPUs" else []),
+        "actor_rollout_ref.ref.fsdp_config.dtype: fp32 -> bf16",
+    ]
+
+
 def test_the_length_of_the_run_matters_where_the_rate_depends_on_it() -> None:
     cosine = f"{OPTIM}.lr_scheduler_type=cosine"
     changes = compare_configs(as_dict(cosine), as_dict(cosine, "trainer.total_training_steps=9"))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ipaddress
 import json
 import shutil
 import socket
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.workers.cluster import running_cluster
+from tests.processes import is_loopback
 
 # A process of its own: what counts is that Ray is imported after `connect`, as in the main job.
 SCRIPT = """
@@ -59,11 +59,6 @@ def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv(name, raising=False)
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def is_loopback(ip: str) -> bool:
-    address = ipaddress.ip_address(ip)
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def note(folder: Path, text: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
@@ -23,7 +24,7 @@ from grpo_dist.workers.rollout_group import RolloutGroup
 from grpo_dist.workers.weight_sync import sync_weights
 from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes, weight_transport
 from tests.engines.test_vllm_engine import PROMPTS, RANKS, generate, hf_greedy, sampling, tokens
-from tests.processes import spawned
+from tests.processes import open_to_others, spawned
 
 pytestmark = pytest.mark.ray
 
@@ -147,6 +148,15 @@ def test_all_engines_generate_with_the_actors_weights(case: Case, rollouts: Work
     through_store = ObjectStoreTransport().sync(case.actor, rollouts, [rank], version=version, dtype="float32")
     assert through_store == {rank: version}
     assert tokens(generate(rollouts, rank, PROMPTS, GREEDY)) == seen[-1]
+
+
+def test_nothing_listens_for_other_machines(case: Case) -> None:
+    """Ray, the ranks of two process groups and the engines, while the weight group stands."""
+    case.sync()
+    sender = psutil.Process(case.actor.addresses[0].pid)
+    ports = [c.laddr.port for c in sender.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert len(ports) > 3, "Ray's, those of two stores and gloo's"
+    assert open_to_others(psutil.Process()) == {}
 
 
 def spoiled_sync(case: Case, bucket: int) -> dict[int, Any]:

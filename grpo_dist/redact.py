@@ -1,4 +1,4 @@
-"""A config without its secrets, fit to be sent to a tracking service."""
+"""A config, or a text about it, without its secrets: fit to be printed, logged and sent to a tracking service."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ _SECRET_KEY = re.compile(
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_\-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16})\b"
 )
+# A name, = or :, and a value in quotes or up to the next delimiter, as on a command line, in YAML or in Python.
+_ASSIGNED = re.compile(
+    r"""(?<![\w.\-])(?P<name>[\w.\-]+)(?P<sign>["']?\s*[=:]\s*)"""
+    r"""(?P<value>"[^"]*"|'[^']*'|(?:(?:Bearer|Basic)\s+)?[^\s,"'{}\[\]]*[^\s,"'{}\[\]:])""",
+    re.IGNORECASE,
+)
 _URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 
 
@@ -34,6 +40,16 @@ def redact(value: Any) -> Any:
     if isinstance(value, str):
         return _URL_LOGIN.sub(REDACTED, _SECRET_VALUE.sub(REDACTED, value))
     return value
+
+
+def redact_text(text: str) -> str:
+    """A text with secrets replaced: what follows a secret's name and `=` or `:`, and what `redact` finds anywhere."""
+    return str(redact(_ASSIGNED.sub(_without_value, text)))
+
+
+def _without_value(found: re.Match[str]) -> str:
+    name, value = found["name"], found["value"]
+    return name + found["sign"] + (REDACTED if _SECRET_KEY.search(name) else _ASSIGNED.sub(_without_value, value))
 
 
 def _is_secret(key: str, value: Any) -> bool:

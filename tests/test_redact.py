@@ -1,6 +1,6 @@
 import pytest
 
-from grpo_dist.tracking.redact import REDACTED, redact
+from grpo_dist.redact import REDACTED, redact, redact_text
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,18 @@ def test_copy_is_deep_and_unset_secrets_stay_unset():
     assert copy == {"hf_token": None, "nested": {"n": [1, 2.5, True]}}
     copy["nested"]["n"].append(3)
     assert config["nested"]["n"] == (1, 2.5, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("x.reward_kwargs={api_key:SECRET,n:1}: bad", "x.reward_kwargs={api_key:***,n:1}: bad"),
+        ("x.api_key=SECRET: no such key", "x.api_key=***: no such key"),
+        ("x='{a: 1, hf_token: \"SECRET two\"}'", "x='{a: 1, hf_token: ***}'"),
+        ("got {'password': 'SECRET', 'a': 2}", "got {'password': ***, 'a': 2}"),
+        ("headers: {Authorization: Bearer SECRET}", "headers: {Authorization: ***}"),
+        ("data.tokenizer=a: eos_token=b, max_token_len=3", "data.tokenizer=a: eos_token=b, max_token_len=3"),
+    ],
+)
+def test_a_text_about_a_config(text: str, shown: str) -> None:
+    assert redact_text(text) == shown
