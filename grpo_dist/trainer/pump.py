@@ -188,10 +188,7 @@ class RolloutPump:
         group = self.rollout.collect(call)
         self._queue_lost()
         place = self._generating.pop(call, None)
-        if place is None or place.cancelled:
-            return
-        if group is None:  # the engine gave it up by itself
-            heapq.heappush(self._queue, place)
+        if group is None or place is None or place.cancelled:
             return
         job = place.job
         job.groups[place.index] = group

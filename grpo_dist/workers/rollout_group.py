@@ -3,9 +3,9 @@
 A group of responses goes to the worker with the fewest sequences in flight. How many a worker gets follows from what
 its engine says: enough that it never runs dry, and few enough that a slow engine leaves prompts to the others.
 
-A worker that dies, fails or does not answer is ended and started again, gets the weights in force, and takes part
-again (weight_sync.py). What it was asked for comes back to the caller (`lost`), who asks another worker. That has a
-budget: a run in which workers keep failing stops, with the last failure.
+A worker that dies, fails, gives a group up unasked or does not answer is ended and started again, gets the weights in
+force, and takes part again (weight_sync.py). What it was asked for comes back to the caller (`lost`), who asks another
+worker. That has a budget: a run in which workers keep failing stops, with the last failure.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class _Order:
 
     uid: str
     num_sequences: int
+    aborted: bool = False
 
 
 class RolloutGroup:
@@ -123,9 +124,11 @@ class RolloutGroup:
     def abort(self, calls: Sequence[Call]) -> None:
         """End the generation of these groups; their calls then give None."""
         for rank in range(len(self.workers)):
-            uids = [self._orders[call].uid for call in calls if call in self._orders and call.rank == rank]
-            if uids:
-                self.workers.tell(rank, "abort", uids)
+            orders = [self._orders[call] for call in calls if call in self._orders and call.rank == rank]
+            for order in orders:
+                order.aborted = True
+            if orders:
+                self.workers.tell(rank, "abort", [order.uid for order in orders])
 
     def collect(self, call: Call) -> DataProtoRef | None:
         """Take in a finished call.
@@ -153,7 +156,11 @@ class RolloutGroup:
             self._update_load(call.rank)
             return None
         label, load = answer
-        order = self._orders.pop(call)
+        order = self._orders[call]
+        if label is None and not order.aborted:  # asked again, it may do so for ever
+            self._replace(call.rank, self._given_up(call.rank, order.uid))
+            return None
+        del self._orders[call]
         member.sequences -= order.num_sequences
         member.adapt(load.running, load.waiting, order.num_sequences)
         self._update_load(call.rank)
@@ -236,6 +243,15 @@ class RolloutGroup:
         member.starting = self.workers.submit(rank, "start", "start", self._settings[rank])
         member.lacks_weights = self._bring is not None
         self._update_load(rank)
+
+    def _given_up(self, rank: int, uid: str) -> WorkerError:
+        return self.workers.error(
+            rank,
+            "generate",
+            f"the engine gave up the group {uid} by itself: vLLM ended the request as aborted, or with fewer responses "
+            "than asked for. Look at actor_rollout_ref.rollout.engine_kwargs and, with VLLM_LOGGING_LEVEL=INFO in the "
+            "environment, at what vLLM says",
+        )
 
     def _update_load(self, rank: int) -> None:
         self._loads[rank] = self._members[rank].load

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +44,46 @@ class FakeRolloutWorker(Process):
         return version
 
     async def shutdown(self) -> None: ...
+
+
+class HeldRolloutWorker(FakeRolloutWorker):
+    """Keeps some groups in flight until they are released or aborted; others it gives up without being asked to."""
+
+    def __init__(self, held: Sequence[str] = (), given_up: Sequence[str] = ()) -> None:
+        self.held, self.given_up = set(held), set(given_up)
+        self.running: dict[str, asyncio.Future[bool]] = {}  # -> whether it is answered
+        self.log: list[str] = []
+
+    def is_held(self, uid: str) -> bool:
+        return uid in self.held
+
+    async def generate(
+        self, uid: str, prompt: np.ndarray, sampling: object, task: object
+    ) -> tuple[tuple[Label | None, EngineLoad], DataProto | None]:
+        self.log.append(f"asked {uid}")
+        answered = uid not in self.given_up
+        if self.is_held(uid):
+            self.running[uid] = asyncio.get_running_loop().create_future()
+            answered = await self.running[uid]
+            del self.running[uid]
+        if not answered:
+            return (None, EngineLoad()), None
+        return await super().generate(uid, prompt, sampling, task)
+
+    async def set_seconds(self, seconds: float) -> None: ...
+
+    async def release(self) -> None:
+        for group in self.running.values():
+            group.set_result(True)
+
+    async def abort(self, uids: Sequence[str]) -> None:
+        for uid in uids:
+            assert uid in self.running, "it is in flight"
+            self.log.append(f"aborted {uid}")
+            self.running[uid].set_result(False)
+
+    async def seen(self) -> list[str]:
+        return self.log
 
 
 class FakePolicyWorker(Process):

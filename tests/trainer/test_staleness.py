@@ -32,7 +32,7 @@ from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
 from grpo_dist.workers.rollout_group import RolloutGroup
 from tests.processes import spawned
-from tests.trainer.fakes import FakeActorWorker, FakeRolloutWorker
+from tests.trainer.fakes import FakeActorWorker, FakeRolloutWorker, HeldRolloutWorker
 
 pytestmark = pytest.mark.ray
 
@@ -132,9 +132,11 @@ def test_at_1_generation_hides_behind_the_update(tmp_path: Path, groups: dict[st
         trainer = make_trainer(tmp_path, groups, f"trainer.max_staleness={staleness}", seconds=T)
         trainer.fit()
         step_s[staleness] = float(np.mean([row["timing_s/step"] for row in trainer.history[2:]]))
+        idle = {role: trainer.history[-2][f"perf/idle/{role}"] for role in ("actor", "rollout")}
         if staleness:
-            idle = trainer.history[-2]["perf/idle/actor"]
-            assert idle < 0.15, "the actor hardly waits"
+            assert idle["actor"] < 0.15, "it hardly waits"
+        else:
+            assert min(idle.values()) > 0.25, ("each waits while the other works", idle)
     assert step_s[1] < 1.15 * T, step_s
     assert step_s[0] > 2 * T, step_s
 
@@ -260,6 +262,44 @@ def test_over_sampling_ends_the_slowest_and_trains_whole_batches(
     steps = trained_uids(groups)
     assert [len(step) for step in steps] == [4] * STEPS
     assert all(row["train/aborted_groups"] == 2 for row in trainer.history)
+
+
+class UnevenRolloutWorker(HeldRolloutWorker):
+    """The second and the fifth of every six groups that it is asked for would never end."""
+
+    def is_held(self, uid: str) -> bool:
+        asked = sum(line.startswith("asked ") for line in self.log)
+        return asked % 6 in (2, 5)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_step_ends_without_its_slowest_groups_and_their_prompts_come_again(
+    tmp_path: Path, groups: dict[str, WorkerGroup], staleness: int
+) -> None:
+    with spawned("rollout", UnevenRolloutWorker, [()]) as engine:
+        names = ("actor_rollout_ref.rollout.over_sample_rate=0.5", f"trainer.max_staleness={staleness}")
+        trainer = make_trainer(tmp_path, groups | {"rollout": engine}, *names)
+        trainer.fit()
+        log = engine.call(0, "test", "seen")
+    asked, aborted = ([line.split()[1] for line in log if line.startswith(word)] for word in ("asked", "aborted"))
+    steps = trained_uids(groups)
+    assert [len(step) for step in steps] == [4] * STEPS
+    assert [row["train/aborted_groups"] for row in trainer.history] == [2] * STEPS
+    assert sorted(aborted) == sorted(uid for i, uid in enumerate(asked) if i % 6 in (1, 4)), "while in flight"
+    assert sorted(uid for step in steps for uid in step) == sorted(set(asked) - set(aborted))
+    trained = [prompt_of(uid) for step in steps for uid in step]
+    assert len(set(trained)) == len(trained), "none trains twice"
+    assert sorted(trained + trainer.sampler.backlog) == sorted({prompt_of(uid) for uid in asked}), "none is lost"
+    delay = 1 + staleness  # the next steps were drawn before these were late
+    for step in range(STEPS - delay):
+        late = [prompt_of(uid) for uid in asked[6 * step : 6 * step + 6] if uid in aborted]
+        later = [prompt_of(uid) for uid in asked[6 * (step + delay) :][:6]]
+        assert later[:2] == late, "they come first"
+
+
+def prompt_of(uid: str) -> int:
+    """The prompt's position in the training set."""
+    return int(uid.removesuffix("-greedy").rpartition("prompt")[2])
 
 
 def test_responses_from_weights_out_of_bounds_stop_the_run() -> None:

@@ -33,7 +33,7 @@ PROMPT = np.array([1], np.int32)
 class Worker(Process):
     """Answers with its process id and the weights it holds; a prompt's name says what happens to it."""
 
-    version = -1
+    version, load = -1, EngineLoad()
 
     async def start(self, settings: object) -> None: ...
 
@@ -49,7 +49,7 @@ class Worker(Process):
         if uid == "user's mistake":
             raise ConfigError("vLLM refuses the sampling settings")
         label = Label(("pid",), {"uid": uid, "pid": os.getpid(), "version": self.version}, 1)
-        return (label, EngineLoad()), np.full(100_000, os.getpid())
+        return (label, self.load), np.full(100_000, os.getpid())
 
     async def load_weights(self, buckets: list, version: int) -> int:
         if buckets == ["damaged"]:
@@ -61,6 +61,9 @@ class Worker(Process):
 
     async def set_version(self, version: int) -> None:
         self.version = version
+
+    async def set_load(self, running: int, waiting: int) -> None:
+        self.load = EngineLoad(running, waiting)
 
     async def die(self) -> None:
         os._exit(1)
@@ -231,6 +234,22 @@ def test_the_number_in_flight_follows_the_engines_load(load: tuple[int, int], ex
     member = Member(max_num_seqs=64, limit=64)
     member.adapt(*load, group_size=4)
     assert member.limit == expected
+
+
+def test_an_engine_in_which_many_wait_leaves_later_groups_to_the_other(make: Callable[..., RolloutGroup]) -> None:
+    """Its memory is full with 4 sequences, so that with 32 waiting (an eighth of 256) it has all it may have."""
+    group = make()
+    group.workers.call(0, "test", "set_load", 4, 200)
+    assert len(collect_all(group, ["a", "b"])) == 2
+    calls = [group.submit(f"slow {i}", np.array([i], np.int32), SAMPLING) for i in range(54)]
+    ranks = [call.rank for call in calls]
+    assert (ranks.count(0), ranks.count(1)) == (6, 48), "in proportion to the limits: 36 and 288 sequences"
+    group.workers.call(0, "test", "set_load", 36, 0)
+    while group.in_flight:
+        for call in finished(group.in_flight, None):
+            group.collect(call)
+    ranks = [group.submit(f"{i}", np.array([i], np.int8), SAMPLING).rank for i in range(54)]
+    assert ranks.count(0) > 6, "it takes more when none waits"
 
 
 def test_the_number_in_flight_has_an_upper_bound() -> None:
