@@ -25,6 +25,7 @@ from grpo_dist.rewards.load import load_reward_function
 from grpo_dist.rewards.printed import Printed
 
 START_TIMEOUT_S = 120.0  # importing the user's file, with whatever it imports
+END_S = 5.0  # from closing the pipe to the end of the process: exit handlers may run
 OUTPUT_BYTES, MOST_BLOCKS = 1 << 16, 8  # read at a time: a pipe's size on Linux, and so many times
 PARENT_DEATH = 1  # Linux: PR_SET_PDEATHSIG
 
@@ -134,11 +135,20 @@ class Scorer:
                 return reply
             problem = f"did not return within reward.timeout_s={timeout_s:g} seconds and was killed"
         except (EOFError, ConnectionResetError):
-            code = self._process.wait()
-            died = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            problem = f"ended its process {died}"
+            problem = self._how_it_ended()
         self.stop()
         return Failure(problem)
+
+    def _how_it_ended(self) -> str:
+        """What to say of a process that has closed the pipe; it may have closed that only, and live on."""
+        assert self._process is not None
+        deadline = time.monotonic() + END_S
+        while (code := self._process.poll()) is None:
+            if time.monotonic() >= deadline:
+                return f"closed the pipe for its results, lived on for {END_S:g} seconds and was killed"
+            self._read_output()
+            time.sleep(0.01)
+        return f"ended its process {f'by {signal.Signals(-code).name}' if code < 0 else f'with exit code {code}'}"
 
     def _wait(self, timeout_s: float) -> bool:
         """Whether a message, or the end, came in time. Output is read meanwhile: a full pipe would stop the process."""
@@ -149,8 +159,8 @@ class Scorer:
             ready = wait(sources, max(0.0, deadline - time.monotonic()))
             if self._output in ready:
                 self._read_output()
-            if self._pipe in ready or not ready:
-                return self._pipe in ready
+            if self._pipe in ready or not ready or time.monotonic() >= deadline:  # there may always be more output
+                return self._pipe.poll()
 
     def _read_output(self) -> None:
         """Take in what the process has printed so far; not all of it, if it never stops."""

@@ -17,7 +17,8 @@ from grpo_dist.rewards.load import load_reward_function
 from grpo_dist.rewards.scorer import Scorer
 
 GROUPS, GROUP = 60, 8
-TIMEOUT_S = 1.0
+# What ends or hangs shares its limit with the good responses beside it.
+TIMEOUT_S, HANG_S = 60.0, 4.0
 
 FILE = Path(__file__).with_name("reward_functions.py")
 
@@ -74,17 +75,20 @@ def test_any_return_value_and_any_exception(scorer: Scorer, names: dict[str, lis
 
 
 def test_whatever_ends_or_hangs_the_process(scorer: Scorer, names: dict[str, list[str]]) -> None:
+    scorer.timeout_s = HANG_S
     for name in names["ending"]:
         texts = ["good:float", f"ending:{name}", "good:int"]
         started = time.monotonic()
         check(texts, scorer.score(samples(*texts)))
-        assert time.monotonic() - started < 30, name
+        assert time.monotonic() - started < 120, f"{name}: they hang for 1,000 s"
     assert scorer.num_starts == 1 + len(names["ending"])
 
 
 def test_a_coroutine_that_never_ends_costs_its_group() -> None:
     for scorer in scorer_of("slow"):
+        scorer.timeout_s = 1.0
         assert [type(each) for each in scorer.score(samples("good", "never"))] == [Failure, Failure]
+        scorer.timeout_s = TIMEOUT_S
         assert [each.score for each in scorer.score(samples("good", "good"))] == [1.0, 1.0]
 
 

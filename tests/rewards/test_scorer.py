@@ -23,6 +23,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, unit=1.0)
         ctypes.string_at(0)
     if solution_str == "exit":
         os._exit(3)
+    if solution_str == "close":
+        os.closerange(3, 200)
+        time.sleep(1000)
     if solution_str == "raise":
         raise ValueError("no")
     return {"score": unit, "pid": os.getpid()}
@@ -41,7 +44,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def scorer(file: str) -> Iterator[Scorer]:
-    scorer = Scorer(file, "compute_score", {"unit": 2.0}, timeout_s=1.0)
+    scorer = Scorer(file, "compute_score", {"unit": 2.0}, timeout_s=60.0)
     yield scorer
     scorer.stop()
 
@@ -64,13 +67,16 @@ def test_it_scores_in_another_process(scorer: Scorer) -> None:
 @pytest.mark.parametrize(
     ("bad", "problem"),
     [
-        ("hang", "did not return within reward.timeout_s=1 seconds and was killed"),
-        ("hang in C", "did not return within reward.timeout_s=1 seconds and was killed"),
+        ("hang", "did not return within reward.timeout_s=4 seconds and was killed"),
+        ("hang in C", "did not return within reward.timeout_s=4 seconds and was killed"),
         ("segfault", "ended its process by SIGSEGV"),
         ("exit", "ended its process with exit code 3"),
+        ("close", "closed the pipe for its results, lived on for 5 seconds and was killed"),
     ],
 )
 def test_the_rest_of_the_group_goes_to_a_new_process(scorer: Scorer, bad: str, problem: str) -> None:
+    if bad.startswith("hang"):
+        scorer.timeout_s = 4.0  # good responses must meet it too
     results = scorer.score(samples("a", bad, "b", "raise", "c"))
     where = "reward function compute_score, data_source='source'"
     assert outcome(results)[:3] == [2.0, f"{where}: {problem}", 2.0]
@@ -96,10 +102,12 @@ def test_a_process_that_was_killed_meanwhile_is_replaced(scorer: Scorer) -> None
 
 
 def test_a_function_of_the_whole_group_fails_as_a_whole(file: str) -> None:
-    scorer = Scorer(file, "batch", {}, timeout_s=1.0)
+    scorer = Scorer(file, "batch", {}, timeout_s=60.0)
     try:
         assert outcome(scorer.score(samples("a", "b"))) == [1.0, 1.0]
+        scorer.timeout_s = 1.0
         assert all(isinstance(result, Failure) for result in scorer.score(samples("a", "hang in C", "b")))
+        scorer.timeout_s = 60.0
         assert outcome(scorer.score(samples("c"))) == [1.0]
     finally:
         scorer.stop()
@@ -111,12 +119,12 @@ def test_a_group_of_none(scorer: Scorer) -> None:
 
 def test_mistakes_of_the_run_are_raised(file: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="misses"):
-        Scorer(file, "misses", {}, timeout_s=1.0).start()
+        Scorer(file, "misses", {}, timeout_s=60.0).start()
     ending = tmp_path / "ending.py"
     ending.write_text("import os\nos._exit(4)\n")
     with pytest.raises(RewardError, match="cannot be loaded: ended its process with exit code 4"):
-        Scorer(str(ending), "compute_score", {}, timeout_s=1.0).start()
-    built_in = Scorer(None, "compute_score", {}, timeout_s=1.0)
+        Scorer(str(ending), "compute_score", {}, timeout_s=60.0).start()
+    built_in = Scorer(None, "compute_score", {}, timeout_s=60.0)
     try:
         with pytest.raises(ConfigError, match="no built-in scorer for data_source 'source'"):
             built_in.score(samples("a"))
@@ -147,7 +155,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 @pytest.fixture
 def printing(tmp_path: Path) -> Iterator[Scorer]:
     (tmp_path / "printing.py").write_text(PRINTING)
-    scorer = Scorer(str(tmp_path / "printing.py"), "compute_score", {}, timeout_s=5.0)
+    scorer = Scorer(str(tmp_path / "printing.py"), "compute_score", {}, timeout_s=120.0)
     yield scorer
     scorer.stop()
 
@@ -167,10 +175,20 @@ def test_much_output_neither_stops_it_nor_is_kept(printing: Scorer) -> None:
 
 
 def test_output_without_an_end_meets_the_time_limit(printing: Scorer) -> None:
-    printing.timeout_s = 1.0
+    printing.timeout_s = 4.0  # which "b" must meet too
     failure, good = printing.score(samples("forever", "b"))
     assert "was killed" in failure.text
     assert good.score == 1.0
+
+
+@pytest.mark.timeout(60)
+def test_output_that_is_there_at_every_look_meets_the_time_limit_too(scorer: Scorer) -> None:
+    scorer.start()
+    scorer.timeout_s = 1.0
+    with open("/dev/zero", "rb") as endless:
+        scorer._output = endless.fileno()
+        (failure,) = scorer.score(samples("hang"))
+    assert "did not return within reward.timeout_s=1 seconds" in failure.text
 
 
 def test_the_last_words_of_a_process_are_kept(printing: Scorer) -> None:
