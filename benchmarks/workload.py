@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from grpo_dist.engines.fsdp_engine import FSDPEngine
 from grpo_dist.engines.fsdp_model import init_process_group
+from grpo_dist.engines.meeting import LOOPBACK, open_store
 from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
 from grpo_dist.protocol import DataProto, Ragged
 
@@ -45,10 +45,7 @@ OBJECTIVE = ObjectiveSettings(
 
 def join_process_group(device: str) -> None:
     """A process group of this process alone."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = int(s.getsockname()[1])
-    init_process_group(device=device, rank=0, world_size=1, master_address="127.0.0.1", master_port=port)
+    init_process_group(device=device, rank=0, world_size=1, store=open_store(LOOPBACK))
 
 
 def write_llama(folder: Path, sizes: dict[str, Any]) -> str:

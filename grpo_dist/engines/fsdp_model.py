@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,26 +15,23 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from grpo_dist.engines.attention import attention_implementation
 from grpo_dist.engines.head import ResponseHead
 from grpo_dist.engines.lora import add_lora, merged_parameters
-from grpo_dist.engines.meeting import LOOPBACK, open_store, stay_on_loopback
+from grpo_dist.engines.meeting import LOOPBACK, stay_on_loopback
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.errors import DataError
 
-START_TIMEOUT = timedelta(minutes=30)  # until all ranks are there; torch's own
 MOST_NAMED = 3  # weights in a message
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def init_process_group(*, device: str, rank: int, world_size: int, master_address: str, master_port: int) -> None:
-    """Join the role's process group: gloo on CPU, nccl (gloo for CPU tensors) on GPU."""
+def init_process_group(*, device: str, rank: int, world_size: int, store: dist.TCPStore) -> None:
+    """Join the role's process group, at the store that rank 0 has opened: gloo on CPU, nccl (gloo for CPU tensors) on
+    GPU.
+    """
     if device == "cuda":
         torch.cuda.set_device(0)  # Ray shows each process its own GPUs only
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    if master_address == LOOPBACK:
+    if store.host == LOOPBACK:
         stay_on_loopback()
-    if rank == 0:
-        store = open_store(master_address, master_port, world_size=world_size, timeout=START_TIMEOUT)
-    else:
-        store = dist.TCPStore(master_address, master_port, world_size, timeout=START_TIMEOUT)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 

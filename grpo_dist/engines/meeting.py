@@ -9,27 +9,24 @@ from typing import Any
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
+START_TIMEOUT = timedelta(minutes=30)  # until all ranks are there; torch's own
 
 
-def open_store(host: str, port: int = 0, *, world_size: int | None = None, timeout: timedelta | None = None) -> Any:
-    """A store in this process that listens on the address `host` only; torch's own listens on all of the machine's.
+def open_store(host: str, timeout: timedelta = START_TIMEOUT) -> Any:
+    """A store in this process, at a port that is free, which listens on the address `host` only; torch's own listens
+    on all of the machine's.
 
     Args:
         host: an address of this machine.
-        port: 0: any that is free.
-        world_size: ranks to wait for, this one included; None: waits for none.
-        timeout: limit of this wait, and of every one on the store.
+        timeout: limit of every wait on the store.
     """
     import torch.distributed as dist
 
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family)
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
-    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    # the store owns the descriptor from here on, and closes it when it ends
-    descriptor = listener.detach()
+    descriptor = listener.detach()  # the store owns it from here on, and closes it when it ends
     return dist.TCPStore(
-        host, port, world_size, True, wait_for_workers=world_size is not None, master_listen_fd=descriptor, **options
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor, timeout=timeout
     )
 
 

@@ -61,11 +61,10 @@ class PolicyGroup:
     def submit_start(self, settings: PolicySettings) -> list[Call]:
         """Form the process group and load the model, without waiting."""
         self._settings = settings
-        return self._submit_start(self.workers.call_home())
+        host = meeting_host(self.workers.call_home())
+        return self._submit_start(host, self.workers.call(0, "start", "open_store", host))
 
-    def _submit_start(self, addresses: Sequence[Address]) -> list[Call]:
-        one_node = len({address.ip for address in addresses}) == 1
-        host, port = LOOPBACK if one_node else addresses[0].ip, addresses[0].port
+    def _submit_start(self, host: str, port: int) -> list[Call]:
         return self.workers.submit_all("start", "start", self._settings, host, port)
 
     def submit_log_probs(self, stage: str, batch: DataProtoRef, method: str = "compute_log_probs") -> LogProbJob:
@@ -136,7 +135,9 @@ class ReferenceGroup(PolicyGroup):
         for rank in range(len(self.workers)):
             self.workers.respawn(rank)
         addresses = yield self.workers.submit_all("start", "address")
-        yield self._submit_start(self.workers.note_addresses(addresses))
+        host = meeting_host(self.workers.note_addresses(addresses))
+        (port,) = yield [self.workers.submit(0, "start", "open_store", host)]
+        yield self._submit_start(host, port)
 
     def move_towards(self, actor: ActorGroup, share: float) -> None:
         """Take `share` of the actor's weights, and the rest of its own."""
@@ -186,6 +187,11 @@ class ActorGroup(PolicyGroup):
     def export_hf_model(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder."""
         self.workers.call_all("export_hf_model", "export_hf_model", folder)
+
+
+def meeting_host(addresses: Sequence[Address]) -> str:
+    """Where ranks meet: at the first one's node, on loopback if all are there."""
+    return LOOPBACK if len({address.ip for address in addresses}) == 1 else addresses[0].ip
 
 
 def _shares(batch: DataProtoRef, rows: np.ndarray, num_ranks: int) -> list[np.ndarray]:

@@ -92,26 +92,30 @@ class PolicyWorker(Process):
         self.rank, self.world_size = rank, world_size
         import_engine()
 
-    def start(self, settings: PolicySettings, master_address: str, master_port: int) -> None:
-        """Join the role's process group and load the model."""
+    def open_store(self, host: str) -> int:
+        """Rank 0: open the store at which the ranks meet, at an address of this machine; returns its port."""
+        from grpo_dist.engines.meeting import open_store
+
+        self._store = open_store(host)
+        return self._store.port
+
+    def start(self, settings: PolicySettings, host: str, port: int) -> None:
+        """Join the role's process group, at rank 0's store, and load the model."""
         import torch
+        import torch.distributed as dist
 
         from grpo_dist.assets import resolve_model_path
         from grpo_dist.engines.fsdp_engine import FSDPEngine
         from grpo_dist.engines.fsdp_model import init_process_group
+        from grpo_dist.engines.meeting import START_TIMEOUT
 
         self.settings = settings
         use_threads(settings.num_threads)
         if settings.device == "cpu":
             keep_freed_memory()
         torch.manual_seed(settings.seed)
-        init_process_group(
-            device=settings.device,
-            rank=self.rank,
-            world_size=self.world_size,
-            master_address=master_address,
-            master_port=master_port,
-        )
+        store = self._store if self.rank == 0 else dist.TCPStore(host, port, timeout=START_TIMEOUT)
+        init_process_group(device=settings.device, rank=self.rank, world_size=self.world_size, store=store)
         model = replace(settings.model, path=resolve_model_path(settings.model.path))
         self.engine = FSDPEngine(
             model,

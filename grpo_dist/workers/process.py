@@ -12,11 +12,10 @@ import ray
 
 @dataclass(frozen=True)
 class Address:
-    """Where a worker runs, its process, and a port that was free there a moment ago; `node_id` is Ray's."""
+    """Where a worker runs, and its process; `node_id` is Ray's."""
 
     host: str
     ip: str
-    port: int
     pid: int
     node_id: str
 
@@ -25,12 +24,9 @@ class Process:
     """Base of the worker classes: address and peak memory."""
 
     def address(self) -> Address:
-        """This process, its node and a free port of it."""
-        ip = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((ip, 0))
-            node_id = ray.get_runtime_context().get_node_id()
-            return Address(socket.gethostname(), ip, probe.getsockname()[1], os.getpid(), node_id)
+        """This process and its node."""
+        node_id = ray.get_runtime_context().get_node_id()
+        return Address(socket.gethostname(), ray.util.get_node_ip_address(), os.getpid(), node_id)
 
     def peak_memory_gib(self) -> dict[str, float]:
         """Most memory this process has held: resident, and on the GPU where there is one."""

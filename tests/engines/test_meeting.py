@@ -5,7 +5,6 @@ import socket
 from datetime import timedelta
 
 import psutil
-import pytest
 import torch.distributed as dist
 
 from grpo_dist.engines.meeting import open_store
@@ -27,11 +26,6 @@ def test_a_store_listens_at_its_address_only_and_until_its_end() -> None:
     del store, client
     with socket.create_server(("127.0.0.1", port)):
         pass  # the port is free again
-
-
-def test_a_port_that_is_taken_is_an_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
-        open_store("127.0.0.1", taken.getsockname()[1])
 
 
 def _listening(rank: int) -> tuple[set[str], str]:

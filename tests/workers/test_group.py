@@ -74,7 +74,7 @@ def spawn(bundles: list, timeout_s: float, args: list[tuple]) -> WorkerGroup:
     limits = TimeLimits(timeout_s, {"hasty": 0.1})
     group = WorkerGroup.spawn("actor", worker_class(), bundles, args=args, env={"COLOUR": "blue"}, limits=limits)
     here = ray.get_runtime_context().get_node_id()
-    group.note_addresses([Address(f"node{rank}", "127.0.0.1", 0, os.getpid(), here) for rank in range(len(args))])
+    group.note_addresses([Address(f"node{rank}", "127.0.0.1", os.getpid(), here) for rank in range(len(args))])
     return group
 
 
