@@ -13,6 +13,8 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError, Terminated, WorkerError, WorkerLost
 from grpo_dist.tracking.base import Trackers, build_trackers
 from grpo_dist.tracking.console import Progress
+from grpo_dist.tracking.jsonl import FILE_NAME as METRICS
+from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.tracking.summary import format_summary
 from grpo_dist.trainer.checkpoint import last_checkpoint
 from grpo_dist.trainer.config_changes import saved_config
@@ -57,30 +59,36 @@ def _run(config: RunConfig, preemption: Preemption) -> None:
         message = connect(config.ray_kwargs.ray_init.address, config.ray_kwargs.ray_init.num_cpus)
         signal.signal(signal.SIGTERM, preemption.handle)  # again: Ray's own, put in its place, aborts the process
         _say(config, message)
-        trainer = _train(config, run_dir, preemption)
+        first_step = _train(config, run_dir, preemption)
     if "console" in config.trainer.logger:
         hf_model = run_dir / "huggingface" if config.trainer.export_hf_model and not config.trainer.val_only else None
         seconds = time.monotonic() - started
-        sys.stdout.write(format_summary(trainer.history, run_dir=run_dir, seconds=seconds, hf_model=hf_model) + "\n")
+        rows = [row for row in read_metrics(run_dir / METRICS) if row["step"] >= first_step]
+        sys.stdout.write(format_summary(rows, run_dir=run_dir, seconds=seconds, hf_model=hf_model) + "\n")
 
 
-def _train(config: RunConfig, run_dir: Path, preemption: Preemption) -> GRPOTrainer:
+def _train(config: RunConfig, run_dir: Path, preemption: Preemption) -> int:
     """Train on workers of its own; if the policy is lost with one of them, again from the last checkpoint.
+
+    Returns:
+        The first step that it put on record.
 
     Raises:
         WorkerLost: that has happened `trainer.max_actor_restarts` times before.
     """
-    restarts, present, last = 0, config, None
+    restarts, present, last, first_step = 0, config, None, 0
     while True:
         trainer = None
         with ExitStack() as stack:
             try:
                 trainer, workers = _build(present, run_dir, stack, preemption)
+                if restarts == 0 and trainer.step > 0 and not config.trainer.val_only:
+                    first_step = trainer.step + 1
                 trainer.fit()
                 _tell_memory(config, workers)
                 trainer.trackers.close()
                 trainer.progress.close()
-                return trainer
+                return first_step
             except WorkerLost as error:
                 # one that is lost at the first start would most likely be lost again: the model is too large, say
                 goes_on = restarts > 0 if trainer is None else trainer.roles.holds_state(error.role)

@@ -85,7 +85,6 @@ class GRPOTrainer:
     timings: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     validated: dict[str, float] = field(default_factory=dict)
-    history: list[dict[str, float]] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
     preemption: Preemption = field(default_factory=Preemption)
     _requests: list[GroupRequest] = field(default_factory=list)
@@ -345,7 +344,6 @@ class GRPOTrainer:
         self.metrics |= found.metrics
         self.trackers.log(self.metrics, self.step)
         self.progress.step(self.step, self.metrics)
-        self.history.append({"step": self.step, **self.metrics})
         if found.faults:  # the run stops, and the advice is to read the samples
             self.samples.collect()
             self.saver.finish()

@@ -1,4 +1,5 @@
 """Every estimator, KL type, aggregation mode and policy loss trains one step of the built-in model on real workers.
+from tests.trainer.recorded import history, record
 
 The workers start once: actor ranks, vLLM, reference and reward process that give every column any method may ask for.
 """
@@ -82,11 +83,11 @@ def weight_versions() -> list[int]:
 @pytest.mark.parametrize("overrides", CASES, ids=lambda overrides: ",".join(o.rpartition(".")[2] for o in overrides))
 def test_one_step(roles: Roles, weight_versions: list[int], overrides: list[str], tmp_path: Path) -> None:
     config, _ = load_config([*SMALL, f"trainer.default_local_dir={tmp_path}", *overrides])
-    trainer = build_trainer(config, roles, load_run_prompts(config)[0], 1)
+    trainer = record(build_trainer(config, roles, load_run_prompts(config)[0], 1))
     trainer.weight_version = max(weight_versions)  # the engines take newer weights only
     trainer.fit()
     weight_versions.append(trainer.weight_version)
-    step = trainer.history[-1]
+    step = history(trainer)[-1]
     assert step["step"] == 1
     assert all(math.isfinite(value) for value in step.values()), step
     bypass = config.algorithm.rollout_correction.bypass_mode

@@ -29,6 +29,7 @@ from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.reward import Task
 from grpo_dist.workers.weight_sync import sync_weights
 from grpo_dist.workers.weight_transport import ObjectStoreTransport, Outcomes
+from tests.trainer.recorded import history, record
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -63,7 +64,7 @@ class Lab:
 
     def train(self, prepare: Callable[[GRPOTrainer], None] = lambda trainer: None) -> GRPOTrainer:
         self.roles.actor.load_checkpoint(self.start)
-        trainer = build_trainer(self.config, self.roles, load_run_prompts(self.config)[0], STEPS)
+        trainer = record(build_trainer(self.config, self.roles, load_run_prompts(self.config)[0], STEPS))
         trainer.weight_version = self.version
         prepare(trainer)
         trainer.fit()
@@ -89,12 +90,12 @@ def lab(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 def undisturbed(lab: Lab) -> tuple[list[dict[str, float]], np.ndarray]:
     """Metrics and last weights of a run in which nothing happened."""
     trainer = lab.train()
-    return trainer.history, lab.weights()
+    return history(trainer), lab.weights()
 
 
 def plain_loop(lab: Lab) -> list[dict[str, float]]:
     """One prompt after the other on one engine, then its score, then the log-probs, the update, the sync."""
-    config, roles, history = lab.config, lab.roles, []
+    config, roles, rows = lab.config, lab.roles, []
     prompts, objective, targets = load_run_prompts(config)[0], objective_settings(config), target_settings(config)
     for step in range(1, STEPS + 1):
         lab.version += 1
@@ -108,8 +109,8 @@ def plain_loop(lab: Lab) -> list[dict[str, float]]:
         batch = batch.replace(computed)
         _, update = roles.actor.update(batch, [np.arange(len(batch))], objective, step)
         scores = {"critic/score/mean": float(batch["score"].mean())}
-        history.append(metrics | scores | metric_values(update))
-    return history
+        rows.append(metrics | scores | metric_values(update))
+    return rows
 
 
 def sample(lab: Lab, prompt: Any, step: int) -> DataProtoRef:
@@ -131,16 +132,14 @@ def sample(lab: Lab, prompt: Any, step: int) -> DataProtoRef:
 
 
 def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undisturbed: tuple) -> None:
-    history, weights = undisturbed
-    assert history[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-6), (
-        "before its first step the policy is the reference"
-    )
+    rows, weights = undisturbed
+    assert rows[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-6), "before its first step the policy is the reference"
     lab.roles.actor.load_checkpoint(lab.start)
     before = lab.weights()
     plain = plain_loop(lab)
     assert (lab.weights() == weights).all()
     assert (before != weights).any(), "it has learned something"
-    for expected, found in zip(plain, history, strict=True):
+    for expected, found in zip(plain, rows, strict=True):
         shared = {name: found[name] for name in expected if name in found}
         assert {"critic/score/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm"} <= shared.keys()
         assert shared == {name: expected[name] for name in shared}
@@ -195,9 +194,9 @@ def test_an_engine_killed_in_a_sync_changes_nothing(lab: Lab, undisturbed: tuple
 
 
 def assert_same(trainer: GRPOTrainer, weights: np.ndarray, undisturbed: tuple) -> None:
-    history, expected = undisturbed
+    rows, expected = undisturbed
     assert (weights == expected).all()
-    for row, other in zip(trainer.history, history, strict=True):
+    for row, other in zip(history(trainer), rows, strict=True):
         names = [name for name in row if name.startswith(("critic/", "actor/", "response_length/"))]
         assert {name: row[name] for name in names} == {name: other[name] for name in names}
 
@@ -207,7 +206,7 @@ def test_one_step_ahead_the_same_prompts_train_once_and_the_difference_is_weighe
     config, _ = load_config([*CONFIG, "trainer.max_staleness=1", f"trainer.default_local_dir={tmp_path}"])
     trainer = replace(lab, config=config).train()
     lab.version = trainer.weight_version
-    assert [row["staleness/max"] for row in trainer.history] == [0, 1]
-    assert trainer.history[0]["training/rollout_probs_diff_max"] < 1e-4, "sampled by the weights it trains"
-    assert trainer.history[1]["training/rollout_probs_diff_max"] > 1e-4, "by older ones"
-    assert 0.5 < trainer.history[1]["rollout_corr/rollout_is_mean"] < 1.5
+    assert [row["staleness/max"] for row in history(trainer)] == [0, 1]
+    assert history(trainer)[0]["training/rollout_probs_diff_max"] < 1e-4, "sampled by the weights it trains"
+    assert history(trainer)[1]["training/rollout_probs_diff_max"] > 1e-4, "by older ones"
+    assert 0.5 < history(trainer)[1]["rollout_corr/rollout_is_mean"] < 1.5

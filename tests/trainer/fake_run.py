@@ -13,6 +13,7 @@ from grpo_dist.workers.groups import ActorGroup, ReferenceGroup
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout_group import RolloutGroup
+from tests.trainer.recorded import record
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -50,4 +51,4 @@ def make_trainer(
     ref = ReferenceGroup(groups["ref"], restarts)
     roles = Roles(ActorGroup(groups["actor"]), RolloutGroup(groups["rollout"], restarts), pool, ref, restarts)
     prompts, _ = load_run_prompts(config)
-    return build_trainer(config, roles, prompts, 3)
+    return record(build_trainer(config, roles, prompts, 3))

@@ -29,7 +29,9 @@ def fail(error: Exception) -> Callable[[], None]:
 def trainer(fit: Callable[[], None], last: Path | None = None) -> Any:
     closed = SimpleNamespace(close=lambda: None)
     roles = SimpleNamespace(holds_state=lambda role: role == "actor")
-    return SimpleNamespace(fit=fit, roles=roles, saver=SimpleNamespace(last=last), trackers=closed, progress=closed)
+    return SimpleNamespace(
+        fit=fit, roles=roles, step=0, saver=SimpleNamespace(last=last), trackers=closed, progress=closed
+    )
 
 
 def train(monkeypatch: pytest.MonkeyPatch, starts: list[Any], *overrides: str) -> list[RunConfig]:

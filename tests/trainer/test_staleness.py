@@ -33,6 +33,7 @@ from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
 from grpo_dist.workers.rollout_group import RolloutGroup
 from tests.processes import spawned
 from tests.trainer.fakes import FakeActorWorker, FakeRolloutWorker, HeldRolloutWorker
+from tests.trainer.recorded import history
 
 pytestmark = pytest.mark.ray
 
@@ -131,8 +132,8 @@ def test_at_1_generation_hides_behind_the_update(tmp_path: Path, groups: dict[st
     for staleness in (0, 1):
         trainer = make_trainer(tmp_path, groups, f"trainer.max_staleness={staleness}", seconds=T)
         trainer.fit()
-        step_s[staleness] = float(np.mean([row["timing_s/step"] for row in trainer.history[2:]]))
-        idle = {role: trainer.history[-2][f"perf/idle/{role}"] for role in ("actor", "rollout")}
+        step_s[staleness] = float(np.mean([row["timing_s/step"] for row in history(trainer)[2:]]))
+        idle = {role: history(trainer)[-2][f"perf/idle/{role}"] for role in ("actor", "rollout")}
         if staleness:
             assert idle["actor"] < 0.15, "it hardly waits"
         else:
@@ -148,8 +149,8 @@ def test_weights_are_never_older_than_allowed_and_every_prompt_trains_once(
     trainer = make_trainer(tmp_path, groups, f"trainer.max_staleness={staleness}")
     trainer.fit()
     assert (trainer.sampler.open, trainer.pump.in_flight) == ({}, []), "nothing is sampled in vain"
-    assert [row["step"] for row in trainer.history] == list(range(1, STEPS + 1))
-    oldest = [row.get("staleness/max", 0) for row in trainer.history]
+    assert [row["step"] for row in history(trainer)] == list(range(1, STEPS + 1))
+    oldest = [row.get("staleness/max", 0) for row in history(trainer)]
     assert max(oldest) == min(staleness, STEPS - 1)
     assert all(age <= staleness for age in oldest)
     expected = [min(step, staleness) for step in range(STEPS)]
@@ -159,7 +160,7 @@ def test_weights_are_never_older_than_allowed_and_every_prompt_trains_once(
     order = [f"step{step + 1}-" for step in range(STEPS) for _ in range(4)]
     assert all(uid.startswith(step) for uid, step in zip(prompts, order, strict=True))
     if staleness:
-        row = trainer.history[-1]
+        row = history(trainer)[-1]
         assert sum(row[f"staleness/share/{age}"] for age in range(staleness + 1)) == pytest.approx(1)
 
 
@@ -219,7 +220,7 @@ def test_finished_groups_of_coming_steps_are_taken_from_the_checkpoint(
         assert score.fetch(("score",))["score"].tolist() == score["score"].tolist()
     resumed.fit()
     assert groups_sampled(groups) == 3 * 4 - len(there), "the others are sampled again"
-    assert resumed.history[-1]["step"] == STEPS
+    assert history(resumed)[-1]["step"] == STEPS
     changed = make_trainer(tmp_path, groups, *overrides, *names, "actor_rollout_ref.rollout.temperature=0.5")
     changed.resume()
     assert changed.changes == [
@@ -246,7 +247,7 @@ def test_a_rollout_worker_killed_while_it_generates_costs_no_prompt(
         assert len(trained_uids(mortal)) == STEPS
         prompts = [uid for step in trained_uids(mortal) for uid in step]
         assert len(set(prompts)) == len(prompts) == 4 * STEPS
-        assert trainer.history[-1]["training/worker_restarts"] == 1
+        assert history(trainer)[-1]["training/worker_restarts"] == 1
         assert [
             text
             for text in shown
@@ -261,7 +262,7 @@ def test_over_sampling_ends_the_slowest_and_trains_whole_batches(
     trainer.fit()
     steps = trained_uids(groups)
     assert [len(step) for step in steps] == [4] * STEPS
-    assert all(row["train/aborted_groups"] == 2 for row in trainer.history)
+    assert all(row["train/aborted_groups"] == 2 for row in history(trainer))
 
 
 class UnevenRolloutWorker(HeldRolloutWorker):
@@ -284,7 +285,7 @@ def test_a_step_ends_without_its_slowest_groups_and_their_prompts_come_again(
     asked, aborted = ([line.split()[1] for line in log if line.startswith(word)] for word in ("asked", "aborted"))
     steps = trained_uids(groups)
     assert [len(step) for step in steps] == [4] * STEPS
-    assert [row["train/aborted_groups"] for row in trainer.history] == [2] * STEPS
+    assert [row["train/aborted_groups"] for row in history(trainer)] == [2] * STEPS
     assert sorted(aborted) == sorted(uid for i, uid in enumerate(asked) if i % 6 in (1, 4)), "while in flight"
     assert sorted(uid for step in steps for uid in step) == sorted(set(asked) - set(aborted))
     trained = [prompt_of(uid) for step in steps for uid in step]

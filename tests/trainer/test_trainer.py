@@ -24,6 +24,7 @@ from tests.trainer.fakes import (
     StuckRewardWorker,
 )
 from tests.trainer.metrics_page import PAGE, undocumented
+from tests.trainer.recorded import history
 
 pytestmark = pytest.mark.ray
 
@@ -39,7 +40,7 @@ def finished(groups: dict, tmp_path_factory: pytest.TempPathFactory) -> tuple[GR
 
 def test_every_group_is_trained_once_per_step_and_never_cut(finished: tuple) -> None:
     trainer, _, seen = finished
-    assert [row["step"] for row in trainer.history] == [0, 1, 2, 3]
+    assert [row["step"] for row in history(trainer)] == [0, 1, 2, 3]
     for step in range(3):
         for mini_batch in range(2):
             rows = [uid for rank in seen for uid in rank[step][mini_batch]]
@@ -53,7 +54,7 @@ def test_every_group_is_trained_once_per_step_and_never_cut(finished: tuple) -> 
 def test_metrics_are_right(finished: tuple) -> None:
     """Token 5 decodes to one character, so responses of 8..11 tokens score 8..11."""
     trainer, _, _ = finished
-    step = trainer.history[1]
+    step = history(trainer)[1]
     assert step["critic/score/mean"] == pytest.approx(9.5)
     assert (step["critic/score/min"], step["critic/score/max"]) == (8, 11)
     assert step["reward_extra/half/mean"] == pytest.approx(4.75)
@@ -65,13 +66,13 @@ def test_metrics_are_right(finished: tuple) -> None:
     assert step["training/rollout_probs_diff_mean"] == pytest.approx(np.exp(-1) - np.exp(-1.25))
     assert step["actor/loss"] == 8, "summed over ranks, averaged over mini-batches"
     assert step["training/weight_version"] == 1
-    assert trainer.history[0]["val-core/arithmetic/reward/mean@1"] == 8
-    assert [("val-core/arithmetic/reward/mean@1" in row) for row in trainer.history] == [True, False, True, True]
+    assert history(trainer)[0]["val-core/arithmetic/reward/mean@1"] == 8
+    assert [("val-core/arithmetic/reward/mean@1" in row) for row in history(trainer)] == [True, False, True, True]
 
 
 def test_the_page_of_metrics_has_all_that_is_reported(finished: tuple) -> None:
     trainer, _, _ = finished
-    names = {name for row in trainer.history for name in row} - {"step"}
+    names = {name for row in history(trainer) for name in row} - {"step"}
     assert len(names) > 60
     assert undocumented(names, PAGE.read_text()) == []
 
@@ -85,8 +86,8 @@ def test_a_health_rule_stops_the_run_after_its_step_is_logged(tmp_path: Path, gr
     message = r"health/rollout_mismatch at step 2, for 2 steps: training/rollout_probs_diff_mean is 0.0814(.|\n)*"
     with pytest.raises(HealthError, match=f"{message}the last checkpoint is {tmp_path}/run/global_step_2"):
         trainer.fit()
-    assert [row.get("health/rollout_mismatch") for row in trainer.history] == [None, 0.0, 1.0]
-    assert all("health/ppo_kl" not in row for row in trainer.history)
+    assert [row.get("health/rollout_mismatch") for row in history(trainer)] == [None, 0.0, 1.0]
+    assert all("health/ppo_kl" not in row for row in history(trainer))
     assert (tmp_path / "run/rollouts/2.jsonl").is_file()
 
 
@@ -95,7 +96,7 @@ def test_a_health_rule_that_warns_lets_the_run_go_on(tmp_path: Path, groups: dic
     trainer = make_trainer(tmp_path, groups, "trainer.health.rollout_mismatch.steps=1")
     trainer.progress.message = shown.append  # type: ignore[method-assign]
     trainer.fit()
-    assert [row["step"] for row in trainer.history] == [0, 1, 2, 3]
+    assert [row["step"] for row in history(trainer)] == [0, 1, 2, 3]
     told = [text for text in shown if text.startswith("health/")]
     assert [text.partition(":")[0] for text in told] == ["health/rollout_mismatch at step 1"]
 
@@ -117,11 +118,11 @@ def test_a_run_goes_on_where_it_stopped(finished: tuple, groups: dict, tmp_path:
     trainer = make_trainer(tmp_path, groups, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
     assert trainer.resume() == folder
     trainer.fit()
-    assert [row["step"] for row in trainer.history] == [3]
+    assert [row["step"] for row in history(trainer)] == [3]
     prompts = [path / "rollouts/3.jsonl" for path in (run_dir, tmp_path / "run")]
     first, second = ([json.loads(line)["uid"] for line in path.read_text().splitlines()] for path in prompts)
     assert first == second
-    assert trainer.history[0]["training/weight_version"] == before.history[3]["training/weight_version"]
+    assert history(trainer)[0]["training/weight_version"] == history(before)[3]["training/weight_version"]
 
 
 def test_resume_refuses_another_model(finished: tuple, groups: dict, tmp_path: Path) -> None:
@@ -285,15 +286,15 @@ def test_the_kl_controller_goes_on_where_it_was(tmp_path: Path, groups: dict[str
 def test_bypass_mode_leaves_the_old_log_probs_out(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     trainer = make_trainer(tmp_path, groups, "algorithm.rollout_correction.bypass_mode=true")
     trainer.fit()
-    assert "timing_s/old_log_prob" not in trainer.history[-1]
-    assert "training/rollout_probs_diff_max" not in trainer.history[-1], "nothing was compared"
+    assert "timing_s/old_log_prob" not in history(trainer)[-1]
+    assert "training/rollout_probs_diff_max" not in history(trainer)[-1], "nothing was compared"
 
 
 def test_on_policy_the_old_log_probs_are_the_updates_own(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """One mini-batch, one epoch: no pass before the update; the diagnostics are the same as with one."""
     trainer = make_trainer(tmp_path, groups, "actor_rollout_ref.actor.ppo_mini_batch_size=4")
     trainer.fit()
-    step = trainer.history[1]
+    step = history(trainer)[1]
     assert "timing_s/old_log_prob" not in step
     assert step["training/rollout_probs_diff_mean"] == pytest.approx(np.exp(-1) - np.exp(-1.25))
     batch = trainer.update(trainer.compute_targets(trainer.rollout())).fetch(("responses", "old_log_probs"))
@@ -356,4 +357,4 @@ def test_greedy_validation_needs_no_seed(tmp_path: Path, groups: dict[str, Worke
 def test_without_validation_files_nothing_is_validated(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     trainer = make_trainer(tmp_path, groups, "data.val_files=null")
     trainer.fit()
-    assert not any(name.startswith("val-") for row in trainer.history for name in row)
+    assert not any(name.startswith("val-") for row in history(trainer) for name in row)
