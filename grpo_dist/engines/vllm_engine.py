@@ -150,9 +150,10 @@ class VLLMEngine:
 
     async def _final_output(self, prompt: list[int], params: Any, request_id: str | None) -> Any:
         request: dict[str, Any] = {"prompt_token_ids": prompt}
-        if not self.settings.clear_kv_cache_on_update:
-            request["cache_salt"] = f"weights {self.weight_version}"  # blocks of older weights serve no new request
         vllm_id = uuid.uuid4().hex
+        if not self.settings.clear_kv_cache_on_update:
+            # blocks of older weights serve no new request; which weights one is run with that comes now is open
+            request["cache_salt"] = vllm_id if self.weights.updating else f"weights {self.weight_version}"
         running = self._running.setdefault(request_id, set())
         running.add(vllm_id)
         try:

@@ -20,6 +20,10 @@ from grpo_dist.errors import EngineError, WeightSyncError
 class WeightUpdater:
     """The weights of one engine: which version they are, and how another one comes in.
 
+    Attributes:
+        version: of those held; -1: the model folder's.
+        updating: whether another one may be about to come: from when requests are to wait until they go on.
+
     Args:
         llm: vLLM's AsyncLLM.
         call: awaits one of its calls within a time limit (`timeout_s`), and makes its exceptions ours.
@@ -33,6 +37,7 @@ class WeightUpdater:
             "clear_cache": settings.clear_kv_cache_on_update,
         }
         self.version = -1
+        self.updating = False
         self._mixed = ""
         self._paused = False
 
@@ -54,6 +59,7 @@ class WeightUpdater:
             EngineError: the engine failed: it is unusable, and the caller replaces it.
         """
         if not self._paused:
+            self.updating = True
             await self._call(self._llm.pause_generation(**self._pause), timeout_s=None)
             self._paused = True
 
@@ -120,7 +126,7 @@ class WeightUpdater:
             self.version, self._mixed = version, ""
         if not self._mixed:
             await self._call(self._llm.resume_generation())
-            self._paused = False
+            self._paused = self.updating = False
         with self._keeps_weights(version):
             if fault:
                 raise WeightSyncError(fault)

@@ -1,5 +1,4 @@
 """Every estimator, KL type, aggregation mode and policy loss trains one step of the built-in model on real workers.
-from tests.trainer.recorded import history, record
 
 The workers start once: actor ranks, vLLM, reference and reward process that give every column any method may ask for.
 """
@@ -16,6 +15,7 @@ from grpo_dist.config.load import load_config
 from grpo_dist.config.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
 from grpo_dist.trainer.build import Workers, build_trainer, load_run_prompts
 from grpo_dist.trainer.roles import Roles
+from tests.trainer.recorded import history, record
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -38,6 +38,7 @@ CONFIG = (
     "data.train_batch_size=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
     "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.temperature=0.7",
     "actor_rollout_ref.actor.optim.lr=1e-3",
     "cluster.rollout_world_size=2",
     "data.val_files=null",
@@ -143,6 +144,13 @@ def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undi
         shared = {name: found[name] for name in expected if name in found}
         assert {"critic/score/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm"} <= shared.keys()
         assert shared == {name: expected[name] for name in shared}
+
+
+def test_sampler_policy_and_reference_have_the_same_temperature(undisturbed: tuple) -> None:
+    """At another one than 1, probabilities differ by far more where one of them leaves it out."""
+    rows, _ = undisturbed
+    assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows), "engine and actor"
+    assert abs(rows[0]["actor/kl_loss"]) < 1e-6, "actor and reference, which still have the same weights"
 
 
 def test_an_engine_killed_while_it_generates_changes_nothing(lab: Lab, undisturbed: tuple) -> None:

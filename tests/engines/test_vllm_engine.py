@@ -226,10 +226,15 @@ def test_a_response_has_its_fewest_tokens(rollouts: WorkerGroup) -> None:
     assert min(lengths.tolist()) >= 15
 
 
-def test_min_p_leaves_only_the_likeliest(rollouts: WorkerGroup) -> None:
-    """At 1.0 nothing but the likeliest token is left, and its log-prob is 0."""
-    cut = generate(rollouts, 0, PROMPTS, sampling(n=1, min_p=1.0))
-    assert tokens(cut) == tokens(generate(rollouts, 0, PROMPTS, sampling(n=1, temperature=0.0, seed=None)))
+@pytest.mark.parametrize(
+    "option", [{"min_p": 1.0}, {"top_k": 1}, {"top_p": 1e-6}], ids=lambda option: next(iter(option))
+)
+def test_what_cuts_the_distribution_may_leave_only_the_likeliest(rollouts: WorkerGroup, option: dict) -> None:
+    """Nothing but the likeliest token is left, and its log-prob is 0."""
+    greedy = tokens(generate(rollouts, 0, PROMPTS, sampling(n=1, temperature=0.0, seed=None)))
+    cut = generate(rollouts, 0, PROMPTS, sampling(n=1, **option))
+    assert tokens(generate(rollouts, 0, PROMPTS, sampling(n=1))) != greedy
+    assert tokens(cut) == greedy
     assert cut["rollout_log_probs"].values.abs().max() < 1e-5
 
 

@@ -1,15 +1,36 @@
-"""What an engine is told when weights come; test_vllm_engine.py and test_weight_transport.py have real ones."""
+"""What an engine is told when weights come, and what real ones then do with responses in flight.
+
+test_vllm_engine.py and test_weight_transport.py have engines that compute the cache anew.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import itertools
+from collections.abc import Coroutine, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import ray
+import torch
 
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm_weight_update import WeightUpdater
+from grpo_dist.engines.weight_buckets import pack
+from grpo_dist.protocol import DataProto
+from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.rollout import RolloutWorker
+from tests.engines.test_vllm_engine import (
+    PROMPTS,
+    assert_log_probs_equal,
+    generate,
+    hf_log_probs,
+    perturbed,
+    sampling,
+    submit,
+)
+from tests.processes import spawned
 
 LIMIT_S = 0.05
 
@@ -45,3 +66,120 @@ def test_pausing_takes_as_long_as_responses_do_and_is_done_once(partial: bool, m
 
     asyncio.run(pause_twice())
     assert llm.pauses == [{"mode": mode, "clear_cache": True}]
+
+
+# --- real engines -------------------------------------------------------------------------------------------------
+KEPT, WHOLE = 0, 1  # ranks: one keeps the cache of what is in flight, one has it end first
+PROMPT = PROMPTS[2]  # longer than a block of the cache
+LONG = sampling(n=4, max_tokens=55, ignore_eos=True)
+VERSIONS = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def engines(local_ray: None, random_models: dict[str, str]) -> Iterator[WorkerGroup]:
+    common = (random_models["tied"], "cpu", "float32", False, 1, 96, 64, 128, 0.8, 0.0625, True, False, 0)
+    settings = EngineSettings(*common)
+    each = [replace(settings, clear_kv_cache_on_update=False), replace(settings, partial_rollout=False)]
+    with spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as group:
+        group.call_each("start", "start", [(each[KEPT],), (each[WHOLE],)])
+        yield group
+        group.call_all("shutdown", "shutdown")
+
+
+@pytest.fixture(scope="module")
+def models(random_models: dict[str, str]) -> tuple[Any, Any]:
+    """The old weights and the new ones."""
+    import transformers
+
+    old = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
+    return old, perturbed(old, 5)
+
+
+def send(group: WorkerGroup, rank: int, model: Any, version: int) -> Call:
+    weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    buckets = [ray.put(bucket) for bucket in pack(weights, bucket_bytes=20_000)]
+    return group.submit(rank, "sync_weights", "load_weights", buckets, version)
+
+
+def updated_in_flight(group: WorkerGroup, rank: int, models: tuple[Any, Any]) -> tuple[DataProto, DataProto, int]:
+    """A group that was in flight when the new weights were sent, one asked for right after that, and the old version.
+
+    Again if it was there too early for that.
+    """
+    for _ in range(10):
+        old = next(VERSIONS)
+        group.gather([send(group, rank, models[0], old)])
+        call = submit(group, rank, PROMPT, LONG)
+        while group.call(rank, "generate", "num_running") < LONG.n:
+            pass
+        sync = send(group, rank, models[1], next(VERSIONS))
+        was_running = group.call(rank, "generate", "num_running") == LONG.n
+        after = submit(group, rank, PROMPT, LONG)
+        (_, data), (_, later), version = group.gather([call, after, sync])
+        assert version == old + 1
+        spans = set(data["last_weight_version"].tolist()) == {version}
+        if spans or (rank == WHOLE and was_running):
+            return data, later, old
+    raise AssertionError("the responses always ended before the new weights came")
+
+
+@torch.no_grad()
+def log_probs_with_kept_cache(models: tuple[Any, Any], prompt: Any, response: Any, num_old: int) -> Any:
+    """Of the tokens under the new weights: all that the old ones had read stays in the cache as it was."""
+    old, new = models
+    ids = torch.cat([prompt, response]).long().unsqueeze(0)
+    num_read = (
+        len(prompt) + num_old - 1
+    )  # the last one that the old weights sampled is the first that the new ones read
+    cache = old(input_ids=ids[:, :num_read], use_cache=True).past_key_values
+    logits = new(input_ids=ids[:, num_read:-1], past_key_values=cache).logits[0] / LONG.temperature
+    return torch.log_softmax(logits, -1).gather(-1, response[num_old:].long().unsqueeze(-1)).squeeze(-1)
+
+
+@pytest.mark.ray
+def test_a_kept_cache_goes_on_under_new_weights(engines: WorkerGroup, models: tuple[Any, Any]) -> None:
+    data, _, old = updated_in_flight(engines, KEPT, models)
+    assert data["response_length"].tolist() == [LONG.max_tokens] * LONG.n
+    columns = (data[name].rows() for name in ("prompts", "responses", "rollout_log_probs", "weight_versions"))
+    for prompt, response, log_probs, versions in zip(*columns, strict=True):
+        num_old = int((versions == old).sum())
+        assert versions.tolist() == [old] * num_old + [old + 1] * (LONG.max_tokens - num_old)
+        expected = hf_log_probs(models[0], prompt, response)[:num_old]
+        torch.testing.assert_close(log_probs[:num_old], expected, atol=1e-4, rtol=0)
+        kept = log_probs_with_kept_cache(models, prompt, response, num_old)
+        torch.testing.assert_close(log_probs[num_old:], kept, atol=1e-4, rtol=0)
+        recomputed = hf_log_probs(models[1], prompt, response)[num_old:]
+        assert (kept - recomputed).abs().max() > 1e-2, "the difference shows"
+
+
+@pytest.mark.ray
+def test_a_kept_cache_serves_no_request_that_comes_later(engines: WorkerGroup, models: tuple[Any, Any]) -> None:
+    """Its prompt was computed under the old weights, and is there in the cache."""
+    updated_in_flight(engines, KEPT, models)
+    for _ in range(2):
+        assert_log_probs_equal(models[1], generate(engines, KEPT, [PROMPT], LONG))
+
+
+@pytest.mark.ray
+def test_a_kept_cache_serves_no_request_that_comes_while_weights_do(
+    engines: WorkerGroup, models: tuple[Any, Any]
+) -> None:
+    old = next(VERSIONS)
+    engines.gather([send(engines, KEPT, models[0], old)])
+    assert_log_probs_equal(models[0], generate(engines, KEPT, [PROMPT], LONG))
+    engines.call(KEPT, "sync_weights", "pause_for_weights")
+    call = submit(engines, KEPT, PROMPT, LONG)
+    (_, data), version = engines.gather([call, send(engines, KEPT, models[1], next(VERSIONS))])
+    assert set(data["weight_version"].tolist()) == {version}
+    assert_log_probs_equal(models[1], data)
+
+
+@pytest.mark.ray
+def test_without_partial_rollouts_new_weights_wait_for_responses(engines: WorkerGroup, models: tuple[Any, Any]) -> None:
+    data, later, old = updated_in_flight(engines, WHOLE, models)
+    assert data["response_length"].tolist() == [LONG.max_tokens] * LONG.n
+    assert set(data["weight_versions"].values.tolist()) == {old}
+    assert_log_probs_equal(models[0], data)
+    (version,) = set(later["weight_versions"].values.tolist())
+    assert_log_probs_equal(models[version - old], later)
+    assert_log_probs_equal(models[1], generate(engines, WHOLE, [PROMPT], LONG))

@@ -1,5 +1,6 @@
 """What parts of the config reach what parts of the run."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from grpo_dist.trainer.settings import (
     target_settings,
     time_limits,
 )
+from grpo_dist.workers.group import WorkerGroup
+from tests.engines.test_vllm_engine import PROMPTS, generate, tokens
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -228,3 +231,18 @@ def test_the_size_of_a_bucket() -> None:
 def test_time_limits_by_stage() -> None:
     limits = time_limits(load("trainer.worker_timeout_s=100", "trainer.stage_timeout_s.generate=7"))
     assert [limits.of(stage) for stage in ("generate", "update", "start")] == [7.0, 100.0, 900.0]
+
+
+@pytest.mark.ray
+def test_a_real_engine_validates_as_val_kwargs_say(rollouts: WorkerGroup) -> None:
+    def validated(*options: str) -> list[list[int]]:
+        _, validation = sampling_settings(load(*(f"actor_rollout_ref.rollout.val_kwargs.{each}" for each in options)))
+        return tokens(generate(rollouts, 0, PROMPTS, replace(validation, max_tokens=20)))
+
+    greedy = validated()
+    assert len(greedy) == len(PROMPTS)
+    twice = [row for row in greedy for _ in range(2)]
+    sampled = ("do_sample=true", "n=2", "temperature=1.5")
+    assert validated(*sampled, "top_k=1") == validated(*sampled, "top_p=1e-6") == twice
+    assert validated(*sampled) != twice
+    assert validated("temperature=1.5") == greedy, "without do_sample"
