@@ -1,10 +1,11 @@
-"""The rollout: `python -m benchmarks.rollout` prints three tables and writes JSON. Some minutes on two cores.
+"""The rollout: `python -m benchmarks.rollout` prints four tables and writes JSON. Some minutes on two cores.
 
 (a) tokens per second of our rollout group (Ray, pump, vLLM's async engine) against vLLM's offline `LLM.generate` and
     against Hugging Face's `generate`, on the same prompts and with responses of the same length, in turns;
 (b) weight sync: seconds and bytes per second of each transport, against a copy in memory;
 (c) control plane: what a step of many samples on many (fake) workers costs the driver, and whether that grows with
-    the length of responses.
+    the length of responses;
+(d) the probabilities of vLLM's tokens against those of the trainer's forward pass, in fp32 and bf16 (`--model FOLDER`).
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from grpo_dist.workers.cluster import connect, set_local_environment
 def main() -> None:
     """Measure, print and write."""
     set_local_environment()  # before the others import Ray
-    from benchmarks import control_plane, record, throughput, weight_sync, workload
+    from benchmarks import agreement, control_plane, record, throughput, weight_sync, workload
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/rollout.json"))
-    parser.add_argument("--parts", default="abc", help="which of a, b and c")
+    parser.add_argument("--parts", default="abcd", help="which of a, b, c and d")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=3, help="of (a) and (b)")
     parser.add_argument("--samples", type=int, default=100_000, help="of (c)")
     parser.add_argument("--workers", type=int, default=256, help="of (c)")
+    parser.add_argument("--model", default="builtin:tiny-qwen3", help="folder of the model of (d)")
     arguments = parser.parse_args()
     result: dict[str, Any] = {
         "machine": record.machine(),
@@ -53,6 +55,9 @@ def main() -> None:
     if "c" in arguments.parts:
         result["control_plane"] = control_plane.measure(arguments.workers, arguments.samples)
         print(record.table(f"(c) a step of {arguments.samples:,} samples: the driver", result["control_plane"]))
+    if "d" in arguments.parts:
+        result["agreement"] = agreement.compare(resolve_model_path(arguments.model), arguments.threads)
+        print(record.table(f"(d) probability of a token, vLLM and trainer, {arguments.model}", result["agreement"]))
     record.write(arguments.output, result)
 
 

@@ -44,12 +44,12 @@ def compare(models: dict[str, str], threads: int, rounds: int) -> list[dict[str,
     return rows
 
 
-def engine_settings(path: str, **changes: Any) -> EngineSettings:
-    """An engine on CPU in fp32."""
+def engine_settings(path: str, *, dtype: str = "float32", **changes: Any) -> EngineSettings:
+    """An engine on CPU."""
     limits = {"max_model_len": 128, "max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 8192}
     memory = {"gpu_memory_utilization": 0.8, "kv_cache_memory_gib": 1.0}
     ways = {"enforce_eager": True, "enable_chunked_prefill": False}
-    return EngineSettings(path, "cpu", "float32", False, 1, seed=0, **limits, **memory, **ways, **changes)  # type: ignore[arg-type]
+    return EngineSettings(path, "cpu", dtype, False, 1, seed=0, **limits, **memory, **ways, **changes)  # type: ignore[arg-type]
 
 
 def spawn(role: str, worker_class: type, args: tuple[Any, ...], threads: int, **options: Any) -> WorkerGroup:

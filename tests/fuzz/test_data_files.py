@@ -193,7 +193,6 @@ def test_broken_rows_of_a_parquet_file(tmp_path: Path, tokenizer: Any) -> None:
             used[alone] += 1
             rows = [row] if alone else [GOOD, row, GOOD]
             assert [said(prompt) for prompt in found] == [written(each) for each in rows], case
-            assert [prompt.index for prompt in found] == list(range(len(rows))), case
     assert min(used + refused) > PARQUET_ROWS / 20, (used, refused)
 
 
