@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ import pytest
 
 from grpo_dist.errors import WorkerError, WorkerLost
 from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.probe import probe, process_state
+from grpo_dist.workers.probe import LOST, probe, process_state
 from grpo_dist.workers.process import Process
 from tests.processes import spawned
 
@@ -48,7 +49,7 @@ def test_a_node_that_is_not_there_has_lost_its_processes(group: WorkerGroup) -> 
     elsewhere = replace(group.addresses[0], node_id="e" * 56)
     found = probe({0: elsewhere, 1: group.addresses[0]}, timeout_s=1.0)
     assert found[0] == "gone"
-    assert found[1] in ("running", "waiting")
+    assert found[1] not in LOST
 
 
 def test_a_rank_that_is_stopped_or_gone_is_named_rather_than_those_that_wait_for_it(group: WorkerGroup) -> None:
@@ -61,7 +62,7 @@ def test_a_rank_that_is_stopped_or_gone_is_named_rather_than_those_that_wait_for
     while process_state(pids[1]) != "stopped":  # the kernel takes its time on a busy machine
         time.sleep(0.05)
     states = probe(group.addresses)
-    assert states[0] in ("running", "waiting")
+    assert states[0] not in LOST
     assert states[1] == "stopped"
     assert states[2] in ("gone", "dead")
 
@@ -69,4 +70,4 @@ def test_a_rank_that_is_stopped_or_gone_is_named_rather_than_those_that_wait_for
     assert isinstance(late, WorkerLost)
     assert (late.role, late.rank, late.node, late.stage) == ("actor", 1, node, "update")
     assert "no answer within 5 s: its process is stopped; ranks that are late too, and may wait for it: 1" in str(late)
-    assert "its process is waiting" in str(group.late(calls[:1], 5.0))
+    assert re.search("its process is (running|waiting)", str(group.late(calls[:1], 5.0)))

@@ -16,6 +16,7 @@ from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.group import Call, WorkerGroup, finished
 from grpo_dist.workers.limits import TimeLimits
+from grpo_dist.workers.probe import process_state
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import Task
@@ -106,7 +107,7 @@ def test_a_process_that_hangs_is_replaced_once(make: Callable, tmp_path: Path) -
     (tmp_path / "trap").write_text("SIGSTOP")
     call = pool.submit(group(), Task("", "", {}))
     other = pool.workers.submit(0, "score", "score", group(), Task("", "", {}))
-    while (tmp_path / "trap").exists():
+    while process_state(pool.workers.addresses[0].pid) != "stopped":
         time.sleep(0.05)
     pool.replace(call, call.group.late([call], 0.1))
     pool.replace(other, WorkerLost("gone too"))
