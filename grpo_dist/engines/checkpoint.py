@@ -1,5 +1,4 @@
-"""Model, optimizer, schedule and random states on disk, sharded with torch.distributed.checkpoint; and as a Hugging
-Face folder.
+"""Model, optimizer, schedule and random states on disk, sharded with torch.distributed.checkpoint.
 
 A save has two parts. `begin_save` copies everything to CPU memory, while the weights stand still. A thread then writes
 the copies, over a process group of its own, so that its messages and those of the training going on never mix.
@@ -7,7 +6,6 @@ the copies, over a process group of its own, so that its messages and those of t
 
 from __future__ import annotations
 
-import json
 import random
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -155,33 +153,3 @@ def set_random_states(states: dict[str, Any]) -> None:
     gpus: list[Tensor] = states["cuda"]
     if gpus and torch.cuda.is_available() and torch.cuda.device_count() == len(gpus):
         torch.cuda.set_rng_state_all(gpus)
-
-
-def export_hf_model(engine: FSDPEngine, folder: Path) -> None:
-    """Write a folder that `transformers` and vLLM load: config, safetensors, tokenizer. Collective; rank 0 writes."""
-    import transformers
-
-    state = engine.export_state()
-    if dist.get_rank() == 0:
-        model = engine.model
-        model.config.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
-        _save_safetensors(state, folder)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            engine.settings.path, trust_remote_code=engine.settings.trust_remote_code
-        )
-        tokenizer.save_pretrained(folder)
-    dist.barrier()
-
-
-def _save_safetensors(state: dict[str, Any], folder: Path) -> None:
-    """Shards of at most 5 GB with an index, as `save_pretrained` lays them out."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
-
-    plan = split_torch_state_dict_into_shards(state)
-    for filename, names in plan.filename_to_tensors.items():
-        save_file({name: state[name].contiguous() for name in names}, folder / filename, metadata={"format": "pt"})
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

@@ -333,6 +333,6 @@ class ActorWorker(PolicyWorker):
     @on_device()
     def export_hf_model(self, folder: str) -> None:
         """Write the policy and its tokenizer as a Hugging Face folder (rank 0 writes)."""
-        from grpo_dist.engines.checkpoint import export_hf_model
+        from grpo_dist.engines.hf_export import export_hf_model
 
         export_hf_model(self.engine, Path(folder))

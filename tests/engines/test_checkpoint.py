@@ -14,13 +14,13 @@ from grpo_dist.engines.checkpoint import (
     RANDOM_STATES,
     ShardWriter,
     engine_state,
-    export_hf_model,
     load_engine,
     random_states,
     set_random_states,
 )
 from grpo_dist.engines.durable import FileDigest, digest_file
 from grpo_dist.engines.fsdp_engine import FSDPEngine
+from grpo_dist.engines.hf_export import export_hf_model
 from grpo_dist.engines.settings import ModelSettings, OptimizerSettings
 from grpo_dist.errors import CheckpointError
 from grpo_dist.protocol import metric_values

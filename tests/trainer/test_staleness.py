@@ -127,19 +127,19 @@ def trained_uids(groups: dict[str, WorkerGroup]) -> list[list[str]]:
 
 
 def test_at_1_generation_hides_behind_the_update(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
-    """Both take T. At 0 a step takes 2 T, at 1 about T."""
-    step_s = {}
+    """Both take T. At 0 a step takes 2 T, and each waits while the other works; at 1 they work at the same time."""
+    step_s, idle = {}, {}
     for staleness in (0, 1):
         trainer = make_trainer(tmp_path, groups, f"trainer.max_staleness={staleness}", seconds=T)
         trainer.fit()
-        step_s[staleness] = float(np.mean([row["timing_s/step"] for row in history(trainer)[2:]]))
-        idle = {role: history(trainer)[-2][f"perf/idle/{role}"] for role in ("actor", "rollout")}
-        if staleness:
-            assert idle["actor"] < 0.15, "it hardly waits"
-        else:
-            assert min(idle.values()) > 0.25, ("each waits while the other works", idle)
-    assert step_s[1] < 1.15 * T, step_s
-    assert step_s[0] > 2 * T, step_s
+        step_s[staleness] = float(np.median([row["timing_s/step"] for row in history(trainer)[2:]]))
+        idle[staleness] = history(trainer)[-2]["perf/idle/actor"]
+        if staleness == 0:
+            assert min(history(trainer)[-2][f"perf/idle/{role}"] for role in ("actor", "rollout")) > 0.25
+    assert step_s[0] > 2 * T
+    # what a busy machine adds comes on top of both: the difference is the T that is hidden
+    assert step_s[0] - step_s[1] > 0.7 * T, step_s
+    assert idle[1] < idle[0] / 2, idle
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
