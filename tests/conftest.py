@@ -80,7 +80,7 @@ def rollouts(local_ray: None, random_models: dict[str, str]) -> Iterator[Any]:
     a tokenizer.
     """
     from grpo_dist.engines.settings import EngineSettings
-    from grpo_dist.workers.rollout import RolloutWorker
+    from tests.engines.watched_rollout import WatchedRolloutWorker
     from tests.processes import spawned
 
     settings = [
@@ -89,7 +89,7 @@ def rollouts(local_ray: None, random_models: dict[str, str]) -> Iterator[Any]:
         )
         for seed, path in enumerate((random_models["tied"], random_models["untied"]))
     ]
-    with spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as group:
+    with spawned("rollout", WatchedRolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as group:
         group.call_each("start", "start", [(each,) for each in settings])
         yield group
         group.call_all("shutdown", "shutdown")

@@ -103,10 +103,6 @@ class RolloutWorker(Process):
                 self.episodes[uid].cancel()
             await self.engine.abort(uid)
 
-    async def num_running(self) -> int:
-        """Sequences that the engine runs now."""
-        return self.engine.load.running
-
     async def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> int:
         """Replace the weights by the buckets' and return the version now held."""
         await self.engine.weights.load([await bucket for bucket in buckets], version)

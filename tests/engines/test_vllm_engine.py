@@ -95,10 +95,12 @@ def perturbed(model: Any, seed: int) -> Any:
     return other
 
 
-def load(group: WorkerGroup, rank: int, model: Any, version: int) -> int:
+def load(group: WorkerGroup, rank: int, model: Any, version: int, when_running: int | None = None) -> int:
     weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
     buckets = [ray.put(bucket) for bucket in pack(weights, bucket_bytes=20_000)]
     assert len(buckets) > 2
+    if when_running is not None:
+        return group.call(rank, "sync_weights", "load_weights_when_running", when_running, buckets, version)
     return group.call(rank, "sync_weights", "load_weights", buckets, version)
 
 
@@ -144,9 +146,7 @@ def test_responses_go_on_under_new_weights_and_every_token_knows_its_version(
     assert load(rollouts, 0, old, 30) == 30
     settings = sampling(n=8, max_tokens=50, ignore_eos=True)
     call = submit(rollouts, 0, PROMPTS[0], settings)
-    while rollouts.call(0, "generate", "num_running") < 8:
-        pass
-    assert load(rollouts, 0, new, 31) == 31
+    assert load(rollouts, 0, new, 31, when_running=8) == 31
     _, data = rollouts.gather([call])[0]
     assert set(data["weight_version"].tolist()) == {30}, "the request had begun under the old weights"
     assert set(data["last_weight_version"].tolist()) == {31}, "and went on under the new ones"
@@ -163,9 +163,7 @@ def test_an_aborted_group_gives_nothing_and_the_others_go_on(rollouts: WorkerGro
     long = sampling(n=4, max_tokens=80, ignore_eos=True, seed=None)
     prompt = np.asarray(PROMPTS[0], np.int32)
     calls = [rollouts.submit(0, "generate", "generate", uid, prompt, long) for uid in ("stop-me", "keep-me")]
-    while rollouts.call(0, "generate", "num_running") < 8:
-        pass
-    rollouts.call(0, "abort", "abort", ["stop-me", "never-there"])
+    rollouts.call(0, "abort", "abort_when_running", 8, ["stop-me", "never-there"])
     ((stopped, _), _), ((kept, load), _) = rollouts.gather(calls)
     assert stopped is None
     assert kept.small["response_length"].tolist() == [80] * 4

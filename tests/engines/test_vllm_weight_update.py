@@ -20,7 +20,6 @@ from grpo_dist.engines.vllm_weight_update import WeightUpdater
 from grpo_dist.engines.weight_buckets import pack
 from grpo_dist.protocol import DataProto
 from grpo_dist.workers.group import Call, WorkerGroup
-from grpo_dist.workers.rollout import RolloutWorker
 from tests.engines.test_vllm_engine import (
     PROMPTS,
     assert_log_probs_equal,
@@ -30,6 +29,7 @@ from tests.engines.test_vllm_engine import (
     sampling,
     submit,
 )
+from tests.engines.watched_rollout import WatchedRolloutWorker
 from tests.processes import spawned
 
 LIMIT_S = 0.05
@@ -80,7 +80,7 @@ def engines(local_ray: None, random_models: dict[str, str]) -> Iterator[WorkerGr
     common = (random_models["tied"], "cpu", "float32", False, 1, 96, 64, 128, 0.8, 0.0625, True, False, 0)
     settings = EngineSettings(*common)
     each = [replace(settings, clear_kv_cache_on_update=False), replace(settings, partial_rollout=False)]
-    with spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as group:
+    with spawned("rollout", WatchedRolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as group:
         group.call_each("start", "start", [(each[KEPT],), (each[WHOLE],)])
         yield group
         group.call_all("shutdown", "shutdown")
@@ -95,32 +95,26 @@ def models(random_models: dict[str, str]) -> tuple[Any, Any]:
     return old, perturbed(old, 5)
 
 
-def send(group: WorkerGroup, rank: int, model: Any, version: int) -> Call:
+def send(group: WorkerGroup, rank: int, model: Any, version: int, when_running: int | None = None) -> Call:
     weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
     buckets = [ray.put(bucket) for bucket in pack(weights, bucket_bytes=20_000)]
+    if when_running is not None:
+        return group.submit(rank, "sync_weights", "load_weights_when_running", when_running, buckets, version)
     return group.submit(rank, "sync_weights", "load_weights", buckets, version)
 
 
 def updated_in_flight(group: WorkerGroup, rank: int, models: tuple[Any, Any]) -> tuple[DataProto, DataProto, int]:
-    """A group that was in flight when the new weights were sent, one asked for right after that, and the old version.
-
-    Again if it was there too early for that.
-    """
-    for _ in range(10):
-        old = next(VERSIONS)
-        group.gather([send(group, rank, models[0], old)])
-        call = submit(group, rank, PROMPT, LONG)
-        while group.call(rank, "generate", "num_running") < LONG.n:
-            pass
-        sync = send(group, rank, models[1], next(VERSIONS))
-        was_running = group.call(rank, "generate", "num_running") == LONG.n
-        after = submit(group, rank, PROMPT, LONG)
-        (_, data), (_, later), version = group.gather([call, after, sync])
-        assert version == old + 1
-        spans = set(data["last_weight_version"].tolist()) == {version}
-        if spans or (rank == WHOLE and was_running):
-            return data, later, old
-    raise AssertionError("the responses always ended before the new weights came")
+    """A group that is in flight when the new weights come, one asked for right after that, and the old version."""
+    old = next(VERSIONS)
+    group.gather([send(group, rank, models[0], old)])
+    call = submit(group, rank, PROMPT, LONG)
+    sync = send(group, rank, models[1], next(VERSIONS), when_running=LONG.n)
+    after = submit(group, rank, PROMPT, LONG)
+    (_, data), (_, later), version = group.gather([call, after, sync])
+    assert version == old + 1
+    if rank == KEPT:
+        assert set(data["last_weight_version"].tolist()) == {version}
+    return data, later, old
 
 
 @torch.no_grad()
