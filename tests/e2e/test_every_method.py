@@ -16,7 +16,7 @@ from grpo_dist.config.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES
 from grpo_dist.trainer.build import Workers, build_trainer, load_run_prompts
 from grpo_dist.trainer.roles import Roles
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"

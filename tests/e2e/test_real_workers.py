@@ -30,7 +30,7 @@ from grpo_dist.workers.reward import Task
 from grpo_dist.workers.weight_sync import sync_weights
 from grpo_dist.workers.weight_transport import ObjectStoreTransport, Outcomes
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 2
 CONFIG = (
