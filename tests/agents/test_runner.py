@@ -48,20 +48,20 @@ class Tool(AgentLoop):
     async def fail(self, episode):
         if episode.index == 2:
             raise KeyError("calculator")
-        await asyncio.sleep(60)
+        await asyncio.sleep(1000)
 
     async def hang(self, episode):
-        await asyncio.sleep(60)
+        await asyncio.sleep(1000)
 
     async def block(self, episode):
-        time.sleep(3)
+        time.sleep(30)
         raise RuntimeError("at last")
 
     async def own_timeout(self, episode):
-        await asyncio.wait_for(asyncio.sleep(60), 0.01)
+        await asyncio.wait_for(asyncio.sleep(1000), 0.01)
 
     async def own_cancel(self, episode):
-        task = asyncio.create_task(asyncio.sleep(60))
+        task = asyncio.create_task(asyncio.sleep(1000))
         asyncio.get_running_loop().call_soon(task.cancel)
         await task
 
@@ -78,9 +78,11 @@ async def runner(folder: Path, generate: object, mode: str, timeout_s: float = 3
     (folder / "tool.py").write_text(LOOPS)
     settings = AgentSettings(f"{folder}/tool.py:Tool", {"mode": mode, "api_key": "SECRET123"}, timeout_s)
     made = EpisodeRunner(settings, generate)  # type: ignore[arg-type]
-    await made.start()
-    yield made
-    made.stop()
+    try:
+        await made.start()
+        yield made
+    finally:
+        made.stop()
 
 
 def episodes(count: int = 4) -> list[Episode]:
@@ -110,10 +112,10 @@ def test_sampling_runs_where_run_was_called_and_costs_no_time_of_the_loop(tmp_pa
 
         async def slow(*args: object) -> list[Response]:
             assert asyncio.get_running_loop() is here
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(4)
             return await writer.generate(*args)  # type: ignore[arg-type]
 
-        async with runner(tmp_path, slow, "answer", timeout_s=0.2) as made:
+        async with runner(tmp_path, slow, "answer", timeout_s=3.0) as made:
             return await made.run(episodes(1))
 
     assert len(in_loop(test)) == 1  # type: ignore[arg-type]
@@ -128,8 +130,8 @@ def test_sampling_runs_where_run_was_called_and_costs_no_time_of_the_loop(tmp_pa
             r"tool\.py:Tool: run\(\) raised KeyError: 'calculator', at .*tool\.py:\d+ \(prompt step1-prompt9, ",
         ),
         ("fail", 30, r"episode 2, after turn 1\)"),
-        ("hang", 0.3, r"Tool: run\(\) did not end within .*agent\.timeout_s=0\.3 s outside the engine \(prompt step1"),
-        ("block", 0.3, r"Tool: run\(\) blocks its thread for more than .*timeout_s=0\.3 s, at .*tool\.py:\d+; await"),
+        ("hang", 3, r"Tool: run\(\) did not end within .*agent\.timeout_s=3 s outside the engine \(prompt step1"),
+        ("block", 3, r"Tool: run\(\) blocks its thread for more than .*timeout_s=3 s, at .*tool\.py:\d+; await"),
         ("own_timeout", 30, r"run\(\) raised TimeoutError"),
         (
             "own_cancel",
@@ -148,7 +150,7 @@ def test_failures_are_named_and_end_the_group(tmp_path: Path, mode: str, timeout
     began = time.perf_counter()
     with pytest.raises(AgentError, match=text):
         in_loop(test)
-    assert time.perf_counter() - began < 2
+    assert time.perf_counter() - began < 25, "the others are not waited for"
 
 
 def test_an_error_of_the_engine_stays_what_it_is(tmp_path: Path) -> None:
@@ -166,13 +168,17 @@ def test_an_error_of_the_engine_stays_what_it_is(tmp_path: Path) -> None:
 def test_abort_ends_episodes_in_the_tool_and_in_the_engine(tmp_path: Path) -> None:
     async def cancel_while_the_tool_works() -> int:
         async with runner(tmp_path, Writer(*["1+1="] * 4).generate, "hang") as made:
-            task = asyncio.create_task(made.run(episodes()))
-            await asyncio.sleep(0.1)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await asyncio.sleep(0.1)
-            return type(made._loop).cleaned
+            group, tool = episodes(), type(made._loop)
+            task = asyncio.create_task(made.run(group))
+            async with asyncio.timeout(60):
+                while any(episode.num_turns == 0 for episode in group):
+                    await asyncio.sleep(0.01)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                while tool.cleaned < 4:
+                    await asyncio.sleep(0.01)
+            return tool.cleaned
 
     async def engine_aborts() -> None:
         async def none(*args: object) -> None:

@@ -17,7 +17,7 @@ from grpo_dist.trainer.build import Workers, build_trainer, load_run_prompts
 from grpo_dist.trainer.roles import Roles
 from tests.trainer.recorded import history, record
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"

@@ -31,7 +31,7 @@ from grpo_dist.workers.weight_sync import sync_weights
 from grpo_dist.workers.weight_transport import ObjectStoreTransport, Outcomes
 from tests.trainer.recorded import history, record
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 2
 CONFIG = (

@@ -16,7 +16,7 @@ from grpo_dist.errors import ConfigError
 CASES, PARTS = 2000, 4
 LONGEST_MESSAGE = 20_000
 # Processor time of most loads, and of the slowest one; a loaded machine takes longer than the 20 ms they need.
-MEDIAN_S, SLOWEST_S = 0.1, 3.0
+MEDIAN_S, SLOWEST_S = 0.5, 15.0
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 VALID = [

@@ -53,17 +53,17 @@ def test_an_answer_too_large(service: Service, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_service_that_does_not_answer_in_time(service: Service) -> None:
-    service.answers, service.delay_s = [(200, b"1")] * 2, 0.6
+    service.answers, service.delay_s = [(200, b"1")] * 2, 10.0
     with pytest.raises(RewardError, match=r"[Tt]ime.*\(tried 2 times\)"):
         post(service, timeout_s=0.1, retries=1)
 
 
 def test_nobody_there() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/"
-    with pytest.raises(RewardError, match=r"refused.*\(tried 3 times\)"):
-        post_json(url, {}, retries=2, backoff_s=0.01)
+    with socket.socket() as deaf:  # it has the port, so that nobody else does, and does not listen
+        deaf.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}/"
+        with pytest.raises(RewardError, match=r"refused.*\(tried 3 times\)"):
+            post_json(url, {}, retries=2, backoff_s=0.01)
 
 
 def test_headers_come_from_the_environment(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,23 +50,31 @@ def save_forever(run_dir: Path, step: int, published: int) -> None:
         step += 1
 
 
-def killed_round(run_dir: Path, step: int, seconds: float | None) -> int:
-    """Save from `step` on until killed after `seconds`, or after 3 saves; returns the last step that was told, or 0."""
+def killed_round(run_dir: Path, step: int, saves: int, first_s: float) -> tuple[int, float]:
+    """Save from `step` on until killed: after `saves` saves, at any moment of the next one.
+
+    Args:
+        first_s: what the first save of a round took lately.
+
+    Returns:
+        The last step that was told, or 0; and what the first save took now, if it is known.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         save_forever(run_dir, step, writing)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        pipe.readline()  # it is ready
-        if seconds is None:
-            for _ in range(3):
-                pipe.readline()
-        else:
-            time.sleep(seconds)
+        last, took = int(pipe.readline()), first_s  # it is ready
+        for number in range(saves):
+            started = time.monotonic()
+            last = int(pipe.readline())
+            took = time.monotonic() - started
+            first_s = took if number == 0 else first_s
+        time.sleep(random.uniform(0, took))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        return max((int(line) for line in pipe.read().split()), default=0)
+        return max([last, *map(int, pipe.read().split())]), first_s
 
 
 def look(run_dir: Path, last: int) -> int:
@@ -92,14 +100,12 @@ def main(run_dir: Path, rounds: int) -> None:
     torch.set_num_threads(1)  # threads do not survive a fork
     random.seed(1)
     versions(), git_commit()  # found out once: a round is short
-    started = time.monotonic()
-    killed_round(run_dir, 1, None)
-    longest = time.monotonic() - started  # what 3 saves take on this machine, now
-    newest, midway = look(run_dir, 3), 0
+    last, first_s = killed_round(run_dir, 1, 3, 0.0)
+    newest, midway = look(run_dir, last), 0
     for number in range(rounds):
         # every other round writes the newest step once more, in place of the one of the life before
         first = newest + 1 if number % 2 == 0 else newest
-        last = killed_round(run_dir, first, random.uniform(0, longest))
+        last, first_s = killed_round(run_dir, first, random.randrange(3), first_s)
         midway += bool(list(run_dir.glob(f"global_step_*{WRITING}")))
         newest = look(run_dir, max(last, newest))
     sys.stdout.write(json.dumps({"newest": newest, "midway": midway}) + "\n")

@@ -128,7 +128,8 @@ def test_what_a_dead_worker_was_asked_for_is_lost_and_the_worker_comes_back(make
     group = make(most=1)
     sync(group, ["good"], 5)
     before = group.workers.call_all("pid", "pid")
-    calls = [group.submit(f"slow {i}", np.array([i], np.int32), SAMPLING) for i in range(6)]
+    uids = [f"slow {i}" if i % 2 else f"hang {i}" for i in range(6)]  # none of the first worker's is answered before
+    calls = [group.submit(uid, np.array([i], np.int32), SAMPLING) for i, uid in enumerate(uids)]
     group.workers.tell(0, "die")
     answers, lost = [], []
     while group.in_flight:
@@ -182,7 +183,14 @@ def test_a_mistake_of_the_users_is_not_tried_again(make: Callable) -> None:
 def test_a_worker_that_hangs_is_replaced(make: Callable) -> None:
     group = make(1, most=1)
     group.workers.limits = TimeLimits(240.0, {"generate": 0.5})
-    answers = collect_all(group, ["hang once"])
+    lost: list = []
+    group.submit("hang", PROMPT, SAMPLING)
+    while not lost:
+        group.check_deadlines()
+        lost = group.take_lost()
+        time.sleep(0.05)
+    group.workers.limits = TimeLimits(240.0)  # the new process may need longer to start
+    answers = collect_all(group, ["once"])
     assert [answer.small["uid"] for answer in answers] == ["once"]
     assert "no answer within 0.5 s" in group.restarts.failures[0]
 
@@ -193,7 +201,7 @@ def test_a_worker_that_dies_in_a_sync_does_not_hold_up_the_others(make: Callable
     group.workers.call(0, "test", "set_version", 5)
     started = time.monotonic()
     sync(group, ["deadly for 0"], 6)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert len(group.restarts.failures) == 1
     assert group.submit("now", PROMPT, SAMPLING).rank == 1, "the one that lives goes on at once"
     answers, round_ = [], 0
@@ -214,7 +222,7 @@ def test_damaged_weights_and_other_versions_are_errors(make: Callable) -> None:
 
 def test_without_a_budget_the_first_failure_stops_the_run(make: Callable) -> None:
     group = make(1)
-    call = group.submit("slow", PROMPT, SAMPLING)
+    call = group.submit("hang", PROMPT, SAMPLING)
     group.workers.tell(0, "die")
     while not finished([call], None):
         pass
