@@ -33,7 +33,7 @@ from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
 from grpo_dist.workers.rollout_group import RolloutGroup
 from tests.processes import spawned
 from tests.trainer.fakes import FakeActorWorker, FakeRolloutWorker, HeldRolloutWorker
-from tests.trainer.recorded import history
+from tests.trainer.recorded import history, record
 
 pytestmark = pytest.mark.ray
 
@@ -117,7 +117,8 @@ def make_trainer(tmp_path: Path, groups: dict[str, WorkerGroup], *overrides: str
     groups["actor"].call_all("test", "forget")
     rollout = RolloutGroup(groups["rollout"], restarts)
     prompts, _ = load_run_prompts(config)
-    return build_trainer(config, Roles(ActorGroup(groups["actor"]), rollout, pool, None, restarts), prompts, STEPS)
+    roles = Roles(ActorGroup(groups["actor"]), rollout, pool, None, restarts)
+    return record(build_trainer(config, roles, prompts, STEPS))
 
 
 def trained_uids(groups: dict[str, WorkerGroup]) -> list[list[str]]:

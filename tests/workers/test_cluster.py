@@ -31,12 +31,13 @@ class Worker:
 worker = Worker.remote()
 nice = ray.get(worker.niceness.remote())
 me = psutil.Process()
-listening = [
-    (p.name(), c.laddr.ip)
-    for p in (me, *me.children(recursive=True))
-    for c in p.net_connections()
-    if c.status == psutil.CONN_LISTEN
-]
+listening, beside = [], []
+for p in (me, *me.children(recursive=True)):
+    try:
+        listening += [(p.name(), c.laddr.ip) for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
+        beside += [p.name()] if p != me and os.getpgid(p.pid) == os.getpgid(0) else []
+    except (psutil.NoSuchProcess, ProcessLookupError):  # it has ended meanwhile
+        continue
 cpus = ray.cluster_resources()["CPU"]
 ray.shutdown()
 start, refusal = time.monotonic(), None
@@ -44,7 +45,7 @@ try:
     connect("127.0.0.1:1", None)
 except ConfigError as error:
     refusal = str(error)
-print(json.dumps([said, nice, listening, cpus, refusal, time.monotonic() - start]))
+print(json.dumps([said, nice, listening, beside, cpus, refusal, time.monotonic() - start]))
 """
 
 
@@ -78,25 +79,26 @@ def test_a_stale_note_is_no_cluster(ray_folder: Path, text: str) -> None:
 def test_a_note_whose_port_answers_is_one(ray_folder: Path) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        server.listen()
         address = f"127.0.0.1:{server.getsockname()[1]}"
         note(ray_folder, address + "\n")
+        assert running_cluster() is None, "nobody listens yet"
+        server.listen()
         assert running_cluster() == address
-    assert running_cluster() is None
 
 
 @pytest.mark.ray
 def test_a_local_cluster_is_closed_to_other_machines(ray_folder: Path) -> None:
     """With a stale note about; and an address where nobody answers is refused."""
     note(ray_folder, "127.0.0.1:1")
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-    said, nice, listening, cpus, refusal, seconds = json.loads(done.stdout.splitlines()[-1])
+    said, nice, listening, beside, cpus, refusal, seconds = json.loads(done.stdout.splitlines()[-1])
     assert said == "started a local Ray cluster on 127.0.0.1"
     assert (nice, cpus) == (0, 1)
     assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
     open_ports = [(name, ip) for name, ip in listening if not is_loopback(ip)]
     assert open_ports == []
+    assert beside == [], "a signal to the run's process group must not end Ray"
     assert refusal.startswith("ray_kwargs.ray_init.address=127.0.0.1:1: no Ray cluster answers there")
     assert "ray start --head" in refusal
-    assert seconds < 10, "Ray itself tries for minutes"
+    assert seconds < 60, "Ray itself tries for minutes"
