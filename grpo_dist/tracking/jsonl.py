@@ -7,6 +7,7 @@ JSON has no NaN or infinity and other readers would reject the line; `read_metri
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -16,14 +17,18 @@ from typing import Any
 from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import RunInfo
 
+logger = logging.getLogger(__name__)
+
 FILE_NAME = "metrics.jsonl"
 
 
 class JsonlTracker:
-    """Appends `{"step": n, name: number, ...}` to `run_dir/metrics.jsonl` and flushes every line.
+    """Appends `{"step": n, name: number, ...}` to `run_dir/metrics.jsonl`, every line at once.
 
     Going on from a checkpoint drops the steps after it, so that every step is there once. A fresh start in
     a used run directory keeps the old file as `metrics.old-N.jsonl`.
+
+    While the disk refuses (it is full), lines wait in memory, and come with the first one that it takes again.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -32,18 +37,35 @@ class JsonlTracker:
             _set_aside(self.path)
         else:
             truncate_after(self.path, run.resumed_step)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
+        self._waiting = b""
         self.note = f"metrics: {self.path}"
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line."""
         row = {"step": step} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        were_waiting = bool(self._waiting)
+        self._waiting += json.dumps(row, allow_nan=False).encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            if not were_waiting:
+                logger.warning("%s cannot be written: %s; its lines wait for room", self.path, error)
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file.
+
+        Raises:
+            OSError: lines that were waiting are lost.
+        """
+        try:
+            self._write()
+        finally:
+            self._file.close()
+
+    def _write(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

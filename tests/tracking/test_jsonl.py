@@ -1,5 +1,6 @@
 import json
 import math
+import resource
 
 import pytest
 
@@ -22,6 +23,24 @@ def test_each_line_is_on_disk_at_once(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5, "n": 3}\n'
     tracker.log({"loss": 0.25}, 2)
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    tracker.close()
+
+
+def test_lines_wait_while_the_disk_is_full(tmp_path, caplog):
+    """Part of a line may be on it by then."""
+    tracker = JsonlTracker(run_info(tmp_path))
+    tracker.log({"loss": 1.0}, 1)
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 5, hard))
+    try:
+        tracker.log({"loss": 2.0}, 2)
+        tracker.log({"loss": 3.0}, 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caplog.text.count("cannot be written") == 1
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+    tracker.log({"loss": 4.0}, 4)
+    assert [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
     tracker.close()
 
 
