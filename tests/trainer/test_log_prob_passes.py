@@ -37,6 +37,9 @@ class Reference(Process):
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
+    def open_store(self, host: str) -> int:
+        return 0
+
     def start(self, settings: Any, host: str, port: int) -> None:
         self.settings = settings
 
