@@ -22,7 +22,6 @@ STAGES = {"generating": "rollout", "updating": "update_actor", "syncing": "updat
 PROCESSES = {"actor": "ActorWorker", "rollout": "RolloutWorker", "ref": "PolicyWorker", "reward": "RewardWorker"}
 # Seconds after a stage's calls were sent, so that work has begun; and those that a stopped driver stands still.
 DELAY_S, DRIVER_STOPS_S = 0.01, 5.0
-REPLACED_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Timetable:
         done = [Fault(**json.loads(line)["fault"]) for line in past]
         planned = [Fault(**each) for each in json.loads(plan.read_text())]
         self.faults = [fault for fault in planned if fault not in done]
-        self.due: list[tuple[Fault, int]] = []
+        self.due: list[tuple[Fault, int | None]] = []
         self.now = ""
 
     def come(self, moment: str, step: int) -> None:
@@ -54,9 +53,12 @@ class Timetable:
             self.due.append((fault, victim(fault.role)))
 
     def strike(self) -> None:
-        """Hit what is due."""
-        while self.due:
-            self.hit(*self.due.pop())
+        """Hit what is due; where the process before was hit a moment ago, as soon as the next is there."""
+        for fault, before in list(self.due):
+            pid = before or victim(fault.role)
+            if pid is not None:
+                self.due.remove((fault, before))
+                self.hit(fault, pid)
 
     def hit(self, fault: Fault, pid: int) -> None:
         """Send the signal."""
@@ -73,17 +75,13 @@ class Timetable:
             os.kill(pid, number)
 
 
-def victim(role: str) -> int:
+def victim(role: str) -> int | None:
     """The role's last process."""
     if role == "driver":
         return os.getpid()
-    until = time.monotonic() + REPLACED_WITHIN_S
-    while True:
-        children = psutil.Process().children(recursive=True)
-        found = [each for each in children if command(each).startswith(f"ray::{PROCESSES[role]}")]
-        if found or time.monotonic() > until:
-            return max(found, key=lambda each: each.create_time()).pid
-        time.sleep(0.1)  # the one before was hit a moment ago
+    children = psutil.Process().children(recursive=True)
+    found = [each for each in children if command(each).startswith(f"ray::{PROCESSES[role]}")]
+    return max(found, key=lambda each: each.create_time()).pid if found else None
 
 
 def command(process: psutil.Process) -> str:
