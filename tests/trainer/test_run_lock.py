@@ -45,14 +45,17 @@ def test_it_is_let_go_of_at_the_end(tmp_path: Path) -> None:
 
 
 def test_it_is_not_inherited_by_processes_that_outlive_the_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
     with run_lock(tmp_path):
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
+        child = subprocess.Popen(command, close_fds=False, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"up\n", "its program runs: the kernel closes files only as that begins"
     try:
         with run_lock(tmp_path):
             pass
     finally:
         child.kill()
-        child.wait()
+        child.communicate()
 
 
 def test_a_file_system_without_locks_is_told(
