@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.errors import ConfigError, Terminated, WorkerError, WorkerLost
+from grpo_dist.errors import Terminated, WorkerError, WorkerLost
 from grpo_dist.tracking.base import Trackers, build_trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.jsonl import FILE_NAME as METRICS
@@ -20,7 +20,7 @@ from grpo_dist.trainer.checkpoint import last_checkpoint
 from grpo_dist.trainer.config_changes import saved_config
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.preflight import check_model
-from grpo_dist.trainer.run_lock import run_lock
+from grpo_dist.trainer.run_lock import run_lock, writing_into
 from grpo_dist.workers.cluster import connect
 
 if TYPE_CHECKING:
@@ -180,20 +180,16 @@ def _trackers(config: RunConfig, run_dir: Path, resumed_step: int | None) -> Tra
 
 def _make_run_dir(config: RunConfig) -> Path:
     run_dir = config.trainer.record_dir.absolute()
-    try:
+    with writing_into(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"trainer.default_local_dir={run_dir}: cannot be written: {error}") from error
     return run_dir
 
 
 def _write_config(config: RunConfig, run_dir: Path) -> None:
-    try:
-        temporary = run_dir / f"{RESOLVED_CONFIG}.tmp"
+    temporary = run_dir / f"{RESOLVED_CONFIG}.tmp"
+    with writing_into(run_dir):
         temporary.write_text(saved_config(config))
         temporary.replace(run_dir / RESOLVED_CONFIG)
-    except OSError as error:
-        raise ConfigError(f"trainer.default_local_dir={run_dir}: cannot be written: {error}") from error
 
 
 def _say(config: RunConfig, text: str) -> None:

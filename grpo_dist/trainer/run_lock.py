@@ -30,10 +30,8 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     Raises:
         ConfigError: another run holds it, or the file cannot be written.
     """
-    try:
+    with writing_into(run_dir):
         file = os.fdopen(os.open(run_dir / FILE_NAME, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"trainer.default_local_dir={run_dir}: cannot be written: {error}") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,3 +46,16 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+@contextlib.contextmanager
+def writing_into(run_dir: Path) -> Iterator[None]:
+    """What the disk refuses within is a mistake in the config.
+
+    Raises:
+        ConfigError: it has refused something.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"trainer.default_local_dir={run_dir}: cannot be written: {error}") from error
