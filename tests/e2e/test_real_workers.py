@@ -1,6 +1,8 @@
 """The trainer on real workers against a loop that does one thing after the other, and with workers that are killed.
 
-Every run starts from the same weights and optimizer states, and must end with the same ones, bit for bit.
+Every run starts from the same weights and optimizer states, and must end with the same ones, bit for bit. That holds on
+any one processor, since all of them cut the same work into the same passes. Passes of another size only agree up to
+rounding: which kernel a matrix product takes depends on its shape, on some processors.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from grpo_dist.config.load import load_config
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.protocol import metric_values
 from grpo_dist.trainer.build import Workers, build_trainer, load_run_prompts
+from grpo_dist.trainer.pump import LOG_PROB_PASSES
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.seeds import group_seed
 from grpo_dist.trainer.settings import objective_settings, sampling_settings, target_settings
@@ -104,7 +107,7 @@ def plain_loop(lab: Lab) -> list[dict[str, float]]:
         groups = [sample(lab, prompts.train[int(i)], step) for i in prompts.sampler.next_batch()]
         batch = DataProtoRef.concat(groups)
         assert roles.ref is not None
-        batch = batch.union(roles.ref.collect_log_probs(roles.ref.submit_log_probs("ref", batch)))
+        batch = batch.union(reference_log_probs(lab, groups))
         seed = group_seed(config.trainer.seed, step, -1)
         computed, metrics = roles.reward.compute_targets(batch, targets, 0.0, seed)
         batch = batch.replace(computed)
@@ -112,6 +115,16 @@ def plain_loop(lab: Lab) -> list[dict[str, float]]:
         scores = {"critic/score/mean": float(batch["score"].mean())}
         rows.append(metrics | scores | metric_values(update))
     return rows
+
+
+def reference_log_probs(lab: Lab, groups: Sequence[DataProtoRef], passes: int = LOG_PROB_PASSES) -> DataProtoRef:
+    """By default in the passes that a run makes."""
+    assert lab.roles.ref is not None
+    computed = []
+    for part in np.array_split(np.arange(len(groups)), passes):
+        job = lab.roles.ref.submit_log_probs("ref", DataProtoRef.concat([groups[i] for i in part]))
+        computed.append(lab.roles.ref.collect_log_probs(job))
+    return DataProtoRef.concat(computed)
 
 
 def sample(lab: Lab, prompt: Any, step: int) -> DataProtoRef:
@@ -144,6 +157,19 @@ def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undi
         shared = {name: found[name] for name in expected if name in found}
         assert {"critic/score/mean", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm"} <= shared.keys()
         assert shared == {name: expected[name] for name in shared}
+
+
+@pytest.mark.parametrize("passes", [1, 8])
+def test_reference_passes_of_another_size_differ_by_rounding(lab: Lab, undisturbed: tuple, passes: int) -> None:
+    prompts = load_run_prompts(lab.config)[0].train
+    groups = [sample(lab, prompts[i], step=1) for i in range(8)]
+    usual, other = (
+        reference_log_probs(lab, groups, number).fetch(("ref_log_probs",))["ref_log_probs"].values
+        for number in (LOG_PROB_PASSES, passes)
+    )
+    assert usual.numel() > 100
+    assert usual.min() < -0.1
+    np.testing.assert_allclose(other.numpy(), usual.numpy(), atol=1e-5, rtol=0)
 
 
 def test_sampler_policy_and_reference_have_the_same_temperature(undisturbed: tuple) -> None:
