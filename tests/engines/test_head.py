@@ -74,8 +74,9 @@ def test_values_and_gradients_equal_plain_logits(
         assert mine.dtype == torch.float32
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(gradients(x, found), gradients(x, expected), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-        assert theirs.abs().max() > 0.1
+        largest = theirs.abs().max().item()  # the sums hold terms of this size, whose rounding differs by processor
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * largest)
+        assert largest > 0.1
 
 
 @pytest.mark.parametrize("chunk_tokens", [2, 100])
