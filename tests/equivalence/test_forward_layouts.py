@@ -83,7 +83,7 @@ def assert_same_training(found: dict[str, Any], expected: dict[str, Any], metric
     for name, value in values.items():
         assert merged[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
     for name, gradient in expected["gradients"].items():
-        np.testing.assert_allclose(found["gradients"][name], gradient, atol=5e-5, rtol=1e-4, err_msg=name)
+        np.testing.assert_allclose(found["gradients"][name], gradient, atol=1e-5, rtol=1e-4, err_msg=name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

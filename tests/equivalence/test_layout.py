@@ -100,7 +100,7 @@ def test_same_loss_metrics_and_weights(runs: dict, layout: str, mode: str) -> No
         merged = metric_values(merge_metrics([rank[mode][0][step] for rank in ranks]))
         assert merged.keys() == expected.keys()
         for name, value in expected.items():
-            assert merged[name] == pytest.approx(value, rel=1e-4, abs=1e-6), (layout, mode, step, name)
+            assert merged[name] == pytest.approx(value, rel=5e-5, abs=1e-6), (layout, mode, step, name)
     for name, weight in plain[mode][1].items():
         np.testing.assert_allclose(
             ranks[0][mode][1][name], weight, rtol=1e-4, atol=1e-5, err_msg=f"{layout} {mode} {name}"
