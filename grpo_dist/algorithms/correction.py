@@ -79,11 +79,13 @@ def compute_rollout_correction(
     metrics = _diagnostics(old, rollout, log_ratio, mask)
     kept = _reject(log_ratio, mask, rollout_rs, rollout_rs_threshold)
     if rollout_rs:
-        metrics["rollout_corr/rs_masked_fraction"] = 1.0 - float(kept.sum() / mask.sum().clamp_min(1))
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = 1.0 - float(kept.sum() / mask.sum().clamp_min(1))
     weights = None
     if rollout_is is not None:
-        weights = _importance_weights(log_ratio, mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize)
-        metrics |= _weight_metrics(weights, mask)
+        weights = _importance_weights(log_ratio, mask, rollout_is, rollout_is_threshold)
+        metrics |= _weight_metrics(weights, old - rollout, mask, rollout_is)
+        if rollout_is_batch_normalize:
+            weights = _normalised(weights, mask, rollout_is)
     return weights, response_mask * kept, metrics
 
 
@@ -160,7 +162,7 @@ def read_rejections(
     return found
 
 
-def _importance_weights(log_ratio: Tensor, mask: Tensor, level: str, threshold: float | str, normalize: bool) -> Tensor:
+def _importance_weights(log_ratio: Tensor, mask: Tensor, level: str, threshold: float | str) -> Tensor:
     if level not in LEVELS:
         raise ConfigError(f"{KEY}.rollout_is={level}: not one of {', '.join(LEVELS)}")
     lower, upper = read_bounds(threshold, key=f"{KEY}.rollout_is_threshold")
@@ -171,11 +173,14 @@ def _importance_weights(log_ratio: Tensor, mask: Tensor, level: str, threshold: 
         weights = weights.clamp_max(upper)
     else:
         weights = weights.where((weights >= lower) & (weights <= upper), 0.0)
-    if normalize:
-        per_unit = mask.float() if level == "token" else mask / mask.sum(-1, keepdim=True).clamp_min(1)
-        mean = (weights * per_unit).sum() / per_unit.sum().clamp_min(1)
-        weights = weights / mean.clamp_min(1e-8)
     return weights.where(mask, 1.0)
+
+
+def _normalised(weights: Tensor, mask: Tensor, level: str) -> Tensor:
+    """Divided by their mean over the batch's tokens or sequences."""
+    per_unit = mask.float() if level == "token" else mask / mask.sum(-1, keepdim=True).clamp_min(1)
+    mean = (weights * per_unit).sum() / per_unit.sum().clamp_min(1)
+    return (weights / mean.clamp_min(1e-8)).where(mask, 1.0)
 
 
 def _reject(log_ratio: Tensor, mask: Tensor, rollout_rs: str | None, threshold: float | str | None) -> Tensor:
@@ -227,15 +232,22 @@ def _diagnostics(old: Tensor, rollout: Tensor, log_ratio: Tensor, mask: Tensor) 
     return {name: float(value) for name, value in values.items()}
 
 
-def _weight_metrics(weights: Tensor, mask: Tensor) -> dict[str, float]:
-    chosen = weights[mask] if mask.any() else weights.flatten()[:0]
+def _weight_metrics(weights: Tensor, log_ratio: Tensor, mask: Tensor, level: str) -> dict[str, float]:
+    """The weights of the tokens that train, as verl's: bounded, and not yet divided by their mean.
+
+    For sequences the smallest and the largest are those before they are bounded, from `log_ratio` as it is (up to
+    e^20).
+    """
+    chosen = weights[mask]
     if not len(chosen):
         return {}
+    sums = log_ratio.sum(-1)[mask.any(-1)]
+    extremes = chosen if level == "token" else sums.clamp_max(MAX_LOG_RATIO).exp()
     return {
         "rollout_corr/rollout_is_mean": float(chosen.mean()),
-        "rollout_corr/rollout_is_std": float(chosen.std()) if len(chosen) > 1 else 0.0,
-        "rollout_corr/rollout_is_min": float(chosen.min()),
-        "rollout_corr/rollout_is_max": float(chosen.max()),
+        "rollout_corr/rollout_is_std": float(chosen.std(correction=0)),
+        "rollout_corr/rollout_is_min": float(extremes.min()),
+        "rollout_corr/rollout_is_max": float(extremes.max()),
         "rollout_corr/rollout_is_eff_sample_size": float(_effective_sample_size(chosen)),
     }
 

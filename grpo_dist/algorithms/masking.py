@@ -16,11 +16,16 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """(values - mean) / sqrt(variance + 1e-8) over the masked entries, 0 elsewhere; sample variance."""
-    count = mask.sum().clamp_min(1)
-    centred = (values - values.where(mask.bool(), 0.0).sum() / count).where(mask.bool(), 0.0)
+    """(values - mean) / sqrt(variance + 1e-8) over the masked entries, 0 elsewhere; sample variance.
+
+    The sums are float64: the float32 mean of equal values differs from them, and whitening would enlarge that.
+    """
+    there = mask.bool()
+    count = there.sum().clamp_min(1)
+    counted = values.double().where(there, 0.0)
+    centred = (counted - counted.sum() / count).where(there, 0.0)
     variance = centred.square().sum() / (count - 1).clamp_min(1)
-    return centred * torch.rsqrt(variance + WHITEN_EPS)
+    return (centred * torch.rsqrt(variance + WHITEN_EPS)).to(values.dtype)
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:

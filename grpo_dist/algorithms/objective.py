@@ -24,6 +24,7 @@ from grpo_dist.algorithms.correction import current_weights
 from grpo_dist.algorithms.kl import kl_penalty
 from grpo_dist.algorithms.masking import masked_mean
 from grpo_dist.algorithms.policy_loss import compute_policy_loss
+from grpo_dist.errors import BatchError
 
 
 def policy_objective(
@@ -37,7 +38,7 @@ def policy_objective(
     loss_mode: str,
     loss_agg_mode: str,
     options: Mapping[str, Any],
-    kl_loss_type: str,
+    kl_loss_type: str | None,
     kl_loss_coef: float,
     entropy_coeff: float,
     global_tokens: float | Tensor,
@@ -56,18 +57,18 @@ def policy_objective(
         old_log_probs: (N, T) float32, nats.
         advantages: (N, T) float32.
         response_mask: (N, T), 1 on the tokens that train.
-        ref_log_probs: (N, T) float32, nats, or None: no KL term, unless `exact_kl` is there.
+        ref_log_probs: (N, T) float32, nats; None where the KL term needs none.
         entropy: (N, T) float32, nats, or None: no entropy term.
         loss_mode: policy loss.
         loss_agg_mode: aggregation mode of all terms.
         options: of the policy loss, by verl's names (clip_ratio, tau_pos, ...).
-        kl_loss_type: KL estimator.
+        kl_loss_type: KL estimator; None: no KL term.
         kl_loss_coef: weight of the KL term.
         entropy_coeff: weight of the entropy bonus.
         global_tokens: response tokens of the mini-batch, all ranks.
         global_sequences: sequences of the mini-batch, all ranks.
         loss_scale_factor: see `agg_loss`.
-        exact_kl: (N, T) float32, nats: kl_loss_type `full`, computed next to the vocabulary.
+        exact_kl: (N, T) float32, nats: what kl_loss_type `full` needs, computed next to the vocabulary.
         rollout_is_weights: (N, T) importance weights against the sampler, or None.
         selected: (N, T), 1 on the tokens that the policy loss treats apart, or None.
         rollout_log_probs: (N, T) float32, nats; the sampler's. None: `old_log_probs` are (bypass mode).
@@ -98,11 +99,27 @@ def policy_objective(
         **counts,
     )
     metrics["actor/pg_loss"] = loss.detach()
-    kl = exact_kl if ref_log_probs is None else kl_penalty(kl_loss_type, log_probs, ref_log_probs)
-    if kl is not None:
+    if kl_loss_type is not None:
+        kl = _kl(kl_loss_type, log_probs, ref_log_probs, exact_kl, response_mask)
         loss = loss + kl_loss_coef * agg_loss(kl, response_mask, loss_agg_mode, **counts)
         metrics["actor/kl_loss"] = masked_mean(kl, response_mask)
     if entropy is not None:
         loss = loss - entropy_coeff * agg_loss(entropy, response_mask, loss_agg_mode, **counts)
         metrics["actor/entropy"] = masked_mean(entropy, response_mask)
     return loss, metrics
+
+
+def _kl(name: str, log_probs: Tensor, ref_log_probs: Tensor | None, exact_kl: Tensor | None, mask: Tensor) -> Tensor:
+    """(N, T) KL per token: a term that is wanted is computed or refused, never left out.
+
+    Raises:
+        BatchError: the column that it needs is not there.
+    """
+    needed, column = (exact_kl, "exact_kl") if name == "full" else (ref_log_probs, "ref_log_probs")
+    if needed is None:
+        raise BatchError(f"kl_loss_type={name} needs {column}, which is not there")
+    if name == "full":
+        return needed
+    # masked before the estimator, not after: the gradient of an infinite distance is nan, and 0 * nan is nan
+    policy, reference = (values.where(mask.bool(), 0.0) for values in (log_probs, needed))
+    return kl_penalty(name, policy, reference)

@@ -19,7 +19,6 @@ from torch import Tensor
 from grpo_dist.algorithms.advantage import compute_advantage
 from grpo_dist.algorithms.correction import compute_rollout_correction
 from grpo_dist.algorithms.kl import kl_penalty
-from grpo_dist.algorithms.masking import masked_mean
 from grpo_dist.algorithms.policy_loss import DEFAULTS, token_selection
 
 
@@ -88,7 +87,7 @@ def compute_targets(
         truncated: (N,), 1 where the response was cut short.
         kl_coef: weight of the KL penalty in the reward.
         reward_baselines: (N,) scores of the greedy responses, for remax.
-        reward_components: (N,) scores by name, for gdpo.
+        reward_components: (N,) scores by name, nan where a response has none; for gdpo.
         generator: for selections at random.
 
     Returns:
@@ -109,7 +108,7 @@ def compute_targets(
     if settings.kl_penalty is not None:
         kl = kl_penalty(settings.kl_penalty, old, columns["ref_log_probs"])
         rewards = rewards - kl_coef * kl.where(mask > 0, 0.0)
-        metrics |= {"actor/reward_kl_penalty": float(masked_mean(kl, mask)), "actor/reward_kl_penalty_coeff": kl_coef}
+        metrics |= {"actor/reward_kl_penalty": _mean_of_responses(kl, mask), "actor/reward_kl_penalty_coeff": kl_coef}
     advantages, returns = compute_advantage(
         settings.adv_estimator,
         token_level_rewards=rewards,
@@ -123,6 +122,7 @@ def compute_targets(
     )
     if settings.top_entropy_quantile < 1:
         advantages = advantages * high_entropy(columns["old_entropies"], mask, settings.top_entropy_quantile)
+    metrics |= _spread("critic/advantages", advantages, mask) | _spread("critic/returns", returns, mask)
     selected = token_selection(
         settings.loss_mode,
         log_probs=old,
@@ -138,6 +138,25 @@ def compute_targets(
         "selected_tokens": None if selected is None else selected.float(),
     }
     return out | {name: value for name, value in optional.items() if value is not None}, metrics
+
+
+def _spread(name: str, values: Tensor, mask: Tensor) -> dict[str, float]:
+    """Mean, largest and smallest of the tokens that train, as verl's; nothing where none does."""
+    chosen = values[mask > 0]
+    if not len(chosen):
+        return {}
+    return {
+        f"{name}/mean": float(chosen.mean()),
+        f"{name}/max": float(chosen.max()),
+        f"{name}/min": float(chosen.min()),
+    }
+
+
+def _mean_of_responses(values: Tensor, mask: Tensor) -> float:
+    """Mean over the responses of the mean over their tokens that train; responses without one do not count."""
+    tokens = mask.sum(-1)
+    means = values.where(mask > 0, 0.0).sum(-1) / tokens.clamp_min(1)
+    return float(means.sum() / (tokens > 0).sum().clamp_min(1))
 
 
 def high_entropy(entropies: Tensor, mask: Tensor, share: float) -> Tensor:

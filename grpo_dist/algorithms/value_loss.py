@@ -44,7 +44,11 @@ def compute_value_loss(
     for column, value in {"values": values, "returns": returns, "response_mask": response_mask}.items():
         if value.shape != vpreds.shape:
             raise BatchError(f"{column} {tuple(value.shape)} and vpreds {tuple(vpreds.shape)} differ")
-    vpreds, values, returns = vpreds.float(), values.detach().float(), returns.detach().float()
+    # before the squares, not after: the gradient of a masked inf is nan, and 0 * nan is nan
+    mask = response_mask.bool()
+    vpreds, values, returns = (
+        column.float().where(mask, 0.0) for column in (vpreds, values.detach(), returns.detach())
+    )
     clipped = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
     plain_error, clipped_error = (vpreds - returns).square(), (clipped - returns).square()
     loss = 0.5 * agg_loss(

@@ -35,13 +35,18 @@ SCORERS: Registry[Callable[..., Any]] = Registry("built-in scorer", "data_source
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A scorer, its name in messages, the keyword arguments from custom_reward_function, and its form (group.py)."""
+    """A scorer, its name in messages, the keyword arguments from custom_reward_function, and its form (group.py).
+
+    `components` are those of its values that are rewards of their own, with their weights, if it declares them: its
+    module has `declare_components(**reward_kwargs) -> {name: weight}`. `adv_estimator=gdpo` compares them.
+    """
 
     name: str
     function: Callable[..., Any]
     reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
     form: Form = "response"
     is_async: bool = False
+    components: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_dist.rewards.base import check_choice
@@ -47,8 +48,8 @@ def compute_score(
     ignore_case: bool = True,
     ignore_punctuation: bool = True,
     ignore_articles: bool = False,
-) -> float:
-    """1.0 for an accepted answer, else 0.0.
+) -> dict[str, float]:
+    """Compare the answer with the accepted ones.
 
     Args:
         data_source: not used.
@@ -61,6 +62,9 @@ def compute_score(
         ignore_case: whether Paris and paris are the same.
         ignore_punctuation: whether "Paris." and "Paris" are the same.
         ignore_articles: whether "the Louvre" and "Louvre" are the same.
+
+    Returns:
+        score and acc, both 1 for an accepted answer, else 0.
 
     Raises:
         ValueError: the ground truth, or one of a list, is empty after normalisation, so that anything would contain it.
@@ -79,12 +83,8 @@ def compute_score(
     if not truths or not all(truths):
         raise ValueError(f"ground_truth {ground_truth!r} holds an empty answer")
     text = solution_str if tag is None else last_tag_content(solution_str, tag)
-    if text is None:
-        return 0.0
-    answer = plain(text)
-    if mode == "contains":
-        return float(any(re.search(rf"(?<!\w){re.escape(truth)}(?!\w)", answer) for truth in truths))
-    return float(answer in truths)
+    right = float(text is not None and _is_accepted(plain(text), truths, mode))
+    return {"score": right, "acc": right}
 
 
 def check_reward_kwargs(*, mode: str = "exact", **others: Any) -> None:
@@ -94,3 +94,9 @@ def check_reward_kwargs(*, mode: str = "exact", **others: Any) -> None:
         ConfigError: there is no such mode.
     """
     check_choice("mode", mode, MODES)
+
+
+def _is_accepted(answer: str, truths: Sequence[str], mode: str) -> bool:
+    if mode == "contains":
+        return any(re.search(rf"(?<!\w){re.escape(truth)}(?!\w)", answer) for truth in truths)
+    return answer in truths

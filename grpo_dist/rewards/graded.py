@@ -2,17 +2,23 @@
 
     custom_reward_function.path=grpo_dist.rewards.graded
     custom_reward_function.reward_kwargs='{tag: answer}'                                2.0, 1.5, 0
-    custom_reward_function.reward_kwargs='{tag: answer, exact: 1.0, numeric: 1.0, partial: 0.5, wrong: 0.01}'
+    custom_reward_function.reward_kwargs='{tag: answer, exact: 1.0, numeric: 0.5, partial: 0.5, wrong: 0.01}'
 
-The first scale is that of the widely copied GRPO demo on GSM8K (W. Brown, 2025), the second tiny-grpo's. Used with the
-format rewards of xml_tags.py by weighted.py.
+The first scale is that of the widely copied GRPO tutorials on GSM8K, which pay for the only number of an answer ("6
+apples" for 6), the second tiny-grpo's. Used with the format rewards of xml_tags.py by weighted.py.
 """
 
 from __future__ import annotations
 
+import re
+from decimal import Decimal
 from typing import Any
 
 from grpo_dist.rewards.format import last_tag_content
+from grpo_dist.rewards.gsm8k import ANY_NUMBER
+
+_MINUS = "\N{MINUS SIGN}"
+_NUMBER = re.compile(rf"(?:{ANY_NUMBER.pattern})(?:[eE][+-]?[0-9]{{1,3}}(?!\w))?")
 
 
 def compute_score(
@@ -37,8 +43,9 @@ def compute_score(
         tag: the answer is what stands in the last `<tag>...</tag>`; without one in the response it is wrong. None: the
             whole response.
         exact: for the same text.
-        numeric: for the same number, written differently ("1,000.0" for "1000").
-        partial: for an answer that contains the truth.
+        numeric: for another text whose only number is the truth's only number: "1,000.0" and "1000 apples" for "1000".
+            An answer with several numbers ("6 of 12") has none.
+        partial: for any other answer that contains the truth.
         wrong: for anything else.
 
     Returns:
@@ -53,8 +60,7 @@ def compute_score(
     return {"score": partial if answer and truth and truth in answer else wrong, "acc": 0.0}
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text.replace(",", "").replace("$", "").strip().rstrip("."))
-    except ValueError:
-        return None
+def _number(text: str) -> Decimal | None:
+    """The only number of a text; None where there is none, or more than one."""
+    found = _NUMBER.findall(text.replace(_MINUS, "-"))
+    return Decimal(found[0].replace(",", "").replace("$", "")) if len(found) == 1 else None

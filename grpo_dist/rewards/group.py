@@ -97,6 +97,8 @@ async def _score_at_once(function: RewardFunction, samples: Sequence[Sample]) ->
                 extra_info=dict(sample.extra_info),
                 **function.reward_kwargs,
             )
+        except RewardError as error:
+            return Failure(str(error))
         except GrpoDistError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's function raises
@@ -115,6 +117,9 @@ def _score_batch(function: RewardFunction, samples: Sequence[Sample]) -> Iterato
         if len(values) != len(samples):
             number = f"{len(values)}" if len(values) < len(samples) else "more"
             raise ValueError(f"returned {number} scores for {len(samples)} responses")
+    except RewardError as error:
+        yield from [Failure(str(error))] * len(samples)
+        return
     except GrpoDistError:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the user's function raises

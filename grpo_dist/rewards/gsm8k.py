@@ -23,14 +23,14 @@ from grpo_dist.rewards.base import SCORERS, check_choice
 METHODS = ("strict", "flexible")
 _ANSWER = re.compile(r"#### (-?\$?-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
-_ANY_NUMBER = re.compile(
+ANY_NUMBER = re.compile(
     r"(?:(?<![\w)])-\$?)?(?:(?:(?<![0-9])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
 
 
 def extract_answer(text: str, method: str = "strict") -> str | None:
     """The last `#### NUMBER` or, flexible, the last number, without commas, $ and final dot; None: there is none."""
-    found = (_ANSWER if method == "strict" else _ANY_NUMBER).findall(text)
+    found = (_ANSWER if method == "strict" else ANY_NUMBER).findall(text)
     return _plain_number(found[-1]) if found else None
 
 

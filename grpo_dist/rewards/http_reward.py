@@ -9,7 +9,8 @@ Many (`name: compute_score_batch`)   POST {"samples": [...]}, each as above
                                      answer {"scores": [...]}, each a number or {"score": number, ...}
 
 Connection errors, timeouts and the statuses 429 and 5xx are tried again (http_client.py). Anything else, and the last
-failure, is a RewardError. Secrets stay out of the config: `headers_env` names an environment variable that holds a JSON
+failure, is a RewardError: the response has failed, with a batch all of the batch's, and counts for
+`reward.max_failure_rate`. Secrets stay out of the config: `headers_env` names an environment variable that holds a JSON
 object of headers.
 """
 
@@ -21,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_dist.errors import ConfigError, RewardError
+from grpo_dist.redact import redact_text
 from grpo_dist.rewards.http_client import KEY, post_json, read_headers, show
 
 # Options of `post_json`: their types, and the least value.
@@ -88,9 +90,13 @@ def check_reward_kwargs(*, url: str, headers_env: str | None = None, **options: 
     Raises:
         ConfigError: an argument does not exist or has no sensible value, or `headers_env` holds no headers.
     """
-    parts = urllib.parse.urlsplit(str(url))
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{KEY}.url={url!r}: must be an http:// or https:// address")
+    try:
+        parts = urllib.parse.urlsplit(str(url))
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # brackets that do not close, a port that is no number
+        is_address = False
+    if not is_address or not str(url).isprintable() or " " in str(url):
+        raise ConfigError(f"{KEY}.url={redact_text(str(url))!r}: must be an http:// or https:// address")
     if "@" in parts.netloc:
         raise ConfigError(f"{KEY}.url: holds a user name; put credentials into the headers of {KEY}.headers_env")
     for name, value in options.items():

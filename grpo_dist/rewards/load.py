@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import grpo_dist.rewards.countdown
 import grpo_dist.rewards.gsm8k
 import grpo_dist.rewards.math_answer  # noqa: F401  (these register their data sources)
-from grpo_dist.errors import ConfigError
+from grpo_dist.config.names import OVERLONG_PENALTY
+from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.redact import redact
 from grpo_dist.registry import load_attribute
 from grpo_dist.rewards.base import SCORERS, Form, RewardFunction
 from grpo_dist.rewards.group import BATCH_ARGUMENTS, TRL_ARGUMENTS, form_of
 
 PATH_KEY = "custom_reward_function.path"
+# What a reward function returns besides its components, and what is added to it.
+RESERVED = {"score", "pred", "step_scores", OVERLONG_PENALTY}
 # What each form is always called with. TRL functions also get the row's columns, which they may leave to **kwargs.
 ARGUMENTS: dict[Form, tuple[str, ...]] = {
     "response": ("data_source", "solution_str", "ground_truth", "extra_info"),
@@ -50,11 +54,17 @@ def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str
     function = load_attribute(f"{source}:{name}", key="custom_reward_function.path/name")
     form = form_of(function)
     _check_callable(function, form, f"{path}:{name}", reward_kwargs)
-    check = getattr(sys.modules.get(function.__module__), "check_reward_kwargs", None)
+    module = sys.modules.get(function.__module__)
+    check, declare = (getattr(module, hook, None) for hook in ("check_reward_kwargs", "declare_components"))
     if check is not None:  # a module may look at its arguments once, before anything starts
         check(**reward_kwargs)
     return RewardFunction(
-        f"{path}:{name}", function, dict(reward_kwargs), form, is_async=inspect.iscoroutinefunction(function)
+        f"{path}:{name}",
+        function,
+        dict(reward_kwargs),
+        form,
+        is_async=inspect.iscoroutinefunction(function),
+        components={} if declare is None else _declared(declare, reward_kwargs),
     )
 
 
@@ -82,6 +92,33 @@ def check_data_sources(data_sources: Iterable[str]) -> None:
             f"no built-in scorer for data_source {', '.join(map(repr, unknown))}: set {PATH_KEY} to a Python "
             f"file with your reward function. Built-in: {', '.join(SCORERS.names())}"
         )
+
+
+def _declared(declare: Callable[..., Any], reward_kwargs: Mapping[str, Any]) -> dict[str, float]:
+    """What a module's `declare_components` says: weights by the names of the components.
+
+    Raises:
+        ConfigError: it fails, or says something else; or a name has another meaning.
+    """
+    where = f"{PATH_KEY}: declare_components of {declare.__module__}"
+    try:
+        found = declare(**reward_kwargs)
+    except GrpoDistError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{where} fails: {type(error).__name__}: {error}") from error
+    good = isinstance(found, Mapping) and all(
+        isinstance(name, str)
+        and isinstance(weight, int | float)
+        and not isinstance(weight, bool)
+        and math.isfinite(weight)
+        for name, weight in found.items()
+    )
+    if not good:
+        raise ConfigError(f"{where} returned {found!r}: must be a dict of names and finite numbers")
+    if reserved := sorted(RESERVED.intersection(found)):
+        raise ConfigError(f"{where}: no component can be called {reserved[0]!r}, which means something else")
+    return {name: float(weight) for name, weight in found.items()}
 
 
 def _check_callable(function: Any, form: Form, spec: str, reward_kwargs: Mapping[str, Any]) -> None:

@@ -20,11 +20,17 @@ from typing import Any
 
 from grpo_dist.boxed import last_boxed
 from grpo_dist.rewards.base import SCORERS
+from grpo_dist.rewards.latex_size import latex_size
 
 MOST_CHARACTERS = 500  # of an answer; longer ones are compared as text
 _STATED = re.compile(r"answer[*_\s]*(?::|is\b)[*_\s:]*", re.IGNORECASE)
-# Powers of powers, powers and factorials of large numbers: their values do not fit into a computer.
-_EXPLOSIVE = re.compile(r"\^\s*\{?[^{}^]*\^|\^\s*\{?\s*-?[0-9]{5}|[0-9]{5}\s*!|!\s*!|\)\s*!|\}\s*!")
+# What may be written differently without another meaning, and how it is compared.
+_WRITTEN = (
+    (re.compile(r"\\[dt](?=frac|binom)"), r"\\"),
+    (re.compile(r"\\(?:cdot|times)(?![a-zA-Z])"), "*"),
+    (re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[,;:! ]|(?<![0-9])[\s~]+|[\s~]+(?![0-9])"), ""),
+    (re.compile(r"\{(\w)\}"), r"\1"),
+)
 
 
 def extract_answer(text: str) -> str | None:
@@ -37,9 +43,10 @@ def extract_answer(text: str) -> str | None:
 
 
 def same_value(answer: str, truth: str) -> bool:
-    """Whether two LaTeX texts are the same: as text or, where that is no, as mathematics.
+    r"""Whether two LaTeX texts are the same: as text or, where that is no, as mathematics.
 
-    An answer of more than `MOST_CHARACTERS`, or whose value would be astronomic (9^{9^9}), is compared as text only.
+    An answer of more than `MOST_CHARACTERS`, and either of them whose value or expansion would be astronomic (9^{9^9},
+    (x+y+z)^{99}; see latex_size.py), is compared as text only, whatever spaces, \left and \cdot it is written with.
 
     Raises:
         ValueError: the truth cannot be read as mathematics, so no other way of writing it could be right.
@@ -47,8 +54,8 @@ def same_value(answer: str, truth: str) -> bool:
     answer, truth = _plain(answer), _plain(truth)
     if answer == truth or not answer:
         return bool(answer)
-    if len(answer) > MOST_CHARACTERS or _EXPLOSIVE.search(answer):
-        return False
+    if len(answer) > MOST_CHARACTERS or is_too_large(answer) or is_too_large(truth):
+        return _normal(answer) == _normal(truth)
     from math_verify import parse, verify  # seconds to import
 
     expected = _parsed_truth(truth)
@@ -97,6 +104,24 @@ def compute_score_dapo(
 ) -> dict[str, Any]:
     """As `compute_score`, with DAPO's scale: 1 for right, -1 for wrong."""
     return compute_score(data_source, solution_str, ground_truth, extra_info, wrong=-1.0)
+
+
+@lru_cache(maxsize=1024)  # the responses of a group have one truth
+def is_too_large(text: str) -> bool:
+    """Whether to evaluate a text may take very long or very much memory, as it stands or as math-verify rewrites it."""
+    if latex_size(text).too_large:
+        return True
+    from latex2sympy2_extended import normalize_latex
+    from math_verify import LatexExtractionConfig
+
+    return latex_size(normalize_latex(text, config=LatexExtractionConfig().normalization_config)).too_large
+
+
+def _normal(text: str) -> str:
+    """Without spacing, the size of brackets, and braces around one character; one sign for a product."""
+    for written, normal in _WRITTEN:
+        text = written.sub(normal, text)
+    return text
 
 
 def _plain(text: str) -> str:

@@ -3,12 +3,12 @@
 The parent (`Scorer`) sends the responses of a group and waits for one result at a time. What does not come in time,
 even from C code that never returns, is killed with its process; a process that dies on a response is replaced, and the
 rest of the group goes to the new one. Either way that one response has failed, and the caller decides what that means.
+Whatever processes the function has started end with its own (supervisor.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -23,17 +23,18 @@ from grpo_dist.rewards.base import RewardFunction, RewardResult, shown_response
 from grpo_dist.rewards.group import Failure, Sample, score_group
 from grpo_dist.rewards.load import load_reward_function
 from grpo_dist.rewards.printed import Printed
+from grpo_dist.rewards.supervisor import supervised
 
 START_TIMEOUT_S = 120.0  # importing the user's file, with whatever it imports
 END_S = 5.0  # from closing the pipe to the end of the process: exit handlers may run
 OUTPUT_BYTES, MOST_BLOCKS = 1 << 16, 8  # read at a time: a pipe's size on Linux, and so many times
-PARENT_DEATH = 1  # Linux: PR_SET_PDEATHSIG
 
 
 class Scorer:
     """The parent's side: starts the process, and another one whenever it is gone.
 
-    What the function prints, on stdout and stderr, is in `printed`.
+    What the function prints, on stdout and stderr, is in `printed`; once it is loaded, `components` are those that it
+    declares, with their weights.
 
     Args:
         path: `custom_reward_function.path`; None: the built-in scorers.
@@ -46,6 +47,7 @@ class Scorer:
         self._source, self.timeout_s = (path, name, dict(reward_kwargs)), timeout_s
         self.num_starts = 0
         self.printed = Printed()
+        self.components: dict[str, float] = {}
         self._one_by_one = True
         self._process: subprocess.Popen[bytes] | None = None
         self._output: int | None = None  # file descriptor of what the process prints; None: there will be no more
@@ -65,7 +67,12 @@ class Scorer:
         # The same modules as here: custom code may lie next to the command, or on a path that Ray has added.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(
-            command, pass_fds=[descriptor], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command,
+            pass_fds=[descriptor],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         assert self._process.stdout is not None
         self._output = self._process.stdout.fileno()
@@ -75,7 +82,7 @@ class Scorer:
         reply = self._receive(START_TIMEOUT_S)
         if isinstance(reply, Failure):
             raise RewardError(f"the reward function {self._source[0]}:{self._source[1]} cannot be loaded: {reply.text}")
-        self._one_by_one = bool(reply)
+        self._one_by_one, self.components = reply
 
     def score(self, samples: Sequence[Sample]) -> list[RewardResult | Failure]:
         """One result per sample, in order.
@@ -98,10 +105,14 @@ class Scorer:
         return results
 
     def stop(self) -> None:
-        """End the process at once."""
+        """End the process and those that it has started, at once."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            self._process.terminate()
+            try:
+                self._process.wait(2 * END_S)
+            except subprocess.TimeoutExpired:  # the supervisor was stopped, or has not begun
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
             self._read_output()
             assert self._process.stdout is not None
             self._process.stdout.close()
@@ -181,7 +192,7 @@ def serve(pipe: Connection) -> None:
     except GrpoDistError as error:
         pipe.send(error)
         return
-    pipe.send(takes_one(function))
+    pipe.send((takes_one(function), dict(function.components)))
     while True:
         samples = pipe.recv()
         try:
@@ -198,11 +209,11 @@ def takes_one(function: RewardFunction) -> bool:
 
 def main() -> None:
     """Serve the pipe whose file descriptor is the only argument."""
-    if sys.platform == "linux":  # a function that never returns must not outlive a killed parent
-        ctypes.CDLL(None).prctl(PARENT_DEATH, signal.SIGKILL)
+    descriptor = int(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    supervised(descriptor)
     with contextlib.suppress(EOFError, BrokenPipeError):
-        serve(Connection(int(sys.argv[1])))
+        serve(Connection(descriptor))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
         {path: grpo_dist.rewards.xml_tags, weight: 0.5},
         {path: my_reward.py, name: politeness, weight: 0.1, label: polite}]}'
 
-`path: null` is the built-in scorer of the row's data source. The components are what `adv_estimator=gdpo` normalises.
+`path: null` is the built-in scorer of the row's data source. The functions are the components that
+`adv_estimator=gdpo` normalises, and their weights its default weights.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def compute_score(
             part of its path), as in `custom_reward_function`.
 
     Returns:
-        score, each function's score under its label, and their extra values as `LABEL.NAME`; `pred` of the
-        first that finds an answer.
+        score, each function's score under its label, and their extra values as `LABEL.NAME`; `acc` of the first that
+        gives it, and `pred` of the first that finds an answer.
 
     Raises:
         RewardError: one of them failed; see `score_response`.
@@ -61,6 +62,8 @@ def compute_score(
         total += weight * result.score
         if result.pred is not None:
             found.setdefault("pred", result.pred)
+        if "acc" in result.extra:
+            found.setdefault("acc", result.extra["acc"])
         found |= {label: result.score, **{f"{label}.{name}": value for name, value in result.extra.items()}}
     return found | {"score": total}
 
@@ -72,6 +75,11 @@ def check_reward_kwargs(*, functions: Sequence[Mapping[str, Any]]) -> None:
         ConfigError: one of them cannot be loaded, or has a field that does not exist.
     """
     _load(json.dumps([dict(each) for each in functions], default=str))
+
+
+def declare_components(*, functions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The weight of each function, by its label."""
+    return {label: weight for label, _, weight in _load(json.dumps([dict(each) for each in functions], default=str))}
 
 
 @cache
@@ -89,7 +97,7 @@ def _load(text: str) -> list[tuple[str, RewardFunction, float]]:
         weight = each.get("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise ConfigError(f"{KEY}[{i}].weight={weight!r}: must be a number")
-        if label in loaded or label == "score":
+        if label in loaded:
             raise ConfigError(f"{KEY}[{i}]: a second reward called {label!r}; give it another label")
         function = load_reward_function(path, each.get("name", "compute_score"), each.get("reward_kwargs") or {})
         if function.form != "response" or function.is_async:

@@ -140,6 +140,18 @@ def test_gae_passes_over_a_tools_words() -> None:
         torch.testing.assert_close(ours[:, [0, 2]], theirs)
 
 
+def test_gae_keeps_a_reward_off_the_mask() -> None:
+    """The score 2 sits on a rejected last token: for the token before it, it is what the next token would be worth.
+
+    gamma 1/2, lam 1, values 0: advantages 1/2 * (1/2 * 2) and 1/2 * 2, as the returns of REINFORCE++.
+    """
+    arguments = {"token_level_rewards": torch.tensor([[0.0, 0.0, 2.0]]), "response_mask": torch.tensor([[1.0, 1, 0]])}
+    _, returns = compute_advantage("gae", **arguments, values=torch.zeros(1, 3), config={"gamma": 0.5})
+    assert returns.tolist() == [[0.5, 1, 0]]
+    _, same = compute_advantage("reinforce_plus_plus", **arguments, config={"gamma": 0.5})
+    assert returns.tolist() == same.tolist()
+
+
 def test_gdpo_by_hand() -> None:
     """Two components, each normalised to +-1/sqrt 2 in its group; the second weighs 3. Summed: +-4/sqrt 2, whitened.
 
@@ -149,23 +161,61 @@ def test_gdpo_by_hand() -> None:
     mask = torch.ones(2, 1)
     arguments = {"token_level_rewards": mask * 0, "response_mask": mask, "index": ["a", "a"]}
     opposed, _ = compute_advantage("gdpo", **arguments, reward_components=components)
-    torch.testing.assert_close(opposed, torch.zeros(2, 1), atol=1e-1, rtol=0)
+    assert opposed.tolist() == [[0], [0]]
     options = {"gdpo_reward_keys": ["small", "big"], "gdpo_reward_weights": [3.0, 1.0]}
     weighted, _ = compute_advantage("gdpo", **arguments, reward_components=components, config=options)
     torch.testing.assert_close(weighted, torch.tensor([[-1.0], [1.0]]) * 0.5**0.5)
     with pytest.raises(ConfigError, match="1 weights for 2"):
         compute_advantage("gdpo", **arguments, reward_components=components, config={"gdpo_reward_weights": [1.0]})
-    with pytest.raises(BatchError, match="gdpo_reward_keys=huge: the rewards have big, small"):
+    with pytest.raises(ConfigError, match=r"algorithm\.gdpo_reward_keys: .* huge; there are: big, small"):
         compute_advantage("gdpo", **arguments, reward_components=components, config={"gdpo_reward_keys": ["huge"]})
+
+
+def test_gdpo_counts_tokens_in_whitening() -> None:
+    """Values +-c, lengths 1 and 2: mean -c / 3, centred 4 c / 3 and -2 c / 3, sample variance 4 / 3 c^2."""
+    rewards, mask = outcome([0.0, 0.0])
+    arguments = {"token_level_rewards": rewards, "response_mask": mask, "index": ["a", "a"]}
+    advantages, _ = compute_advantage("gdpo", **arguments, reward_components={"x": torch.tensor([5.0, -1.0])})
+    torch.testing.assert_close(advantages, torch.tensor([[2.0], [-1.0]]) / 3**0.5 * mask)
+
+
+def test_gdpo_leaves_out_a_component_that_a_response_has_not() -> None:
+    """x is +-1 / sqrt 2 for the two that have it, y is -1, 1, 0: sums -h, h, 0 with h = 1 - 1 / sqrt 2; deviation h.
+
+    The other group has nothing to tell apart; none of its responses has x.
+    """
+    nan = float("nan")
+    components = {"x": torch.tensor([1.0, 0, nan, nan, nan]), "y": torch.tensor([0.0, 2, 1, 7, 7])}
+    mask = torch.ones(5, 1)
+    arguments = {"token_level_rewards": mask * 0, "response_mask": mask, "index": ["a"] * 3 + ["b"] * 2}
+    advantages, _ = compute_advantage("gdpo", **arguments, reward_components=components)
+    torch.testing.assert_close(advantages[:, 0], torch.tensor([-1.0, 1, 0, 0, 0]) * 2**0.5)
+
+
+def test_gdpo_makes_no_signal_of_rounding() -> None:
+    """Four groups in which y = 1000 - x / 4 takes back what x gives, up to the rounding of float32; z is constant."""
+    x = torch.tensor([0.1, 0.7, 0.2, 0.9, 0.3, 0.4, 0.8, 0.5, 0.6, 0.25, 0.15, 0.35])
+    z = torch.tensor([0.1, 0.1, 0.1]).repeat(4) + torch.tensor([0.0, 1e-8, -1e-8]).repeat(4)
+    components = {"x": x, "y": 1000 - x / 4, "z": z}
+    mask = torch.ones(12, 1)
+    arguments = {"token_level_rewards": mask * 0, "response_mask": mask, "index": list("aaabbbcccddd")}
+    advantages, _ = compute_advantage("gdpo", **arguments, reward_components=components)
+    assert not advantages.any()
+    weights = {"gdpo_reward_weights": [1.0, 0.5, 1.0]}
+    weighted, _ = compute_advantage("gdpo", **arguments, reward_components=components, config=weights)
+    assert weighted.std().item() == pytest.approx(1)
+    alone, _ = compute_advantage("gdpo", **arguments, reward_components={"x": x})
+    torch.testing.assert_close(weighted, alone, atol=1e-2, rtol=0)
 
 
 def test_grpo_process_by_hand() -> None:
     """Step rewards 1, 3 and 2, 0, 4 of two responses: mean 2, sample variance (1 + 1 + 0 + 4 + 4) / 4 = 2.5.
 
     The first response's steps end at tokens 1 and 3, normalised -1 and 1 (over sqrt 2.5): its first two tokens see
-    both, the last two the second. The second response's steps end at 0, 1, 2: 0 - 2 + 2, then -2 + 2, then 2.
+    both, the last two the second. The second response's steps end at 0, 1, 2: 0 - 2 + 2, then -2 + 2, then 2. The
+    tokens of a step earn together: 0.75 + 0.25, and 5 on the last step less 1 behind its end.
     """
-    rewards = torch.tensor([[7.0, 1, 0, 3], [2, 0, 4, 0]])
+    rewards = torch.tensor([[0.75, 0.25, 0, 3], [2, 0, 5, -1]])
     steps = torch.tensor([[0, 1, 0, 1], [1, 1, 1, 0]])
     mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 0]])
     advantages, _ = compute_advantage(
@@ -173,6 +223,18 @@ def test_grpo_process_by_hand() -> None:
     )
     expected = torch.tensor([[0.0, 0, 1, 1], [0, 0, 2, 0]]) / (2.5**0.5 + STD_EPS)
     torch.testing.assert_close(advantages, expected)
+
+
+def test_grpo_process_without_a_steps_end_is_one_step() -> None:
+    """Rewards 3 = 1 + 2 without an end, 1 on one: mean 2, std sqrt 2. A row without tokens that train still counts."""
+    rewards, mask = torch.tensor([[1.0, 2, 0], [0, 1, 0]]), torch.tensor([[1.0, 1, 0], [1, 1, 0]])
+    steps = torch.tensor([[0, 0, 0], [0, 1, 0]])
+    arguments = {"token_level_rewards": rewards, "index": ["a", "a"], "step_mask": steps}
+    advantages, _ = compute_advantage("grpo_process", **arguments, response_mask=mask)
+    torch.testing.assert_close(advantages, torch.tensor([[1.0, 1, 0], [-1, -1, 0]]) / (2**0.5 + STD_EPS))
+    mask[0] = 0
+    advantages, _ = compute_advantage("grpo_process", **arguments, response_mask=mask)
+    torch.testing.assert_close(advantages, torch.tensor([[0.0, 0, 0], [-1, -1, 0]]) / (2**0.5 + STD_EPS))
 
 
 def test_grpo_process_with_one_step_is_grpo() -> None:

@@ -46,9 +46,21 @@ def test_weights_are_normalised_over_the_batch() -> None:
     """Tokens: mean (2 + 0.5 + 3 + 1) / 4; sequences: mean (3 + 1) / 2."""
     weights, _, _ = correct(rollout_is="token", rollout_is_threshold=3.0, rollout_is_batch_normalize=True)
     torch.testing.assert_close(weights[0], torch.tensor([2.0, 0.5, 3.0]) / 1.625)
-    weights, _, metrics = correct(rollout_is="sequence", rollout_is_threshold=3.0, rollout_is_batch_normalize=True)
+    weights, _, _ = correct(rollout_is="sequence", rollout_is_threshold=3.0, rollout_is_batch_normalize=True)
     torch.testing.assert_close(weights[:, 0], torch.tensor([1.5, 0.5]))
-    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(1.5)
+
+
+def test_metrics_of_the_weights_mean_what_they_mean_in_verl() -> None:
+    """Tokens: bounded weights 2, 0.5, 3 and 1. Sequences: 3, 3, 3, 1 on the tokens; extremes 4 and 1, unbounded."""
+    prefix = "rollout_corr/rollout_is_"
+    for level, values, extremes in (("token", [2, 0.5, 3, 1], (0.5, 3)), ("sequence", [3, 3, 3, 1], (1, 4))):
+        for normalised in (False, True):
+            options = {"rollout_is": level, "rollout_is_threshold": 3.0, "rollout_is_batch_normalize": normalised}
+            metrics = correct(**options)[2]
+            mean = sum(values) / 4
+            assert metrics[f"{prefix}mean"] == pytest.approx(mean)
+            assert metrics[f"{prefix}std"] == pytest.approx((sum((v - mean) ** 2 for v in values) / 4) ** 0.5)
+            assert (metrics[f"{prefix}min"], metrics[f"{prefix}max"]) == pytest.approx(extremes)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +87,9 @@ def test_rejection(name: str, threshold: float | str, expected: list) -> None:
 
 
 def test_the_share_of_rejected_tokens_is_reported() -> None:
-    assert correct(rollout_rs="seq_sum_k1", rollout_rs_threshold=3.9)[2]["rollout_corr/rs_masked_fraction"] == 0.75
+    assert (
+        correct(rollout_rs="seq_sum_k1", rollout_rs_threshold=3.9)[2]["rollout_corr/rollout_rs_masked_fraction"] == 0.75
+    )
 
 
 def test_current_weights_are_zero_on_rejected_tokens() -> None:

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from grpo_dist.algorithms.masking import masked_mean, token_entropy, token_log_probs
+from grpo_dist.algorithms.masking import masked_mean, masked_whiten, token_entropy, token_log_probs
 
 
 def test_log_prob_and_entropy_by_hand() -> None:
@@ -22,3 +22,11 @@ def test_masked_mean_ignores_what_is_masked() -> None:
     values = torch.tensor([[1.0, float("nan")], [3.0, 5.0]])
     assert masked_mean(values, torch.tensor([[1.0, 0.0], [1.0, 0.0]])).item() == 2.0
     assert masked_mean(values, torch.zeros(2, 2)).item() == 0.0
+
+
+def test_whitening_by_hand_and_of_equal_values() -> None:
+    """Mean 2, sample variance 2: +-1/sqrt 2. The float32 mean of 0.1 thrice is not 0.1."""
+    values = torch.tensor([[1.0, float("nan")], [3.0, 5.0]])
+    found = masked_whiten(values, torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
+    torch.testing.assert_close(found, torch.tensor([[-(0.5**0.5), 0.0], [0.5**0.5, 0.0]]))
+    assert masked_whiten(torch.full((7, 3), 0.1), torch.ones(7, 3)).abs().max() < 1e-10

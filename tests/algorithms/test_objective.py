@@ -6,6 +6,7 @@ import torch
 from grpo_dist.algorithms import policy_objective
 from grpo_dist.algorithms.policy_loss import DEFAULTS, POLICY_LOSS
 from grpo_dist.config.names import KL_LOSS_TYPES, LOSS_AGG_MODES, TOKEN_SELECTING_LOSSES
+from grpo_dist.errors import BatchError
 
 SHAPE = (2, 2)
 ARGUMENTS = {
@@ -40,9 +41,21 @@ def test_every_term_uses_the_same_aggregate() -> None:
 
 
 def test_terms_without_a_column_are_left_out() -> None:
-    loss, metrics = policy_objective(**ARGUMENTS | {"ref_log_probs": None, "entropy": None})
+    without = {"kl_loss_type": None, "ref_log_probs": None, "entropy": None}
+    loss, metrics = policy_objective(**ARGUMENTS | without)
     assert loss.item() == pytest.approx(1 / 3)
     assert not {"actor/kl_loss", "actor/entropy"} & metrics.keys()
+
+
+@pytest.mark.parametrize(("kl_loss_type", "column"), [("full", "exact_kl"), ("k3", "ref_log_probs")])
+def test_a_kl_that_is_wanted_is_never_left_out(kl_loss_type: str, column: str) -> None:
+    """With the reference's log-probs at hand, `full` still needs its own column, and the other way round."""
+    columns = {"ref_log_probs": torch.full(SHAPE, -1.5), "exact_kl": torch.full(SHAPE, 0.5)}
+    with pytest.raises(BatchError, match=f"kl_loss_type={kl_loss_type} needs {column}"):
+        policy_objective(**ARGUMENTS | columns | {column: None, "kl_loss_type": kl_loss_type})
+    loss, metrics = policy_objective(**ARGUMENTS | columns | {"kl_loss_type": kl_loss_type})
+    assert metrics["actor/kl_loss"].item() == pytest.approx(0.5 if kl_loss_type == "full" else math.exp(-0.5) - 0.5)
+    assert loss.item() == pytest.approx(1 / 3 + 0.1 * metrics["actor/kl_loss"].item() - 0.01 * 2)
 
 
 def test_bypass_weighs_by_the_policy_as_it_trains() -> None:
@@ -52,7 +65,7 @@ def test_bypass_weighs_by_the_policy_as_it_trains() -> None:
     loss, _ = policy_objective(
         **ARGUMENTS
         | {"log_probs": log_probs, "old_log_probs": torch.full(SHAPE, -1.5), "loss_mode": "gpg", "correction": options}
-        | {"ref_log_probs": None, "entropy": None}
+        | {"kl_loss_type": None, "ref_log_probs": None, "entropy": None}
     )
     root = math.exp(0.5)
     assert loss.item() == pytest.approx((root + 2 * 0.5 - 3 * root) / 3, rel=1e-5)
@@ -100,9 +113,10 @@ def test_tokens_off_the_mask_change_neither_loss_nor_gradient(loss_mode: str, ag
 
 
 @pytest.mark.parametrize("kl_loss_type", sorted(KL_LOSS_TYPES[:-1]))
-def test_nor_does_their_kl(kl_loss_type: str) -> None:
-    plain, noisy = (
-        loss_and_gradient(noise, kl_loss_type=kl_loss_type, selected=None, kl_loss_coef=1.0) for noise in (0.0, -30.0)
-    )
+@pytest.mark.parametrize("noise", [-30.0, -math.inf])
+def test_nor_does_their_kl(kl_loss_type: str, noise: float) -> None:
+    """Not even what cannot be: the gradient of an infinite distance is nan, and 0 * nan is nan."""
+    options = {"kl_loss_type": kl_loss_type, "selected": None, "kl_loss_coef": 1.0}
+    plain, noisy = (loss_and_gradient(value, **options) for value in (0.0, noise))
     assert (noisy[0], noisy[2]) == (plain[0], plain[2])
     assert torch.equal(noisy[1], plain[1])

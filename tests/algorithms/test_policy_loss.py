@@ -116,6 +116,37 @@ def test_losses_by_hand(name: str, ratio: float, advantage: float, config: dict,
     assert one_token(ratio, advantage, config, name, old=HALF) == pytest.approx((loss, gradient), abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_dppo_counts_tokens_whose_ratio_is_truncated(name: str) -> None:
+    """Probabilities 0.01 to 0.05, ratio 5, inside; 0.1 to 0.9, ratio 9, outside; 0.5 to 0.55; and one off the mask."""
+    _, metrics = compute_policy_loss(
+        name,
+        old_log_probs=torch.tensor([[0.01, 0.1, 0.5, 0.01]]).log(),
+        log_probs=torch.tensor([[0.05, 0.9, 0.55, 0.05]]).log(),
+        advantages=torch.ones(1, 4),
+        response_mask=torch.tensor([[1.0, 1.0, 1.0, 0.0]]),
+        loss_agg_mode="token-mean",
+        config=CLIP | {"clip_ratio_c": 3.0},
+    )
+    assert float(metrics["actor/pg_clipfrac"]) == pytest.approx(1 / 3)
+    assert float(metrics["actor/pg_clipfrac_lower"]) == pytest.approx(1 / 3)
+
+
+def test_clip_cov_reports_the_tokens_it_leaves_out() -> None:
+    """One of five is selected. All ratios are 1, where the plain clip holds none."""
+    _, metrics = compute_policy_loss(
+        "clip_cov",
+        old_log_probs=LOG_PROBS,
+        log_probs=LOG_PROBS,
+        advantages=ADVANTAGES,
+        response_mask=SEEN,
+        loss_agg_mode="token-mean",
+        config=CLIP | {"clip_cov_ratio": 0.2, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0},
+    )
+    assert float(metrics["actor/pg_clipfrac"]) == float(metrics["actor/selected"]) == pytest.approx(0.2)
+    assert "actor/pg_clipfrac_lower" not in metrics, "verl has none"
+
+
 def test_gspo_and_geo_mean_take_the_sequences_ratio() -> None:
     """Log-ratios 0.3 and -0.1: mean 0.1, inside 0.2; geo_mean clips the first: mean 0.05. Half the gradient each."""
     for name, mean in {"gspo": 0.1, "geo_mean": 0.05}.items():

@@ -17,6 +17,7 @@ COLUMNS = {
     "old_entropies": torch.tensor([[0.1, 0.5, 9.0], [0.3, 0.2, 0.4]]),
 }
 ROWS = {"index": ["a", "a"], "truncated": torch.tensor([0, 1])}
+TOKEN_METRICS = {f"critic/{what}/{how}" for what in ("advantages", "returns") for how in ("mean", "max", "min")}
 PLAIN = {"norm_adv_by_std_in_grpo": False}
 
 
@@ -27,6 +28,28 @@ def test_without_options_only_advantages_are_made() -> None:
     assert metrics["rollout_corr/kl"] == pytest.approx(0.5)
 
 
+def test_metrics_of_advantages_count_tokens() -> None:
+    """0.5 on two tokens, -0.5 on three. With gae the return is 1 on the two and 0 on the others."""
+    _, metrics = compute_targets(COLUMNS, TargetSettings("grpo", PLAIN), **ROWS)
+    for name in ("critic/advantages", "critic/returns"):
+        assert metrics[f"{name}/mean"] == pytest.approx(-0.1)
+        assert (metrics[f"{name}/max"], metrics[f"{name}/min"]) == (0.5, -0.5)
+    _, metrics = compute_targets(COLUMNS, TargetSettings("gae"), **ROWS)
+    assert metrics["critic/returns/mean"] == pytest.approx(0.4)
+    assert metrics["critic/advantages/mean"] == pytest.approx(0, abs=1e-6)
+    nothing = COLUMNS | {"response_mask": MASK * 0}
+    assert not TOKEN_METRICS & compute_targets(nothing, TargetSettings("grpo", PLAIN), **ROWS)[1].keys()
+
+
+def test_the_metric_of_the_kl_in_the_reward_is_a_mean_over_responses() -> None:
+    """0.5 on each of the first one's two tokens, 1 on the other's three: 0.75, where the tokens' mean is 0.8."""
+    columns = COLUMNS | {"ref_log_probs": torch.tensor([[-2.0] * 3, [-2.5] * 3])}
+    settings = TargetSettings("grpo", PLAIN, kl_penalty="k1")
+    assert compute_targets(columns, settings, **ROWS)[1]["actor/reward_kl_penalty"] == pytest.approx(0.75)
+    masked = TargetSettings("grpo", PLAIN, kl_penalty="k1", mask_truncated=True)
+    assert compute_targets(columns, masked, **ROWS)[1]["actor/reward_kl_penalty"] == pytest.approx(0.5)
+
+
 def test_kl_in_the_reward() -> None:
     """k1 is 0.5 on every token; with coefficient 0.1 the rewards sum to 1 - 0.1 and -0.15, and differ by 1.05."""
     settings = TargetSettings("grpo", PLAIN, kl_penalty="k1")
@@ -35,6 +58,41 @@ def test_kl_in_the_reward() -> None:
     torch.testing.assert_close(out["advantages"][:, 0], torch.tensor([0.525, -0.525]))
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5)
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
+
+
+def test_kl_in_the_reward_reaches_the_steps() -> None:
+    """Two responses of two steps, all scored 1; the second is 25 nats from the reference on a token inside its step.
+
+    With coefficient 0.1 its second step earns 1 - 2.5: less the mean, 0.375 and 0.375 of the first, 0.375 and
+    0.375 - 2.5 of the second. A token's advantage is the sum from its step on.
+    """
+    columns = {
+        "token_level_scores": torch.tensor([[0.0, 1, 0, 1], [1, 0, 0, 1]]),
+        "response_mask": torch.ones(2, 4, dtype=torch.int8),
+        "rollout_log_probs": torch.full((2, 4), -1.0),
+        "old_log_probs": torch.full((2, 4), -1.0),
+        "ref_log_probs": torch.tensor([[-1.0, -1, -1, -1], [-1, -1, -26, -1]]),
+        "step_mask": torch.tensor([[0, 1, 0, 1], [1, 0, 0, 1]]),
+    }
+    settings = TargetSettings("grpo_process", PLAIN, kl_penalty="k1")
+    out, _ = compute_targets(columns, settings, index=["a", "a"], truncated=torch.zeros(2), kl_coef=0.1)
+    step = 2.5 / 4
+    first, second = [2 * step, 2 * step, step, step], [2 * step - 2.5, step - 2.5, step - 2.5, step - 2.5]
+    torch.testing.assert_close(out["advantages"], torch.tensor([first, second]))
+
+
+def test_an_overlong_penalty_behind_the_last_step_counts_in_it() -> None:
+    """Both score 1 on their only step; the end-of-sequence token of the first costs 0.5. Mean 0.75."""
+    columns = {
+        "token_level_scores": torch.tensor([[0.0, 1, -0.5], [0, 1, 0]]),
+        "response_mask": torch.ones(2, 3, dtype=torch.int8),
+        "rollout_log_probs": torch.full((2, 3), -1.0),
+        "old_log_probs": torch.full((2, 3), -1.0),
+        "step_mask": torch.tensor([[0, 1, 0], [0, 1, 0]]),
+    }
+    settings = TargetSettings("grpo_process", PLAIN)
+    out, _ = compute_targets(columns, settings, index=["a", "a"], truncated=torch.zeros(2))
+    torch.testing.assert_close(out["advantages"], torch.tensor([[-0.25, -0.25, 0], [0.25, 0.25, 0]]))
 
 
 def test_truncated_responses_do_not_train_but_count_in_their_group() -> None:
@@ -57,7 +115,7 @@ def test_bypass_takes_the_samplers_log_probs() -> None:
     columns = {name: values for name, values in COLUMNS.items() if name != "old_log_probs"}
     out, metrics = compute_targets(columns, TargetSettings("grpo", PLAIN, bypass_mode=True), **ROWS)
     assert torch.equal(out["old_log_probs"], COLUMNS["rollout_log_probs"])
-    assert metrics == {}, "nothing to compare: zeros would be no measurement"
+    assert metrics.keys() == TOKEN_METRICS, "nothing to compare: zeros would be no measurement"
 
 
 def test_only_tokens_of_high_entropy_earn_an_advantage() -> None:
@@ -103,7 +161,7 @@ def test_on_policy_nothing_is_compared_yet() -> None:
     expected, _ = compute_targets(COLUMNS, TargetSettings("grpo", PLAIN), **ROWS)
     assert torch.equal(out["advantages"], expected["advantages"])
     assert "old_log_probs" not in out
-    assert metrics == {}
+    assert metrics.keys() == TOKEN_METRICS
 
 
 # --- tokens that an environment put in ---------------------------------------------------------------------------

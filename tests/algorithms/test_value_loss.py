@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -22,6 +24,16 @@ def test_by_hand() -> None:
     assert metrics["critic/vf_clipfrac"].item() == 0.5
     loss.backward()
     assert vpreds.grad.tolist() == [[0.5, 0.0]]  # the clipped one does not move
+
+
+def test_what_is_off_the_mask_has_no_say() -> None:
+    """In the gradient neither: that of an infinite error is nan, and 0 * nan is nan."""
+    vpreds = torch.tensor([[1.0, math.inf]], requires_grad=True)
+    mask, zeros = torch.tensor([[1.0, 0.0]]), torch.zeros(1, 2)
+    loss, _ = compute_value_loss(vpreds=vpreds, values=zeros, returns=zeros, response_mask=mask, cliprange_value=2.0)
+    loss.backward()
+    assert loss.item() == 0.5
+    assert vpreds.grad.tolist() == [[1.0, 0.0]]
 
 
 def test_mistakes_are_named() -> None:

@@ -6,7 +6,9 @@ from grpo_dist.rewards.exact_match import compute_score, normalize
 
 
 def score(text: str, truth: object = "The Louvre", **kwargs: object) -> float:
-    return compute_score("d", text, truth, {}, **kwargs)
+    result = compute_score("d", text, truth, {}, **kwargs)
+    assert result["acc"] == result["score"]
+    return result["score"]
 
 
 def test_normalize() -> None:

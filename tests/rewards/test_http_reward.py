@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards import load_reward_function, score_response
+from grpo_dist.rewards.group import Failure, Sample, score_group
 from grpo_dist.rewards.http_reward import compute_score, compute_score_batch
 from tests.rewards.http_service import Service
 
@@ -73,11 +75,60 @@ def test_a_flaky_service(service: Service) -> None:
     assert len(service.bodies) == 3
 
 
+FAULTS = {
+    "an error": [(500, b"oops")] * 2,
+    "refused": [(403, b"no")],
+    "no JSON": [(200, b"<html>")],
+    "no score": [(200, b"{}")],
+    "null": [(200, b"null")],
+}
+
+
+@pytest.mark.parametrize("name", ["compute_score", "compute_score_batch"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_service_is_a_failed_response_in_both_forms(service: Service, name: str, fault: str) -> None:
+    service.answers = FAULTS[fault] * 2
+    function = load_reward_function(PATH, name, {"url": service.url, "retries": 1, "backoff_s": 0.01})
+    results = list(score_group(function, [Sample(text, "d", "4", {}, []) for text in ("a", "b")]))
+    assert [isinstance(result, Failure) for result in results] == [True, True]
+    assert all(f"reward_kwargs.url={service.url}" in result.text for result in results)
+
+
+@pytest.mark.parametrize("name", ["compute_score", "compute_score_batch"])
+def test_a_service_that_is_down_or_late_is_a_failed_response_in_both_forms(service: Service, name: str) -> None:
+    service.delay_s, service.answers = 10.0, [(200, b"{}")] * 2
+    late = {"url": service.url, "retries": 0, "timeout_s": 0.1}
+    with socket.socket() as deaf:  # it has the port, and does not listen
+        deaf.bind(("127.0.0.1", 0))
+        down = {"url": f"http://127.0.0.1:{deaf.getsockname()[1]}/", "retries": 0}
+        for kwargs in (late, down):
+            function = load_reward_function(PATH, name, kwargs)
+            results = list(score_group(function, [Sample(text, "d", "4", {}, []) for text in ("a", "b")]))
+            assert [isinstance(result, Failure) for result in results] == [True, True]
+
+
+@pytest.mark.parametrize("name", ["compute_score", "compute_score_batch"])
+def test_a_mistake_in_the_config_stops_the_run_in_both_forms(
+    service: Service, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment of the reward process lacks what the driver's had."""
+    monkeypatch.setenv("SCORE_HEADERS", "{}")
+    function = load_reward_function(PATH, name, {"url": service.url, "headers_env": "SCORE_HEADERS"})
+    monkeypatch.delenv("SCORE_HEADERS")
+    with pytest.raises(ConfigError, match="headers_env=SCORE_HEADERS"):
+        list(score_group(function, [Sample("a", "d", "4", {}, [])]))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
         ({"url": "ftp://x/y"}, "must be an http:// or https:// address"),
         ({"url": "http://"}, "must be an http"),
+        ({"url": "http://x:eighty/y"}, "must be an http"),
+        ({"url": "http://x:99999/y"}, "must be an http"),
+        ({"url": "http://[x/y"}, "must be an http"),
+        ({"url": "http://me:secret@x:eighty/y"}, "must be an http"),
+        ({"url": "http://x/a b"}, "must be an http"),
         ({"url": "file:///etc/passwd"}, "must be an http"),
         ({"url": "http://me:secret@x/y"}, "put credentials into the headers"),
         ({}, "missing a required argument: 'url'"),

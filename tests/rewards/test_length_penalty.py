@@ -31,7 +31,8 @@ def test_with_a_reward_by_weighted() -> None:
     arguments = {"data_source": "gsm8k", "ground_truth": "4", "extra_info": {}}
     result = score_response(function, solution_str="so #### 4", **arguments)
     assert result.score == 1.0 - 0.5 * 0.5
-    assert result.extra == {"right": 1.0, "right.acc": 1.0, "length_penalty": -0.5, "length_penalty.length": 3.0}
+    parts = {"right": 1.0, "right.acc": 1.0, "length_penalty": -0.5, "length_penalty.length": 3.0}
+    assert result.extra == {"acc": 1.0, **parts}
 
 
 @pytest.mark.parametrize(

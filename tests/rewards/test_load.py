@@ -9,6 +9,7 @@ import pytest
 
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards import RewardFunction, check_data_sources, load_reward_function, score_response
+from grpo_dist.rewards.base import SCORERS
 
 SOURCE = """
 import os
@@ -121,6 +122,25 @@ def test_functions_that_cannot_be_called(file: str, name: str, reward_kwargs: di
     assert load_reward_function(file, "needy", {"api_key": "k"}).reward_kwargs == {"api_key": "k"}
 
 
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        ("def declare_components(): return {'right': 1}", r"declare_components of \w+ fails: TypeError: .*'bonus'"),
+        ("def declare_components(**kwargs): return ['right']", r"returned \['right'\]: must be a dict"),
+        ("def declare_components(**kwargs): return {'right': 'high'}", "finite numbers"),
+        ("def declare_components(**kwargs): return {'right': float('nan')}", "finite numbers"),
+        ("def declare_components(**kwargs): return {'right': True}", "finite numbers"),
+        ("def declare_components(**kwargs): return {'score': 1}", "no component can be called 'score'"),
+    ],
+)
+def test_components_that_cannot_be_declared(tmp_path: Path, hook: str, words: str) -> None:
+    file = tmp_path / "mine.py"
+    function = "def compute_score(data_source, solution_str, ground_truth, extra_info, bonus): return 0"
+    file.write_text(f"{function}\n{hook}\n")
+    with pytest.raises(ConfigError, match=f"custom_reward_function.path: .*{words}"):
+        load_reward_function(str(file), "compute_score", {"bonus": 1})
+
+
 def test_files_that_cannot_be_imported(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("def f(:\n")
@@ -139,3 +159,21 @@ def test_the_form_is_found(file: str) -> None:
     assert (later.form, later.is_async) == ("response", True)
     assert (batch.form, batch.is_async) == ("batch", False)
     assert load_reward_function(file, "named", {}).form == "trl", "a and b may be entries of extra_info"
+
+
+@pytest.mark.parametrize("data_source", SCORERS.names())
+def test_every_built_in_scorer_says_whether_the_answer_is_right(data_source: str) -> None:
+    """What dynamic sampling (recipe dapo) and validation go by, whatever the scale of the scores."""
+    truth = {"target": 4, "numbers": [2, 2]} if data_source == "countdown" else "4"
+    answers = ("<answer>2 + 2</answer>", "<answer>2 - 2</answer>") if data_source == "countdown" else ("4", "5")
+    results = [
+        score_response(
+            load_reward_function(None, "compute_score", {}),
+            data_source=data_source,
+            solution_str=answer if data_source == "countdown" else rf"\boxed{{{answer}}} #### {answer}",
+            ground_truth=truth,
+            extra_info={},
+        )
+        for answer in answers
+    ]
+    assert [result.extra["acc"] for result in results] == [1.0, 0.0]

@@ -44,6 +44,77 @@ def test_extract_choice(text: str, letter: str | None) -> None:
     assert extract_choice(text, "ABCD") == letter
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Answer: A; B; C; D",
+        "Answer: A - B - C",
+        "Answer: A – B",
+        "Answer: A | B",
+        "Answer: A B C D",
+        "Answer: A. B. C. D.",
+        "Answer: A) B) C)",
+        "Answer: (A), (B)",
+        "Answer:\nA\nB\nC\nD",
+        "Answer:\n- A\n- B",
+        "Answer: A\n\n**B**\n",
+        "Answer: A, or B",
+        "Answer: A or maybe B",
+        "Answer: A or option B",
+        "Answer: A and/or (B)",
+        "answer: a or b",
+        "The answer is A or B is right",
+        "(B) or (A)",
+        "It is (B), (A).",
+        "(A) (B) (C) (D)",
+        "(A)\n(B)",
+        "<answer>A\nB\nC</answer>",
+        "<answer>\n(A)\n(B)\n</answer> Answer: A",
+        r"\boxed{A, B}",
+        r"\boxed{\text{A} \text{ or } \text{B}}",
+    ],
+)
+def test_several_letters_are_no_choice(text: str) -> None:
+    assert extract_choice(text, "ABCD") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("**B**", "B"),
+        (r"\boxed{C}", "C"),
+        ("(D)", "D"),
+        ("Answer: B. Paris is the capital", "B"),
+        ("Answer: B) Paris or London", "B"),
+        ("Answer: B - Paris", "B"),
+        ("Answer: B, a dog", "B"),
+        ("Answer: B. A dog and a cat", "B"),
+        ("Answer: B - A dog", "B"),
+        ("Answer: D. A and B", "D"),
+        ("Answer: (D) A and B", "D"),
+        ("Answer: D: A, B and C", "D"),
+        ("Answer: D - A and B only", "D"),
+        ("Answer: B. C", "B"),  # the text of an option
+        ("Answer: B or (B)", "B"),
+        ("(B) or (B)", "B"),
+        ("Answer: A, E", "A"),  # E is no choice
+        ("The answer is A because B is wrong", "A"),
+        ("The answer is A, because B is wrong", "A"),
+        ("The answer is A, not B", "A"),
+        ("The answer is B; A is wrong", "B"),
+        ("The answer is B. A is wrong", "B"),
+        ("The answer is B. Option A is wrong", "B"),
+        ("Answer: B\nA is wrong since it is a dog", "B"),
+        ("Answer: B\n\nExplanation:\nA\nC", "B"),
+        ("Answer: " + "B".ljust(79) + "\nA because", "B"),  # the place ends within a line
+        ("Options: (A) (B) (C). I choose (C)", "C"),
+        ("<answer>B\nA is wrong</answer>", "B"),
+    ],
+)
+def test_what_follows_a_letter_may_be_its_text(text: str, letter: str) -> None:
+    assert extract_choice(text, "ABCD") == letter
+
+
 def test_scores() -> None:
     assert compute_score("d", "Answer: B", "B", {}) == {"score": 1.0, "format": 1.0, "acc": 1.0, "pred": "B"}
     assert compute_score("d", "Answer: B", "(b)", {})["score"] == 1.0

@@ -57,6 +57,20 @@ def outcome(results: list) -> list[float | str]:
     return [result.text.splitlines()[0] if isinstance(result, Failure) else result.score for result in results]
 
 
+def test_what_the_module_declares_is_known_here(scorer: Scorer, tmp_path: Path) -> None:
+    scorer.start()
+    assert scorer.components == {}
+    (tmp_path / "mine.py").write_text(
+        FILE + "\ndef declare_components(unit=1.0):\n    return {'right': unit, 'short': 0.5}\n"
+    )
+    declaring = Scorer(str(tmp_path / "mine.py"), "compute_score", {"unit": 2.0}, timeout_s=60.0)
+    try:
+        declaring.start()
+        assert declaring.components == {"right": 2.0, "short": 0.5}
+    finally:
+        declaring.stop()
+
+
 def test_it_scores_in_another_process(scorer: Scorer) -> None:
     first, second = scorer.score(samples("a", "b"))
     assert first.score == second.score == 2.0
@@ -196,3 +210,15 @@ def test_the_last_words_of_a_process_are_kept(printing: Scorer) -> None:
     assert printing.printed.take() == (["seen ends", "about to end"], 0)
     assert outcome(printing.score(samples("closes"))) == [1.0], "it may close its output"
     assert printing.printed.take() == (["seen closes"], 0)
+
+
+def test_a_stopped_supervisor_is_killed(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_dist.rewards.scorer.END_S", 0.5)
+    (result,) = scorer.score(samples("a"))
+    assert scorer._process is not None
+    process = scorer._process
+    assert process.pid != result.extra["pid"]
+    os.kill(process.pid, signal.SIGSTOP)
+    scorer.stop()
+    assert process.returncode == -signal.SIGKILL
+    assert outcome(scorer.score(samples("b"))) == [2.0]

@@ -31,7 +31,7 @@ def test_the_sum_and_its_parts(tmp_path: Path) -> None:
         ]
     )
     assert result == pytest.approx(
-        {"score": 3.0 + 0.4 + 1.0, "graded": 1.5, "graded.acc": 1.0, "xml_tags": 0.8, "long": 10.0}
+        {"score": 3.0 + 0.4 + 1.0, "acc": 1.0, "graded": 1.5, "graded.acc": 1.0, "xml_tags": 0.8, "long": 10.0}
     )
 
 
@@ -44,11 +44,25 @@ def test_the_sum_and_its_parts(tmp_path: Path) -> None:
         ([{"path": "nowhere.py"}], "cannot import nowhere.py"),
         ([{"path": "grpo_dist.rewards.graded", "weight": "2"}], "weight='2': must be a number"),
         ([{"path": "grpo_dist.rewards.graded"}] * 2, "a second reward called 'graded'"),
+        *(
+            ([{"path": "grpo_dist.rewards.graded", "label": label}], f"no component can be called '{label}'")
+            for label in ("score", "pred", "step_scores", "overlong_penalty")
+        ),
     ],
 )
 def test_mistakes_are_told_before_a_run(functions: list, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(functions)
+
+
+def test_its_functions_are_the_components() -> None:
+    """Not the values beside their scores: graded's `acc` is none."""
+    functions = [
+        {"path": "grpo_dist.rewards.graded", "weight": 2, "reward_kwargs": {"tag": "answer"}},
+        {"path": "grpo_dist.rewards.xml_tags", "label": "tags"},
+    ]
+    assert load(functions).components == {"graded": 2.0, "tags": 1.0}
+    assert load_reward_function("grpo_dist.rewards.graded", "compute_score", {}).components == {}
 
 
 def test_a_function_that_fails_is_named(tmp_path: Path) -> None:
@@ -61,3 +75,13 @@ def test_the_first_answer_found_is_passed_on() -> None:
     functions = [{"path": "grpo_dist.rewards.xml_tags"}, {"path": "grpo_dist.rewards.gsm8k"}]
     assert score(functions, "#### 5")["pred"] == "5"
     assert "pred" not in score(functions, "none")
+
+
+def test_the_first_accuracy_is_the_whole_ones() -> None:
+    """gsm8k finds no number, graded the right one."""
+    graded = {"path": "grpo_dist.rewards.graded", "reward_kwargs": {"tag": "answer"}}
+    strict, tags = {"path": "grpo_dist.rewards.gsm8k"}, {"path": "grpo_dist.rewards.xml_tags"}
+    assert score([tags, graded, strict])["acc"] == 1.0
+    assert score([tags, strict, graded])["acc"] == 0.0
+    assert score([strict, {**graded, "label": "acc"}])["acc"] == 1.5, "a label of that name is the accuracy"
+    assert "acc" not in score([tags])

@@ -1,8 +1,9 @@
 """Advantages: how much better a response is than what the group (or batch) would have done.
 
-    outcome.py   one number per response, against its group: grpo (Dr. GRPO), grpo_passk, rloo, opo, gpg, gdpo
-    process.py   a reward per step: grpo_process
-    returns.py   the rewards that follow a token: reinforce_plus_plus(_baseline), remax, gae
+    outcome.py     one number per response, against its group: grpo (Dr. GRPO), grpo_passk, rloo, opo, gpg
+    components.py  several numbers per response, each against its group: gdpo
+    process.py     a reward per step: grpo_process
+    returns.py     the rewards that follow a token: reinforce_plus_plus(_baseline), remax, gae
 
 Call them through `compute_advantage`. inputs.py has their one signature, groups.py the statistics of a group.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 # The imports fill the registry.
-from grpo_dist.algorithms.advantage import outcome, process, returns  # noqa: F401
+from grpo_dist.algorithms.advantage import components, outcome, process, returns  # noqa: F401
 from grpo_dist.algorithms.advantage.groups import STD_EPS, Groups
 from grpo_dist.algorithms.advantage.inputs import ADVANTAGE, AdvantageInputs
 from grpo_dist.errors import BatchError
@@ -50,7 +51,7 @@ def compute_advantage(
         values: (N, T), a critic's values (gae).
         reward_baselines: (N,), scores of the greedy responses (remax).
         step_mask: (N, T), 1 on the last token of each step (grpo_process).
-        reward_components: scores (N,) by name (gdpo).
+        reward_components: scores (N,) by name, nan where a response has none (gdpo).
         config: verl's option names; `DEFAULTS` has those that are not given.
 
     Returns:

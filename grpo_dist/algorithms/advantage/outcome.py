@@ -13,8 +13,6 @@ from torch import Tensor
 
 from grpo_dist.algorithms.advantage.groups import STD_EPS
 from grpo_dist.algorithms.advantage.inputs import ADVANTAGE, AdvantageInputs
-from grpo_dist.algorithms.masking import masked_whiten
-from grpo_dist.errors import BatchError, ConfigError
 
 
 @ADVANTAGE.register("grpo")
@@ -71,29 +69,6 @@ def gpg(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tens
     scores = batch.scores
     alpha = len(scores) / torch.count_nonzero(scores).clamp_min(1)
     return _same(batch.on_tokens(alpha * batch.groups.normalise(scores, by_std=False) / config["f_norm"]))
-
-
-@ADVANTAGE.register("gdpo")
-def gdpo(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Each reward component is normalised in its group on its own; their weighted sum is whitened over the batch.
-
-    GDPO (arXiv 2601.05242): components of different scales keep their say. `reward_components` maps names to (N,)
-    scores; `gdpo_reward_keys` picks some of them (all), `gdpo_reward_weights` weighs them in that order (1).
-    """
-    components = batch.need("reward_components", "reward_components", "normalises each reward component on its own")
-    keys = list(config.get("gdpo_reward_keys") or components)
-    missing = [key for key in keys if key not in components]
-    if missing:
-        raise BatchError(f"algorithm.gdpo_reward_keys={missing[0]}: the rewards have {', '.join(components) or 'none'}")
-    weights = list(config.get("gdpo_reward_weights") or [1.0] * len(keys))
-    if len(weights) != len(keys):
-        raise ConfigError(f"algorithm.gdpo_reward_weights: {len(weights)} weights for {len(keys)} reward components")
-    total = torch.zeros_like(batch.scores)
-    for key, weight in zip(keys, weights, strict=True):
-        component = torch.as_tensor(components[key], device=total.device).double()
-        scores = component.sum(-1) if component.dim() == 2 else component
-        total += weight * batch.groups.normalise(scores, by_std=True)
-    return _same(masked_whiten(batch.on_tokens(total), batch.response_mask))
 
 
 def _same(advantages: Tensor) -> tuple[Tensor, Tensor]:

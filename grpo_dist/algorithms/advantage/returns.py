@@ -46,7 +46,8 @@ def gae(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tens
     """Generalised advantage estimation, whitened over the tokens of the batch. arXiv 1506.02438.
 
     A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t; returns are A + V before whitening.
-    `values` is (N, T). Tokens off the mask (a tool's words) pass value and advantage on unchanged.
+    `values` is (N, T). Tokens off the mask (a tool's words) pass value and advantage on unchanged; a reward there, such
+    as the score on a last token that was rejected, belongs to what follows the trained token before it (verl: lost).
     """
     values = batch.need("values", "values", "needs a critic's values").float()
     gamma, lam = config["gamma"], config["lam"]
@@ -57,7 +58,7 @@ def gae(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tens
         trains = mask[:, t] > 0
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         next_advantage = torch.where(trains, delta + gamma * lam * next_advantage, next_advantage)
-        next_value = torch.where(trains, values[:, t], next_value)
+        next_value = torch.where(trains, values[:, t], next_value + rewards[:, t])
         advantages[:, t] = next_advantage
     returns = (advantages + values) * mask
     return masked_whiten(advantages, mask), returns

@@ -23,11 +23,15 @@ TOKEN_SELECTING = ("kl_cov", "clip_cov")
 
 @POLICY_LOSS.register("clip_cov")
 def clip_cov(batch: PolicyInputs, config: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped surrogate without the selected tokens: a few, at random, of those with a high covariance."""
+    """The clipped surrogate without the selected tokens: a few, at random, of those with a high covariance.
+
+    Metrics `actor/pg_clipfrac`, as in verl, and `actor/selected` are the share of these tokens.
+    """
     selected = _selected("clip_cov", batch, config)
-    token_loss, clipped = clip(batch.log_ratio.exp(), batch.advantages, config)
-    metrics = batch.metrics(clipped & ~selected, torch.zeros_like(clipped))
-    return batch.weighted(token_loss.where(~selected, 0.0)), metrics | {"actor/selected": batch.share(selected)}
+    token_loss, _ = clip(batch.log_ratio.exp(), batch.advantages, config)
+    share = batch.share(selected)
+    metrics = {"actor/pg_clipfrac": share, "actor/selected": share} | batch.ppo_kl()
+    return batch.weighted(token_loss.where(~selected, 0.0)), metrics
 
 
 @POLICY_LOSS.register("kl_cov")

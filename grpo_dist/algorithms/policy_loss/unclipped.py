@@ -57,8 +57,13 @@ def dppo_kl(batch: PolicyInputs, config: Mapping[str, Any]) -> tuple[Tensor, dic
 def _trust_region(
     batch: PolicyInputs, config: Mapping[str, Any], above: Tensor, below: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A sg(ratio) log pi on tokens that are inside, or that the advantage pulls back in."""
+    """-A sg(ratio) log pi on tokens that are inside, or that the advantage pulls back in.
+
+    Metrics: `actor/pg_clipfrac` (share of tokens that are masked), `actor/pg_clipfrac_lower` (share of tokens that are
+    not, and whose ratio is truncated), as in verl.
+    """
     outside = torch.where(batch.advantages > 0, above, below).detach()
-    ratio = batch.log_ratio.exp().detach().clamp_max(config["clip_ratio_c"])
-    token_loss = (-batch.advantages * ratio * batch.log_probs).where(~outside, 0.0)
-    return batch.weighted(token_loss), batch.metrics(outside, torch.zeros_like(outside))
+    ratio = batch.log_ratio.exp().detach()
+    truncated = ratio.clamp_max(config["clip_ratio_c"])
+    token_loss = (-batch.advantages * truncated * batch.log_probs).where(~outside, 0.0)
+    return batch.weighted(token_loss), batch.metrics(outside, ~outside & (ratio > config["clip_ratio_c"]))

@@ -1,0 +1,135 @@
+"""Random batches for the algorithms: masks with holes, empty rows, groups of any size.
+
+Numbers lie on grids of powers of two, which float32 holds exactly and whose small sums it adds exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from hypothesis import reject, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.fuzz.papers import Rows, Undecided, masked
+from tests.fuzz.papers.policy_losses import Row
+
+EXAMPLES = settings(max_examples=30, deadline=None, derandomize=True, database=None)
+# For each of many pairs of options.
+FEW = settings(EXAMPLES, max_examples=8)
+# Of float32 sums of a few dozen terms, relative to the sum of their sizes.
+RTOL = 1e-5
+# Of a central difference in float64: the truncation is of order STEP^2, the rounding of order 1e-16 / STEP.
+STEP = 1e-5
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows and columns of a batch, and which tokens count."""
+
+    rows: int
+    columns: int
+    masks: Rows
+
+    def on_grid(self, low: int, high: int, parts: int) -> st.SearchStrategy[Rows]:
+        """A number for each token: from low / parts to high / parts in steps of 1 / parts."""
+        size = self.rows * self.columns
+        flat = st.lists(st.integers(low, high), min_size=size, max_size=size)
+        return flat.map(lambda numbers: self.cut([number / parts for number in numbers]))
+
+    def cut(self, flat: Sequence[float]) -> Rows:
+        return [list(flat[i * self.columns : (i + 1) * self.columns]) for i in range(self.rows)]
+
+    def hide(self, rows: Rows) -> Tensor:
+        """(N, T) float32, nan off the mask: nothing may look there."""
+        pairs = zip(rows, self.masks, strict=True)
+        return torch.tensor([[v if m else NAN for v, m in zip(row, mask, strict=True)] for row, mask in pairs])
+
+    @property
+    def mask(self) -> Tensor:
+        return torch.tensor(self.masks)
+
+    @property
+    def tokens(self) -> int:
+        return int(sum(map(sum, self.masks)))
+
+    @property
+    def sequences(self) -> int:
+        return sum(any(mask) for mask in self.masks)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    """Any mask: full rows, prefixes, holes, nothing."""
+    rows, columns = draw(st.sampled_from([3, 4, 5, 2, 1])), draw(st.sampled_from([4, 5, 6, 3, 2, 1]))
+    full = 2**columns - 1
+    bits = st.one_of(st.integers(0, full), st.integers(1, full), st.just(full), st.just(0))
+    numbers = draw(st.lists(bits, min_size=rows, max_size=rows))
+    return Shape(rows, columns, [[float(number >> t & 1) for t in range(columns)] for number in numbers])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a policy loss is given; log-probs in nats, weights of the tokens against the sampler or None."""
+
+    shape: Shape
+    new: Rows
+    old: Rows
+    advantages: Rows
+    weights: Rows | None = None
+
+    def trained(self, selected: set[tuple[int, int]]) -> list[Row]:
+        """The trained tokens of each response that has one, some of them `selected` by row and place."""
+        weights = self.weights or self.shape.cut([1.0] * (self.shape.rows * self.shape.columns))
+        rows = []
+        for i, mask in enumerate(self.shape.masks):
+            new, old, advantages, weight = (
+                masked(column[i], mask) for column in (self.new, self.old, self.advantages, weights)
+            )
+            if new:
+                chosen = [(i, t) in selected for t, counts in enumerate(mask) if counts]
+                rows.append(Row(new, new, old, advantages, weight, chosen))
+        return rows
+
+
+@st.composite
+def batches(draw: st.DrawFn, *, one_advantage: bool = False) -> Batch:
+    """Ratios from 0.2 to 4.5, on policy too; one advantage a response (0 too), or one a token (not 0)."""
+    shape = draw(shapes())
+    old, change = draw(shape.on_grid(-48, -4, 16)), draw(shape.on_grid(-24, 24, 16) | shape.on_grid(-5, 5, 16))
+    new = [[min(o + c, -0.125) for o, c in zip(*rows, strict=True)] for rows in zip(old, change, strict=True)]
+    advantages = draw(shape.on_grid(-8, 8, 4))
+    if one_advantage or draw(st.booleans()):
+        advantages = [[row[0]] * shape.columns for row in advantages]
+    else:
+        advantages = [[value or 0.5 for value in row] for row in advantages]
+    return Batch(shape, new, old, advantages, draw(st.none() | shape.on_grid(1, 12, 4)))
+
+
+def cuts(rows: int) -> st.SearchStrategy[list[slice]]:
+    """Micro-batches of consecutive rows, of one size but for the last."""
+    return st.sampled_from([1, 2]).map(lambda size: [slice(i, i + size) for i in range(0, rows, size)])
+
+
+@contextmanager
+def decided() -> Iterator[None]:
+    """Passes over a batch on which rounding would decide."""
+    try:
+        yield
+    except Undecided:
+        reject()
+
+
+def derivative(function: Callable[[float], float], x: float) -> float:
+    """The central difference."""
+    return (function(x + STEP) - function(x - STEP)) / (2 * STEP)
+
+
+def assert_near(found: Tensor, expected: object, *, scale: float = 1.0) -> None:
+    """Equal but for the rounding of float32 in numbers of the size `scale`."""
+    wanted = torch.as_tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(found.detach().double(), wanted, rtol=RTOL, atol=RTOL * max(scale, 0.1))

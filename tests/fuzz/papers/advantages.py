@@ -1,0 +1,241 @@
+"""Advantage estimators: (batch, options) -> (advantages, returns), one list per row.
+
+A group of one and a response without trained tokens take part as they are: the one is its own mean, the other's score
+counts for its group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.fuzz.papers import Rows, Undecided, masked, mean
+
+Options = Mapping[str, Any]
+Estimator = Callable[["Batch", Options], tuple[Rows, Rows]]
+GROUP_EPS, WHITEN_EPS = 1e-6, 1e-8  # verl's
+# Below this spread whitened numbers are rounding, enlarged.
+LEAST_SPREAD = 0.1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What an estimator sees: rewards and mask of each token, the group of each row, and what only some read.
+
+    `baselines` are the scores of the greedy responses (remax), `steps` the last tokens of steps (process supervision),
+    `components` the scores of each row by name (GDPO).
+    """
+
+    rewards: Rows
+    masks: Rows
+    index: list[Any] = field(default_factory=list)
+    values: Rows = field(default_factory=list)
+    baselines: list[float] = field(default_factory=list)
+    steps: Rows = field(default_factory=list)
+    components: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def scores(self) -> list[float]:
+        return [sum(row) for row in self.rewards]
+
+    def group(self, i: int) -> list[int]:
+        """The rows that answer the same prompt as row i, itself among them."""
+        return [j for j, label in enumerate(self.index) if label == self.index[i]]
+
+    def group_scores(self, i: int) -> list[float]:
+        return [self.scores[j] for j in self.group(i)]
+
+    def lengths(self, rows: list[int]) -> list[float]:
+        return [sum(self.masks[i]) for i in rows]
+
+
+def sample_std(values: list[float]) -> float:
+    """With n - 1; 0 of one number."""
+    squares = sum((value - mean(values)) ** 2 for value in values)
+    return math.sqrt(squares / (len(values) - 1)) if len(values) > 1 else 0.0
+
+
+def spread(batch: Batch, per_row: list[float]) -> tuple[Rows, Rows]:
+    """One number per response, on each of its trained tokens."""
+    rows = [[value * m for m in mask] for value, mask in zip(per_row, batch.masks, strict=True)]
+    return rows, rows
+
+
+def whiten(rows: Rows, masks: Rows) -> Rows:
+    """To mean 0 and variance 1 over the trained tokens of the batch."""
+    tokens = [value for row, mask in zip(rows, masks, strict=True) for value in masked(row, mask)]
+    centre, deviation = mean(tokens), sample_std(tokens)
+    if 1e-12 < deviation < LEAST_SPREAD:
+        raise Undecided(f"a spread of {deviation}")
+    scale = math.sqrt(deviation**2 + WHITEN_EPS)
+    return [
+        [(v - centre) / scale * m for v, m in zip(row, mask, strict=True)]
+        for row, mask in zip(rows, masks, strict=True)
+    ]
+
+
+def grpo(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """DeepSeekMath (arXiv 2402.03300), section 4.1.2: (r - mean) / std; Dr. GRPO (arXiv 2503.20783) has no std."""
+    advantages = []
+    for i, score in enumerate(batch.scores):
+        group = batch.group_scores(i)
+        scale = sample_std(group) + GROUP_EPS if options["norm_adv_by_std_in_grpo"] else 1.0
+        advantages.append((score - mean(group)) / scale)
+    return spread(batch, advantages)
+
+
+def grpo_passk(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """Pass@k (arXiv 2503.19595): the best of a group earns its lead over the second best, the others nothing."""
+    advantages = []
+    for i, score in enumerate(batch.scores):
+        group = sorted(batch.group_scores(i), reverse=True)
+        scale = sample_std(group) + GROUP_EPS if options["norm_adv_by_std_in_grpo"] else 1.0
+        lead = score - group[1] if len(group) > 1 and score == group[0] else 0.0
+        advantages.append(lead / scale)
+    return spread(batch, advantages)
+
+
+def rloo(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """RLOO (arXiv 2402.14740): r - mean of the others' r."""
+    advantages = []
+    for i, score in enumerate(batch.scores):
+        others = [batch.scores[j] for j in batch.group(i) if j != i]
+        advantages.append(score - mean(others) if others else 0.0)
+    return spread(batch, advantages)
+
+
+def opo(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """OPO (arXiv 2505.23585): r - sum(length r) / sum(length) over the group."""
+    advantages = []
+    for i, score in enumerate(batch.scores):
+        lengths, scores = batch.lengths(batch.group(i)), batch.group_scores(i)
+        weighed = sum(length * s for length, s in zip(lengths, scores, strict=True))
+        alone = len(scores) == 1
+        advantages.append(0.0 if alone or not sum(lengths) else score - weighed / sum(lengths))
+    return spread(batch, advantages)
+
+
+def gpg(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """GPG (arXiv 2504.02546): alpha (r - mean) / F_norm; alpha as verl's, N / number of scores not 0."""
+    alpha = len(batch.scores) / max(1, sum(score != 0 for score in batch.scores))
+    centred = [score - mean(batch.group_scores(i)) for i, score in enumerate(batch.scores)]
+    return spread(batch, [alpha * value / options["f_norm"] for value in centred])
+
+
+def returns_to_go(rewards: list[float], mask: list[float], gamma: float) -> list[float]:
+    """G_t = r_t + gamma G_{t+1}; what lies between two trained tokens takes no time."""
+    returns, following = [0.0] * len(rewards), 0.0
+    for t in reversed(range(len(rewards))):
+        if mask[t]:
+            returns[t] = following = rewards[t] + gamma * following
+        else:
+            following += rewards[t]
+    return returns
+
+
+def reinforce_plus_plus(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """REINFORCE++ (arXiv 2501.03262): the return to go, whitened over the batch."""
+    rows = zip(batch.rewards, batch.masks, strict=True)
+    returns = [returns_to_go(rewards, mask, options["gamma"]) for rewards, mask in rows]
+    return whiten(returns, batch.masks), returns
+
+
+def reinforce_plus_plus_baseline(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """REINFORCE++-baseline (arXiv 2501.03262): r - mean of the group, whitened over the batch."""
+    centred = [score - mean(batch.group_scores(i)) for i, score in enumerate(batch.scores)]
+    advantages = whiten(spread(batch, centred)[0], batch.masks)
+    return advantages, advantages
+
+
+def remax(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """ReMax (arXiv 2310.10505): the return to go less the greedy response's score."""
+    rows = zip(batch.rewards, batch.masks, strict=True)
+    returns = [returns_to_go(rewards, mask, 1.0) for rewards, mask in rows]
+    advantages = [
+        [(g - baseline) * m for g, m in zip(row, mask, strict=True)]
+        for row, mask, baseline in zip(returns, batch.masks, batch.baselines, strict=True)
+    ]
+    return advantages, returns
+
+
+def gae_row(
+    rewards: list[float], values: list[float], mask: list[float], options: Options
+) -> tuple[list[float], list[float]]:
+    """GAE (arXiv 1506.02438): A_t = sum_l (gamma lam)^l delta_{t+l}; returns A + V.
+
+    The trained tokens are the steps; a step's reward that comes later than its token, before the next one, belongs to
+    what follows the token.
+    """
+    gamma, lam = options["gamma"], options["lam"]
+    steps = [t for t in range(len(rewards)) if mask[t]]
+    ends = [*steps, len(rewards)][1:]
+    deltas = []
+    for k, (t, end) in enumerate(zip(steps, ends, strict=True)):
+        next_value = values[steps[k + 1]] if k + 1 < len(steps) else 0.0
+        deltas.append(rewards[t] + gamma * (sum(rewards[t + 1 : end]) + next_value) - values[t])
+    advantages, returns = [0.0] * len(rewards), [0.0] * len(rewards)
+    for k, t in enumerate(steps):
+        advantages[t] = sum((gamma * lam) ** power * delta for power, delta in enumerate(deltas[k:]))
+        returns[t] = advantages[t] + values[t]
+    return advantages, returns
+
+
+def gae(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """GAE, whitened over the trained tokens of the batch as in verl."""
+    rows = zip(batch.rewards, batch.values, batch.masks, strict=True)
+    pairs = [gae_row(rewards, values, mask, options) for rewards, values, mask in rows]
+    return whiten([advantages for advantages, _ in pairs], batch.masks), [returns for _, returns in pairs]
+
+
+def step_rewards(rewards: list[float], mask: list[float], ends: list[float]) -> list[tuple[int, float]]:
+    """(last token, reward) of each step; what lies behind the last step is its own, and no step at all is one."""
+    last = [t for t, is_end in enumerate(ends) if is_end]
+    last = last or [t for t, counts in enumerate(mask) if counts][-1:] or [len(rewards) - 1]
+    starts, stops = [0, *(t + 1 for t in last[:-1])], [*(t + 1 for t in last[:-1]), len(rewards)]
+    return [(t, sum(rewards[start:stop])) for t, start, stop in zip(last, starts, stops, strict=True)]
+
+
+def grpo_process(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """DeepSeekMath (arXiv 2402.03300), section 4.1.3: the normalised rewards of the steps that are still to end."""
+    steps = [step_rewards(*row) for row in zip(batch.rewards, batch.masks, batch.steps, strict=True)]
+    advantages = []
+    for i, mask in enumerate(batch.masks):
+        group = [reward for j in batch.group(i) for _, reward in steps[j]]
+        scale = sample_std(group) + GROUP_EPS if options["norm_adv_by_std_in_grpo"] else 1.0
+        alone = len(batch.group(i)) == 1
+        normalised = [(end, 0.0 if alone else (reward - mean(group)) / scale) for end, reward in steps[i]]
+        advantages.append([m * sum(value for end, value in normalised if end >= t) for t, m in enumerate(mask)])
+    return advantages, advantages
+
+
+def gdpo(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """GDPO (arXiv 2601.05242): each component normalised in its group, their weighted sum whitened over the batch.
+
+    A component that is nan does not apply to the response.
+    """
+    totals = [0.0] * len(batch.rewards)
+    for weight, scores in zip(options["gdpo_reward_weights"], batch.components.values(), strict=True):
+        for i, score in enumerate(scores):
+            group = [scores[j] for j in batch.group(i) if not math.isnan(scores[j])]
+            if not math.isnan(score) and sample_std(group) > 0:
+                totals[i] += weight * (score - mean(group)) / sample_std(group)
+    rows, _ = spread(batch, totals)
+    whitened = whiten(rows, batch.masks)
+    return whitened, whitened
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": grpo,
+    "grpo_passk": grpo_passk,
+    "rloo": rloo,
+    "opo": opo,
+    "gpg": gpg,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "gae": gae,
+    "grpo_process": grpo_process,
+    "gdpo": gdpo,
+}

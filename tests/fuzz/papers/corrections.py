@@ -1,0 +1,71 @@
+"""Rollout correction: importance weights and rejection from lambda_t = log pi_old - log pi_rollout of each token.
+
+Log-ratios here are small enough for exp; the package's bound of +-20 decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tests.fuzz.papers import Rows, below, masked, mean
+
+
+def token_weights(lambdas: list[float]) -> list[float]:
+    """TIS (Yao et al. 2025): pi_old / pi_rollout of each token."""
+    return [math.exp(value) for value in lambdas]
+
+
+def sequence_weights(lambdas: list[float]) -> list[float]:
+    """The ratio of the response's probabilities, on each of its tokens."""
+    return [math.exp(sum(lambdas))] * len(lambdas)
+
+
+def truncated(weight: float, upper: float) -> float:
+    """TIS: at most C."""
+    return weight if weight < upper else upper
+
+
+def banded(weight: float, lower: float, upper: float) -> float:
+    """IcePop (arXiv 2510.18855): 0 outside the band."""
+    return weight if below(lower, weight) and below(weight, upper) else 0.0
+
+
+WEIGHTS = {"token": token_weights, "sequence": sequence_weights}
+
+
+def importance_weights(lambdas: Rows, masks: Rows, level: str, lower: float | None, upper: float) -> Rows:
+    """The weight of each trained token, row by row; of those alone."""
+    rows = [WEIGHTS[level](masked(row, mask)) for row, mask in zip(lambdas, masks, strict=True)]
+    if lower is None:
+        return [[truncated(weight, upper) for weight in row] for row in rows]
+    return [[banded(weight, lower, upper) for weight in row] for row in rows]
+
+
+def normalised(weights: Rows, level: str) -> Rows:
+    """Divided by the mean over the batch's tokens, or over its responses."""
+    units = [weight for row in weights for weight in (row if level == "token" else row[:1])]
+    return [[weight / max(mean(units), 1e-8) for weight in row] for row in weights]
+
+
+DIVERGENCES = {
+    "k1": lambda value: value,
+    "k2": lambda value: value**2 / 2,
+    "k3": lambda value: math.exp(value) - 1 - value,
+}
+SCOPES = {"seq_sum": sum, "seq_mean": mean, "seq_max": max}
+
+
+def stays(divergence: float, k: str, lower: float | None, upper: float) -> bool:
+    """k1 is bounded by ratios, on both sides; k2 and k3 from above."""
+    if k == "k1":
+        return below(math.log(1 / upper if lower is None else lower), divergence) and below(divergence, math.log(upper))
+    return below(divergence, upper)
+
+
+def kept(lambdas: list[float], name: str, lower: float | None, upper: float) -> list[bool]:
+    """Which of a response's trained tokens stay, by verl's names: SCOPE_k1|k2|k3."""
+    scope, k = name.rsplit("_", 1)
+    divergences = [DIVERGENCES[k](value) for value in lambdas]
+    if scope == "token":
+        return [stays(value, k, lower, upper) for value in divergences]
+    return [bool(lambdas) and stays(SCOPES[scope](divergences), k, lower, upper)] * len(lambdas)

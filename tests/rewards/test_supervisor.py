@@ -1,0 +1,78 @@
+"""Nothing that a reward function has started outlives its process."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.rewards.group import Failure, Sample
+from grpo_dist.rewards.scorer import Scorer
+
+STARTING = """
+import os, subprocess, time
+
+HOW = {
+    "child": ["sleep", "1000"],
+    "session": ["setsid", "sleep", "1000"],
+    "daemon": ["sh", "-c", "setsid sh -c 'sleep 1000 & sleep 1000' & exit"],
+}
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, fifo):
+    how, end = solution_str.split()
+    with open(fifo, "wb") as held:
+        process = subprocess.Popen(HOW[how], stdin=subprocess.DEVNULL, stdout=held, stderr=subprocess.DEVNULL)
+    if how == "daemon":
+        process.wait()
+    if end == "hangs":
+        time.sleep(1000)
+    if end == "exits":
+        os._exit(3)
+    return 1.0
+"""
+PARENT = """
+import os, sys
+from grpo_dist.rewards.group import Sample
+from grpo_dist.rewards.scorer import Scorer
+
+scorer = Scorer(sys.argv[1], "compute_score", {"fifo": sys.argv[2]}, timeout_s=60.0)
+scorer.score([Sample("daemon returns", "source", "truth", {}, [])])
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture
+def starting(tmp_path: Path) -> Iterator[tuple[str, str, int]]:
+    """A function that starts processes, a named pipe that they hold, and the pipe's end that is read."""
+    (tmp_path / "starting.py").write_text(STARTING)
+    fifo = str(tmp_path / "held")
+    os.mkfifo(fifo)
+    end = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(end, True)
+    yield str(tmp_path / "starting.py"), fifo, end
+    os.close(end)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", ["child", "session", "daemon"])
+@pytest.mark.parametrize("end", ["returns", "hangs", "exits"])
+def test_what_the_function_has_started_ends_with_it(starting: tuple[str, str, int], how: str, end: str) -> None:
+    file, fifo, held = starting
+    scorer = Scorer(file, "compute_score", {"fifo": fifo}, timeout_s=3.0 if end == "hangs" else 60.0)
+    try:
+        (result,) = scorer.score([Sample(f"{how} {end}", "source", "truth", {}, [])])
+        assert isinstance(result, Failure) == (end != "returns")
+    finally:
+        scorer.stop()
+    assert os.read(held, 1) == b"", "nobody holds the pipe any more"
+
+
+@pytest.mark.timeout(120)
+def test_it_ends_with_a_parent_that_is_killed(starting: tuple[str, str, int]) -> None:
+    file, fifo, held = starting
+    parent = subprocess.run([sys.executable, "-c", PARENT, file, fifo], check=False)
+    assert parent.returncode == -signal.SIGKILL
+    assert os.read(held, 1) == b""
