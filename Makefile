@@ -6,25 +6,30 @@
 # make check        what every change must pass: format, lint, types, layers, fast tests
 # make format       let ruff format and fix; make clean removes caches and builds
 #
-# DEVICE=gpu sets up for NVIDIA GPUs; PYTHON names the interpreter that .venv is made with (3.11 or 3.12).
+# DEVICE=cpu or gpu says what is set up; without it, gpu where nvidia-smi finds a GPU. The tests run on CPU: DEVICE=cpu for
+# them on a machine with GPUs. CUDA=12 is for NVIDIA drivers before 580 (default: 13). PYTHON names the interpreter that
+# .venv is made with (3.11 or 3.12). `make constraints` writes constraints/*.txt, the versions of all packages, anew.
 
-DEVICE ?= cpu
 PYTHON ?= python3
 BIN := .venv/bin
 CODE := $(wildcard grpo_dist tests scripts benchmarks examples)
 
-export PYTHON
+export PYTHON DEVICE CUDA
 
-.PHONY: help setup quickstart smollm2 test test-long chaos check format clean
+.PHONY: help constraints setup quickstart smollm2 test test-long chaos check format clean
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
 setup:
-	@bash scripts/setup.sh $(DEVICE)
+	@bash scripts/setup.sh
+
+constraints: setup
+	@bash scripts/constraints.sh
 
 quickstart: setup
-	$(BIN)/python -m grpo_dist.main algorithm.adv_estimator=grpo
+	$(BIN)/python -m grpo_dist.main algorithm.adv_estimator=grpo \
+	  cluster=$$(grep -q '^gpu' .venv/.setup && echo single_gpu || echo cpu)
 
 smollm2: setup
 	bash examples/run_smollm2_cpu.sh

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # GRPO on Qwen3-8B with GSM8K on one machine with 8 GPUs of 80 GB.
 #
-#   pip install -e '.[gpu]' datasets
-#   python -m grpo_dist.data.prepare gsm8k --local_save_dir data/gsm8k
+#   make setup DEVICE=gpu && .venv/bin/uv pip install --python .venv/bin/python datasets
+#   .venv/bin/python -m grpo_dist.data.prepare gsm8k --local_save_dir data/gsm8k
 #   bash examples/run_qwen3-8b.sh [key=value ...]
 #
-# `bash examples/run_qwen3-8b.sh trainer.dry_run=true` shows the batch arithmetic, the placement and a memory estimate.
+# `bash examples/run_qwen3-8b.sh trainer.dry_run=config` shows the batch arithmetic, the placement and a memory estimate.
 set -euo pipefail
 # shellcheck source=examples/python.sh
 source "$(dirname "${BASH_SOURCE[0]}")/python.sh"

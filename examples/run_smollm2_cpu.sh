@@ -8,6 +8,7 @@
 # DATA_DIR     where the parquet files of GSM8K are, or are written            default: data/gsm8k
 # Relative paths start at the repository root.
 set -euo pipefail
+export DEVICE=${DEVICE:-cpu}
 # shellcheck source=examples/python.sh
 source "$(dirname "${BASH_SOURCE[0]}")/python.sh"
 

