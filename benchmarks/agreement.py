@@ -83,5 +83,6 @@ def _policy_settings(path: str, threads: int, dtype: str) -> PolicySettings:
         temperature=1.0,
         columns=("ref_log_probs",),
         log_prob_micro_batch_size=8,
+        collective_timeout_s=240.0,
         seed=1,
     )

@@ -100,7 +100,7 @@ class Offline:
     """vLLM's `LLM`, as one would use it without us."""
 
     def __init__(self, path: str, threads: int) -> None:
-        from grpo_dist.engines.vllm_engine import quiet_environment
+        from grpo_dist.engines.vllm_args import quiet_environment
 
         quiet_environment("cpu")
         from vllm import LLM, SamplingParams

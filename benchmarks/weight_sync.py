@@ -85,6 +85,7 @@ def _policy_settings(path: str, threads: int) -> PolicySettings:
         temperature=1.0,
         columns=("old_log_probs",),
         log_prob_micro_batch_size=4,
+        collective_timeout_s=240.0,
         seed=1,
         optimizer=OptimizerSettings(1e-6, 0.0, (0.9, 0.999), "constant", 0, 10, 0.0),
     )

@@ -45,7 +45,7 @@ OBJECTIVE = ObjectiveSettings(
 
 def join_process_group(device: str) -> None:
     """A process group of this process alone."""
-    init_process_group(device=device, rank=0, world_size=1, store=open_store(LOOPBACK))
+    init_process_group(device=device, rank=0, world_size=1, store=open_store(LOOPBACK), timeout_s=600)
 
 
 def write_llama(folder: Path, sizes: dict[str, Any]) -> str:

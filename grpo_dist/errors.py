@@ -12,13 +12,19 @@
     ├── EngineError          the rollout engine failed or hangs: its worker is replaced
     ├── CheckpointError      a checkpoint cannot be written or read
     └── WorkerError          a worker process failed; carries role, rank, node, stage and its traceback
-        └── WorkerLost       its process died or does not answer: not the fault of what it was asked for
+        ├── WorkerLost       its process died or does not answer: not the fault of what it was asked for
+        └── OutOfMemory      its GPU's memory was not enough; carries the key to lower
     Terminated               SIGTERM, a KeyboardInterrupt by someone else: exit code 143
 
 Every message says what failed, the value, the config key or the rank, and what to do.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Any
 
 
 class Terminated(KeyboardInterrupt):
@@ -98,9 +104,31 @@ class WorkerError(GrpoDistError):
         self.message, self.role, self.rank, self.node, self.stage = message, role, rank, node, stage
         self.remote_traceback = remote_traceback
 
+    def locate(self, role: str, rank: int, node: str, stage: str) -> None:
+        """Say whose it is: a worker that raises it does not know."""
+        self.role, self.rank, self.node, self.stage = role, rank, node, stage
+
     def __str__(self) -> str:
         return f"{self.role} worker {self.rank} on {self.node}, stage {self.stage!r}: {self.message}"
 
 
 class WorkerLost(WorkerError):
     """A worker's process died or does not answer. What it was asked for may be asked again, of another process."""
+
+
+class OutOfMemory(WorkerError):
+    """The memory of a worker's GPU was not enough.
+
+    Args:
+        message: for what, in one line.
+        location: role, rank, ... as for `WorkerError`; a worker that raises it leaves them out (see `locate`).
+        remedy: what to do.
+        setting: key and value whose half takes about half of the memory; None: there is none.
+    """
+
+    def __init__(self, message: str, *location: Any, remedy: str = "", setting: tuple[str, int] | None = None) -> None:
+        super().__init__(message, *location)
+        self.remedy, self.setting = remedy, setting
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; {self.remedy}" if self.remedy else super().__str__()

@@ -12,6 +12,7 @@ import sys
 
 from grpo_dist.config.load import load_config
 from grpo_dist.config.plan import format_plan, format_summary
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.usage import usage
 from grpo_dist.errors import GrpoDistError, Terminated, WorkerError
 
@@ -25,11 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config, notes = load_config(overrides)
         if config.trainer.dry_run:
-            from grpo_dist.trainer.preflight import preflight
-
-            sys.stdout.write(format_plan(config, notes) + "\n\nchecks\n")
-            for line in preflight(config):
-                sys.stdout.write(f"  {line}\n")
+            sys.stdout.write(format_plan(config, notes) + "\n")
+            if config.trainer.dry_run != "config":
+                _rehearse(config)
             return 0
         sys.stdout.write(format_summary(config, notes) + "\n")
         sys.stdout.flush()
@@ -44,6 +43,18 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write(f"\nstopped by {number.name}\n")
         return 128 + number
     return 0
+
+
+def _rehearse(config: RunConfig) -> None:
+    """Check on this machine all that a run would check before it starts Ray."""
+    from grpo_dist.trainer.preflight import preflight
+
+    def tell(line: str) -> None:
+        sys.stdout.write(f"  {line}\n")
+        sys.stdout.flush()
+
+    sys.stdout.write("\nchecked on this machine\n")
+    preflight(config, tell, rehearsal=True)
 
 
 def _report(error: GrpoDistError) -> None:

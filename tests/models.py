@@ -20,7 +20,7 @@ def random_qwen3(folder: Path) -> str:
 
 
 def random_model(family: str, folder: Path, **changes: object) -> str:
-    """A random model of 2 layers on disk, of a family of transformers: Llama, Qwen2, Qwen3, Gemma2, ..."""
+    """A random model of 2 layers on disk, of a family of transformers: Llama, Qwen2, Qwen3, Gemma2, GPT2, ..."""
     import transformers
 
     torch.manual_seed(0)
@@ -38,7 +38,7 @@ def random_model(family: str, folder: Path, **changes: object) -> str:
         "bos_token_id": None,
     }
     config = getattr(transformers, f"{family}Config")(**(sizes | changes))
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():  # the default init is so small that every distribution is uniform
         parameter.data.mul_(3.0)
     model.save_pretrained(folder)
@@ -86,9 +86,12 @@ def trainable_engine(
     layout: str = "shared",
     dtype: str = "fp32",
     fsdp_size: int = -1,
+    defer_grad_sync: bool = False,
     lora: LoraSettings | None = None,
+    gradient_checkpointing: bool = False,
 ) -> FSDPEngine:
     """A CPU engine with AdamW."""
-    model = ModelSettings(path, False, "fp32", dtype, False, True, layout, fsdp_size, lora=lora)
+    sharding = {"fsdp_size": fsdp_size, "defer_grad_sync": defer_grad_sync}
+    model = ModelSettings(path, False, "fp32", dtype, gradient_checkpointing, True, layout, lora=lora, **sharding)
     optimizer = OptimizerSettings(lr, 0.01, (0.9, 0.999), "constant", 0, 10, 0.0)
     return FSDPEngine(model, device="cpu", temperature=temperature, optimizer=optimizer, grad_clip=1.0)

@@ -1,4 +1,4 @@
-"""Processes for tests: reserved on their own, and released at the end, so that no test starves the next one."""
+"""Processes for tests: reserved on their own and released at the end, so that no test starves the next one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import psutil
-from ray.util.placement_group import remove_placement_group
 
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
-from grpo_dist.workers.resources import Bundle, reserve
+from grpo_dist.workers.resources import Bundle, release, reserve
+from tests.observed import command_line
 
 
 def open_to_others(process: psutil.Process) -> dict[str, list[str]]:
@@ -22,7 +22,7 @@ def open_to_others(process: psutil.Process) -> dict[str, list[str]]:
         with contextlib.suppress(psutil.NoSuchProcess):
             ips = [c.laddr.ip for c in each.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
             if others := [ip for ip in ips if not is_loopback(ip)]:
-                found[f"{each.pid} {' '.join(each.cmdline())[:80]}"] = others
+                found[f"{each.pid} {command_line(each)[:80]}"] = others
     return found
 
 
@@ -38,11 +38,11 @@ SHARE = 0.01
 @contextmanager
 def reserved(**counts: int) -> Iterator[Mapping[str, list[Bundle]]]:
     """Bundles for so many processes of each role. At the end whatever still runs in them is killed."""
-    placement, bundles = reserve({role: (count, SHARE, 0.0) for role, count in counts.items()})
+    groups, bundles = reserve({role: (count, SHARE, 0.0) for role, count in counts.items()})
     try:
         yield bundles
     finally:
-        remove_placement_group(placement)
+        release(groups)
 
 
 @contextmanager

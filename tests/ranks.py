@@ -29,7 +29,8 @@ def _entry(
 
     torch.set_num_threads(1)
     try:
-        init_process_group(device="cpu", rank=rank, world_size=world_size, store=dist.TCPStore(LOOPBACK, port))
+        store = dist.TCPStore(LOOPBACK, port)
+        init_process_group(device="cpu", rank=rank, world_size=world_size, store=store, timeout_s=LIMIT_S)
         results.put((rank, function(rank, *args), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))

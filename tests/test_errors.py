@@ -11,6 +11,7 @@ from grpo_dist.errors import (
     DataError,
     GrpoDistError,
     HealthError,
+    OutOfMemory,
     RewardError,
     TrainingDiverged,
     WorkerError,
@@ -31,6 +32,7 @@ from grpo_dist.errors import (
         (CheckpointError, (GrpoDistError,), 1),
         (WorkerError, (GrpoDistError,), 1),
         (WorkerLost, (WorkerError,), 1),
+        (OutOfMemory, (WorkerError,), 1),
     ],
 )
 def test_tree_and_exit_codes(error: type[GrpoDistError], parents: tuple[type, ...], exit_code: int) -> None:
@@ -41,7 +43,7 @@ def test_tree_and_exit_codes(error: type[GrpoDistError], parents: tuple[type, ..
 
 def test_the_drawing_shows_every_class() -> None:
     classes = [name for name, value in vars(errors).items() if isinstance(value, type)]
-    assert len(classes) == 14
+    assert len(classes) == 15
     for name in classes:
         assert name in errors.__doc__
 

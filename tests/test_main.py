@@ -29,6 +29,14 @@ def test_a_typo_is_answered_with_the_key_and_exit_code_2() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_dry_run_of_the_config_asks_nothing_of_this_machine(capsys: pytest.CaptureFixture) -> None:
+    elsewhere = ["model=qwen3_8b", "data=gsm8k", "cluster=node8", "custom_reward_function.path=gone.py"]
+    assert main([*elsewhere, "trainer.dry_run=config"]) == 0
+    shown = capsys.readouterr().out
+    assert "custom_reward_function.path=gone.py: no such file" in shown, "said as a note"
+    assert "checked on this machine" not in shown
+
+
 def test_impossible_batch_arithmetic_names_the_keys(capsys: pytest.CaptureFixture) -> None:
     assert main(["data.train_batch_size=30", "trainer.dry_run=true"]) == 2
     err = capsys.readouterr().err

@@ -11,14 +11,16 @@ from grpo_dist.errors import ConfigError
 BUILTIN = "builtin:"
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.tiktoken", "*.py"]
+_WEIGHTS = "*.safetensors"
+_MODEL_FILES = ["*.json", _WEIGHTS, "*.model", "*.jinja", "*.txt", "*.tiktoken", "*.py"]
 
 
-def resolve_model_path(path: str) -> str:
+def resolve_model_path(path: str, *, weights: bool = True) -> str:
     """The folder of a model on this machine.
 
     Args:
         path: `builtin:NAME`, a folder, or a hub name such as Qwen/Qwen3-8B (downloaded once into the hub's cache).
+        weights: whether the weights of a hub name are downloaded too.
 
     Raises:
         ConfigError: no such built-in model, or the hub does not give it.
@@ -26,14 +28,15 @@ def resolve_model_path(path: str) -> str:
     if path.startswith(BUILTIN):
         return _builtin_folder(path)
     folder = expanded(path)
-    return str(folder) if is_folder(folder) or not _HUB_NAME.fullmatch(path) else _from_hub(path)
+    return str(folder) if is_folder(folder) or not _HUB_NAME.fullmatch(path) else _from_hub(path, weights=weights)
 
 
-def _from_hub(name: str) -> str:
+def _from_hub(name: str, *, weights: bool) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(name, allow_patterns=_MODEL_FILES)
+        left_out = [] if weights else [_WEIGHTS]
+        return snapshot_download(name, allow_patterns=_MODEL_FILES, ignore_patterns=left_out)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(

@@ -7,6 +7,7 @@ mistake is told before engines start. What only the weights tell (nan, a wrong s
 from __future__ import annotations
 
 import json
+import math
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -38,7 +39,8 @@ class ModelFolder:
         folder: where it is.
         model_type: what its config.json calls the family, such as "qwen3".
         vocab_size: rows of the embedding; None where config.json does not say.
-        num_tensors: tensors in its weights.
+        num_tensors: tensors in its weights; 0 where those were not looked at.
+        num_parameters: numbers in them; likewise.
         num_files: files that they are in.
     """
 
@@ -46,16 +48,20 @@ class ModelFolder:
     model_type: str
     vocab_size: int | None
     num_tensors: int
+    num_parameters: int
     num_files: int
 
 
-def check_model_folder(folder: str | Path, *, setting: str, trust_remote_code: bool) -> ModelFolder:
+def check_model_folder(
+    folder: str | Path, *, setting: str, trust_remote_code: bool, weights: bool = True
+) -> ModelFolder:
     """Check config.json and the weights of a Hugging Face folder against each other.
 
     Args:
         folder: the folder.
         setting: what names it, such as "actor_rollout_ref.model.path=models/qwen", for messages.
         trust_remote_code: whether code that comes with the model may run.
+        weights: whether they are there; otherwise config.json alone is checked.
 
     Raises:
         DataError: a file is missing, damaged or does not fit the others; the message names it.
@@ -64,7 +70,7 @@ def check_model_folder(folder: str | Path, *, setting: str, trust_remote_code: b
     try:
         config = _read_object(folder / "config.json", setting)
         model_type = _model_type(config, f"{setting}: config.json", trust_remote_code=trust_remote_code)
-        files = _weight_files(folder, setting)
+        files = weight_files(folder, setting) if weights else {}
         shapes: Shapes = {}
         for file, expected in files.items():
             found = read_header(folder / file, setting)
@@ -74,12 +80,13 @@ def check_model_folder(folder: str | Path, *, setting: str, trust_remote_code: b
             shapes |= found
     except OSError as error:
         raise DataError(f"{setting}: cannot be read: {str(error)[:300]}") from error
-    if not shapes:
+    if weights and not shapes:
         raise DataError(f"{setting}: the weights hold no tensors: {_some(sorted(files))}")
     vocab_size = _vocab_size(config)
     if not trust_remote_code:  # such code may give its sizes meanings of its own
         _check_embedding(shapes, vocab_size, setting)
-    return ModelFolder(folder, model_type, vocab_size, len(shapes), len(files))
+    num_parameters = sum(map(math.prod, shapes.values()))
+    return ModelFolder(folder, model_type, vocab_size, len(shapes), num_parameters, len(files))
 
 
 def read_header(file: Path, setting: str) -> Shapes:
@@ -165,7 +172,7 @@ def _known(model_type: Any) -> bool:
     return model_type in CONFIG_MAPPING_NAMES
 
 
-def _weight_files(folder: Path, setting: str) -> dict[str, set[str]]:
+def weight_files(folder: Path, setting: str) -> dict[str, set[str]]:
     """The files with weights, and the tensors that an index expects in each."""
     if (folder / SINGLE).is_file():
         return {SINGLE: set()}

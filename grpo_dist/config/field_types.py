@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -65,6 +65,15 @@ def builtin_or_custom(names: Sequence[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _some_and_distinct(values: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    if values is not None and not values:
+        raise ValueError("names none; null takes the default")
+    if values is not None and len(set(values)) < len(values):
+        twice = next(value for i, value in enumerate(values) if value in values[:i])
+        raise ValueError(f"names {twice} twice")
+    return values
+
+
 def one_of(names: Sequence[str]) -> AfterValidator:
     """Accepts one of `names`."""
 
@@ -75,6 +84,22 @@ def one_of(names: Sequence[str]) -> AfterValidator:
 
     return AfterValidator(check)
 
+
+def _alias(names: Mapping[str, str]) -> BeforeValidator:
+    """Takes the other names of a type, PyTorch's, vLLM's and verl's, for the one that the key has."""
+
+    def canonical(value: Any) -> Any:
+        found = names.get(value, value) if isinstance(value, str) else value
+        if found == NOT_FOR_TRAINING:
+            raise ValueError("float16 overflows without loss scaling, which is not here; use bfloat16, or float32")
+        return found
+
+    return BeforeValidator(canonical)
+
+
+NOT_FOR_TRAINING = "fp16"
+_TRAIN_NAMES = {"bfloat16": "bf16", "float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16"}
+_ENGINE_NAMES = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16"}
 
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[Float, Field(gt=0)]
@@ -96,3 +121,17 @@ OptionalFiles = Annotated[tuple[Text, ...], BeforeValidator(_none_or_more)]
 Names = BeforeValidator(_one_or_more)
 OptionalNames = BeforeValidator(_none_or_more)
 Pair = BeforeValidator(_as_tuple)
+Distinct = AfterValidator(_some_and_distinct)
+
+
+def _dry_run(value: Any) -> Any:
+    if not isinstance(value, bool) and value != "config":
+        raise ValueError("must be true (check what a run here would refuse), config (the config alone), or false")
+    return value
+
+
+DryRun = Annotated[bool | Literal["config"], BeforeValidator(_dry_run)]
+TrainDtype = Literal["fp32", "bf16"]
+RolloutDtype = Literal["float32", "bfloat16", "float16"]
+TrainDtypeName = Annotated[TrainDtype, _alias(_TRAIN_NAMES)]
+RolloutDtypeName = Annotated[RolloutDtype, _alias(_ENGINE_NAMES)]

@@ -39,8 +39,8 @@ def load_config(overrides: list[str]) -> tuple[RunConfig, list[str]]:
         overrides: the command line, such as ["model=hf", "data.train_batch_size=64"].
 
     Returns:
-        The config, and notes for the user: settings without effect, choices made for them, and, in a dry run,
-        files that are not there.
+        The config, and notes for the user: settings without effect, choices made for them, and, where only the
+        config is looked at (trainer.dry_run=config), files that are not there.
 
     Raises:
         ConfigError: lists every problem, one a line.
@@ -56,7 +56,7 @@ def load_config(overrides: list[str]) -> tuple[RunConfig, list[str]]:
     # A rule about a key that is itself wrong would report the default in its place.
     found = [problem for problem in found if not suspects.intersection(problem.keys)]
     notes = list(line.notes)
-    if config is not None and config.trainer.dry_run:
+    if config is not None and config.trainer.dry_run == "config":
         notes += [problem.text for problem in found if problem.missing_file]
         found = [problem for problem in found if not problem.missing_file]
     problems += found

@@ -1,218 +1,155 @@
-"""Memory of each process, estimated from the model's config.json.
+"""Memory of each process, on its GPU and of the CPU, from the model's sizes and the settings.
 
-Counts weights, gradients, optimizer states, gathered layers, KV cache, and the activations of the largest pass that the
-settings allow. Not the CUDA context, fragmentation, or Python itself.
+Counted are the largest passes that the settings allow, in which every sequence is as long as it may be.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_dist.assets import BUILTIN, resolve_model_path
-from grpo_dist.assets.paths import expanded, is_folder
+from grpo_dist.config.model_shape import ModelShape, model_shape
 from grpo_dist.config.placement import placement
+from grpo_dist.config.rank_memory import MiniBatch, Parts, Rank, pass_tokens
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_roles import ModelConfig
-from grpo_dist.errors import ConfigError
 
 GIB = 2**30
-ADAM_STATES = 2  # AdamW's two running means, in the type of the weights
 CPU_KV_CACHE_GIB = 1.0  # the engine's own choice where kv_cache_memory_gib is null; a test keeps the two equal
-CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}  # engines/head.py's, which needs torch; a test keeps the two equal
-_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+# GiB of a GPU for a process besides its tensors: CUDA's context, NCCL's buffers, what the allocator cannot use.
+CUDA_GIB = 1.0
+# GiB of CPU memory for a process besides its tensors: Python and its libraries, on a GPU CUDA's too.
+PROCESS_GIB = {"cpu": 0.5, "cuda": 3.0}
+EXPORT_BYTES = 5e9  # safetensors files of the exported model are no larger
 _BYTES = {"fp32": 4, "bf16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """Parameters of a model, and the sizes that memory depends on.
+class RoleMemory:
+    """What one process of a role holds, in GiB.
 
     Args:
-        num_parameters: all of them; tied embeddings once.
-        largest_unit: parameters that FSDP gathers at a time: a layer, or embedding and head.
-        kv_values_per_token: keys and values of one token in all layers.
-        layer_values_per_token: what a layer keeps of a token for its backward pass: inputs of the norms and of each
-            matrix, gate and up projections and their product.
-        layer_input: what it keeps with gradient checkpointing: the hidden size.
-        num_layers: decoder layers.
-        linears: inputs + outputs of a layer's matrices, by the names that LoRA's target_modules give them.
+        role: actor, rollout or ref.
+        parts: at its peak, where it computes.
+        forward: at the peak of a log-prob pass.
+        between: what it keeps on its GPU while other roles compute.
+        host: in CPU memory at the peak; on CPU besides `parts`.
+        remark: where a part is not a number.
     """
 
-    num_parameters: int
-    largest_unit: int
-    kv_values_per_token: int
-    layer_values_per_token: int
-    layer_input: int
-    num_layers: int
-    linears: Mapping[str, int]
-
-    def lora_parameters(self, model: ModelConfig) -> int:
-        """Numbers in LoRA's factors."""
-        chosen = self.linears if "all-linear" in model.target_modules else model.target_modules
-        names = set(chosen) - set(model.exclude_modules or ())
-        return self.num_layers * model.lora_rank * sum(self.linears.get(name, 0) for name in names)
-
-
-@dataclass(frozen=True)
-class RoleMemory:
-    """What one process of a role holds: (name, GiB) parts, and a remark where a part is not a number."""
-
     role: str
-    parts: tuple[tuple[str, float], ...]
+    parts: Mapping[str, float]
+    forward: float = 0.0
+    between: float = 0.0
+    host: Mapping[str, float] = field(default_factory=dict)
     remark: str = ""
 
     @property
     def total(self) -> float:
         """GiB of all parts."""
-        return sum(gib for _, gib in self.parts)
+        return sum(self.parts.values())
+
+    @property
+    def host_total(self) -> float:
+        """GiB of all parts in CPU memory."""
+        return sum(self.host.values())
 
 
-def model_config_at_hand(path: str) -> dict[str, Any] | None:
-    """The model's config.json: built in, in a local folder, in the hub's cache, or of known_models.json.
+def memory_estimate(
+    config: RunConfig, model_config: Mapping[str, Any] | None, num_parameters: int = 0
+) -> list[RoleMemory] | None:
+    """Memory of one process of each role; None if the model's sizes are not at hand.
 
-    Nothing is downloaded. The known ones hold only what `model_shape` needs; a name matches whoever its owner is.
+    Args:
+        config: the run's.
+        model_config: the model's config.json.
+        num_parameters: numbers in its weights, where they are at hand; 0: as many as config.json makes likely.
     """
-    try:
-        folder = expanded(resolve_model_path(path) if path.startswith(BUILTIN) else path)
-    except ConfigError:
-        return None
-    for candidate in (folder, *_cached_snapshots(path)):
-        try:
-            found = json.loads((candidate / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            continue
-        if isinstance(found, dict):
-            return found
-    known = json.loads(Path(__file__).with_name("known_models.json").read_text(encoding="utf-8"))
-    return {name.rpartition("/")[2].lower(): entry for name, entry in known.items()}.get(folder.name.lower())
-
-
-def _cached_snapshots(path: str) -> list[Path]:
-    home = expanded(os.environ.get("HF_HOME", "~/.cache/huggingface"))
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    folder = cache / f"models--{path.replace('/', '--')}" / "snapshots"
-    return sorted(folder.iterdir()) if path.count("/") == 1 and is_folder(folder) else []
-
-
-def model_shape(model_config: dict[str, Any]) -> ModelShape | None:
-    """Sizes of a Llama-like decoder (grouped-query attention, gated MLP, also experts); None for others."""
-    text = model_config.get("text_config", model_config)
-    needed = [_count(text, name) for name in _SIZES]
-    if not all(needed):
-        return None
-    hidden, layers, heads, width, vocabulary = needed
-    kv_heads = _count(text, "num_key_value_heads") or heads
-    head_dim = _count(text, "head_dim") or hidden // heads
-    experts = _count(text, "num_experts") or _count(text, "num_local_experts") or 1
-    expert_width = _count(text, "moe_intermediate_size") or width
-    attention = 2 * hidden * head_dim * (heads + kv_heads)
-    mlp = 3 * hidden * expert_width * experts + (hidden * experts if experts > 1 else 0)
-    layer = attention + mlp + 2 * hidden
-    embedding = vocabulary * hidden * (1 if text.get("tie_word_embeddings") else 2)
-    return ModelShape(
-        num_parameters=layers * layer + embedding + hidden,
-        largest_unit=max(layer, embedding),
-        kv_values_per_token=2 * layers * kv_heads * head_dim,
-        layer_values_per_token=4 * hidden + 2 * head_dim * (heads + kv_heads) + 4 * width,
-        layer_input=hidden,
-        num_layers=layers,
-        linears={
-            "q_proj": hidden + head_dim * heads,
-            "k_proj": hidden + head_dim * kv_heads,
-            "v_proj": hidden + head_dim * kv_heads,
-            "o_proj": head_dim * heads + hidden,
-            **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), experts * (hidden + expert_width)),
-        },
-    )
-
-
-def _count(text: Any, name: str) -> int:
-    """A size in a config.json; 0 where it has none, or something else in its place."""
-    value = text.get(name) if isinstance(text, dict) else None
-    return value if isinstance(value, int) and value > 0 else 0
-
-
-def memory_estimate(config: RunConfig, model_config: dict[str, Any] | None) -> list[RoleMemory] | None:
-    """Memory of one process of each role, in GiB; None if the model's sizes are not at hand."""
-    shape = None if model_config is None else model_shape(model_config)
+    shape = None if model_config is None else model_shape(model_config, num_parameters)
     if shape is None:
         return None
     place = placement(config)
     roles = [_actor(config, shape, place.actor_world_size), _rollout(config, shape, place.tensor_parallel)]
-    if place.ref_world_size:
-        compute = _BYTES[config.actor_rollout_ref.ref.fsdp_config.resolved_dtype(config.default_dtype)]
-        parts = [("weights", shape.num_parameters * compute / place.ref_world_size)]
-        if place.ref_world_size > 1:
-            parts.append(("gathered layer", shape.largest_unit * compute))
-        roles.append(_role("ref", parts))
-    return roles
+    return [*roles, _reference(config, shape, place.ref_world_size)] if place.ref_world_size else roles
 
 
-def kv_cache_tokens(config: RunConfig, model_config: dict[str, Any] | None) -> int | None:
+# --- training ranks ------------------------------------------------------------------------------------------------
+def _actor(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
+    roles, fsdp = config.actor_rollout_ref, config.actor_rollout_ref.actor.fsdp_config
+    rank = Rank(
+        shape,
+        config.device,
+        master=_BYTES[fsdp.model_dtype],
+        compute=_BYTES[fsdp.resolved_dtype(config.default_dtype)],
+        shards=ranks if fsdp.fsdp_size < 0 else min(fsdp.fsdp_size, ranks),
+        reshards=fsdp.reshard_after_forward,
+        factors=shape.lora_parameters(roles.model),
+    )
+    validates = config.trainer.val_only  # then there are neither gradients nor states
+    states, peak = (0.0, {"weights": rank.weights}) if validates else (rank.states, MiniBatch(config, rank).peak())
+    if roles.actor.use_kl_loss and roles.actor.kl_loss_type == "full":
+        peak["reference's output layer"] = shape.matrix * rank.compute
+    rollout = roles.rollout
+    limit = roles.actor.log_prob_max_token_len(rollout)
+    forward = rank.forward(*pass_tokens(config, rollout.log_prob_micro_batch_size_per_gpu, limit))
+    waits = (0.0 if fsdp.param_offload else rank.weights) + (0.0 if fsdp.optimizer_offload else states)
+    frees = fsdp.param_offload or fsdp.optimizer_offload  # else the allocator keeps what the last phase took
+    host = {"offloaded": rank.weights + states - waits, "a copy for a checkpoint": rank.weights + states}
+    return RoleMemory(
+        "actor",
+        _gib(peak),
+        forward=(sum(forward.values()) + (0.0 if fsdp.optimizer_offload else states)) / GIB,
+        between=(waits if frees else sum(peak.values())) / GIB,
+        host=_host(config, rank, host, exports=True),
+    )
+
+
+def _reference(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
+    ref, actor = config.actor_rollout_ref.ref, config.actor_rollout_ref.actor
+    held = _BYTES[ref.weights_dtype(config.default_dtype)]
+    compute = _BYTES[ref.fsdp_config.resolved_dtype(config.default_dtype)]
+    rank = Rank(shape, config.device, held, compute, ranks, actor.fsdp_config.reshard_after_forward)
+    limit = actor.log_prob_max_token_len(ref)
+    parts = rank.forward(*pass_tokens(config, ref.log_prob_micro_batch_size_per_gpu, limit))
+    total, offloads = sum(parts.values()) / GIB, ref.fsdp_config.param_offload
+    host = {"offloaded": rank.weights if offloads else 0.0}
+    if config.actor_rollout_ref.ref.ref_model_sync_steps > 0:
+        host["a copy for a checkpoint"] = rank.weights
+    between = 0.0 if offloads else total
+    return RoleMemory("ref", _gib(parts), total, between, _host(config, rank, host, exports=False))
+
+
+# --- rollout engines -----------------------------------------------------------------------------------------------
+def _rollout(config: RunConfig, shape: ModelShape, tensor_parallel: int) -> RoleMemory:
+    rollout, size = config.actor_rollout_ref.rollout, _BYTES[_rollout_dtype(config)]
+    weights = shape.num_parameters * size / tensor_parallel
+    parts = {"weights": weights}
+    if config.device == "cuda":
+        per_token = (4 * shape.hidden + 3 * shape.width / tensor_parallel) * size
+        sampler = 3 * 4 * rollout.max_num_seqs * shape.vocabulary
+        parts["pass"] = rollout.max_num_batched_tokens * per_token + sampler
+    host = {"weights being loaded": shape.largest_tensor * 4.0, "new weights": _bucket(config, shape)}
+    host["process"] = PROCESS_GIB[config.device] * GIB
+    gib, share = _kv_cache_gib(config), rollout.gpu_memory_utilization
+    if gib is not None:
+        return RoleMemory("rollout", _gib(parts | {"KV cache": gib * GIB}), host=_gib(host))
+    longest = rollout.resolved_max_model_len(config.data) * _kv_bytes(config, shape)
+    parts["KV cache of one sequence"] = longest
+    return RoleMemory(
+        "rollout", _gib(parts), host=_gib(host), remark=f"KV cache: what is left of {share:.0%} of the GPU"
+    )
+
+
+def kv_cache_tokens(config: RunConfig, model_config: Mapping[str, Any] | None) -> int | None:
     """Tokens whose keys and values fit in one engine's cache; None where the cache size is found at start."""
     shape = None if model_config is None else model_shape(model_config)
     gib = _kv_cache_gib(config)
-    if shape is None or gib is None:
-        return None
-    per_gpu = shape.kv_values_per_token * _rollout_bytes(config) / placement(config).tensor_parallel
-    return int(gib * GIB / per_gpu)
+    return None if shape is None or gib is None else int(gib * GIB / _kv_bytes(config, shape))
 
 
-def _actor(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
-    fsdp = config.actor_rollout_ref.actor.fsdp_config
-    master, compute = _BYTES[fsdp.model_dtype], _BYTES[fsdp.resolved_dtype(config.default_dtype)]
-    ranks = ranks if fsdp.fsdp_size < 0 else fsdp.fsdp_size
-    factors = shape.lora_parameters(config.actor_rollout_ref.model)
-    trained = (factors or shape.num_parameters) * master / ranks
-    weights = (shape.num_parameters + factors) * master / ranks
-    parts = [("weights", weights), ("gradients", trained), ("optimizer", ADAM_STATES * trained)]
-    if ranks > 1 and fsdp.reshard_after_forward:
-        parts.append(("gathered layer", shape.largest_unit * compute))
-    elif ranks > 1 or master != compute:
-        parts.append(("gathered model", shape.num_parameters * compute))
-    parts.append(("activations", _activations(config, shape) * compute))
-    copy = (weights + ADAM_STATES * trained) / GIB
-    return _role("actor", parts, f"{copy:.3g} GiB of CPU memory more while a checkpoint is written")
-
-
-def tokens_per_pass(config: RunConfig) -> int:
-    """Tokens of the largest training pass on one rank: its budget, or the longest sequences laid out as configured."""
-    roles, data = config.actor_rollout_ref, config.data
-    sequences, n = roles.actor.ppo_micro_batch_size_per_gpu, roles.rollout.n
-    if roles.actor.use_dynamic_bsz:
-        return roles.actor.ppo_max_token_len_per_gpu
-    shared = roles.model.use_remove_padding and roles.actor.use_prefix_grouper
-    prompts = -(-sequences // n) if shared else sequences
-    return prompts * data.max_prompt_length + sequences * data.max_response_length
-
-
-def _activations(config: RunConfig, shape: ModelShape) -> float:
-    """Numbers that a training pass keeps: every layer's, or every layer's input and one layer's; and chunks of logits.
-
-    The output layer holds a chunk's logits, their softmax and their gradient in float32, which fills two of the compute
-    type each.
-    """
-    per_layer = shape.layer_values_per_token
-    if config.actor_rollout_ref.model.enable_gradient_checkpointing:
-        per_token = shape.num_layers * shape.layer_input + per_layer
-    else:
-        per_token = shape.num_layers * per_layer
-    compute = _BYTES[config.actor_rollout_ref.actor.fsdp_config.resolved_dtype(config.default_dtype)]
-    return tokens_per_pass(config) * per_token + 3 * CHUNK_LOGITS[config.device] * 4 / compute
-
-
-def _rollout(config: RunConfig, shape: ModelShape, tensor_parallel: int) -> RoleMemory:
-    parts = [("weights", shape.num_parameters * _rollout_bytes(config) / tensor_parallel)]
-    gib = _kv_cache_gib(config)
-    if gib is None:
-        share = config.actor_rollout_ref.rollout.gpu_memory_utilization
-        return _role("rollout", parts, f"KV cache: what is left of {share:.0%} of the GPU")
-    return _role("rollout", [*parts, ("KV cache", gib * GIB)])
+def _kv_bytes(config: RunConfig, shape: ModelShape) -> float:
+    """Keys and values of a token on one GPU of an engine."""
+    return shape.kv_values_per_token * _BYTES[_rollout_dtype(config)] / placement(config).tensor_parallel
 
 
 def _kv_cache_gib(config: RunConfig) -> float | None:
@@ -220,9 +157,37 @@ def _kv_cache_gib(config: RunConfig) -> float | None:
     return CPU_KV_CACHE_GIB if asked is None and config.device == "cpu" else asked
 
 
-def _rollout_bytes(config: RunConfig) -> int:
-    return _BYTES[config.actor_rollout_ref.rollout.resolved_dtype(config.default_dtype)]
+def _rollout_dtype(config: RunConfig) -> str:
+    return config.actor_rollout_ref.rollout.resolved_dtype(config.default_dtype)
 
 
-def _role(role: str, parts: list[tuple[str, float]], remark: str = "") -> RoleMemory:
-    return RoleMemory(role, tuple((name, size / GIB) for name, size in parts), remark)
+# --- CPU memory ----------------------------------------------------------------------------------------------------
+def _host(config: RunConfig, rank: Rank, held: Parts, *, exports: bool) -> Mapping[str, float]:
+    """CPU memory of a training rank: what waits there, and the larger of what loading, saving and export take."""
+    shape = rank.shape
+    loading = shape.largest_tensor * rank.master + (rank.weights if rank.device == "cuda" else 0.0)
+    moments = {"weights being loaded": loading, "a copy for a checkpoint": held.get("a copy for a checkpoint", 0.0)}
+    if exports:  # by rank 0
+        moments["export"] = min(EXPORT_BYTES, shape.num_parameters * rank.master)
+        moments["weights in the object store"] = _stored(config, shape)
+    largest = max(moments, key=lambda name: moments[name])
+    parts = {"offloaded": held["offloaded"], largest: moments[largest]}
+    return _gib({name: size for name, size in parts.items() if size} | {"process": PROCESS_GIB[rank.device] * GIB})
+
+
+def _stored(config: RunConfig, shape: ModelShape) -> float:
+    """The whole weights, where they go through Ray's object store."""
+    engine, place = config.actor_rollout_ref.rollout.checkpoint_engine, placement(config)
+    through = engine.resolved_backend(config.device, shares_gpu=place.shares_gpu) == "object_store"
+    return shape.num_parameters * _BYTES[_rollout_dtype(config)] if through else 0.0
+
+
+def _bucket(config: RunConfig, shape: ModelShape) -> float:
+    """The piece of the new weights that an engine holds on their way."""
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    largest = shape.largest_tensor * _BYTES[_rollout_dtype(config)]
+    return 2.0 * max(engine.update_weights_bucket_megabytes << 20, largest) if _stored(config, shape) else 0.0
+
+
+def _gib(parts: Mapping[str, float]) -> dict[str, float]:
+    return {name: size / GIB for name, size in parts.items()}

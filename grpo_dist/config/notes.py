@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo_dist.config.memory import model_config_at_hand
 from grpo_dist.config.names import SEQUENCE_LOSSES
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
@@ -37,6 +36,7 @@ def _method(config: RunConfig) -> Iterator[str]:
         "top_p": rollout.top_p < 1,
         "top_k": rollout.top_k > 0,
         "min_p": rollout.min_p > 0,
+        "min_tokens": rollout.min_tokens > 0,
         "bad_words": bool(rollout.bad_words),
     }
     if cuts := [name for name, cut in options.items() if cut]:
@@ -76,6 +76,14 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
     for key, offload in offloads.items():
         if offload and config.device == "cpu":
             yield f"{key}=true has no effect on CPU"
+    if config.cluster.gpu_memory_gib is not None and config.device == "cpu":
+        yield f"cluster.gpu_memory_gib={config.cluster.gpu_memory_gib:g} has no effect on CPU"
+    wait = config.actor_rollout_ref.nccl_timeout
+    if wait >= trainer.worker_timeout_s:
+        yield (
+            f"actor_rollout_ref.nccl_timeout={wait} has no effect: after trainer.worker_timeout_s="
+            f"{trainer.worker_timeout_s:g} the ranks count as hung anyway"
+        )
     rollout = config.actor_rollout_ref.rollout
     for name in ("partial_rollout", "clear_kv_cache_on_update"):
         if not trainer.max_staleness and not getattr(rollout, name):
@@ -91,16 +99,6 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
 def _run(config: RunConfig) -> Iterator[str]:
     """On validation, checkpoints and machines."""
     trainer, share = config.trainer, config.actor_rollout_ref.rollout.gpu_memory_utilization
-    model, longest = (
-        config.actor_rollout_ref.model,
-        config.actor_rollout_ref.rollout.resolved_max_model_len(config.data),
-    )
-    positions = ((model_config_at_hand(model.path) or {}) | model.override_config).get("max_position_embeddings")
-    if isinstance(positions, int) and longest > positions:
-        yield (
-            f"data.max_prompt_length + data.max_response_length: {longest} tokens, but the model has {positions} "
-            "positions (max_position_embeddings), and vLLM refuses more; lower one of the two"
-        )
     if not config.data.val_files:
         yield "data.val_files=null: no validation"
     if trainer.total_training_steps is not None and trainer.save_freq > trainer.total_training_steps:

@@ -27,8 +27,9 @@ class Placement:
         device: "cpu" or "cuda".
         actor_world_size: actor processes.
         rollout_world_size: engines * tensor_parallel.
-        tensor_parallel: GPUs per engine.
+        tensor_parallel: GPUs per engine, or processes on CPU.
         ref_world_size: reference processes; 0 where none is needed.
+        num_devices: GPUs that the three roles hold together; on CPU the machines, whose cores they share.
         gpus_per_worker: GPUs that Ray reserves for one process; below 1 where roles share a GPU.
         num_cpus_per_worker: logical CPUs that Ray reserves for one process.
         num_threads: compute threads of one process on CPU, by role.
@@ -39,6 +40,7 @@ class Placement:
     rollout_world_size: int
     tensor_parallel: int
     ref_world_size: int
+    num_devices: int
     gpus_per_worker: float
     num_cpus_per_worker: float
     num_threads: Mapping[str, int]
@@ -78,9 +80,10 @@ def placement(config: RunConfig) -> Placement:
         rollout_world_size=rollout,
         tensor_parallel=tensor_parallel,
         ref_world_size=ref,
+        num_devices=config.trainer.nnodes if on_cpu else 1 if gpus == 1 else actor + rollout + ref,
         gpus_per_worker=per_worker,
         num_cpus_per_worker=asked.num_cpus_per_worker or (_CPU_SHARE if on_cpu else 1.0),
-        num_threads=_threads(config, {"actor": actor, "rollout": rollout // tensor_parallel, "ref": ref}),
+        num_threads=_threads(config, {"actor": actor, "rollout": rollout, "ref": ref}),
     )
 
 

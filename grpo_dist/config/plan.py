@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil
 
 from grpo_dist.config.load import readable_config
-from grpo_dist.config.memory import RoleMemory, kv_cache_tokens, memory_estimate, model_config_at_hand
+from grpo_dist.config.memory import RoleMemory, kv_cache_tokens, memory_estimate
+from grpo_dist.config.model_shape import model_config_at_hand
+from grpo_dist.config.node_layout import node_layout
 from grpo_dist.config.placement import Placement, placement
 from grpo_dist.config.problems import shown
 from grpo_dist.config.schema import RunConfig
@@ -64,7 +67,7 @@ def _old_log_prob_passes(config: RunConfig, per_rank: int) -> str:
 
 
 def format_plan(config: RunConfig, notes: list[str]) -> str:
-    """The text of trainer.dry_run=true: the whole config, then the plan."""
+    """The text of a dry run: the whole config, then the plan."""
     model = model_config_at_hand(config.actor_rollout_ref.model.path)
     tokens = kv_cache_tokens(config, model)
     blocks = [
@@ -166,6 +169,7 @@ def _placement_rows(config: RunConfig) -> Rows:
         unused = config.num_gpus - place.world_size
         used = "one, shared" if place.shares_gpu else f"{place.world_size} of {config.num_gpus} used"
         rows.append(("GPUs", used + (f"; {unused} idle" if unused > 0 and not place.shares_gpu else "")))
+    rows += _machine_rows(config)
     rows.append(("per worker", f"{place.gpus_per_worker:g} GPU, {place.num_cpus_per_worker:g} logical CPU"))
     if place.device == "cpu":
         started = [role for role in place.num_threads if role != "ref" or place.ref_world_size]
@@ -174,15 +178,32 @@ def _placement_rows(config: RunConfig) -> Rows:
     return rows
 
 
+def _machine_rows(config: RunConfig) -> Rows:
+    """What each machine holds, where there are several: roles with their first and last rank."""
+    machines = config.trainer.nnodes
+    if machines == 1:
+        return []
+    homes = node_layout(config)
+    rows = []
+    for machine in range(machines):
+        ranks = {role: [rank for rank, home in enumerate(home) if home == machine] for role, home in homes.items()}
+        parts = [f"{role} {_from_to(found)}" for role, found in ranks.items() if found]
+        rows.append((f"machine {machine}", ", ".join(parts) or "idle"))
+    return rows
+
+
+def _from_to(ranks: list[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
 def _memory_rows(memory: list[RoleMemory] | None, kv_tokens: int | None) -> Rows:
     if memory is None:
         return [("all roles", "unknown: model config not at hand")]
     rows = []
     for role in memory:
-        parts = " + ".join(f"{name} {_gib(gib)}" for name, gib in role.parts)
-        total = f" = {_gib(role.total)}" if len(role.parts) > 1 else ""
         remark = f"; {role.remark}" if role.remark else ""
-        rows.append((role.role, f"{parts}{total} GiB{remark}"))
+        rows.append((role.role, _sum(role.parts) + remark))
+    rows += [(f"{role.role}, CPU memory", _sum(role.host)) for role in memory]
     if kv_tokens is not None:
         rows.append(("KV cache", f"{kv_tokens:,} tokens per engine"))
     return rows
@@ -190,6 +211,11 @@ def _memory_rows(memory: list[RoleMemory] | None, kv_tokens: int | None) -> Rows
 
 def _many(count: int, one: str, more: str = "") -> str:
     return f"{count:,} {one if count == 1 else more or one + 's'}"
+
+
+def _sum(parts: Mapping[str, float]) -> str:
+    listed = " + ".join(f"{name} {_gib(gib)}" for name, gib in parts.items() if gib)
+    return f"{listed} = {_gib(sum(parts.values()))} GiB" if len(parts) > 1 else f"{listed} GiB"
 
 
 def _gib(size: float) -> str:

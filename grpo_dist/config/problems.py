@@ -44,6 +44,24 @@ def shown(value: Any) -> str:
     return str(value)
 
 
+def problem_between(config: Any, why: str, *keys: str) -> Problem:
+    """A problem of these keys of a config, with their values."""
+    return Problem(f"{', '.join(f'{key}={shown(value_of(config, key))}' for key in keys)}: {why}", keys)
+
+
+def value_of(config: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def with_value(config: Any, key: str, value: Any) -> Any:
+    """The config, or a section, with another value at a dotted key. Nothing is checked."""
+    name, _, rest = key.partition(".")
+    return config.model_copy(update={name: with_value(getattr(config, name), rest, value) if rest else value})
+
+
 def config_error(problems: list[Problem]) -> ConfigError:
     """One error that lists every problem, one a line."""
     lines = list(dict.fromkeys(one_line(problem.text) for problem in problems))

@@ -24,7 +24,7 @@ Every key, its default and its meaning: made from `grpo_dist/config/grpo.yaml` b
 `python -m grpo_dist.config.reference`.
 Names and meanings are verl's wherever verl has the key. A run is these defaults, changed by groups (`model=`, `data=`,
 `cluster=`, `+recipe=`), changed by single keys (`key=value`, `+key=value` or `++key=value`; lists are `[a,b]`, an empty
-value is `null`). `trainer.dry_run=true` shows the result and starts nothing.
+value is `null`). `trainer.dry_run=config` shows the result and starts nothing; `true` checks this machine too.
 
 Unknown keys, wrong types, values out of range and keys that contradict each other are reported together, before
 anything is started, with exit code 2.

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 from grpo_dist.config.field_types import (
     Count,
     CountOrMinusOne,
+    Distinct,
+    DryRun,
     Files,
     Float,
     Names,
@@ -25,12 +27,14 @@ from grpo_dist.config.field_types import (
     Section,
     Share,
     Text,
+    TrainDtype,
+    TrainDtypeName,
     builtin_or_custom,
 )
 from grpo_dist.config.names import ADV_ESTIMATORS, SAMPLED_KL_TYPES, TOKEN_SELECTING_LOSSES
 from grpo_dist.config.processor import has_bf16
 from grpo_dist.config.schema_health import HealthConfig
-from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Device, TrainDtype
+from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Device
 
 
 class KLCtrlConfig(Section):
@@ -70,7 +74,7 @@ class AlgorithmConfig(Section):
     gamma: Share
     lam: Share
     f_norm: PositiveFloat
-    gdpo_reward_keys: Annotated[tuple[Text, ...], Names] | None
+    gdpo_reward_keys: Annotated[Annotated[tuple[Text, ...], Names] | None, Distinct]
     gdpo_reward_weights: Annotated[tuple[Float, ...], Pair] | None
     use_kl_in_reward: bool
     kl_penalty: Annotated[str, builtin_or_custom(SAMPLED_KL_TYPES)]
@@ -175,15 +179,17 @@ class TrainerConfig(Section):
     max_staleness: NonNegativeInt
     max_worker_restarts: NonNegativeInt
     max_actor_restarts: NonNegativeInt
+    halve_on_out_of_memory: bool
     save_on_sigterm: bool
     export_hf_model: bool
+    export_dtype: TrainDtypeName | None
     log_rollouts: bool
     log_val_generations: NonNegativeInt
     nnodes: Count
     n_gpus_per_node: NonNegativeInt
     worker_timeout_s: PositiveFloat
     stage_timeout_s: StageTimeoutConfig
-    dry_run: bool
+    dry_run: DryRun
     health: HealthConfig
 
     @property
@@ -200,6 +206,7 @@ class ClusterConfig(Section):
     ref_world_size: Count | None
     num_cpus_per_worker: PositiveFloat | None
     num_threads_per_worker: Count | None
+    gpu_memory_gib: PositiveFloat | None
 
 
 class RayInitConfig(Section):
@@ -237,6 +244,11 @@ class RunConfig(Section):
         """bf16 on GPU, and on a CPU that has it; fp32 otherwise, and for the built-in model, whose runs are exact."""
         on_cpu = not self.actor_rollout_ref.model.is_builtin and has_bf16()
         return "bf16" if self.device == "cuda" or on_cpu else "fp32"
+
+    @property
+    def export_dtype(self) -> TrainDtype:
+        """Type of the weights in the exported folder."""
+        return self.trainer.export_dtype or self.actor_rollout_ref.actor.fsdp_config.model_dtype
 
     @property
     def num_gpus(self) -> int:

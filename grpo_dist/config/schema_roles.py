@@ -21,10 +21,14 @@ from grpo_dist.config.field_types import (
     PositiveFloat,
     PositiveShare,
     PositiveTemperature,
+    RolloutDtype,
+    RolloutDtypeName,
     Section,
     Share,
     Temperature,
     Text,
+    TrainDtype,
+    TrainDtypeName,
     builtin_or_custom,
     one_of,
 )
@@ -34,8 +38,6 @@ if TYPE_CHECKING:
     from grpo_dist.config.schema import DataConfig
 
 Device = Literal["cpu", "cuda"]
-TrainDtype = Literal["fp32", "bf16"]
-RolloutDtype = Literal["float32", "bfloat16", "float16"]
 
 
 class ModelConfig(Section):
@@ -84,7 +86,7 @@ class OptimConfig(Section):
 class ForwardConfig(Section):
     """`fsdp_config` of a role that only runs forward."""
 
-    dtype: TrainDtype | None
+    dtype: TrainDtypeName | None
     param_offload: bool
 
     def resolved_dtype(self, default: TrainDtype) -> TrainDtype:
@@ -95,9 +97,10 @@ class ForwardConfig(Section):
 class FSDPConfig(ForwardConfig):
     """`actor_rollout_ref.actor.fsdp_config`."""
 
-    model_dtype: TrainDtype
+    model_dtype: TrainDtypeName
     reshard_after_forward: bool
     fsdp_size: CountOrMinusOne
+    defer_grad_sync: bool
     optimizer_offload: bool
 
 
@@ -204,7 +207,7 @@ class RolloutConfig(Section):
     min_tokens: NonNegativeInt
     stop: Annotated[tuple[Text, ...], OptionalNames]
     bad_words: Annotated[tuple[Text, ...], OptionalNames]
-    dtype: RolloutDtype | None
+    dtype: RolloutDtypeName | None
     gpu_memory_utilization: PositiveShare
     kv_cache_memory_gib: PositiveFloat | None
     tensor_model_parallel_size: Count
@@ -251,10 +254,16 @@ class RefConfig(Section):
     ref_model_mixup_alpha: PositiveShare
     fsdp_config: ForwardConfig
 
+    def weights_dtype(self, default: TrainDtype) -> TrainDtype:
+        """Type of the held weights: fp32 where shares of the policy are mixed in, which bf16 would round away."""
+        mixes = self.ref_model_sync_steps > 0 and self.ref_model_mixup_alpha < 1
+        return "fp32" if mixes else self.fsdp_config.resolved_dtype(default)
+
 
 class ActorRolloutRefConfig(Section):
     """`actor_rollout_ref`: the three roles and the model they share."""
 
+    nccl_timeout: Count
     model: ModelConfig
     actor: ActorConfig
     rollout: RolloutConfig

@@ -9,7 +9,7 @@ from grpo_dist.config.overrides import CONFIG_DIR, group_options
 _COMMAND = "python -m grpo_dist.main"
 _EXAMPLES = (
     ("train the built-in tiny model on arithmetic, on CPU", "algorithm.adv_estimator=grpo"),
-    ("look before you start: config, batch arithmetic, placement, memory", "trainer.dry_run=true"),
+    ("look before you start: the plan, and what a run here would be refused for", "trainer.dry_run=true"),
     ("your model on your data", "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B data.train_files=my.parquet"),
     ("Qwen3-8B on GSM8K with 8 GPUs", "model=qwen3_8b data=gsm8k cluster=node8"),
     ("your reward", "custom_reward_function.path=reward.py custom_reward_function.name=compute_score"),

@@ -109,7 +109,6 @@ FOREIGN: dict[str, Foreign] = {
     f"{_R}.agent.agent_loop_manager_class": Foreign("the engine is always driven request by request", _OFF),
     f"{_R}.agent.custom_async_server.*": Foreign("the engine is always driven request by request"),
     "actor_rollout_ref.hybrid_engine": Foreign(_SEPARATE),
-    "actor_rollout_ref.nccl_timeout": Foreign("trainer.worker_timeout_s is the limit"),
     "data.val_batch_size": Foreign("the validation set is one batch"),
     "data.return_raw_chat": Foreign("the engine gets token ids"),
     "data.return_raw_input_ids": Foreign("the engine gets token ids"),

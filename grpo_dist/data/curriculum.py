@@ -103,8 +103,8 @@ class CustomSampler:
         problem = self._problem(returned)
         if problem:
             raise DataError(
-                f"{KEY}={self._spec}: next_batch() {problem}; it must return data.train_batch_size="
-                f"{self._batch_size} different positions from 0 to {self._num_prompts - 1}"
+                f"{KEY}={self._spec}: next_batch() {problem}; it must return {self._batch_size} different "
+                f"positions from 0 to {self._num_prompts - 1} (data.gen_batch_size, else train_batch_size)"
             )
         self._num_batches += 1
         return np.asarray(returned, dtype=np.int64)

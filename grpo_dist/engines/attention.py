@@ -7,14 +7,16 @@ A token sees the tokens before it that belong to its own segment, or to its prom
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from grpo_dist.engines.segment_attention import segment_attention_forward, segment_runs
+from grpo_dist.errors import ConfigError
 
 FLEX = "grpo_dist_flex"
 FLASH = "flash_attention_2"
@@ -23,6 +25,10 @@ SEGMENTS = "grpo_dist_segments"
 DENSE_TOKENS = 192
 # FlexAttention works on blocks of so many tokens.
 FLEX_BLOCK = 128
+# Its gradients are compared on so many tokens with those of SDPA; the largest difference that rounding explains,
+# relative to their norm.
+CHECKED_TOKENS = 1024
+GRADIENT_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 5e-2}  # float32: TF32 where it is allowed
 
 
 def why_padded(config: Any) -> str:
@@ -148,14 +154,78 @@ def flex_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+def flex_backward_fault(config: Any, segments: Tensor, dtype: torch.dtype) -> str:
+    """Why FlexAttention does not train a model on this device; "" if its gradients are those of SDPA.
+
+    Its kernels are compiled when they are first called, those of the backward pass apart from the forward pass.
+
+    Args:
+        config: the model's, for the heads.
+        segments: (2, B, L) of a micro-batch, of which the beginning of the first row is tried.
+        dtype: that the model computes in.
+    """
+    text = getattr(config, "text_config", config)
+    heads: int = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    few = segments[:, :1, :CHECKED_TOKENS]
+    counts = (heads, *[getattr(text, "num_key_value_heads", None) or heads] * 2)
+    generator = torch.Generator().manual_seed(0)
+    # heads behind tokens in memory, as projections leave them
+    inputs = [torch.randn(1, few.shape[2], count, size, generator=generator) for count in counts]
+
+    def gradients(attend: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [each.to(few.device, dtype).transpose(1, 2).detach().requires_grad_() for each in inputs]
+        with torch.enable_grad():
+            out = attend(*leaves)
+        return list(torch.autograd.grad(out.float().square().sum(), leaves))
+
+    try:
+        mask = block_mask(few)
+        found = gradients(lambda q, k, v: flex_attention_forward(nn.Module(), q, k, v, mask)[0])
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - compilers and drivers raise errors of many kinds
+        first = next(iter(str(error).splitlines()), "")
+        return f"the backward pass of its attention fails: {type(error).__name__}: {first}"
+    sdpa, seen, grouped = nn.functional.scaled_dot_product_attention, dense_mask(few), heads != counts[1]
+    dense = gradients(lambda q, k, v: sdpa(q, k, v, attn_mask=seen, enable_gqa=grouped))
+    off = max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(found, dense, strict=True))
+    return "" if off <= GRADIENT_TOLERANCE[dtype] else f"gradients of its attention are off by {off:.2g} of their size"
+
+
 @cache
 def _flex_kernel(device: str) -> Any:
-    return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
+    return _compiled(flex_attention) if device == "cuda" else flex_attention
 
 
 @cache
 def _block_mask_maker(device: str) -> Any:
-    return torch.compile(create_block_mask, dynamic=True) if device == "cuda" else create_block_mask
+    return _compiled(create_block_mask) if device == "cuda" else create_block_mask
+
+
+def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`torch.compile` for shapes that change; whole, so that it stops where it would go on uncompiled.
+
+    Uncompiled, FlexAttention computes all pairs of tokens, masked or not: time and memory would explode unseen.
+
+    Raises:
+        ConfigError: when called, if it had to be compiled too often.
+    """
+    whole = torch.compile(function, dynamic=True, fullgraph=True, **options)
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return whole(*args, **kwargs)
+        except FailOnRecompileLimitHit as error:
+            raise ConfigError(
+                f"actor_rollout_ref.model.use_remove_padding=true: {function.__name__} was compiled "
+                f"{torch._dynamo.config.recompile_limit} times for ever new shapes, and would be slow from now on; set "
+                "it to false (padded sequences under SDPA), or install flash-attn and set "
+                "actor_rollout_ref.actor.use_prefix_grouper=false. TORCH_LOGS=recompiles shows what changed"
+            ) from error
+
+    return run
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from grpo_dist.engines.fsdp_engine import FSDPEngine
 from grpo_dist.engines.optimizer import keep_settings
 from grpo_dist.errors import CheckpointError
 
+# Ranks wait for the slowest writer at the end of a checkpoint: as long as a slow shared disk takes for its shards.
+WRITE_TIMEOUT = timedelta(minutes=30)
 RANDOM_STATES = "random_{rank}.pt"
 
 
@@ -47,7 +50,7 @@ class ShardWriter:
     """Writes this rank's shards in the background, one checkpoint at a time. Made on all ranks at once."""
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: Future[dict[str, FileDigest]] | None = None
 

@@ -12,11 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_dist.engines.head import why_not_linear
 from grpo_dist.engines.sharded import whole
 from grpo_dist.errors import ConfigError
 
-# Config entries with which a model does more to its hidden states than one matrix product.
-CHANGES_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+def refused(why: str) -> ConfigError:
+    """The error of a run that asks for the exact KL of a model that cannot have it."""
+    return ConfigError(
+        f"actor_rollout_ref.actor.kl_loss_type=full: the exact KL needs logits that are the hidden states times the "
+        f"output layer, but {why}; choose another KL, such as low_var_kl"
+    )
 
 
 class ReferenceHead:
@@ -39,13 +45,10 @@ class ReferenceHead:
         """A copy of a model's output layer, gathered from its shards. Collective if the model is sharded.
 
         Raises:
-            ConfigError: the model changes its logits after the output layer.
+            ConfigError: the model's logits are not its hidden states times its output layer.
         """
-        changes = [name for name in CHANGES_LOGITS if getattr(model.config, name, None)]
-        if changes:
-            raise ConfigError(
-                f"actor_rollout_ref.actor.kl_loss_type=full: models with {changes[0]} are not supported; use low_var_kl"
-            )
+        if why := why_not_linear(model):
+            raise refused(why)
         head = model.get_output_embeddings()
 
         def copy(parameter: Tensor | None) -> Tensor | None:

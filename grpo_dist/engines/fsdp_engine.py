@@ -19,14 +19,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from grpo_dist.algorithms import policy_objective
 from grpo_dist.engines.exact_kl import ReferenceHead
 from grpo_dist.engines.forward import PolicyForward
-from grpo_dist.engines.fsdp_model import DTYPES, full_parameters, gradient_sync, load_sharded_model, reshards
+from grpo_dist.engines.fsdp_model import full_parameters, gradient_sync, load_sharded_model
+from grpo_dist.engines.gpu_memory import ACTOR_ROOM, remedied, within_memory
 from grpo_dist.engines.lora import adapters_off
 from grpo_dist.engines.micro_batch import MicroBatch
 from grpo_dist.engines.micro_batch_plan import Lengths, group_rows, plan_micro_batches
+from grpo_dist.engines.model_loading import DTYPES
 from grpo_dist.engines.offload import Offload
 from grpo_dist.engines.optimizer import build_optimizer
 from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
-from grpo_dist.engines.sharded import whole
+from grpo_dist.engines.sharded import let_go_of_gathered, whole
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, Sum, merge_metrics
 
@@ -108,15 +110,16 @@ class FSDPEngine:
         Raises:
             TrainingDiverged: on all ranks, if any rank's log-probs are not finite.
         """
-        self._check_forward(data)
-        self.model.eval()
+        self._check_forward(data, micro_batch_size, max_token_len)
         parts: dict[str, list[Tensor]] = {name: [torch.empty(0)] * len(data) for name in names}
-        for rows in self._plan(data, micro_batch_size, max_token_len):
+        plan = self._plan(data, micro_batch_size, max_token_len)
+        for i, rows in enumerate(plan):
             part = data.index(rows)
             micro_batch = self.forward.micro_batch(part, ())
-            values = self.forward(
-                micro_batch, entropies="entropies" in names, hidden_states="hidden_states" in names
-            )._asdict()
+            with within_memory(f"the forward pass of {_describe(micro_batch, i, plan)}"):
+                values = self.forward(
+                    micro_batch, entropies="entropies" in names, hidden_states="hidden_states" in names
+                )._asdict()
             for name in names:
                 _take_rows(parts[name], rows, part, micro_batch.to_rows(values[name]))
         bad = [row for row, values in enumerate(parts.get("log_probs", ())) if not torch.isfinite(values).all()]
@@ -139,7 +142,9 @@ class FSDPEngine:
         objective: ObjectiveSettings,
         max_token_len: int | None = None,
     ) -> MiniBatchResult:
-        """One optimizer step on this rank's rows of a mini-batch.
+        """One optimizer step on this rank's rows of a mini-batch; none if no token of it trains on any rank.
+
+        The schedule counts the steps that were taken.
 
         Args:
             data: `prompts`, `responses`, `response_mask` and `objective.columns`.
@@ -153,18 +158,19 @@ class FSDPEngine:
         Raises:
             TrainingDiverged: on all ranks, before the optimizer step, if any rank's loss or the gradient is not finite.
         """
-        self._check_forward(data)
-        self.model.train()
+        self._check_forward(data, micro_batch_size, max_token_len)
         tokens, sequences = self._global_counts(data)
         metrics: list[dict[str, Metric]] = []
         log_probs = [torch.empty(0)] * len(data)
         fault = ""
         plan = self._plan(data, micro_batch_size, max_token_len)
-        keep = not reshards(self.settings)
         for i, rows in enumerate(plan):
             part = data.index(rows)
             micro_batch = self.forward.micro_batch(part, objective.columns)
-            with gradient_sync(self.model, enabled=i == len(plan) - 1, keep_gathered=keep):
+            with (
+                within_memory(f"the forward and backward pass of {_describe(micro_batch, i, plan)}"),
+                gradient_sync(self.model, self.settings, last=i == len(plan) - 1),
+            ):
                 found = self._log_probs(micro_batch, objective)
                 loss, values = self._objective(micro_batch, found, objective, tokens, sequences)
                 (loss * dist.get_world_size()).backward()  # FSDP2 averages gradients over ranks: undone here, only here
@@ -178,10 +184,17 @@ class FSDPEngine:
         grad_norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip))
         self._stop_if_any("" if torch.isfinite(grad_norm) else f"gradient norm {grad_norm.item()}; {NOT_TAKEN}")
         lr = self.schedule.get_last_lr()[0]
-        self.optimizer.step()
-        self.schedule.step()
+        trains = bool(tokens > 0)  # else AdamW would still decay the weights, and move them by its momentum
+        if trains:
+            with remedied(ACTOR_ROOM), within_memory("the optimizer step"), self.offload.states_on_device():
+                self.optimizer.step()
+            self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
-        step: dict[str, Metric] = {"actor/grad_norm": Mean(grad_norm.item(), 1), "actor/lr": Mean(float(lr), 1)}
+        step: dict[str, Metric] = {
+            "actor/grad_norm": Mean(grad_norm.item(), 1),
+            "actor/lr": Mean(float(lr), 1),
+            "actor/skipped_updates": Mean(float(not trains), 1),
+        }
         old = Ragged.from_rows(log_probs, torch.float32) if objective.on_policy else None
         return MiniBatchResult(merge_metrics([*metrics, step]), old)
 
@@ -198,6 +211,7 @@ class FSDPEngine:
             tensors: whole tensors by name, as `full_parameters` gives them.
             share: 1 replaces the weights.
         """
+        let_go_of_gathered(self.model)
         own = dict(self.model.named_parameters())
         for name, tensor in tensors:
             parameter = own[name]
@@ -209,11 +223,6 @@ class FSDPEngine:
     def output_layer(self, device: str) -> ReferenceHead:
         """A copy of the output layer in the compute type. Collective."""
         return ReferenceHead.of(self.model, device, DTYPES[self.settings.compute_dtype])
-
-    def export_state(self) -> dict[str, Tensor]:
-        """The whole weights in the model's own type on rank 0; {} elsewhere."""
-        state = dict(full_parameters(self.model, DTYPES[self.settings.model_dtype]))
-        return state if dist.get_rank() == 0 else {}
 
     # --- parts -------------------------------------------------------------------------------------------------
     def _log_probs(
@@ -249,7 +258,7 @@ class FSDPEngine:
             loss_mode=settings.loss_mode,
             loss_agg_mode=settings.loss_agg_mode,
             options=settings.options,
-            kl_loss_type=settings.kl_loss_type,
+            kl_loss_type=settings.kl_loss_type if settings.use_kl_loss else None,
             kl_loss_coef=settings.kl_loss_coef,
             entropy_coeff=settings.entropy_coeff,
             global_tokens=tokens,
@@ -262,12 +271,19 @@ class FSDPEngine:
             correction=settings.correction,
         )
 
-    def _check_forward(self, data: DataProto) -> None:
+    def _check_forward(self, data: DataProto, micro_batch_size: int, max_token_len: int | None) -> None:
         """Before the first forward pass: does the layout give what each sequence alone gives?"""
-        self.forward.check(data, lambda difference: self._all_reduce([difference], dist.ReduceOp.MAX).item())
+        if self.forward.report:
+            return
+        plan = self._plan(data, micro_batch_size, max_token_len)
+        width = max(self.forward.micro_batch(data.index(rows), ()).input_ids.shape[1] for rows in plan)
+        with within_memory(f"the comparison of layouts, in rows of {width} tokens"):
+            self.forward.check(data, width, lambda mine: self._all_reduce([mine], dist.ReduceOp.MAX).item())
 
     def _plan(self, data: DataProto, micro_batch_size: int, max_token_len: int | None) -> list[Any]:
         """Rows of each micro-batch; the number of micro-batches is the same on all ranks."""
+        if self.forward.layout == "alone":
+            micro_batch_size, max_token_len = 1, None
         empty = np.empty(0, dtype=np.int64)
         lengths = Lengths(empty, empty, empty)
         if len(data):
@@ -320,6 +336,11 @@ def _take_rows(parts: list[Tensor], rows: np.ndarray, part: DataProto, found: Te
     lengths = part["responses"].lengths.tolist() if len(rows) else []
     for row, numbers, length in zip(rows.tolist(), found.cpu(), lengths, strict=False):
         parts[row] = numbers[:length]
+
+
+def _describe(micro_batch: MicroBatch, i: int, plan: Sequence[Any]) -> str:
+    tokens, sequences = micro_batch.input_ids.numel(), len(micro_batch.response_mask)
+    return f"micro-batch {i + 1} of {len(plan)} ({tokens:,} tokens, {sequences} sequences)"
 
 
 def _name_rows(part: DataProto) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+import functools
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,45 +13,66 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
-from grpo_dist.engines.attention import attention_implementation
 from grpo_dist.engines.head import ResponseHead
-from grpo_dist.engines.lora import add_lora, merged_parameters
-from grpo_dist.engines.meeting import LOOPBACK, stay_on_loopback
+from grpo_dist.engines.lora import add_lora, draw_factors, lora_hidden, merged_parameters
+from grpo_dist.engines.meeting import LOOPBACK, leave_loopback, stay_on_loopback
+from grpo_dist.engines.model_loading import DTYPES, load_weights, open_model
+from grpo_dist.engines.rope import hold_longrope_factors
 from grpo_dist.engines.settings import ModelSettings
-from grpo_dist.errors import DataError
-
-MOST_NAMED = 3  # weights in a message
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from grpo_dist.engines.sharded import let_go_of_gathered, num_shards
+from grpo_dist.errors import ConfigError
 
 
-def init_process_group(*, device: str, rank: int, world_size: int, store: dist.TCPStore) -> None:
+def init_process_group(*, device: str, rank: int, world_size: int, store: dist.TCPStore, timeout_s: float) -> None:
     """Join the role's process group, at the store that rank 0 has opened: gloo on CPU, nccl (gloo for CPU tensors) on
-    GPU.
+    GPU. A rank that waits longer than `timeout_s` seconds for the others fails.
+
+    Raises:
+        ConfigError: the environment ties a rank to loopback, and others are on other machines.
     """
     if device == "cuda":
         torch.cuda.set_device(0)  # Ray shows each process its own GPUs only
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     if store.host == LOOPBACK:
         stay_on_loopback()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    else:
+        leave_loopback(store.host, store.port)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+    )
 
 
 def load_sharded_model(settings: ModelSettings, device: str) -> Any:
-    """Load a causal LM and shard it over the default process group.
+    """Load a causal LM, sharded over the default process group; no rank ever holds more than its shards.
 
-    Every layer of the model's own no-split classes becomes one FSDP unit, the rest another. With an `fsdp_size` below
-    the number of ranks, groups of so many ranks hold copies of each other (hybrid sharding).
+    It is in eval mode and stays so. Every layer of the model's own no-split classes becomes one FSDP unit, the rest
+    another. With an `fsdp_size` below the number of ranks, groups of so many ranks hold copies of each other (hybrid
+    sharding).
 
     Raises:
         DataError: the model cannot be loaded.
     """
-    model = load_model(settings, device)
+    unloaded = open_model(settings, device)
+    model = unloaded.model
     if settings.lora is not None:
         add_lora(model, settings.lora)
     ResponseHead.install(model)
+    model.eval()  # for good: dropout, jitter and the like would make the update's policy another one than the sampler's
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(model)
+    shard(model, settings, device)
+    with lora_hidden(model):
+        load_weights(unloaded, device)
+    draw_factors(model)
+    if settings.max_model_len is not None:
+        hold_longrope_factors(model, settings.max_model_len)
+    return model
+
+
+def shard(model: Any, settings: ModelSettings, device: str) -> None:
+    """Shard a model that has no memory yet."""
     compute, master = DTYPES[settings.compute_dtype], DTYPES[settings.model_dtype]
     policy = MixedPrecisionPolicy(param_dtype=None if compute == master else compute, reduce_dtype=torch.float32)
     shards = num_shards(settings)
@@ -63,78 +86,32 @@ def load_sharded_model(settings: ModelSettings, device: str) -> Any:
     for layer in transformer_layers(model):
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    return model
 
 
-def num_shards(settings: ModelSettings) -> int:
-    """Ranks that hold one copy of the weights together."""
-    return dist.get_world_size() if settings.fsdp_size < 0 else min(settings.fsdp_size, dist.get_world_size())
+def recompute_layers(model: Any) -> None:
+    """Have each layer keep only its inputs and compute the rest again in the backward pass.
+
+    transformers' own switch works in training mode only.
+
+    Raises:
+        ConfigError: the model does not say what its layers are.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = layers or transformer_layers(model)
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    if not layers:
+        raise ConfigError(
+            "actor_rollout_ref.model.enable_gradient_checkpointing=true: the code of this model does not say what its "
+            "layers are (_no_split_modules); set it to false"
+        )
 
 
 def reshards(settings: ModelSettings) -> bool:
     """Whether gathered weights are freed early. A rank that holds everything anyway would only copy them anew."""
     return settings.reshard_after_forward and num_shards(settings) > 1
-
-
-def load_model(settings: ModelSettings, device: str) -> Any:
-    """The unsharded model on CPU, in eval mode, with the attention that its layout takes on `device`.
-
-    Raises:
-        DataError: there is no usable model at the path.
-    """
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    code = {"trust_remote_code": settings.trust_remote_code}
-    try:
-        config = transformers.AutoConfig.from_pretrained(settings.path, **code)
-        config.update(dict(settings.override_config))
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            settings.path,
-            config=config,
-            dtype=DTYPES[settings.model_dtype],
-            attn_implementation=attention_implementation(config, settings.layout, device),
-            use_safetensors=True,  # pickled weights can run code
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the library's own error does not say which; check_weights does
-            **code,
-        )
-    except Exception as error:  # the library, and code that comes with a model, raise errors of many kinds
-        problem = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
-        raise DataError(f"actor_rollout_ref.model.path={settings.path}: cannot load a causal LM: {problem}") from error
-    model, report = loaded
-    check_weights(model, report["missing_keys"], report["mismatched_keys"], settings.path)
-    return model.eval()
-
-
-def check_weights(
-    model: nn.Module, missing: Collection[str], mismatched: Collection[tuple[str, Any, Any]], path: str
-) -> None:
-    """Check that all weights were there and are numbers.
-
-    Args:
-        model: the loaded model.
-        missing: names of weights that were not in the files.
-        mismatched: weights of another shape: name, shape in the file, shape that config.json asks for.
-        path: of the model, for messages.
-
-    Raises:
-        DataError: some were missing or of another shape, so they are random now, or have a nan or an infinity.
-    """
-    setting = f"actor_rollout_ref.model.path={path}"
-    if mismatched:
-        shapes = [f"{name} {tuple(found)}, should be {tuple(wanted)}" for name, found, wanted in sorted(mismatched)]
-        raise DataError(f"{setting}: the weights are not of the shapes that config.json says: {_some(shapes)}")
-    if missing:
-        raise DataError(f"{setting}: the weights are incomplete: there is no {_some(sorted(missing))}")
-    bad = [name for name, weight in model.named_parameters() if not bool(torch.isfinite(weight).all())]
-    if bad:
-        raise DataError(f"{setting}: nan or infinity in the weights: {_some(bad)}; the file is damaged")
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def transformer_layers(model: nn.Module) -> list[nn.Module]:
@@ -148,20 +125,27 @@ def full_parameters(model: nn.Module, dtype: torch.dtype, device: str = "cpu") -
 
     LoRA's factors are merged. Collective: all ranks iterate together.
     """
+    let_go_of_gathered(model)  # or these would be copies in the compute type
     for name, tensor in merged_parameters(model, dtype):
         yield name, tensor.to(device)
 
 
 @contextlib.contextmanager
-def gradient_sync(model: Any, *, enabled: bool, keep_gathered: bool) -> Iterator[None]:
-    """Within the block, backward passes reduce gradients over ranks only if `enabled` (the last micro-batch).
+def gradient_sync(model: Any, settings: ModelSettings, *, last: bool) -> Iterator[None]:
+    """A block with one backward pass of a mini-batch, of which it is the `last` or not.
 
-    The others leave the weights gathered for the next one, if `keep_gathered`.
+    Gradients are reduced over the ranks that hold a copy of the model together in every pass, so that a rank keeps no
+    more of them than its shard. With `settings.defer_grad_sync` that waits for the last pass, and until then a rank
+    keeps whole gradients in float32; so it does where its shard is the whole. Over copies (hybrid sharding) shards are
+    reduced in the last pass only, which costs no memory. Weights that are not resharded stay gathered between passes.
     """
-    model.set_requires_gradient_sync(enabled)
-    model.set_reshard_after_backward(enabled or not keep_gathered)
+    defers = settings.defer_grad_sync or num_shards(settings) == 1
+    model.set_requires_gradient_sync(last or not defers)
+    model.set_requires_all_reduce(last)
+    model.set_reshard_after_backward(last or reshards(settings))
     try:
         yield
     finally:
         model.set_requires_gradient_sync(True)
+        model.set_requires_all_reduce(True)
         model.set_reshard_after_backward(True)

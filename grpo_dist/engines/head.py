@@ -16,15 +16,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from grpo_dist.engines.exact_kl import CHANGES_LOGITS, ReferenceHead
+if TYPE_CHECKING:
+    from grpo_dist.engines.exact_kl import ReferenceHead
 
 # Logits of a chunk, in numbers: 64 MiB of float32 on CPU, 512 MiB on GPU, where large matrices pay.
 CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}
+
+# Config entries with which a model does more to its hidden states than one matrix product.
+CHANGES_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,9 @@ class ResponseHead(nn.Linear):
     @classmethod
     def install(cls, model: Any) -> ResponseHead | None:
         """Put it in the place of the model's output layer; None if the model does more to its logits."""
-        layer = model.get_output_embeddings()
-        if type(layer) is not nn.Linear or any(getattr(model.config, name, None) for name in CHANGES_LOGITS):
+        if why_not_linear(model):
             return None
+        layer = model.get_output_embeddings()
         head = cls(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         head.weight, head.bias = layer.weight, layer.bias
         model.set_output_embeddings(head)
@@ -94,6 +98,16 @@ class ResponseHead(nn.Linear):
         if self.request is None:
             return super().forward(hidden)
         return response_values(hidden, self.weight, self.bias, self.request, self.chunk_tokens)
+
+
+def why_not_linear(model: Any) -> str:
+    """Why a model's logits are not its hidden states times its output layer; "" if they should be."""
+    if changes := [name for name in CHANGES_LOGITS if getattr(model.config, name, None)]:
+        return f"the model changes its logits after the output layer ({changes[0]})"
+    layer = model.get_output_embeddings()
+    if hasattr(layer, "lora_A"):
+        return "LoRA's factors stand beside its output layer"
+    return "" if type(layer) in (nn.Linear, ResponseHead) else f"its output layer is a {type(layer).__name__}"
 
 
 def response_values(
@@ -128,6 +142,7 @@ class _ChunkedHead(torch.autograd.Function):
         log_probs, entropies, kl = (torch.zeros(len(states), device=states.device) for _ in range(3))
         log_p = None
         for part in _chunks(len(states), chunk_tokens):
+            log_p = None  # else two chunks would exist at once
             log_p = _log_softmax(states[part], weight, bias, request.temperature)
             log_probs[part] = log_p.gather(1, request.targets[part].unsqueeze(1)).squeeze(1)
             if request.entropies or request.reference is not None:
@@ -145,33 +160,19 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor, grad_kl: Tensor
     ) -> tuple[Tensor | None, ...]:
-        states, weight, bias, entropies, kl = ctx.saved_tensors
-        request: HeadRequest = ctx.request
+        states, weight, bias, _, _ = ctx.saved_tensors
         grad_states = torch.empty_like(states)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        log_p, ctx.last_log_p = ctx.last_log_p, None
         for part in reversed(_chunks(len(states), ctx.chunk_tokens)):
-            if log_p is None:
-                log_p = _log_softmax(states[part], weight, bias, request.temperature)
-            p = log_p.exp()
-            factor = -grad_log_probs[part].unsqueeze(1)
-            if request.entropies:
-                factor = factor - grad_entropies[part].unsqueeze(1) * (log_p + entropies[part].unsqueeze(1))
-            if request.reference is not None:
-                difference = log_p.sub_(_reference_log_softmax(request, part)).sub_(kl[part].unsqueeze(1))
-                factor = factor + difference.mul_(grad_kl[part].unsqueeze(1))
-            grad = p.mul_(factor)
-            grad.scatter_add_(1, request.targets[part].unsqueeze(1), grad_log_probs[part].unsqueeze(1))
-            if request.temperature != 1:
-                grad.div_(request.temperature)
+            grad = _logits_gradient(ctx, part, grad_log_probs[part], grad_entropies[part], grad_kl[part])
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(weight.dtype)
             grad_states[part] = grad @ weight
             if grad_weight is not None:
                 _add_outer(grad_weight, grad, states[part])
-            log_p = None
+            del grad  # else it would exist beside the next chunk
         return (
             grad_states,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -179,6 +180,26 @@ class _ChunkedHead(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _logits_gradient(ctx: Any, part: slice, grad_log_probs: Tensor, grad_entropies: Tensor, grad_kl: Tensor) -> Tensor:
+    """(tokens, V) float32 gradient of a chunk's logits, of (tokens,) gradients of what was computed from them."""
+    states, weight, bias, entropies, kl = ctx.saved_tensors
+    request: HeadRequest = ctx.request
+    log_p, ctx.last_log_p = ctx.last_log_p, None
+    if log_p is None:
+        log_p = _log_softmax(states[part], weight, bias, request.temperature)
+    needs_log_p = request.entropies or request.reference is not None
+    p = log_p.exp() if needs_log_p else log_p.exp_()
+    factor = -grad_log_probs.unsqueeze(1)
+    if request.entropies:
+        factor = factor - grad_entropies.unsqueeze(1) * (log_p + entropies[part].unsqueeze(1))
+    if request.reference is not None:
+        difference = log_p.sub_(_reference_log_softmax(request, part)).sub_(kl[part].unsqueeze(1))
+        factor = factor + difference.mul_(grad_kl.unsqueeze(1))
+    grad = p.mul_(factor)
+    grad.scatter_add_(1, request.targets[part].unsqueeze(1), grad_log_probs.unsqueeze(1))
+    return grad.div_(request.temperature) if request.temperature != 1 else grad
 
 
 def _chunks(length: int, size: int) -> list[slice]:

@@ -1,23 +1,39 @@
-"""The trained policy as a Hugging Face folder."""
+"""The trained policy as a Hugging Face folder, written file by file while its tensors are gathered one by one."""
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from grpo_dist.engines.durable import flush_path, flush_tree
 from grpo_dist.engines.fsdp_engine import FSDPEngine
+from grpo_dist.engines.fsdp_model import full_parameters
+from grpo_dist.engines.lora import merged_names
+from grpo_dist.engines.model_loading import DTYPES
 from grpo_dist.errors import CheckpointError
 
+FILE_BYTES = 1 << 30  # most bytes of a file with several tensors: what rank 0 holds of them at once
+WEIGHTS = "model.safetensors"
 
-def export_hf_model(engine: FSDPEngine, folder: Path) -> None:
+
+def export_hf_model(engine: FSDPEngine, folder: Path, dtype: str) -> None:
     """Write a folder that `transformers` and vLLM load: config, safetensors, tokenizer. Collective; rank 0 writes.
 
-    The folder is there whole or not at all; one of that name is replaced.
+    The folder is there whole or not at all; one of that name is replaced. Rank 0 holds `FILE_BYTES` at once beside its
+    shards, or the largest tensor; the other ranks drop each tensor as it comes.
+
+    Args:
+        engine: with the policy; LoRA's factors are merged.
+        folder: where to.
+        dtype: of the weights in the files: "fp32" or "bf16".
 
     Raises:
         CheckpointError: on every rank: the disk refuses.
@@ -25,29 +41,40 @@ def export_hf_model(engine: FSDPEngine, folder: Path) -> None:
     import transformers
     from safetensors import SafetensorError
 
-    state = engine.export_state()
-    failure: list[str | None] = [None]
+    tensors, failure = full_parameters(engine.model, DTYPES[dtype]), [""]
     if dist.get_rank() == 0:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             engine.settings.path, trust_remote_code=engine.settings.trust_remote_code
         )
-        temporary = folder.with_name(f"{folder.name}.tmp")
+        config = copy.deepcopy(engine.model.config)
+        config.dtype = DTYPES[dtype]
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            for part in (engine.model.config, engine.model.generation_config, tokenizer):
-                part.save_pretrained(temporary)
-            _save_safetensors(state, temporary)
-            flush_tree(temporary)
-            _put_in_place(temporary, folder)
+            _write((config, engine.model.generation_config, tokenizer), as_in_files(engine.model, tensors), folder)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
             failure = [f"{type(error).__name__}: {error}"]
+    for _ in tensors:  # gathering is collective, also what comes after a failure
+        pass
     dist.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
+    if failure[0]:
         raise CheckpointError(
             f"cannot write the trained policy to {folder}: {failure[0]}. Make room there, or make it writable "
             "(trainer.default_local_dir), and start the same command again: it goes on from the last checkpoint"
         )
+
+
+def _write(parts: Iterable[Any], tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Write config, generation config and tokenizer, and the weights, beside the folder's place; then rename it."""
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        for part in parts:
+            part.save_pretrained(temporary)
+        _save_safetensors(tensors, temporary)
+        flush_tree(temporary)
+        _put_in_place(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
@@ -61,14 +88,65 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _save_safetensors(state: dict[str, Any], folder: Path) -> None:
-    """Shards of at most 5 GB with an index, as `save_pretrained` lays them out."""
-    from huggingface_hub import split_torch_state_dict_into_shards
+def as_in_files(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """A model's tensors as its files had them: transformers' renamings and conversions are undone.
+
+    Args:
+        model: loaded by `model_loading`.
+        tensors: all of its parameters by name, one after the other. What belongs together in a file's tensor is held
+            until it is complete. Buffers that its files have come at the end.
+    """
+    from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
+
+    back = [conversion.reverse_transform() for conversion in reversed(model._weight_conversions)]
+    renamings = [step for step in back if isinstance(step, WeightRenaming)]
+    others = [step for step in back if not isinstance(step, WeightRenaming)]
+
+    def group_of(name: str) -> str:
+        return rename_source_key(name, renamings, others, reverse=True)[0]
+
+    computed = {name for name, _ in model.named_non_persistent_buffers()}
+    buffers = [(name, buffer.cpu()) for name, buffer in model.named_buffers() if name not in computed]
+    members = Counter(group_of(name) for name in (*merged_names(model), *(name for name, _ in buffers)))
+    held: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    for source in (tensors, buffers):
+        for name, tensor in source:
+            group = group_of(name)
+            held[group][name] = tensor
+            if len(held[group]) == members[group]:
+                yield from revert_weight_conversion(model, held.pop(group)).items()
+
+
+def _save_safetensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Files of at most `FILE_BYTES`, or of one tensor, with an index if they are several, as `save_pretrained` does."""
     from safetensors.torch import save_file
 
-    plan = split_torch_state_dict_into_shards(state)
-    for filename, names in plan.filename_to_tensors.items():
-        save_file({name: state[name].contiguous() for name in names}, folder / filename, metadata={"format": "pt"})
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    files: list[list[str]] = []
+    total = 0
+    for part in _parts(tensors):
+        total += sum(tensor.nbytes for tensor in part.values())
+        save_file(part, folder / f"{len(files)}.part", metadata={"format": "pt"})
+        files.append(list(part))
+        part.clear()
+    named = {WEIGHTS: files[0]}
+    if len(files) > 1:
+        named = {f"model-{i + 1:05}-of-{len(files):05}.safetensors": names for i, names in enumerate(files)}
+        weight_map = {name: file for file, names in named.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index, indent=2))
+    for i, file in enumerate(named):
+        (folder / f"{i}.part").rename(folder / file)
+
+
+def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """What goes into each file; a dict is to be emptied before the next is asked for."""
+    part: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        tensor = tensor.contiguous()
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:  # a part of a larger one, which it would keep
+            tensor = tensor.clone()
+        if part and sum(other.nbytes for other in part.values()) + tensor.nbytes > FILE_BYTES:
+            yield part
+            part = {}
+        part[name] = tensor
+    yield part

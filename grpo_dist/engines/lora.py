@@ -8,6 +8,8 @@ off, so there are no reference workers.
 from __future__ import annotations
 
 import contextlib
+import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_dist.engines.settings import LoraSettings
-from grpo_dist.engines.sharded import whole
+from grpo_dist.engines.sharded import place, whole
 from grpo_dist.errors import ConfigError
 
 ADAPTER = "default"  # peft's name of the first adapter
@@ -23,7 +25,7 @@ KEY = "actor_rollout_ref.model"
 
 
 def add_lora(model: Any, settings: LoraSettings) -> None:
-    """Freeze the model and put trainable factors beside its target modules; B is 0, so nothing changes yet.
+    """Freeze a model without memory and put trainable factors beside its target modules; `draw_factors` fills them.
 
     Raises:
         ConfigError: peft is not installed, or no module has such a name.
@@ -41,9 +43,53 @@ def add_lora(model: Any, settings: LoraSettings) -> None:
         bias="none",
     )
     try:
-        inject_adapter_in_model(config, model, ADAPTER)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fan_in_fan_out")  # peft finds it by itself for each module, and says so
+            inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
     except ValueError as error:
         raise ConfigError(f"{KEY}.target_modules={targets}: {error}") from None
+    for name, layer in lora_layers(model).items():
+        if ADAPTER not in layer.lora_A:
+            kind = type(layer.get_base_layer()).__name__
+            raise ConfigError(
+                f"{KEY}.target_modules={targets}: {name} is of class {kind}, and LoRA is for linear layers"
+            )
+        for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
+            factor.to(layer.get_base_layer().weight.dtype)
+
+
+@torch.no_grad()
+def draw_factors(model: nn.Module) -> None:
+    """Draw LoRA's factors of a sharded model: A as peft draws it, B is 0, so nothing changes yet. Collective.
+
+    A layer's factors are whole for a moment. What is drawn depends on torch's random state on rank 0 alone, and is what
+    peft itself would draw then: each factor's own start comes first, and is dropped.
+    """
+    for name, layer in lora_layers(model).items():
+        a, b = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+        first, second = (nn.Linear(factor.in_features, factor.out_features, bias=False) for factor in (a, b))
+        nn.init.kaiming_uniform_(first.weight, a=math.sqrt(5))
+        nn.init.zeros_(second.weight)
+        for factor, drawn in (("lora_A", first), ("lora_B", second)):
+            old = getattr(layer, factor)[ADAPTER].weight
+            place(
+                model,
+                f"{name}.{factor}.{ADAPTER}.weight",
+                drawn.weight.detach().to(old.device_mesh.device_type, old.dtype),
+            )
+
+
+@contextlib.contextmanager
+def lora_hidden(model: nn.Module) -> Iterator[None]:
+    """Within the block the model's layers are its own, under their own names."""
+    layers = lora_layers(model)
+    for name, layer in layers.items():
+        model.set_submodule(name, layer.get_base_layer())
+    try:
+        yield
+    finally:
+        for name, layer in layers.items():
+            model.set_submodule(name, layer)
 
 
 def lora_layers(model: nn.Module) -> dict[str, Any]:
@@ -67,14 +113,26 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def merged_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield (name before LoRA, whole tensor in `dtype`) one at a time; a tied tensor comes once. Collective."""
     layers = lora_layers(model)
-    for name, parameter in model.named_parameters():
+    for name, parameter, plain in _named(model):
         owner, base, leaf = name.rpartition(".base_layer.")
-        if ".lora_" in name:
-            continue
         if base and leaf == "weight":
             layer = layers[owner]
             factors = [whole(factor[ADAPTER].weight.detach().float()) for factor in (layer.lora_B, layer.lora_A)]
             change = layer.scaling[ADAPTER] * (factors[0] @ factors[1])
-            yield f"{owner}.{leaf}", (whole(parameter.detach().float()) + change).to(dtype)
+            if layer.fan_in_fan_out:  # Conv1D (GPT-2) holds its weight as (in, out), transposed
+                change = change.t()
+            yield plain, (whole(parameter.detach().float()) + change).to(dtype)
         else:
-            yield f"{owner}.{leaf}" if base else name, whole(parameter.detach().to(dtype))
+            yield plain, whole(parameter.detach().to(dtype))
+
+
+def merged_names(model: nn.Module) -> list[str]:
+    """The names that `merged_parameters` yields."""
+    return [plain for _, _, plain in _named(model)]
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
+    """Parameters but for LoRA's factors: name, parameter, name before LoRA."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            yield name, parameter, name.replace(".base_layer.", ".")

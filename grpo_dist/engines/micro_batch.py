@@ -71,7 +71,13 @@ class _Piece:
 
 
 def make_micro_batch(
-    data: DataProto, columns: Sequence[str], padding_id: int, *, layout: str = "shared", row_width: int = 0
+    data: DataProto,
+    columns: Sequence[str],
+    padding_id: int,
+    *,
+    layout: str = "shared",
+    row_width: int = 0,
+    min_width: int = 0,
 ) -> MicroBatch:
     """Lay out the rows of `data`, which has `prompts`, `responses`, `response_mask` and the ragged `columns`.
 
@@ -84,6 +90,7 @@ def make_micro_batch(
         padding_id: token id of padding.
         layout: padded, packed or shared.
         row_width: tokens that a tensor row may grow to, for packed and shared; 0: as long as the longest piece.
+        min_width: tokens that tensor rows have at least, for packed and shared.
     """
     if len(data) == 0:
         return _empty_micro_batch(columns, padding_id)
@@ -93,7 +100,10 @@ def make_micro_batch(
         bins = [[i] for i in range(len(pieces))]
     else:
         bins = first_fit(lengths, max(row_width, *lengths))
-    builder = _Builder(data, len(bins), max(sum(lengths[i] for i in members) for members in bins), padding_id)
+    width = max(sum(lengths[i] for i in members) for members in bins)
+    builder = _Builder(data, len(bins), width if layout == "padded" else max(width, min_width), padding_id)
+    if layout == "padded":  # positions go on behind a sequence, or it would look like the start of another one
+        builder.position_ids[:] = torch.arange(width)
     for row, members in enumerate(bins):
         for i in members:
             builder.add(row, pieces[i].rows)
@@ -117,7 +127,8 @@ class _Builder:
     def __init__(self, data: DataProto, num_rows: int, width: int, padding_id: int) -> None:
         self.prompts, self.responses = data["prompts"].rows(), data["responses"].rows()
         self.input_ids = torch.full((num_rows, width), padding_id, dtype=torch.int64)
-        self.position_ids = torch.arange(width).repeat(num_rows, 1)  # of padding: any that the model knows
+        # of padding 0: a larger one may be beyond the model's positions, or decide how the real ones are embedded
+        self.position_ids = torch.zeros((num_rows, width), dtype=torch.int64)
         self.segments = torch.full((2, num_rows, width), PADDING, dtype=torch.int32)
         self._filled = [0] * num_rows
         self._num_segments = 0

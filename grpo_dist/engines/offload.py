@@ -54,6 +54,18 @@ class Offload:
         finally:
             self.away()
 
+    @contextlib.contextmanager
+    def states_on_device(self) -> Iterator[None]:
+        """Within the block, which takes an optimizer step, so are the states: never together with activations."""
+        moves = self.device.type != "cpu" and self.optimizer_states
+        if moves:
+            move_states(self.optimizer, self.device)
+        try:
+            yield
+        finally:
+            if moves:
+                move_states(self.optimizer, torch.device("cpu"))
+
 
 def move_states(optimizer: Optimizer | None, device: torch.device) -> None:
     """Move every tensor of the optimizer's states, also sharded ones, to `device`."""

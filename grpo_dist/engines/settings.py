@@ -36,9 +36,11 @@ class ModelSettings:
         override_config: entries of the model's config.json to change.
         layout: of sequences in a forward pass: "padded", "packed" or "shared".
         fsdp_size: ranks that hold one copy of the weights together; -1: all.
+        defer_grad_sync: whether gradients are reduced over ranks only in a mini-batch's last micro-batch.
         param_offload: whether the weights wait on CPU between the phases of a step.
         optimizer_offload: whether the optimizer's states do.
         lora: train factors beside the weights; None: the weights themselves.
+        max_model_len: most tokens of prompt and response, as the sampler has it; None: not known.
     """
 
     path: str
@@ -49,10 +51,12 @@ class ModelSettings:
     reshard_after_forward: bool
     layout: str = "shared"
     fsdp_size: int = -1
+    defer_grad_sync: bool = False
     override_config: Mapping[str, Any] = field(default_factory=dict)
     param_offload: bool = False
     optimizer_offload: bool = False
     lora: LoraSettings | None = None
+    max_model_len: int | None = None
 
 
 @dataclass(frozen=True)

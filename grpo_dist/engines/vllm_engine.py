@@ -1,33 +1,31 @@
 """The rollout engine: vLLM's AsyncLLM, the same on CPU and GPU. Speaks token ids only; knows no Ray and no tokenizer.
 
-New weights come while requests run (vllm_weight_update.py). Each token knows the version that sampled it. Every call
-into vLLM has a time limit, because a call that is pending when an engine dies never returns; what takes as long as
-responses do has the driver's.
+New weights come while requests run (vllm_weight_update.py). Each token knows the version that sampled it. A call into
+vLLM ends when the engine dies, and has a time limit; what takes as long as responses do has the driver's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import tempfile
 import uuid
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from grpo_dist.engines.bucket_files import clear_left_behind
+from grpo_dist.engines.bucket_files import clear_left_behind, note_segments, remove
 from grpo_dist.engines.meeting import stay_on_loopback
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
+from grpo_dist.engines.vllm_args import engine_args, quiet_environment
 from grpo_dist.engines.vllm_weight_update import WeightUpdater
 from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError
 
-# An engine call that takes longer than this has died or hangs.
+# An engine call that takes longer than this hangs.
 CALL_TIMEOUT_S = 600.0
-# vLLM's default block of 128 tokens means that short prompts never share a cached prefix; 32 is the smallest on CPU.
-CPU_BLOCK_SIZE = 32
-CPU_KV_CACHE_GIB = 1.0
+DEATH_POLL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,7 @@ class VLLMEngine:
         self.load = EngineLoad()
         self._running: dict[str | None, set[str]] = {}  # ours -> vLLM's ids
         self._llm: Any = None
+        self._segments: Path | None = None
         self._vocab_size = 0
         self._stop_token_ids: list[int] = []
 
@@ -75,10 +74,10 @@ class VLLMEngine:
 
         Raises:
             ConfigError: vLLM is not installed or refuses the settings.
+            RuntimeError: vLLM did not start; says where the reason is.
         """
         quiet_environment(self.settings.device)
-        if "distributed_executor_backend" not in self.settings.engine_kwargs:
-            stay_on_loopback()  # the ranks of an engine share a node
+        stay_on_loopback()  # the processes of an engine share a node
         clear_left_behind()
         self._sockets = tempfile.TemporaryDirectory(prefix="grpo_dist-")  # vLLM never deletes its own
         os.environ["VLLM_RPC_BASE_PATH"] = self._sockets.name
@@ -89,20 +88,14 @@ class VLLMEngine:
                 f"actor_rollout_ref.rollout.name=vllm: vLLM cannot be imported ({error}). "
                 "Install it with `pip install -e '.[cpu]'`, or '.[gpu]' on a GPU machine."
             ) from error
-        from grpo_dist.engines.vllm_inproc_core import inproc_core, supports_inproc_core
-
-        in_process = self.settings.device == "cpu" and supports_inproc_core()
-        try:
-            with inproc_core() if in_process else contextlib.nullcontext():
-                stats: Any = [self._stat_logger()]
-                self._llm = AsyncLLM.from_engine_args(_engine_args(self.settings), stat_loggers=stats)
-        except ValueError as error:  # pydantic's ValidationError is one too
-            reason = next((line for line in str(error).splitlines() if "error, " in line.lower()), str(error))
-            raise ConfigError(f"actor_rollout_ref.rollout: vLLM refuses the settings: {reason.strip()[:400]}") from None
+        self._llm = self._start_llm(AsyncLLM)
         config = self._llm.vllm_config.model_config
         self._vocab_size = config.get_vocab_size()
         self._stop_token_ids = _stop_token_ids(config)
         self.weights = WeightUpdater(self._llm, self._call, settings=self.settings)
+        if self.settings.tensor_parallel_size > 1:
+            segments = await self._call(self._llm.collective_rpc("shared_memory"))
+            self._segments = note_segments({name for names in segments for name in names})
 
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
@@ -147,6 +140,25 @@ class VLLMEngine:
             self._llm.shutdown()
             self._llm = None
             self._sockets.cleanup()
+            if self._segments is not None:
+                remove(self._segments)  # vLLM may not have come to it yet
+
+    def _start_llm(self, async_llm: Any) -> Any:
+        """Start vLLM's AsyncLLM and its processes; see `start`."""
+        from grpo_dist.engines.vllm_core import inproc_core, knows_core, tied_core
+
+        core = inproc_core if self.settings.device == "cpu" else tied_core
+        stats = [self._stat_logger()]
+        try:
+            with core() if knows_core() else contextlib.nullcontext():
+                return async_llm.from_engine_args(engine_args(self.settings), stat_loggers=stats)
+        except ConfigError:
+            raise
+        except ValueError as error:  # pydantic's ValidationError is one too
+            reason = next((line for line in str(error).splitlines() if "error, " in line.lower()), str(error))
+            raise ConfigError(f"actor_rollout_ref.rollout: vLLM refuses the settings: {reason.strip()[:400]}") from None
+        except Exception as error:  # its processes fail on their own, and vLLM says only that they did
+            raise RuntimeError(f"vLLM did not start: {type(error).__name__}: {error}{_where_it_is_said()}") from error
 
     async def _final_output(self, prompt: list[int], params: Any, request_id: str | None) -> Any:
         request: dict[str, Any] = {"prompt_token_ids": prompt}
@@ -182,15 +194,25 @@ class VLLMEngine:
         return LoadLogger
 
     async def _call(self, call: Coroutine[Any, Any, Any], timeout_s: float | None = CALL_TIMEOUT_S) -> Any:
-        """Await a vLLM call; its exceptions become ours, since vLLM's own do not survive the way to another process."""
+        """Await a vLLM call; its exceptions become ours, since vLLM's own do not survive the way to another process.
+
+        vLLM never ends a call that is pending when its processes die, so that is asked for every `DEATH_POLL_S`.
+        """
+        task = asyncio.ensure_future(call)
         try:
-            return await asyncio.wait_for(call, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                while not (await asyncio.wait({task}, timeout=DEATH_POLL_S))[0]:
+                    if self._llm.errored:
+                        raise EngineError("vLLM's core, or a process of it, has died")
+                return await task
         except TimeoutError:
             raise EngineError(f"vLLM did not answer within {timeout_s:.0f} s") from None
         except GrpoDistError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever vLLM raises
             raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from None
+        finally:
+            task.cancel()
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         longest = self.settings.max_model_len - 1
@@ -221,66 +243,10 @@ def _response(output: Any) -> Response:
     )
 
 
-def quiet_environment(device: str) -> None:
-    """Set vLLM's environment, before it is imported: no progress bars, no telemetry, a fast start on CPU."""
-    quiet = {
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_PLUGINS": "",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "PYTHONWARNINGS": "ignore",
-    }
-    cpu = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # keeps the executor inside the core
-        "TORCHDYNAMO_DISABLE": "1",  # or the first log-probs compile C++ for seconds
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines and trainers share the cores
-    }
-    for name, value in (quiet | (cpu if device == "cpu" else {})).items():
-        os.environ.setdefault(name, value)
-    logging.getLogger("vllm").setLevel(logging.ERROR)
-
-
-def _engine_args(settings: EngineSettings) -> Any:
-    from vllm import AsyncEngineArgs
-    from vllm.config import WeightTransferConfig
-
-    from grpo_dist.engines.vllm_weight_backend import BACKENDS, WorkerExtension
-
-    cpu = settings.device == "cpu"
-    chunked = settings.enable_chunked_prefill and not cpu  # on CPU it crashes requests that carry a seed
-    args: dict[str, Any] = {
-        "model": settings.model_path,
-        "dtype": settings.dtype,
-        "trust_remote_code": settings.trust_remote_code,
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": settings.max_num_batched_tokens
-        if chunked
-        else max(settings.max_num_batched_tokens, settings.max_model_len),
-        "enforce_eager": settings.enforce_eager or cpu,
-        "enable_chunked_prefill": chunked,
-        "seed": settings.seed,
-        "skip_tokenizer_init": not settings.needs_tokenizer,
-        "generation_config": "vllm",  # the checkpoint's sampling defaults do not leak in
-        "logprobs_mode": "processed_logprobs",  # log-probs of the distribution that was sampled from
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-        "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
-        "weight_transfer_config": WeightTransferConfig(backend=BACKENDS[settings.weight_transport]),
-    }
-    memory_gib = settings.kv_cache_memory_gib or (CPU_KV_CACHE_GIB if cpu else None)
-    if memory_gib is not None:
-        args["kv_cache_memory_bytes"] = int(memory_gib * 2**30)
-    args |= {"block_size": CPU_BLOCK_SIZE} if cpu else {"gpu_memory_utilization": settings.gpu_memory_utilization}
-    if settings.override_config:
-        args["hf_overrides"] = dict(settings.override_config)
-    try:
-        return AsyncEngineArgs(**args | dict(settings.engine_kwargs))
-    except TypeError as error:  # an argument that vLLM does not have
-        names = ", ".join(settings.engine_kwargs)
-        raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: {error}; given: {names}") from None
+def _where_it_is_said() -> str:
+    """The file that this process and those it has started write errors to, for a message."""
+    file = os.path.realpath("/proc/self/fd/2")
+    return f"; the reason is in {file}" if os.path.isfile(file) else ""
 
 
 def _sampling_params(sampling: SamplingSettings, stop_token_ids: list[int]) -> Any:

@@ -2,22 +2,26 @@
 
 vLLM imports this module in each of its workers (`worker_extension_cls`) before it makes the transfer engine, and that
 import registers the backends under the names of `BACKENDS`. The life cycle is vLLM's: start, any number of updates,
-finish.
+finish. The workers of a tensor parallel engine are processes of their own: each checks what it reads, loads its part of
+every tensor, and says in a receipt how it fared.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from grpo_dist.descendants import end_with_parent
+from grpo_dist.engines.bucket_files import read_bucket
 from grpo_dist.engines.settings import GroupAddress
 from grpo_dist.engines.weight_broadcast import Receipt, WeightGroup, receive
-from grpo_dist.engines.weight_buckets import Entry, unpack
+from grpo_dist.engines.weight_buckets import damage, unpack
 from grpo_dist.errors import WeightSyncError
 
 # Transport of the weights (EngineSettings.weight_transport) -> name of the backend in vLLM's factory.
@@ -31,11 +35,14 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket: the file that holds it and the entries in it (as plain lists: they cross a process boundary)."""
+    """One bucket, in a file: see bucket_files.py. The entries are plain lists, since they cross a process boundary."""
 
     path: str
     num_bytes: int
     entries: list[list[Any]]
+    number: int
+    last: bool
+    checksum: int
 
 
 @dataclass
@@ -80,7 +87,7 @@ class LayerwiseWeightTransferEngine(WeightTransferEngine):
 
 
 class SharedMemoryWeightTransferEngine(LayerwiseWeightTransferEngine):
-    """Maps one bucket after the other."""
+    """Maps one bucket after the other. What is wrong with one is in `receipt`, and nothing more is loaded."""
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
@@ -89,10 +96,12 @@ class SharedMemoryWeightTransferEngine(LayerwiseWeightTransferEngine):
         """Nothing to set up."""
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Load one bucket. Its mapping lives as long as views of it."""
-        entries = [Entry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in update_info.entries]
-        data = torch.from_file(update_info.path, shared=True, size=update_info.num_bytes, dtype=torch.uint8)
-        self.load(unpack(data, entries))
+        """Check one bucket, as every process that reads it does, and load it."""
+        bucket, loaded = read_bucket(vars(update_info)), self.receipt.loaded
+        fault = self.receipt.fault or damage(bucket)
+        self.receipt = Receipt(loaded if fault else loaded + 1, fault)
+        if not fault:
+            self.load(unpack(bucket.data, bucket.entries))
 
     def shutdown(self) -> None:
         """Nothing is held."""
@@ -151,7 +160,9 @@ def repack_tied_embeddings(model: Any) -> None:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's workers: naming this class makes them import the module, which registers the backends."""
+    """Mixed into vLLM's workers: naming this class makes them import the module, which registers the backends and ties
+    a process to its engine.
+    """
 
     weight_transfer_engine: LayerwiseWeightTransferEngine
 
@@ -159,6 +170,14 @@ class WorkerExtension:
         """How this worker fared in the last update, or when it last joined a group: a `Receipt`."""
         return asdict(self.weight_transfer_engine.receipt)
 
+    def shared_memory(self) -> list[str]:
+        """Names of the segments under /dev/shm that this worker has mapped."""
+        return sorted(set(re.findall(r" /dev/shm/(\S+)$", Path("/proc/self/maps").read_text(), re.MULTILINE)))
+
+
+# A worker that is a process of its own ends when the engine has. vLLM's workers watch a pipe, but not before they have
+# started, and in vain while they wait for something else.
+end_with_parent()
 
 ENGINES = {"object_store": SharedMemoryWeightTransferEngine, "broadcast": BroadcastWeightTransferEngine}
 for transport, backend in BACKENDS.items():

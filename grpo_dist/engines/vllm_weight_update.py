@@ -132,9 +132,14 @@ class WeightUpdater:
                 raise WeightSyncError(fault)
 
     async def _receipt(self) -> tuple[int, str]:
-        """(buckets that the engine's workers have loaded, the first fault of one of them)."""
+        """(most buckets that one of the engine's workers has loaded, the first fault of one of them)."""
         receipts = await self._call(self._llm.collective_rpc("weight_receipt"))
-        return max(r["loaded"] for r in receipts), next((r["fault"] for r in receipts if r["fault"]), "")
+        faults = [
+            f"tensor parallel rank {rank}: {receipt['fault']}" if len(receipts) > 1 else receipt["fault"]
+            for rank, receipt in enumerate(receipts)
+            if receipt["fault"]
+        ]
+        return max(receipt["loaded"] for receipt in receipts), next(iter(faults), "")
 
     def _check_newer(self, version: int) -> None:
         if version <= self.version:

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import json
 import os
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_dist.engines.meeting import LOOPBACK, own_ip, refuse_loopback
 from grpo_dist.engines.settings import SENDER, GroupAddress
 from grpo_dist.engines.weight_buckets import Entry, PackedTensors, pack_tensors, unpack
 from grpo_dist.errors import GrpoDistError, WeightSyncError
@@ -252,6 +252,8 @@ def _make_group(store: Any, rank: int, device: torch.device, address: GroupAddre
     limit, size = timedelta(seconds=address.timeout_s), address.world_size
     store = dist.PrefixStore("group", store)
     if device.type == "cuda":
+        if address.host != LOOPBACK:
+            refuse_loopback(["NCCL_SOCKET_IFNAME"])
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = limit
@@ -260,15 +262,8 @@ def _make_group(store: Any, rank: int, device: torch.device, address: GroupAddre
             return nccl(store, rank, size, options)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._devices, options._timeout = [gloo.create_device(hostname=_own_ip(address))], limit
+    options._devices, options._timeout = [gloo.create_device(hostname=own_ip(address.host, address.port))], limit
     return gloo(store, rank, size, options)
-
-
-def _own_ip(address: GroupAddress) -> str:
-    """The address of this node on the way to the sender."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address.host, address.port))  # sends nothing
-        return str(probe.getsockname()[0])
 
 
 @contextlib.contextmanager

@@ -69,13 +69,19 @@ def check_buckets(buckets: Sequence[Bucket]) -> None:
         last = "" if complete else "; the last one is missing"
         raise WeightSyncError(f"weight buckets {numbers} arrived instead of 0, 1, 2, ... in order{last}")
     for bucket in buckets:
-        found = zlib.crc32(bucket.data.data)
-        if found != bucket.checksum:
-            names = f"{bucket.entries[0].name} to {bucket.entries[-1].name}"
-            raise WeightSyncError(
-                f"weight bucket {bucket.number} of {len(buckets)} ({names}) is damaged: checksum {found:#010x}, "
-                f"sent with {bucket.checksum:#010x}"
-            )
+        if fault := damage(bucket):
+            raise WeightSyncError(fault)
+
+
+def damage(bucket: Bucket) -> str:
+    """What is wrong with the bytes of a bucket; "" if they are as they were sent."""
+    found = zlib.crc32(bucket.data.data)
+    if found == bucket.checksum:
+        return ""
+    names = f"{bucket.entries[0].name} to {bucket.entries[-1].name}"
+    return (
+        f"weight bucket {bucket.number} ({names}) is damaged: checksum {found:#010x}, sent with {bucket.checksum:#010x}"
+    )
 
 
 def pack(tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[Bucket]:

@@ -195,6 +195,19 @@ def build_trackers(
     return Trackers(started, resumed_step=resumed_step)
 
 
+def check_trackers(loggers: Sequence[str]) -> None:
+    """Check that the packages of the trackers can be imported, and what else they know before they start.
+
+    Raises:
+        ConfigError: a package is missing, or W&B is to be online without an API key.
+    """
+    for name in dict.fromkeys((ALWAYS_ON, *loggers)):
+        if name != CONSOLE:
+            check = getattr(_tracker_class(name), "check", None)
+            if check is not None:
+                check()
+
+
 def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics as plain ints and floats.
 
@@ -215,17 +228,12 @@ def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _start(name: str, run: RunInfo) -> Tracker:
-    module, _, attribute = TRACKERS[name].partition(":")
+    tracker_class = _tracker_class(name)
     try:
         run.run_dir.mkdir(parents=True, exist_ok=True)
-        return getattr(importlib.import_module(module), attribute)(run)
+        return tracker_class(run)
     except ConfigError:
         raise
-    except ImportError as error:
-        raise ConfigError(
-            f"trainer.logger: {name!r} needs a package that cannot be imported ({error}): "
-            f"install it, or take {name!r} out of trainer.logger"
-        ) from error
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())  # some packages write pages
         hint = (
@@ -234,6 +242,19 @@ def _start(name: str, run: RunInfo) -> Tracker:
             else f"mend this, or take {name!r} out of trainer.logger"
         )
         raise ConfigError(f"trainer.logger: {name!r} cannot start: {cause}; {hint}") from error
+
+
+def _tracker_class(name: str) -> Any:
+    if name not in TRACKERS:
+        raise ConfigError(_unknown(name))
+    module, _, attribute = TRACKERS[name].partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.logger: {name!r} needs a package that cannot be imported ({error}): "
+            f"install it, or take {name!r} out of trainer.logger"
+        ) from error
 
 
 def _unknown(name: str) -> str:

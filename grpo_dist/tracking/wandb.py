@@ -33,6 +33,15 @@ class WandbTracker:
             cannot be reached or refuses.
     """
 
+    @staticmethod
+    def check() -> None:
+        """Check what is known before the run starts.
+
+        Raises:
+            ConfigError: `WANDB_MODE=online` without an API key.
+        """
+        choose_mode()
+
     def __init__(self, run: RunInfo) -> None:
         mode = choose_mode()
         folder = run.run_dir / "wandb"

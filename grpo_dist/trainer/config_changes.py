@@ -44,12 +44,13 @@ HARMLESS = (
     "trainer.resume_*",
     "trainer.max_*_restarts",
     "trainer.health.*",
-    "trainer.export_hf_model",
+    "trainer.export_*",
     "trainer.log_*",
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
     "trainer.worker_timeout_s",
     "trainer.stage_timeout_s.*",
+    "actor_rollout_ref.nccl_timeout",
     "trainer.dry_run",
     "data.train_files*",  # what is in them counts: the prompts' fingerprint
     "data.val_*",
@@ -67,6 +68,7 @@ HARMLESS = (
     f"{_ACTOR}.fsdp_config.*offload",
     f"{_ACTOR}.fsdp_config.reshard_after_forward",
     f"{_ACTOR}.fsdp_config.fsdp_size",
+    f"{_ACTOR}.fsdp_config.defer_grad_sync",
     f"{_REF}.*micro_batch_size_per_gpu",
     f"{_REF}.log_prob_*",
     f"{_REF}.fsdp_config.*offload",
@@ -136,10 +138,7 @@ def check_changes(
     Raises:
         CheckpointError: a change would make the checkpoint meaningless, or its config cannot be read.
     """
-    try:
-        old = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}") from None
+    old = read_config(folder)
     new = yaml.safe_load(saved_config(config))
     changes = compare_configs(old, new)
     changes.shown += _edited(dict(flatten(old)), dict(flatten(new)), state.code, code)
@@ -156,6 +155,21 @@ def check_changes(
             "trainer.resume_mode=disable or another trainer.default_local_dir"
         )
     return changes.shown
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """The resolved config in a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+        if not isinstance(config, Mapping):
+            raise TypeError("holds no keys")
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError) as error:
+        raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}") from None
+    return config
 
 
 def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:

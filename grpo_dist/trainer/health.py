@@ -2,7 +2,8 @@
 
     rule broken for `steps` steps in a row -> metric health/RULE = 1, and warn: a message; stop: HealthError
 
-The rules are in health_rules.py. A resumed run starts with empty windows.
+The rules are in health_rules.py. A step without a rule's metric says nothing of the rule, so it ends a row. A resumed
+run starts with empty windows.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ class HealthMonitor:
         for name, rule in RULES.items():
             action = getattr(self.config, name).action
             look = None if action == "off" else rule(metrics, self._past, self.config)
+            self._in_a_row[name] = self._in_a_row[name] + 1 if look is not None and look.broken else 0
             if look is None:
                 continue
-            self._in_a_row[name] = self._in_a_row[name] + 1 if look.broken else 0
             broken = self._in_a_row[name] >= getattr(getattr(self.config, name), "steps", 1)
             judgement.metrics[f"health/{name}"] = float(broken)
             if broken and action == "stop":

@@ -80,7 +80,8 @@ class PassQueue:
             else:
                 self._collect_pass(call)
         except WorkerError as error:
-            self._begin_restart(call.group.root_cause(error))
+            others = [each for each in self.in_flight if each is not call]
+            self._begin_restart(call.group.root_cause(error, others))
 
     def check_deadline(self) -> None:
         """Restart the giver if a pass, or its start, has taken longer than it may.

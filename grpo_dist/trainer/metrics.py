@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 
@@ -9,17 +10,19 @@ import numpy as np
 
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.group import Call, WorkerGroup, finished
 from grpo_dist.workers.reward import EXTRA
+
+# By what `Process.peak_memory_gib` tells; a role's name follows.
+PEAK_MEMORY = {"resident": "max_memory_resident_gb", "gpu": "max_memory_gpu_gb"}
 
 
 def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
-    """Scores, advantages and lengths of a scored batch with advantages."""
+    """Scores, rewards and lengths of a scored batch with advantages."""
     scores, uids = batch["score"], batch["uid"]
     metrics = {
         **_spread("critic/score", scores),
         **_spread("critic/rewards", batch["reward"]),
-        **_spread("critic/advantages", batch["advantage_mean"]),
         **_spread("response_length", batch["response_length"]),
         **_spread("prompt_length", batch["prompt_length"]),
         **_spread("num_turns", batch["num_turns"]),
@@ -73,8 +76,47 @@ class IdleShares:
         return shares
 
 
-def performance_metrics(timings: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by stage, and tokens per second: over the whole step, while generating, and while updating."""
+class PeakMemory:
+    """Most memory that a process of each role has held so far.
+
+    The processes are asked without waiting: they may be in the middle of a pass, or hang.
+    """
+
+    def __init__(self, groups: Sequence[WorkerGroup]) -> None:
+        self._groups = groups
+        self._calls: list[Call] = []
+        self._peaks: dict[str, float] = {}
+
+    def latest(self) -> dict[str, float]:
+        """`PEAK_MEMORY` by role, in GiB, of the answers that are there."""
+        for call in finished(self._calls, None, 0.0):
+            self._calls.remove(call)
+            with contextlib.suppress(GrpoDistError):  # it is gone, which others find out
+                take_peaks(self._peaks, call.group.role, call.result())
+        if not self._calls:
+            self._calls = [call for group in self._groups for call in ask_for_peaks(group)]
+        return dict(self._peaks)
+
+
+def ask_for_peaks(group: WorkerGroup) -> list[Call]:
+    """Ask the processes of a role for their peak memory, without waiting."""
+    return [group.submit(rank, "memory", "peak_memory_gib", timed=False) for rank in range(len(group))]
+
+
+def take_peaks(peaks: dict[str, float], role: str, parts: Mapping[str, float]) -> None:
+    """Take in what a process of a role has answered."""
+    for kind, gib in parts.items():
+        name = f"perf/{PEAK_MEMORY[kind]}/{role}"
+        peaks[name] = max(peaks.get(name, 0.0), gib)
+
+
+def performance_metrics(
+    timings: Mapping[str, float], metrics: Mapping[str, float], *, num_devices: int
+) -> dict[str, float]:
+    """Seconds by stage, and tokens per second: over the whole step, while generating, and while updating.
+
+    `perf/throughput` is that of the step for each of the `num_devices`, as verl's; the others are those of the run.
+    """
     total = timings["step"]
     tokens = metrics["perf/total_num_tokens"]
     response_tokens = (
@@ -83,7 +125,8 @@ def performance_metrics(timings: Mapping[str, float], metrics: Mapping[str, floa
     return {
         **{f"timing_s/{name}": seconds for name, seconds in timings.items()},
         "perf/time_per_step": total,
-        "perf/throughput": tokens / total,
+        "perf/throughput": tokens / total / num_devices,
+        "perf/tokens_per_s": tokens / total,
         # after a resume a whole step may come out of the checkpoint
         **({"perf/generation_tokens_per_s": response_tokens / timings["gen"]} if "gen" in timings else {}),
         "perf/update_tokens_per_s": tokens / timings["update_actor"],

@@ -1,27 +1,109 @@
-"""Looks at what a run will read, without starting anything: the model folder, the first rows, the reward file.
+"""Everything that can be known before Ray starts: one list of checks, for a run and for `trainer.dry_run=true`.
 
-A dry run does all of it; a run checks the model folder before it starts Ray, and everything else on its way. Loads
-neither torch nor Ray.
+All of it is tried, so that one attempt shows everything that is wrong. Loads neither Ray nor vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
-from typing import Any
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 
 from grpo_dist.assets import BUILTIN, resolve_model_path
 from grpo_dist.assets.model_folder import ModelFolder, check_model_folder
-from grpo_dist.assets.paths import is_file, is_folder
-from grpo_dist.config.data_files import DataFileProblem, parse_data_file
+from grpo_dist.assets.paths import is_folder
+from grpo_dist.config.model_rules import model_problems
+from grpo_dist.config.problems import config_error
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.data.files import locate_rows
-from grpo_dist.data.prompts import Prompt, add_system_prompt, checked_prompt
-from grpo_dist.data.tokenize import check_token_ids, load_tokenizer, tokenize_prompts
-from grpo_dist.rewards import check_data_sources
-from grpo_dist.rewards.scorer import Scorer
+from grpo_dist.errors import CheckpointError, ConfigError, GrpoDistError
+from grpo_dist.tracking.base import check_trackers
+from grpo_dist.trainer.checkpoint import find_checkpoint, last_checkpoint, read_state
+from grpo_dist.trainer.config_changes import check_changes, digest_code, read_config
+from grpo_dist.trainer.machine import Machine, check_machine
+from grpo_dist.trainer.names import import_reward, resolve_names
+from grpo_dist.trainer.run_lock import check_run_dir
+from grpo_dist.trainer.run_prompts import Prompts, load_run_prompts, read_prompts, total_steps
 
-FIRST_ROWS = 100  # of each data file
+
+@dataclass(frozen=True)
+class Ready:
+    """What a run starts from once nothing is wrong: its prompts, notes on them, and the number of training steps."""
+
+    prompts: Prompts
+    notes: list[str]
+    steps: int
+
+
+class _Checks:
+    """Collects what the checks find: each runs in a `with` block of its own."""
+
+    def __init__(self) -> None:
+        self.found: list[GrpoDistError] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        if isinstance(error, GrpoDistError):
+            self.found.append(error)
+        return isinstance(error, GrpoDistError)
+
+    def end(self) -> None:
+        """Raise what was found, as one error."""
+        if len(self.found) == 1:
+            (error,) = self.found
+            raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+        if self.found:
+            listed = "\n  ".join(str(error) for error in self.found)
+            raise ConfigError(f"the run has {len(self.found)} problems:\n  {listed}")
+
+
+def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool) -> Ready:
+    """Check all that a run needs, reading every file that it reads.
+
+    Args:
+        config: the run's.
+        tell: gets a line for each thing that is as it should be.
+        rehearsal: nothing comes after this: weights of the hub's are not downloaded, and a checkpoint that the run
+            would go on from is verified whole, which the run does when it loads it.
+
+    Raises:
+        ConfigError: everything that is wrong, in one message.
+    """
+    checks = _Checks()
+    machine, model, ready = Machine("", None), None, None
+    with checks:
+        machine = check_machine(config)
+        tell(machine.found)
+    with checks:
+        resolve_names(config)
+        tell("every name in the config")
+    with checks:
+        import_reward(config)
+        tell(f"reward: {config.custom_reward_function.path or 'built in, by data_source'}")
+    with checks:
+        check_trackers(config.trainer.logger)
+        check_run_dir(config.trainer.record_dir.absolute())
+        tell(f"run directory: {config.trainer.record_dir}")
+    with checks:
+        model = check_model(config, weights=not (rehearsal and _is_on_the_hub(config)))
+        _check_fit(config, model, machine)
+        tell(_describe(config, model))
+    with checks:
+        ready = _check_data(config, model)
+        if ready is not None:
+            tell(f"prompts: {len(ready.prompts.train)} for training, {len(ready.prompts.validation)} for validation")
+            for note in ready.notes:
+                tell(note)
+            tell(f"training steps: {ready.steps}")
+    with checks:
+        if ready is not None and (folder := _check_resume(config, ready.prompts, verify=rehearsal)) is not None:
+            tell(f"checkpoint to go on from: {folder}")
+    checks.end()
+    assert ready is not None
+    return ready
 
 
 def model_setting(config: RunConfig) -> str:
@@ -29,97 +111,76 @@ def model_setting(config: RunConfig) -> str:
     return f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}"
 
 
-def check_model(config: RunConfig) -> ModelFolder:
+def check_model(config: RunConfig, *, weights: bool = True) -> ModelFolder:
     """Find the model folder, downloading one of the hub's, and check its files.
+
+    Args:
+        config: the run's.
+        weights: whether the weights are downloaded, and their headers checked.
 
     Raises:
         ConfigError: there is none.
         DataError: a file of it is missing, damaged or does not fit the others.
     """
     model = config.actor_rollout_ref.model
-    folder = resolve_model_path(model.path)
-    return check_model_folder(folder, setting=model_setting(config), trust_remote_code=model.trust_remote_code)
+    folder = resolve_model_path(model.path, weights=weights)
+    trust = model.trust_remote_code
+    return check_model_folder(folder, setting=model_setting(config), trust_remote_code=trust, weights=weights)
 
 
-def preflight(config: RunConfig) -> Iterator[str]:
-    """Check what is on this machine and say so, a line at a time; what is not there is said too.
-
-    Raises:
-        GrpoDistError: something is there and cannot be used.
-    """
-    model, tokenizer = config.actor_rollout_ref.model, None
-    if model.path.startswith(BUILTIN) or is_folder(model.path):
-        found = check_model(config)
-        tokenizer = load_tokenizer(str(found.folder), trust_remote_code=model.trust_remote_code)
-        weights = f"{found.num_tensors} tensors in {found.num_files} file" + ("s" if found.num_files > 1 else "")
-        yield f"checked: {model.path}: {found.model_type}, {weights}, tokenizer"
-    else:
-        found = None
-        yield f"not checked: {model.path}: not a folder on this machine, and nothing is downloaded"
-    for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
-        for file in files:
-            yield _check_file(config, key, file, tokenizer, None if found is None else found.vocab_size)
-    yield from _check_reward(config)
+def _is_on_the_hub(config: RunConfig) -> bool:
+    path = config.actor_rollout_ref.model.path
+    return not (path.startswith(BUILTIN) or is_folder(path))
 
 
-def _check_file(config: RunConfig, key: str, file: str, tokenizer: Any, vocab_size: int | None) -> str:
-    """Read, check and tokenize the first rows of one entry."""
-    parsed, data = parse_data_file(file), config.data
-    if isinstance(parsed, DataFileProblem):
-        return f"not checked: {file}: {parsed.text}"
-    if parsed.kind == "hub":
-        return f"not checked: {file}: nothing is downloaded"
-    rows = list(islice(locate_rows([file], key=key), FIRST_ROWS + 1))
-    names = {"key": key, "prompt_key": data.prompt_key, "reward_fn_key": data.reward_fn_key}
-    prompts = [checked_prompt(row, i, where, **names) for i, (where, row) in enumerate(rows[:FIRST_ROWS])]
-    if config.custom_reward_function.path is None:
-        check_data_sources(prompt.data_source for prompt in prompts)
-    remark = "" if tokenizer is None else _check_tokens(config, prompts, tokenizer, vocab_size)
-    count = f"the first {FIRST_ROWS} rows" if len(rows) > FIRST_ROWS else f"{len(rows)} rows"
-    return f"checked: {file}: {count}{remark}"
+def _check_fit(config: RunConfig, model: ModelFolder, machine: Machine) -> None:
+    """Lengths, tensor parallelism and memory against the config.json that will be loaded."""
+    model_config = json.loads((model.folder / "config.json").read_bytes().decode("utf-8-sig"))
+    gpu, host, parameters = machine.gpu_gib, machine.host_gib, model.num_parameters
+    if problems := list(model_problems(config, model_config, gpu, host, parameters)):
+        raise config_error(problems)
 
 
-def _check_tokens(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Any, vocab_size: int | None) -> str:
+def _describe(config: RunConfig, model: ModelFolder) -> str:
+    files = f"{model.num_tensors} tensors in {model.num_files} file" + ("s" if model.num_files > 1 else "")
+    weights = files if model.num_tensors else "its weights are downloaded when the run starts"
+    return f"model: {config.actor_rollout_ref.model.path}: {model.model_type}, {weights}"
+
+
+def _check_data(config: RunConfig, model: ModelFolder | None) -> Ready | None:
+    """All rows; without a model, as far as they can be looked at without its tokenizer."""
     data = config.data
-    if data.system_prompt is not None:
-        prompts, _ = add_system_prompt(prompts, data.system_prompt)
-    tokenized, overlong = tokenize_prompts(
-        prompts,
-        tokenizer,
-        max_prompt_length=data.max_prompt_length,
-        truncation="left" if data.filter_overlong_prompts else data.truncation,
-        filter_overlong_prompts=False,  # later rows may be short where the first are all too long
-        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
-    )
-    if vocab_size is not None:
-        check_token_ids(tokenized, vocab_size, setting=model_setting(config))
-    limit = f"data.max_prompt_length={data.max_prompt_length} tokens"
-    return f", {len(overlong) or 'none'} longer than {limit}"
+    if model is None:
+        read_prompts(config, "data.train_files", data.train_files, data.train_max_samples)
+        if data.val_files:
+            read_prompts(config, "data.val_files", data.val_files, data.val_max_samples)
+        return None
+    prompts, notes = load_run_prompts(config, model)
+    return Ready(prompts, notes, total_steps(config, prompts))
 
 
-def _check_reward(config: RunConfig) -> Iterator[str]:
-    """Import the reward function, if it is a file that is here or a module."""
-    reward = config.custom_reward_function
-    if reward.path is None:
-        return
-    source = reward.path.removeprefix("file://")
-    if source.endswith(".py") and not is_file(source):
-        yield f"not checked: {reward.path}: no such file"
-        return
-    import_reward_function(reward.path, config)
-    yield f"checked: {reward.path}: {reward.name} can be called"
-
-
-def import_reward_function(path: str, config: RunConfig) -> None:
-    """Import the user's reward function in a process of its own, as the reward processes do.
+def _check_resume(config: RunConfig, prompts: Prompts, *, verify: bool) -> Path | None:
+    """The checkpoint to go on from, if its config and prompts fit; whole, where asked for.
 
     Raises:
-        ConfigError: it is not there, or cannot be imported.
-        RewardError: importing it hangs, or ends its process.
+        CheckpointError: it does not fit, or there are checkpoints and none is whole.
     """
-    reward = config.custom_reward_function
-    scorer = Scorer(path, reward.name, reward.reward_kwargs, timeout_s=config.reward.timeout_s)
+    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir).absolute()
+    if trainer.resume_mode == "disable":
+        return None
+    if verify:
+        folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
+    else:
+        named = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
+        folder = Path(named) if named is not None else last_checkpoint(run_dir)
+    if folder is None:
+        return None
     try:
-        scorer.start()
-    finally:
-        scorer.stop()
+        state = read_state(folder)
+        read_config(folder)
+    except CheckpointError:
+        if verify:
+            raise
+        return None  # it is damaged: the run looks for one before it
+    check_changes(folder, state, config, prompts.identity, digest_code(config))
+    return folder

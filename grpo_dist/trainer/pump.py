@@ -180,6 +180,8 @@ class RolloutPump:
             self._generating[call] = place
         while self._to_score and self.reward.has_free:
             job, i = self._to_score.popleft()
+            if i in job.cancelled:
+                continue
             self._scoring[self.reward.submit(job.groups[i], job.requests[i].task)] = job, i
         for giver in self._givers.values():
             giver.dispatch()

@@ -1,16 +1,9 @@
-"""What a trainer works with: the worker groups of its roles, and its prompts."""
+"""What a trainer works with: the worker groups of its roles."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from grpo_dist.data.curriculum import CustomSampler
-from grpo_dist.data.sampler import PromptSampler
-from grpo_dist.data.tokenize import TokenizedPrompt
-from grpo_dist.trainer.config_changes import identify_prompts
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.groups import ActorGroup, ReferenceGroup
 from grpo_dist.workers.restarts import RestartBudget
@@ -39,17 +32,3 @@ class Roles:
     def holds_state(self, role: str) -> bool:
         """Whether a role has what only a checkpoint has: the policy, or a reference that has moved."""
         return role == "actor" or (role == "ref" and self.ref is not None and self.ref.has_moved)
-
-
-@dataclass
-class Prompts:
-    """The tokenized prompts of a run, and the order training takes them in."""
-
-    train: Sequence[TokenizedPrompt]
-    validation: Sequence[TokenizedPrompt]
-    sampler: PromptSampler | CustomSampler
-
-    @functools.cached_property
-    def identity(self) -> dict[str, Any]:
-        """Which training prompts they are; see `identify_prompts`."""
-        return identify_prompts(self.train)

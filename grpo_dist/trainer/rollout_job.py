@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,6 +81,15 @@ class RolloutJob:
                 group = group.union(found[i]) if i in found else group
             results.append(group)
         return results
+
+    def release(self, groups: Iterable[int]) -> None:
+        """Let go of groups that are not wanted any more, so that the object store can free them. The job must be done:
+        a pass that is not over needs all of its groups.
+        """
+        for i in groups:
+            self.cancelled.add(i)
+            for found in (self.groups, self.scores, *self.log_probs.values()):
+                found.pop(i, None)
 
     def elapsed(self) -> float:
         """Seconds since its first prompt was sent."""

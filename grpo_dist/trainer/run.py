@@ -6,11 +6,13 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpo_dist.config.halved import halved
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.errors import Terminated, WorkerError, WorkerLost
+from grpo_dist.errors import OutOfMemory, Terminated, WorkerError, WorkerLost
 from grpo_dist.tracking.base import Trackers, build_trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.jsonl import FILE_NAME as METRICS
@@ -19,8 +21,9 @@ from grpo_dist.tracking.summary import format_summary
 from grpo_dist.trainer.checkpoint import last_checkpoint
 from grpo_dist.trainer.config_changes import saved_config
 from grpo_dist.trainer.preemption import Preemption
-from grpo_dist.trainer.preflight import check_model
+from grpo_dist.trainer.preflight import Ready, preflight
 from grpo_dist.trainer.run_lock import run_lock, writing_into
+from grpo_dist.trainer.run_prompts import new_sampler
 from grpo_dist.workers.cluster import connect
 
 if TYPE_CHECKING:
@@ -47,9 +50,9 @@ def run(config: RunConfig) -> None:
 
 
 def _run(config: RunConfig, preemption: Preemption) -> None:
-    """Train. On the way out, whatever happened, every process that was started is ended."""
+    """Check all that can be known, then train. On the way out, whatever happened, every process is ended."""
     started = time.monotonic()
-    check_model(config)  # a mistake in it is told before anything starts
+    ready = preflight(config, lambda line: None, rehearsal=False)
     run_dir = _make_run_dir(config)
     signal.signal(signal.SIGTERM, preemption.handle)
     with ExitStack() as stack:
@@ -59,7 +62,9 @@ def _run(config: RunConfig, preemption: Preemption) -> None:
         message = connect(config.ray_kwargs.ray_init.address, config.ray_kwargs.ray_init.num_cpus)
         signal.signal(signal.SIGTERM, preemption.handle)  # again: Ray's own, put in its place, aborts the process
         _say(config, message)
-        first_step = _train(config, run_dir, preemption)
+        for note in ready.notes:
+            _say(config, note)
+        first_step = _train(config, run_dir, preemption, ready)
     if "console" in config.trainer.logger:
         hf_model = run_dir / "huggingface" if config.trainer.export_hf_model and not config.trainer.val_only else None
         seconds = time.monotonic() - started
@@ -67,21 +72,25 @@ def _run(config: RunConfig, preemption: Preemption) -> None:
         sys.stdout.write(format_summary(rows, run_dir=run_dir, seconds=seconds, hf_model=hf_model) + "\n")
 
 
-def _train(config: RunConfig, run_dir: Path, preemption: Preemption) -> int:
+def _train(config: RunConfig, run_dir: Path, preemption: Preemption, ready: Ready) -> int:
     """Train on workers of its own; if the policy is lost with one of them, again from the last checkpoint.
+
+    With `trainer.halve_on_out_of_memory` also if a GPU's memory was not enough, with half of the setting that took it.
 
     Returns:
         The first step that it put on record.
 
     Raises:
         WorkerLost: that has happened `trainer.max_actor_restarts` times before.
+        OutOfMemory: likewise; or it is not allowed, or there is no smaller setting.
     """
     restarts, present, last, first_step = 0, config, None, 0
+    lost: WorkerError
     while True:
         trainer = None
         with ExitStack() as stack:
             try:
-                trainer, workers = _build(present, run_dir, stack, preemption)
+                trainer, workers = _build(present, run_dir, stack, preemption, ready)
                 if restarts == 0 and trainer.step > 0 and not config.trainer.val_only:
                     first_step = trainer.step + 1
                 trainer.fit()
@@ -89,6 +98,12 @@ def _train(config: RunConfig, run_dir: Path, preemption: Preemption) -> int:
                 trainer.trackers.close()
                 trainer.progress.close()
                 return first_step
+            except OutOfMemory as error:
+                smaller = halved(present, error.setting) if config.trainer.halve_on_out_of_memory else None
+                if smaller is None or restarts == config.trainer.max_actor_restarts:
+                    raise
+                present, lost = smaller, error
+                _say(config, f"trainer.halve_on_out_of_memory=true: half of {'='.join(map(str, error.setting or ()))}")
             except WorkerLost as error:
                 # one that is lost at the first start would most likely be lost again: the model is too large, say
                 goes_on = restarts > 0 if trainer is None else trainer.roles.holds_state(error.role)
@@ -101,7 +116,7 @@ def _train(config: RunConfig, run_dir: Path, preemption: Preemption) -> int:
                 preemption.held = False  # the new workers are those of a finished step
         restarts += 1
         last = last if trainer is None else trainer.saver.last
-        present = _from_last_checkpoint(config, last)
+        present = _from_last_checkpoint(present, last)
         where = last or "the beginning: there is no checkpoint yet"
         count = f"{restarts} of trainer.max_actor_restarts={config.trainer.max_actor_restarts}"
         _say(config, f"{lost}\nstarting all workers again from {where} ({count})")
@@ -131,19 +146,18 @@ def _tell_memory(config: RunConfig, workers: Workers) -> None:
     _say(config, "peak memory, GiB: " + ", ".join(f"{k.partition('memory_')[2]} {v:.2f}" for k, v in memory.items()))
 
 
-def _build(config: RunConfig, run_dir: Path, stack: ExitStack, preemption: Preemption) -> tuple[GRPOTrainer, Workers]:
+def _build(
+    config: RunConfig, run_dir: Path, stack: ExitStack, preemption: Preemption, ready: Ready
+) -> tuple[GRPOTrainer, Workers]:
     """Started workers, and a trainer that has resumed if it should, with its trackers."""
-    from grpo_dist.trainer.build import Workers, build_trainer, load_run_prompts, resolve_names, total_steps
+    from grpo_dist.trainer.build import Workers, build_trainer
 
-    started = time.monotonic()
-    resolve_names(config)
+    started, steps = time.monotonic(), ready.steps
     workers = Workers(config)
     stack.callback(workers.shutdown)
     _say(config, "starting workers: " + ", ".join(f"{len(group)} {group.role}" for group in workers.groups))
-    prompts, notes = load_run_prompts(config)
-    for note in notes:
-        _say(config, note)
-    steps = total_steps(config, prompts)
+    # from the first batch, also after a restart
+    prompts = replace(ready.prompts, sampler=new_sampler(config, ready.prompts.train))
     trainer = build_trainer(config, workers.start(steps), prompts, steps)
     folder = trainer.resume()
     if folder is not None:

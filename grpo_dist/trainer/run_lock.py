@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from grpo_dist.errors import ConfigError
 
@@ -33,19 +34,41 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     with writing_into(run_dir):
         file = os.fdopen(os.open(run_dir / FILE_NAME, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="utf-8")
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"trainer.default_local_dir={run_dir}: another run is at work there ({file.read().strip()}). Wait for "
-                "its end or stop it, or set trainer.experiment_name or trainer.default_local_dir to another place"
-            ) from None
-        except OSError as error:
-            logger.warning("%s: no lock (%s): take care that no other run works there", run_dir, error)
+        _lock(file, run_dir)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """Check that a run could work there, without making the folder.
+
+    Raises:
+        ConfigError: another run holds it, or it cannot be written.
+    """
+    with writing_into(run_dir):
+        there = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+        if not there.is_dir():
+            raise NotADirectoryError(f"{there} is a file")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(f"{there} is not writable by you")
+        file = (run_dir / FILE_NAME).open("r+", encoding="utf-8") if (run_dir / FILE_NAME).exists() else None
+    if file is not None:
+        with file:
+            _lock(file, run_dir)
+
+
+def _lock(file: TextIO, run_dir: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"trainer.default_local_dir={run_dir}: another run is at work there ({file.read().strip()}). Wait for "
+            "its end or stop it, or set trainer.experiment_name or trainer.default_local_dir to another place"
+        ) from None
+    except OSError as error:
+        logger.warning("%s: no lock (%s): take care that no other run works there", run_dir, error)
 
 
 @contextlib.contextmanager

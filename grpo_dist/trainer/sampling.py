@@ -4,7 +4,8 @@ Every prompt is sampled `rollout.n` times. ReMax also samples each prompt once g
 `algorithm.filter_groups` (DAPO's dynamic sampling) groups whose responses are all equal teach nothing: they are
 dropped, and more prompts are sampled until the batch is full; what is sampled beyond that is dropped too. With
 `rollout.over_sample_rate` more prompts are sampled than train, and once enough groups are there the slowest are ended;
-their prompts come first in the next batch that is drawn.
+their prompts come first in the next batch that is drawn. A group that cannot train any more is let go when its batch of
+prompts is complete: until then the passes for log-probs, whose shares are fixed, need it.
 
 A step is opened when its prompts may be sampled (`trainer.max_staleness` steps ahead of the update) and goes on in the
 background until its batch is full. Prompts are drawn step by step, so no prompt is skipped or taken twice.
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,24 +64,36 @@ class OpenStep:
         drawn: prompts (positions in the training set) of each batch of prompts, in the order they were drawn.
         jobs: the batches that were sent so far.
         kept: groups that train.
-        num_complete: batches whose groups are all in `kept`, or were dropped.
+        dropped: by batch, as soon as it is known: which of its groups do not train. They were ended, or are too many,
+            or all their responses are equal.
+        num_complete: batches whose groups are all in `kept` or `dropped`.
         num_learned: batches whose scores the order of the prompts knows, from before a resume.
-        late: where more is sampled than trains: which of the batch were ended, or are too many; None: not known yet.
+        num_filtered: groups whose responses are all equal.
+        num_surplus: other groups than those, beyond the batch.
         full: whether the batch is there.
     """
 
     drawn: list[list[int]] = field(default_factory=list)
     jobs: list[RolloutJob] = field(default_factory=list)
     kept: list[tuple[GroupRequest, DataProtoRef]] = field(default_factory=list)
+    dropped: dict[int, set[int]] = field(default_factory=dict)
     num_complete: int = 0
-    num_sampled: int = 0
     num_learned: int = 0
-    late: set[int] | None = None
+    num_filtered: int = 0
+    num_surplus: int = 0
     full: bool = False
 
+    @property
+    def num_sampled(self) -> int:
+        """Groups of complete batches; those that were ended do not count."""
+        return len(self.kept) + self.num_filtered + self.num_surplus
+
     def prompts(self) -> list[list[int]]:
-        """`drawn`, less those that go to another batch."""
-        return [[prompt for i, prompt in enumerate(batch) if i not in (self.late or ())] for batch in self.drawn]
+        """`drawn`, less what is known not to train in this step."""
+        return [
+            [prompt for i, prompt in enumerate(batch) if i not in self.dropped.get(number, ())]
+            for number, batch in enumerate(self.drawn)
+        ]
 
 
 class TrainingSampler:
@@ -107,6 +121,7 @@ class TrainingSampler:
         self.sampling, self.givers = sampling, tuple(givers)
         self.open: dict[int, OpenStep] = {}
         self.backlog: list[int] = []  # prompts that were drawn and not sampled to their end
+        self.learned: Counter[int] = Counter()  # those that will be sampled again though the order knows their scores
         self.restored: dict[str, Group] = {}  # by uid: groups of open steps that a checkpoint holds
         pump.on_progress = self._advance
 
@@ -130,16 +145,16 @@ class TrainingSampler:
         self.open_steps(step, step)
         state = self.open[step]
         self.pump.wait(lambda: state.full, give_way)
-        kept = state.kept[: self.config.data.train_batch_size]
-        result = Rollout(DataProtoRef.concat([group for _, group in kept]), [request for request, _ in kept])
+        requests, groups = zip(*state.kept, strict=True)
+        result = Rollout(DataProtoRef.concat(groups), list(requests))
         result.timings = timings(state.jobs)
         result.failures = [text for job in state.jobs for text in job.failures]
         result.num_responses = sum(request.sampling.n for job in state.jobs for request in job.requests)
         if self.config.algorithm.filter_groups.enable:
             result.metrics["train/num_gen_batches"] = len(state.jobs)
-            result.metrics["train/filtered_groups"] = 1 - len(state.kept) / state.num_sampled
+            result.metrics["train/filtered_groups"] = state.num_filtered / state.num_sampled
         if self.num_spare:
-            result.metrics["train/aborted_groups"] = len(state.late or ())
+            result.metrics["train/aborted_groups"] = sum(len(groups) for groups in state.dropped.values())
         return result
 
     def close(self, step: int) -> None:
@@ -163,6 +178,9 @@ class TrainingSampler:
             "open": {str(step): state.prompts() for step, state in self.open.items()},
             "backlog": list(self.backlog),
             "num_learned": {str(step): max(state.num_learned, state.num_complete) for step, state in self.open.items()},
+            "num_filtered": {str(step): state.num_filtered for step, state in self.open.items()},
+            "num_surplus": {str(step): state.num_surplus for step, state in self.open.items()},
+            "learned": sorted(self.learned.elements()),
             "batch_sizes": self.batch_sizes,
         }
 
@@ -171,15 +189,16 @@ class TrainingSampler:
 
         With other batch sizes than then the prompts of open steps come first in the batches that are drawn next.
         """
-        self.backlog = list(state["backlog"])
-        drawn = {int(step): [list(batch) for batch in batches] for step, batches in state["open"].items()}
+        self.backlog, self.learned = list(state["backlog"]), Counter(state.get("learned", ()))
+        self.open = {}
+        for step, batches in state["open"].items():
+            counts = {name: state.get(name, {}).get(step, 0) for name in ("num_learned", "num_filtered", "num_surplus")}
+            self.open[int(step)] = OpenStep([list(batch) for batch in batches], **counts)
         if state.get("batch_sizes", self.batch_sizes) != self.batch_sizes:
-            self.backlog = [i for batches in drawn.values() for batch in batches for i in batch] + self.backlog
-            drawn = {}
-        learned = state.get("num_learned", {})
-        self.open = {
-            step: OpenStep(drawn=batches, num_learned=learned.get(str(step), 0)) for step, batches in drawn.items()
-        }
+            steps = self.open.values()
+            self.backlog = [i for each in steps for batch in each.drawn for i in batch] + self.backlog
+            self.learned.update(i for each in steps for batch in each.drawn[: each.num_learned] for i in batch)
+            self.open = {}
 
     def finished_groups(self) -> list[FinishedGroups]:
         """What is sampled and scored of the open steps, a part for each batch of prompts."""
@@ -230,44 +249,51 @@ class TrainingSampler:
     def _advance(self) -> None:
         """What follows from the groups that have come in; the pump calls it."""
         for step, state in list(self.open.items()):
-            if state.full or not state.jobs:
-                continue
-            job = state.jobs[-1]
-            if self.num_spare and state.late is None:
-                self._end_the_slowest(state, job)
-            if job.done and state.num_complete < len(state.jobs):
+            while state.jobs and not state.full:  # after a resume several batches may be there at once
+                job = state.jobs[-1]
+                if self.num_spare:
+                    self._end_the_slowest(state, job)
+                if not job.done:
+                    break
                 self._take_in(step, state, job)
 
     def _end_the_slowest(self, state: OpenStep, job: RolloutJob) -> None:
         """Once enough groups are there, cancel the others; their prompts come first in the next batch that is drawn."""
-        drawn, wanted = state.drawn[-1], self.config.data.train_batch_size
-        has_baselines = len(job.requests) > len(drawn)
-        there = [
-            i for i in range(len(drawn)) if i in job.scores and (not has_baselines or i + len(drawn) in job.scores)
-        ]
+        drawn, wanted = state.drawn[state.num_complete], self.config.data.train_batch_size
+        if state.num_complete in state.dropped:
+            return
+        there = [i for i in range(len(drawn)) if all(each in job.scores for each in _requests_of(i, drawn, job))]
         if len(there) < wanted:
             return
-        state.late = set(range(len(drawn))) - set(there[:wanted])
-        self.backlog = [drawn[i] for i in sorted(state.late)] + self.backlog
-        self.pump.cancel(job, state.late | {i + len(drawn) for i in state.late if has_baselines})
+        late = set(range(len(drawn))) - set(there[:wanted])
+        state.dropped[state.num_complete] = late
+        self.backlog = [drawn[i] for i in sorted(late)] + self.backlog
+        self.pump.cancel(job, {each for i in late for each in _requests_of(i, drawn, job)})
 
     def _take_in(self, step: int, state: OpenStep, job: RolloutJob) -> None:
-        """Keep the groups of a complete batch that train; sample another one if they are too few.
+        """Keep the groups of a complete batch that train, let go of the others; if those are too few, sample more.
 
         Raises:
             GrpoDistError: too few groups with different rewards were found.
+            RewardError: no response of the batch has the value that groups are filtered by.
         """
         filtering, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
-        drawn = state.drawn[state.num_complete]
-        pairs = self._groups(job, drawn, state.late or set())
-        if state.num_complete >= state.num_learned:
-            self.order.update({position: group["score"] for position, _, group in pairs})
+        number, drawn = state.num_complete, state.drawn[state.num_complete]
+        sampled = self._groups(job, drawn, state.dropped.get(number, set()))
+        if number >= state.num_learned:
+            self._learn({drawn[i]: group["score"] for i, group in sampled.items()})
+        # after a resume none may be left of a batch that was dropped before; and where all failed, none has anything
+        if filtering.enable and len(job.failures) < sum(len(group) for group in sampled.values()):
+            require_metric(sampled.values(), filtering.metric)
+        teaching = [i for i, g in sampled.items() if not filtering.enable or informative(g, filtering.metric)]
+        kept = teaching[: wanted - len(state.kept)]
+        state.num_filtered += len(sampled) - len(teaching)
+        state.num_surplus += len(teaching) - len(kept)
+        state.kept += [(job.requests[i], sampled[i]) for i in kept]
+        dropped = state.dropped[number] = set(range(len(drawn))) - set(kept)
+        job.release(each for i in dropped for each in _requests_of(i, drawn, job))
         state.num_complete += 1
-        state.num_sampled += len(pairs)
-        state.kept += [
-            (r, group) for _, r, group in pairs if not filtering.enable or informative(group, filtering.metric)
-        ]
-        state.full = len(state.kept) >= wanted
+        state.full = len(state.kept) == wanted
         if state.full:
             return
         if filtering.enable and state.num_complete == filtering.max_num_gen_batches:
@@ -278,19 +304,24 @@ class TrainingSampler:
             )
         self._send_batch(step, state)
 
-    def _groups(
-        self, job: RolloutJob, drawn: Sequence[int], late: set[int]
-    ) -> list[tuple[int, GroupRequest, DataProtoRef]]:
-        """(prompt, request, handle) of what was sampled; for ReMax with the greedy score as `reward_baseline`."""
-        groups = []
+    def _learn(self, scores: Mapping[int, np.ndarray]) -> None:
+        """Tell the order the scores of a batch, less those of prompts whose scores it knows from before a resume."""
+        known = {i for i in scores if self.learned[i]}
+        self.learned -= Counter(known)
+        if new := {i: each for i, each in scores.items() if i not in known}:
+            self.order.update(new)
+
+    def _groups(self, job: RolloutJob, drawn: Sequence[int], late: set[int]) -> dict[int, DataProtoRef]:
+        """By place in the batch, what was sampled; for ReMax with the greedy score as `reward_baseline`."""
+        groups = {}
         results = dict(zip(sorted(job.scores), job.results(), strict=True))
-        for i, position in enumerate(drawn):
+        for i in range(len(drawn)):
             if i in results and i not in late:
                 group = results[i]
-                if len(job.requests) > len(drawn):
-                    column = np.full(len(group), results[i + len(drawn)]["score"][0], np.float32)
+                for baseline in _requests_of(i, drawn, job)[1:]:
+                    column = np.full(len(group), results[baseline]["score"][0], np.float32)
                     group = dataclasses.replace(group, small=group.small | {"reward_baseline": column})
-                groups.append((position, job.requests[i], group))
+                groups[i] = group
         return groups
 
     def _requests(self, positions: Sequence[int], step: int, attempt: int) -> list[GroupRequest]:
@@ -310,19 +341,38 @@ class TrainingSampler:
             yield dataclasses.replace(request, uid=f"{request.uid}-greedy", sampling=sampling, needs_log_probs=False)
 
 
+def _requests_of(i: int, drawn: Sequence[int], job: RolloutJob) -> tuple[int, ...]:
+    """A job's requests for the i-th of its prompts; ReMax's greedy ones come behind all others."""
+    return (i, i + len(drawn)) if len(job.requests) > len(drawn) else (i,)
+
+
 def informative(group: DataProtoRef, metric: str) -> bool:
     """Whether the responses of a group differ in `metric`: `score`, or an extra value of the reward function.
 
-    Raises:
-        RewardError: the reward function did not return it.
+    Responses without the value, such as those that the reward function failed on, are not looked at; where fewer than
+    two have it, nothing differs.
     """
-    name = metric if metric in group.small else EXTRA + metric
-    if name not in group.small:
-        known = [key.removeprefix(EXTRA) for key in group.small if key.startswith(EXTRA)]
-        raise RewardError(
-            f"algorithm.filter_groups.metric={metric}: the reward function returns {', '.join(['score', *known])}"
-        )
-    return bool(np.ptp(group[name]) > 0)
+    values = group.small.get(_column(group, metric))
+    return values is not None and len(np.unique(values[~np.isnan(values)])) > 1
+
+
+def require_metric(groups: Collection[DataProtoRef], metric: str) -> None:
+    """Check that at least one response has the value that groups are filtered by.
+
+    Raises:
+        RewardError: none has.
+    """
+    if any(_column(group, metric) in group.small for group in groups):
+        return
+    known = dict.fromkeys(key.removeprefix(EXTRA) for group in groups for key in group.small if key.startswith(EXTRA))
+    raise RewardError(
+        f"algorithm.filter_groups.metric={metric}: no response has it, the reward function returns "
+        f"{', '.join(['score', *known])}. Return a dict with {metric!r}, or set algorithm.filter_groups.metric=score"
+    )
+
+
+def _column(group: DataProtoRef, metric: str) -> str:
+    return metric if metric in group.small else EXTRA + metric
 
 
 def make_request(uid: str, prompt: TokenizedPrompt, sampling: SamplingSettings, **task: bool) -> GroupRequest:

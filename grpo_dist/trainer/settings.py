@@ -42,6 +42,7 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
             fsdp_size=fsdp.fsdp_size,
             param_offload=fsdp.param_offload,
             optimizer_offload=fsdp.optimizer_offload,
+            defer_grad_sync=fsdp.defer_grad_sync,
         ),
         device=place.device,
         num_threads=place.num_threads["actor"],
@@ -50,6 +51,7 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
         log_prob_micro_batch_size=rollout.log_prob_micro_batch_size_per_gpu,
         log_prob_max_token_len=actor.log_prob_max_token_len(rollout),
         seed=config.trainer.seed,
+        collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
         optimizer=OptimizerSettings(
             optim.lr, optim.weight_decay, optim.betas, optim.lr_scheduler_type, warmup, steps, optim.min_lr_ratio
         ),
@@ -117,11 +119,14 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
 
 
 def reference_settings(config: RunConfig, place: Placement) -> PolicySettings:
-    """What the reference's ranks are built from: the same model, frozen, held in its compute type."""
+    """What the reference's ranks are built from: the same model, frozen, held in its compute type or, if it moves by
+    small shares, in fp32.
+    """
     ref = config.actor_rollout_ref.ref
     dtype = ref.fsdp_config.resolved_dtype(config.default_dtype)
+    held = ref.weights_dtype(config.default_dtype)
     return PolicySettings(
-        model=replace(_model_settings(config, dtype, dtype), lora=None, param_offload=ref.fsdp_config.param_offload),
+        model=replace(_model_settings(config, held, dtype), lora=None, param_offload=ref.fsdp_config.param_offload),
         device=place.device,
         num_threads=place.num_threads["ref"],
         temperature=config.actor_rollout_ref.rollout.temperature,
@@ -129,6 +134,7 @@ def reference_settings(config: RunConfig, place: Placement) -> PolicySettings:
         log_prob_micro_batch_size=ref.log_prob_micro_batch_size_per_gpu,
         log_prob_max_token_len=config.actor_rollout_ref.actor.log_prob_max_token_len(ref),
         seed=config.trainer.seed,
+        collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
     )
 
 
@@ -175,6 +181,7 @@ def _model_settings(config: RunConfig, model_dtype: str, compute_dtype: str) -> 
         reshard_after_forward=config.actor_rollout_ref.actor.fsdp_config.reshard_after_forward,
         override_config=model.override_config,
         lora=_lora_settings(model),
+        max_model_len=config.actor_rollout_ref.rollout.resolved_max_model_len(config.data),
         layout=choose_layout(
             use_remove_padding=model.use_remove_padding,
             use_prefix_grouper=config.actor_rollout_ref.actor.use_prefix_grouper,

@@ -34,12 +34,13 @@ from grpo_dist.tracking.samples import format_samples
 from grpo_dist.trainer.config_changes import digest_code
 from grpo_dist.trainer.health import HealthMonitor
 from grpo_dist.trainer.log_prob_passes import Giver
-from grpo_dist.trainer.metrics import IdleShares, batch_metrics, performance_metrics, staleness_metrics
+from grpo_dist.trainer.metrics import IdleShares, PeakMemory, batch_metrics, performance_metrics, staleness_metrics
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.pump import RolloutPump
 from grpo_dist.trainer.resume import resume, run_state
-from grpo_dist.trainer.roles import Prompts, Roles
+from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.rollout_job import GroupRequest
+from grpo_dist.trainer.run_prompts import Prompts
 from grpo_dist.trainer.sample_log import SampleLog
 from grpo_dist.trainer.sampling import TrainingSampler
 from grpo_dist.trainer.saving import CheckpointSaver
@@ -96,9 +97,11 @@ class GRPOTrainer:
         self.run_dir = Path(trainer.default_local_dir)
         self.kl_controller = kl_controller(self.config.algorithm.kl_ctrl)
         place, rollout = placement(self.config), self.config.actor_rollout_ref.rollout
+        self.num_devices = place.num_devices
         self.transport = weight_transport(
             rollout.checkpoint_engine.resolved_backend(place.device, shares_gpu=place.shares_gpu),
             workers_per_engine=place.tensor_parallel,
+            collective_timeout_s=self.config.actor_rollout_ref.nccl_timeout,
         )
         reward = self.config.reward
         limits = {"reward_timeout_s": reward.timeout_s, "max_failure_rate": reward.max_failure_rate}
@@ -109,7 +112,7 @@ class GRPOTrainer:
         )
         self.samples = SampleLog(trainer, self.roles.reward)
         self.saver = CheckpointSaver(self.config, self.roles, self.run_dir)
-        self.idle = IdleShares(self.roles.workers)
+        self.idle, self.memory = IdleShares(self.roles.workers), PeakMemory(self.roles.workers)
         self.health = HealthMonitor(trainer.health)
         self.code = digest_code(self.config)
 
@@ -147,6 +150,7 @@ class GRPOTrainer:
                 self.sampler.close(self.step)
                 self.measure(batch)
                 self.samples.write("rollouts", self.step, batch, self._requests)
+                del batch  # the object store frees it before the next one is there
                 if self.due(self.config.trainer.test_freq):
                     self.validate()
                 if self.save_is_due():
@@ -313,11 +317,11 @@ class GRPOTrainer:
         self.metrics |= batch_metrics(batch)
         if self.targets.on_policy:
             self.metrics |= self.roles.reward.rollout_diagnostics(batch, self.targets.rollout_correction)
-        self.metrics |= performance_metrics(self.timings, self.metrics)
+        self.metrics |= performance_metrics(self.timings, self.metrics, num_devices=self.num_devices)
         self.metrics["training/epoch"] = self.prompts.sampler.epoch
         self.metrics["training/weight_version"] = self.weight_version
         self.metrics["training/worker_restarts"] = len(self.roles.restarts.failures)
-        self.metrics |= self.idle.since_last()
+        self.metrics |= self.idle.since_last() | self.memory.latest()
 
     def tell_layout(self) -> None:
         """Say once how the roles lay sequences out: they checked it on their first batch."""
@@ -355,7 +359,7 @@ class GRPOTrainer:
         self.saver.finish()
         if self.config.trainer.export_hf_model:
             self.progress.phase("export")
-            self.roles.actor.export_hf_model(str(self.run_dir / "huggingface"))
+            self.roles.actor.export_hf_model(str(self.run_dir / "huggingface"), self.config.export_dtype)
 
     # --- parts -------------------------------------------------------------------------------------------------
     @property

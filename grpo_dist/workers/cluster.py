@@ -39,21 +39,41 @@ def connect(address: str | None, num_cpus: int | None) -> str:
         ConfigError: there is no cluster at the address.
         GrpoDistError: a local cluster does not start.
     """
-    address = address or os.environ.get("RAY_ADDRESS") or (running_cluster() or LOCAL)
+    address = find_cluster(address)
     if address == LOCAL:
         return _start_local(num_cpus)
     import ray
 
     try:
-        if ":" in address:
-            _check_answers(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"ray_kwargs.ray_init.address={address}: no Ray cluster answers there ({error}). "
-            "Start one with `ray start --head`, or set ray_kwargs.ray_init.address=local"
-        ) from None
+        raise _no_cluster(address, error) from None
     return f"joined the Ray cluster at {address}"
+
+
+def find_cluster(address: str | None) -> str:
+    """Where the run's Ray cluster is, or `LOCAL` for one of its own; one with a port has answered.
+
+    Args:
+        address: as for `connect`.
+
+    Raises:
+        ConfigError: there is no cluster at the address.
+    """
+    address = address or os.environ.get("RAY_ADDRESS") or (running_cluster() or LOCAL)
+    try:
+        if ":" in address:
+            _check_answers(address)
+    except (OSError, ValueError) as error:
+        raise _no_cluster(address, error) from None
+    return address
+
+
+def _no_cluster(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"ray_kwargs.ray_init.address={address}: no Ray cluster answers there ({error}). "
+        "Start one with `ray start --head`, or set ray_kwargs.ray_init.address=local"
+    )
 
 
 def running_cluster() -> str | None:

@@ -4,7 +4,7 @@ A worker is a plain class; `spawn` runs one instance of it in each process. Call
 goes wrong in a worker comes out as one `GrpoDistError`: an error of ours as it is, anything else as a `WorkerError`
 with role, rank, node and stage; a `WorkerLost` if the process died or does not answer. The first failure ends the wait:
 other ranks may never answer once a peer is gone. Where the loss of one rank shows as an error of another (a broken
-connection), or makes all of them late, the one that is lost is named.
+connection, a collective operation that it did not come to), or makes all of them late, the one that is lost is named.
 
 Every wait of the driver is `finished`, and while it waits for one thing the `Background` goes on: groups of responses
 move from role to role during an update.
@@ -32,8 +32,10 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from grpo_dist.errors import GrpoDistError, WorkerError, WorkerLost
+from grpo_dist.errors import GrpoDistError, OutOfMemory, WorkerError, WorkerLost
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
+from grpo_dist.workers.busy import BusyClock
+from grpo_dist.workers.environment import in_environment
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.probe import LOST, probe
 from grpo_dist.workers.process import Address
@@ -48,6 +50,11 @@ DATA_STAYS_IN_STORE = {"RAY_max_direct_call_object_size": "4096"}
 PROCESS_START_S = 600.0
 # How often a wait looks at its time limits while nothing finishes.
 POLL_S = 0.5
+# Ranks that wait in the same collective operation fail within moments of each other; a rank that does not answer for so
+# long after the first failure is the one that they waited for.
+COLLECTIVE_GRACE_S = 10.0
+# What the messages of gloo and NCCL contain, and those of no other error.
+_COLLECTIVE_ERRORS = ("gloo/transport/", "gloo/rendezvous/", "ProcessGroupNCCL", "NCCL error", "NCCL communicator")
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,7 @@ class WorkerGroup:
         self._expected: dict[int, ray.ObjectRef] = {}  # addresses of new processes that may not be up yet, by rank
         self.background: Background | None = None
         self._make = list(make)
-        self._busy = [_BusyClock() for _ in self.handles]
+        self._busy = [BusyClock() for _ in self.handles]
 
     @classmethod
     def spawn(
@@ -153,10 +160,15 @@ class WorkerGroup:
         args: Sequence[tuple[Any, ...]],
         limits: TimeLimits,
         env: Mapping[str, str] | None = None,
+        shared: Mapping[str, str] | None = None,
         max_concurrency: int = 1,
     ) -> WorkerGroup:
-        """Start one process per bundle; rank i is built with `worker_class(*args[i])`. Returns without waiting."""
-        remote_class: Any = ray.remote(worker_class)
+        """Start one process per bundle; rank i is built with `worker_class(*args[i])`. Returns without waiting.
+
+        `env` are variables that a process must have when it starts (Ray logs them: no secrets), `shared` those that are
+        set before the constructor runs (environment.py).
+        """
+        remote_class: Any = ray.remote(in_environment(worker_class))
         make = []
         for bundle, arguments in zip(bundles, args, strict=True):
             options = remote_class.options(
@@ -167,7 +179,7 @@ class WorkerGroup:
                 runtime_env={"env_vars": dict(env)} if env else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(bundle.group, bundle.index),
             )
-            make.append(functools.partial(options.remote, *arguments))
+            make.append(functools.partial(options.remote, dict(shared or {}), *arguments))
         return cls(role, [start() for start in make], limits, make)
 
     def respawn(self, rank: int) -> None:
@@ -176,7 +188,7 @@ class WorkerGroup:
         self._addresses.pop(rank, None)
         self.handles[rank] = self._make[rank]()
         self._expected[rank] = self.handles[rank].address.remote()  # it answers this as soon as it is up
-        self._busy[rank] = _BusyClock(self._busy[rank].seconds)
+        self._busy[rank] = BusyClock(self._busy[rank].seconds)
 
     def busy_seconds(self) -> float:
         """Seconds that the workers, taken together, have had something to do so far."""
@@ -253,7 +265,8 @@ class WorkerGroup:
         values = {}
         for call, value in self._outcomes(calls, timeout_s):
             if isinstance(value, GrpoDistError):
-                raise call.group.root_cause(value)
+                others = [each for each in calls if each.group is call.group and each.ref not in values]
+                raise call.group.root_cause(value, [each for each in others if each is not call])
             values[call.ref] = value
         return [values[call.ref] for call in calls]
 
@@ -292,6 +305,8 @@ class WorkerGroup:
             return ray.get(call.ref, timeout=call.limit_s)
         except RayTaskError as error:
             cause = error.cause
+            if isinstance(cause, WorkerError):
+                cause.locate(self.role, call.rank, self._node(call.rank), call.stage)
             if isinstance(cause, GrpoDistError):
                 raise cause from None
             text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
@@ -329,15 +344,28 @@ class WorkerGroup:
         also = f"; ranks that are late too, and may wait for it: {others}" if others else ""
         return self.lost(worst.rank, worst.stage, f"no answer within {limit_s:g} s{state}{also}")
 
-    def root_cause(self, error: GrpoDistError) -> GrpoDistError:
-        """`error`, or, if it is one rank's and another rank is gone, the loss of that one."""
-        if type(error) is not WorkerError or len(self) == 1:
+    def root_cause(self, error: GrpoDistError, unanswered: Sequence[Call] = ()) -> GrpoDistError:
+        """`error`, or, if it is one rank's and another rank is gone or hangs, the loss of that one.
+
+        Args:
+            error: what came out first.
+            unanswered: the calls of other ranks for the same that have no answer yet.
+        """
+        if not isinstance(error, WorkerError) or isinstance(error, OutOfMemory) or len(self) == 1:
             return error
         states = self._states([rank for rank in range(len(self)) if rank != error.rank])
-        gone = next((rank for rank, state in states.items() if state in LOST), None)
-        if gone is None:
+        # NCCL ends the process of a rank that has waited too long: others may be dead for the same reason
+        culprits = ("stopped",) if isinstance(error, WorkerLost) else LOST
+        lost = None
+        if gone := [rank for rank, state in states.items() if state in culprits]:
+            lost = self.lost(gone[0], error.stage, f"its process is {states[gone[0]]}")
+        elif any(text in error.message for text in _COLLECTIVE_ERRORS) and (hung := _still_unanswered(unanswered)):
+            others = f"; so did {len(hung) - 1} more, of which one may be the cause" if len(hung) > 1 else ""
+            state = states.get(hung[0].rank, "unknown")
+            why = f"it did not come to an operation in which rank {error.rank} waited for it (its process: {state})"
+            lost = self.lost(hung[0].rank, hung[0].stage, why + others)
+        if lost is None:
             return error
-        lost = self.lost(gone, error.stage, f"its process is {states[gone]}")
         lost.add_note(f"it showed as: {error}")
         return lost
 
@@ -351,25 +379,13 @@ class WorkerGroup:
             ray.kill(handle)
 
 
-class _BusyClock:
-    """Seconds during which at least one call was open."""
-
-    def __init__(self, seconds: float = 0.0) -> None:
-        self._seconds, self._open, self._since = seconds, 0, 0.0
-
-    def begin(self) -> None:
-        if self._open == 0:
-            self._since = time.monotonic()
-        self._open += 1
-
-    def end(self) -> None:
-        self._open -= 1
-        if self._open == 0:
-            self._seconds += time.monotonic() - self._since
-
-    @property
-    def seconds(self) -> float:
-        return self._seconds + (time.monotonic() - self._since if self._open else 0.0)
+def _still_unanswered(calls: Sequence[Call]) -> list[Call]:
+    """Those without an answer when others in the same operation have failed too."""
+    deadline, waiting = time.monotonic() + COLLECTIVE_GRACE_S, list(calls)
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        done = finished(waiting, None, min(left, POLL_S))
+        waiting = [call for call in waiting if call not in done]
+    return waiting
 
 
 def _cause_of_death(error: RayError) -> str:

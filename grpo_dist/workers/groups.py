@@ -184,9 +184,23 @@ class ActorGroup(PolicyGroup):
             batch = batch.union(old.reorder(np.argsort(np.concatenate(shares[0]))))
         return batch, merge_metrics([_per_mini_batch(metrics) for metrics in merged])
 
-    def export_hf_model(self, folder: str) -> None:
-        """Write the policy as a Hugging Face folder."""
-        self.workers.call_all("export_hf_model", "export_hf_model", folder)
+    def export_hf_model(self, folder: str, dtype: str) -> None:
+        """Write the policy as a Hugging Face folder, with weights in `dtype`: "fp32" or "bf16"."""
+        self.workers.call_all("export_hf_model", "export_hf_model", folder, dtype)
+
+
+def find_model(groups: Sequence[WorkerGroup], path: str) -> None:
+    """Have one process of each node find the model, or download it: the other processes then find it there.
+
+    Raises:
+        GrpoDistError: a node has it not and cannot get it; the message names the node.
+    """
+    first: dict[str, tuple[WorkerGroup, int]] = {}
+    for group in groups:
+        for rank, address in enumerate(group.call_home()):
+            first.setdefault(address.node_id, (group, rank))
+    calls = [group.submit(rank, "start", "find_model", path) for group, rank in first.values()]
+    groups[0].gather(calls)
 
 
 def meeting_host(addresses: Sequence[Address]) -> str:

@@ -37,6 +37,7 @@ class PolicySettings:
         log_prob_micro_batch_size: sequences per forward pass.
         log_prob_max_token_len: tokens per forward pass; None: sequences count.
         seed: of torch's random state.
+        collective_timeout_s: how long a rank waits for the others in one operation.
         optimizer: None for the reference.
         train_micro_batch_size: sequences per forward/backward pass.
         train_max_token_len: tokens per forward/backward pass; None: sequences count.
@@ -54,6 +55,7 @@ class PolicySettings:
     columns: tuple[str, ...]
     log_prob_micro_batch_size: int
     seed: int
+    collective_timeout_s: float
     log_prob_max_token_len: int | None = None
     optimizer: OptimizerSettings | None = None
     train_micro_batch_size: int = 0
@@ -65,12 +67,21 @@ class PolicySettings:
 
 
 def on_device(*, optimizer: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """While a method runs, the weights, and with `optimizer` its states, are on the device; see engines/offload.py."""
+    """While a method runs, the weights, and with `optimizer` its states, are on the device; see engines/offload.py.
+
+    If its memory is not enough for something whose size no other key sets, the error says what takes less of it.
+    """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def run(self: PolicyWorker, *args: Any) -> Any:
-            with self.engine.offload.on_device(optimizer=optimizer):
+            from grpo_dist.engines.gpu_memory import remedied, within_memory
+
+            with (
+                remedied(self.room()),
+                within_memory(method.__name__),
+                self.engine.offload.on_device(optimizer=optimizer),
+            ):
                 return method(self, *args)
 
         return run
@@ -86,11 +97,18 @@ class PolicyWorker(Process):
 
     settings: PolicySettings
     engine: FSDPEngine
+    log_prob_section = "actor_rollout_ref.ref"
     _shard_writer: ShardWriter | None = None
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         import_engine()
+
+    def room(self) -> str:
+        """What makes room on the GPU."""
+        from grpo_dist.engines.gpu_memory import ACTOR_ROOM, REF_ROOM
+
+        return REF_ROOM if self.settings.optimizer is None else ACTOR_ROOM
 
     def open_store(self, host: str) -> int:
         """Rank 0: open the store at which the ranks meet, at an address of this machine; returns its port."""
@@ -104,26 +122,34 @@ class PolicyWorker(Process):
         import torch
         import torch.distributed as dist
 
-        from grpo_dist.assets import resolve_model_path
         from grpo_dist.engines.fsdp_engine import FSDPEngine
         from grpo_dist.engines.fsdp_model import init_process_group
+        from grpo_dist.engines.gpu_memory import remedied, within_memory
         from grpo_dist.engines.meeting import START_TIMEOUT
 
+        self.check_build(settings.device)
         self.settings = settings
         use_threads(settings.num_threads)
         if settings.device == "cpu":
             keep_freed_memory()
         torch.manual_seed(settings.seed)
         store = self._store if self.rank == 0 else dist.TCPStore(host, port, timeout=START_TIMEOUT)
-        init_process_group(device=settings.device, rank=self.rank, world_size=self.world_size, store=store)
-        model = replace(settings.model, path=resolve_model_path(settings.model.path))
-        self.engine = FSDPEngine(
-            model,
+        init_process_group(
             device=settings.device,
-            temperature=settings.temperature,
-            optimizer=settings.optimizer,
-            grad_clip=settings.grad_clip,
+            rank=self.rank,
+            world_size=self.world_size,
+            store=store,
+            timeout_s=settings.collective_timeout_s,
         )
+        model = replace(settings.model, path=self.find_model(settings.model.path))
+        with remedied(self.room()), within_memory("the weights of the model"):
+            self.engine = FSDPEngine(
+                model,
+                device=settings.device,
+                temperature=settings.temperature,
+                optimizer=settings.optimizer,
+                grad_clip=settings.grad_clip,
+            )
         if settings.exact_kl:
             # before the first step, and before a checkpoint is read, the policy is the reference
             self.engine.reference_head = self.engine.output_layer(settings.device)
@@ -138,15 +164,15 @@ class PolicyWorker(Process):
         self, rows: DataProtoRef, names: tuple[str, ...], compute: Callable[..., dict[str, Ragged]]
     ) -> tuple[Label, DataProto]:
         from grpo_dist.engines.fsdp_engine import SEQUENCE_COLUMNS
+        from grpo_dist.engines.gpu_memory import smaller_passes
 
         plain = {name.partition("_")[2]: name for name in names}  # without old_ or ref_
+        size, tokens = self.settings.log_prob_micro_batch_size, self.settings.log_prob_max_token_len
         try:
-            found = compute(
-                rows.fetch((*SEQUENCE_COLUMNS, "uid")),
-                tuple(plain),
-                micro_batch_size=self.settings.log_prob_micro_batch_size,
-                max_token_len=self.settings.log_prob_max_token_len,
-            )
+            with smaller_passes(f"{self.log_prob_section}.log_prob_", size, tokens):
+                found = compute(
+                    rows.fetch((*SEQUENCE_COLUMNS, "uid")), tuple(plain), micro_batch_size=size, max_token_len=tokens
+                )
         except TrainingDiverged as error:
             raise TrainingDiverged(f"{', '.join(names)}, {error}") from None
         return _labelled({plain[name]: values for name, values in found.items()})
@@ -214,6 +240,7 @@ def import_engine() -> None:
 class ActorWorker(PolicyWorker):
     """One rank of the policy that trains."""
 
+    log_prob_section = "actor_rollout_ref.rollout"
     _weight_store: Any = None
     _weight_group: WeightGroup | None = None
 
@@ -222,7 +249,7 @@ class ActorWorker(PolicyWorker):
         """With LoRA: `settings.reference_columns`, by the model without its factors."""
         return self._columns(rows, self.settings.reference_columns, self.engine.compute_reference_columns)
 
-    @on_device(optimizer=True)
+    @on_device()
     def update(
         self, rows: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: ObjectiveSettings, step: int
     ) -> tuple[tuple[list[dict[str, Metric]], Label | None], DataProto | None]:
@@ -238,19 +265,19 @@ class ActorWorker(PolicyWorker):
             ((metrics of this rank, one dict per mini-batch; label), on policy the rows' `old_log_probs`, else None).
         """
         from grpo_dist.engines.fsdp_engine import SEQUENCE_COLUMNS
+        from grpo_dist.engines.gpu_memory import smaller_passes
 
         data = rows.fetch((*SEQUENCE_COLUMNS, *objective.columns, "uid"))
         results = []
         for number, mini_batch in enumerate(mini_batches):
+            size, tokens = self.settings.train_micro_batch_size, self.settings.train_max_token_len
             try:
-                results.append(
-                    self.engine.train_mini_batch(
-                        data.index(mini_batch),
-                        micro_batch_size=self.settings.train_micro_batch_size,
-                        max_token_len=self.settings.train_max_token_len,
-                        objective=objective,
+                with smaller_passes("actor_rollout_ref.actor.ppo_", size, tokens):
+                    results.append(
+                        self.engine.train_mini_batch(
+                            data.index(mini_batch), micro_batch_size=size, max_token_len=tokens, objective=objective
+                        )
                     )
-                )
             except TrainingDiverged as error:
                 where = f"step {step}, actor, mini-batch {number + 1} of {len(mini_batches)}"
                 raise TrainingDiverged(f"{where}: {error}") from None
@@ -331,8 +358,8 @@ class ActorWorker(PolicyWorker):
         load_engine(self.engine, Path(folder))
 
     @on_device()
-    def export_hf_model(self, folder: str) -> None:
-        """Write the policy and its tokenizer as a Hugging Face folder (rank 0 writes)."""
+    def export_hf_model(self, folder: str, dtype: str) -> None:
+        """Write the policy in `dtype` and its tokenizer as a Hugging Face folder (rank 0 writes)."""
         from grpo_dist.engines.hf_export import export_hf_model
 
-        export_hf_model(self.engine, Path(folder))
+        export_hf_model(self.engine, Path(folder), dtype)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import ray
 
+from grpo_dist.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Address:
@@ -27,6 +29,41 @@ class Process:
         """This process and its node."""
         node_id = ray.get_runtime_context().get_node_id()
         return Address(socket.gethostname(), ray.util.get_node_ip_address(), os.getpid(), node_id)
+
+    def check_build(self, device: str) -> None:
+        """Check that the packages of this node can run on `device`.
+
+        Raises:
+            ConfigError: they were built for other machines.
+        """
+        from grpo_dist.engines.build import build_problem
+
+        if problem := build_problem(device):
+            raise ConfigError(f"{self.here()}: {problem}")
+
+    def find_model(self, path: str) -> str:
+        """The folder of a model on this node. One of the hub's is downloaded, unless it is here already.
+
+        Raises:
+            ConfigError: it is not on this node.
+        """
+        from grpo_dist.assets import resolve_model_path
+        from grpo_dist.assets.paths import is_folder
+
+        try:
+            folder = resolve_model_path(path)
+        except ConfigError as error:
+            raise ConfigError(f"{self.here()}: {error}") from None
+        if not is_folder(folder):
+            raise ConfigError(
+                f"{self.here()}: actor_rollout_ref.model.path={path}: there is no such folder on this node; put it on "
+                "a disk that all nodes share, or into the same place on each, or name a model of the hub"
+            )
+        return folder
+
+    def here(self) -> str:
+        """This node, for messages."""
+        return f"node {socket.gethostname()} ({ray.util.get_node_ip_address()})"
 
     def peak_memory_gib(self) -> dict[str, float]:
         """Most memory this process has held: resident, and on the GPU where there is one."""

@@ -1,23 +1,36 @@
-"""One placement group for all workers of a run: every process gets its GPUs and CPUs, or the run ends with a reason."""
+"""Placement groups for all workers of a run: every process gets its GPUs and CPUs, or the run ends with a reason.
+
+One group per machine (STRICT_PACK), with a bundle per process. Ray orders the bundles of a group over machines as it
+likes, and a single group scatters ranks: of 8 actor ranks on two machines one may be alone on the second. What shares a
+group shares a machine, also when Ray moves it because a machine is lost, so which ranks lie together is decided before
+(config/node_layout.py). verl does likewise. A group asks for a machine of its own, the driver's first and then by
+address, as long as there are enough. Ray takes another one where that has no room; of groups that are alike the first
+then gets the first machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ipaddress
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from grpo_dist.errors import ConfigError
 
 # Long enough for a cluster that is there; one that must first be scaled up says so by being late.
 PLACEMENT_TIMEOUT_S = 60.0
+# Ray keeps resources in units of this: sums of shares are compared with half of it to spare.
+_RESOURCE_UNIT = 1e-4
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """The resources of one process, and its place in the placement group."""
+    """The resources of one process, and its place in the placement group of its machine."""
 
     num_cpus: float
     num_gpus: float
@@ -25,39 +38,120 @@ class Bundle:
     index: int
 
 
-def reserve(roles: Mapping[str, tuple[int, float, float]]) -> tuple[Any, dict[str, list[Bundle]]]:
+def reserve(
+    roles: Mapping[str, tuple[int, float, float]], homes: Mapping[str, Sequence[int]] | None = None
+) -> tuple[list[Any], dict[str, list[Bundle]]]:
     """Reserve resources for all processes together.
 
     Args:
         roles: role -> (number of processes, CPUs of each, GPUs of each).
+        homes: role -> the number of the machine of each process, by rank; None: all are on one machine.
 
     Returns:
-        (placement group, bundles of each role in rank order).
+        (placement groups, bundles of each role in rank order).
 
     Raises:
         ConfigError: the cluster does not have the resources; says what was asked for and what there is.
     """
-    needs = [(role, cpus, gpus) for role, (count, cpus, gpus) in roles.items() for _ in range(count)]
-    group = placement_group([_resources(cpus, gpus) for _, cpus, gpus in needs], strategy="PACK")
-    if not group.wait(PLACEMENT_TIMEOUT_S):
-        remove_placement_group(group)
-        wanted = ", ".join(
-            f"{role} {count} x ({cpus:g} CPU, {gpus:g} GPU)" for role, (count, cpus, gpus) in roles.items()
-        )
-        there = {name: count for name, count in ray.cluster_resources().items() if name in ("CPU", "GPU")}
-        raise ConfigError(
-            f"the Ray cluster cannot place the workers: asked for {wanted}; it has {there.get('CPU', 0):g} CPU and "
-            f"{there.get('GPU', 0):g} GPU. Set trainer.n_gpus_per_node, trainer.nnodes and cluster.* to what is there."
-        )
+    homes = homes or {role: [0] * count for role, (count, _, _) in roles.items()}
+    needs = [_machine_needs(roles, homes, machine) for machine in sorted({i for home in homes.values() for i in home})]
+    groups = []
+    for wanted, target in zip(needs, _targets(needs), strict=True):
+        resources = [_resources(cpus, gpus) for _, cpus, gpus in wanted]
+        groups.append(placement_group(resources, strategy="STRICT_PACK", _soft_target_node_id=target))
+    deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
+    placed = sum(group.wait(max(deadline - time.monotonic(), 0)) for group in groups)
+    if placed < len(groups):
+        release(groups)
+        raise _not_placed(roles, needs, placed)
+    groups = _in_order(groups, needs)
     bundles: dict[str, list[Bundle]] = {role: [] for role in roles}
-    for index, (role, cpus, gpus) in enumerate(needs):
-        bundles[role].append(Bundle(cpus, gpus, group, index))
-    return group, bundles
+    for group, wanted in zip(groups, needs, strict=True):
+        for index, (role, cpus, gpus) in enumerate(wanted):
+            bundles[role].append(Bundle(cpus, gpus, group, index))
+    return groups, bundles
 
 
-def release(group: Any) -> None:
+def release(groups: Sequence[Any]) -> None:
     """Give up what `reserve` reserved. Processes that still run there are ended."""
-    remove_placement_group(group)
+    for group in groups:
+        remove_placement_group(group)
+
+
+def nodes_in_order() -> list[dict[str, Any]]:
+    """Ray's records of the nodes that are alive: the driver's first, the others by address."""
+    here = ray.get_runtime_context().get_node_id()
+
+    def key(node: Mapping[str, Any]) -> tuple[bool, int, str]:
+        return node["NodeID"] != here, int(ipaddress.ip_address(node["NodeManagerAddress"])), node["NodeID"]
+
+    return sorted((node for node in ray.nodes() if node["Alive"]), key=key)
+
+
+# What one machine is to hold: role, CPUs and GPUs of each process, roles in their order and ranks in theirs.
+_Needs = list[tuple[str, float, float]]
+
+
+def _total(wanted: _Needs) -> tuple[float, float]:
+    """CPUs and GPUs together."""
+    return sum(cpus for _, cpus, _ in wanted), sum(gpus for _, _, gpus in wanted)
+
+
+def _machine_needs(
+    roles: Mapping[str, tuple[int, float, float]], homes: Mapping[str, Sequence[int]], machine: int
+) -> _Needs:
+    return [(role, cpus, gpus) for role, (_, cpus, gpus) in roles.items() for home in homes[role] if home == machine]
+
+
+def _targets(needs: Sequence[_Needs]) -> list[str]:
+    """For each machine the id of the node it should be, "" where there is none left that is large enough."""
+    nodes = nodes_in_order()
+    found = []
+    for wanted in needs:
+        fitting = next((node for node in nodes if _fits(wanted, node["Resources"])), None)
+        found.append("" if fitting is None else fitting["NodeID"])
+        if fitting is not None:
+            nodes.remove(fitting)
+    return found
+
+
+def _in_order(groups: Sequence[Any], needs: Sequence[_Needs]) -> list[Any]:
+    """The groups that were placed; those with the same bundles in the order of their nodes."""
+    order = [node["NodeID"] for node in nodes_in_order()]
+    found = list(groups)
+    alike: dict[tuple[tuple[float, float], ...], list[int]] = {}
+    for position, wanted in enumerate(needs):
+        alike.setdefault(tuple(need[1:] for need in wanted), []).append(position)
+    for positions in alike.values():
+        members = sorted((groups[position] for position in positions), key=lambda group: order.index(_node_id(group)))
+        for position, group in zip(positions, members, strict=True):
+            found[position] = group
+    return found
+
+
+def _node_id(group: Any) -> str:
+    return str(placement_group_table(group)["bundles_to_node_id"][0])
+
+
+def _fits(wanted: _Needs, resources: Mapping[str, float]) -> bool:
+    cpus, gpus = _total(wanted)
+    return cpus <= resources.get("CPU", 0) + _RESOURCE_UNIT and gpus <= resources.get("GPU", 0) + _RESOURCE_UNIT
+
+
+def _not_placed(roles: Mapping[str, tuple[int, float, float]], needs: Sequence[_Needs], placed: int) -> ConfigError:
+    wanted = ", ".join(f"{role} {count} x ({cpus:g} CPU, {gpus:g} GPU)" for role, (count, cpus, gpus) in roles.items())
+    cpus, gpus = max((_total(wanted) for wanted in needs), key=lambda total: total[::-1])
+    fullest = f"{cpus:g} CPU and {gpus:g} GPU"
+    there = Counter(
+        f"{node['Resources'].get('CPU', 0):g} CPU and {node['Resources'].get('GPU', 0):g} GPU"
+        for node in nodes_in_order()
+    )
+    has = ", ".join(f"{count} with {size}" for size, count in there.items())
+    return ConfigError(
+        f"the Ray cluster cannot place the workers: asked for {wanted}, on {len(needs)} machine(s) with up to "
+        f"{fullest} each; {placed} found a machine within {PLACEMENT_TIMEOUT_S:g} s. It has machines: {has}. Set "
+        "trainer.n_gpus_per_node, trainer.nnodes, cluster.* and reward.num_workers to what is there and free."
+    )
 
 
 def _resources(num_cpus: float, num_gpus: float) -> dict[str, float]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import torch
 
 from grpo_dist.algorithms.correction import compute_rollout_correction
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
+from grpo_dist.config.names import OVERLONG_PENALTY
 from grpo_dist.engines.durable import FileDigest, digest_file, flush_path
 from grpo_dist.errors import CheckpointError, ConfigError, RewardError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.rewards.base import RewardResult
+from grpo_dist.rewards.components import chosen_components
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.process import Process, use_threads
 
@@ -83,13 +85,12 @@ class RewardWorker(Process):
             ConfigError: the function cannot be imported.
             RewardError: importing it hangs, or ends its process.
         """
-        from grpo_dist.assets import resolve_model_path
         from grpo_dist.data.tokenize import load_tokenizer
         from grpo_dist.rewards.scorer import Scorer
 
         use_threads(1)
         self.tokenizer = load_tokenizer(
-            resolve_model_path(settings.tokenizer_path), trust_remote_code=settings.trust_remote_code
+            self.find_model(settings.tokenizer_path), trust_remote_code=settings.trust_remote_code
         )
         self.overlong_penalty, self.step_separator = settings.overlong_penalty, settings.step_separator
         self.failure_score, self.function_name = settings.failure_score, settings.function_name
@@ -122,7 +123,7 @@ class RewardWorker(Process):
         extras = {EXTRA + name: np.array([r.extra.get(name, np.nan) for r in results], np.float32) for name in names}
         if self.overlong_penalty is not None and not task.validation:
             penalties = self.overlong_penalty(responses.lengths)
-            extras[f"{EXTRA}overlong_penalty"] = penalties.numpy()
+            extras[EXTRA + OVERLONG_PENALTY] = penalties.numpy()
         if task.validation and any(result.pred is not None for result in results):
             extras["pred_id"] = pred_ids([result.pred for result in results])
         if task.validation:
@@ -159,6 +160,8 @@ class RewardWorker(Process):
         assert self.step_separator is not None
         scores, mask = (torch.zeros(len(responses.values), dtype=dtype) for dtype in (torch.float32, torch.int8))
         for result, row, start in zip(results, responses.rows(), responses.offsets.tolist(), strict=False):
+            if not len(row):  # no token to carry a score
+                continue
             texts = self._token_texts(row.tolist())
             ends = step_ends(texts, self.step_separator) if result.step_scores is not None else [len(row) - 1]
             values = (result.score,) if result.step_scores is None else result.step_scores
@@ -183,6 +186,11 @@ class RewardWorker(Process):
         data = batch.fetch(("uid", *TARGET_COLUMNS, *settings.columns))
         lengths = data["token_level_scores"].lengths
         small = {name: torch.as_tensor(values) for name, values in batch.small.items() if name != "uid"}
+        components = {k.removeprefix(EXTRA): v for k, v in small.items() if k.startswith(EXTRA)}
+        if settings.adv_estimator == "gdpo":
+            settings = self._naming_components(settings, components)
+            nobody = torch.full((len(lengths),), torch.nan)  # a declared one may apply to no response of this batch
+            components = dict.fromkeys(self.scorer.components, nobody) | components
         out, metrics = compute_targets(
             {name: data[name].to_padded(0.0) for name in (*TARGET_COLUMNS, *settings.columns)},
             settings,
@@ -190,7 +198,7 @@ class RewardWorker(Process):
             truncated=small["truncated"],
             kl_coef=kl_coef,
             reward_baselines=small.get("reward_baseline"),
-            reward_components={k.removeprefix(EXTRA): v for k, v in small.items() if k.startswith(EXTRA)},
+            reward_components=components,
             generator=torch.Generator().manual_seed(seed),
         )
         out["response_mask"] = out["response_mask"].to(torch.int8)
@@ -199,6 +207,18 @@ class RewardWorker(Process):
         columns["reward"] = out["token_level_rewards"].sum(-1)
         found = DataProto.from_dict(columns)
         return (Label.of(found, ("advantage_mean", "reward")), metrics), found
+
+    def _naming_components(self, settings: TargetSettings, returned: Iterable[str]) -> TargetSettings:
+        """With the keys and weights of gdpo filled in."""
+        chosen = chosen_components(
+            settings.options.get("gdpo_reward_keys"),
+            settings.options.get("gdpo_reward_weights"),
+            declared=self.scorer.components,
+            overlong_penalty=self.overlong_penalty is not None,
+            returned=returned,
+        )
+        named = {"gdpo_reward_keys": tuple(chosen), "gdpo_reward_weights": tuple(chosen.values())}
+        return replace(settings, options={**settings.options, **named})
 
     def rollout_diagnostics(self, batch: DataProtoRef, correction: Mapping[str, Any]) -> dict[str, float]:
         """The metrics of `algorithms.correction`, from old log-probs that the update brought."""

@@ -41,10 +41,10 @@ class RolloutWorker(Process):
 
     async def start(self, settings: EngineSettings) -> None:
         """Start the engine, and the agent loop where there is one."""
-        from grpo_dist.assets import resolve_model_path
         from grpo_dist.engines.vllm_engine import VLLMEngine
 
-        self.engine = VLLMEngine(replace(settings, model_path=resolve_model_path(settings.model_path)))
+        self.check_build(settings.device)
+        self.engine = VLLMEngine(replace(settings, model_path=self.find_model(settings.model_path)))
         await self.engine.start()
         if settings.agent is not None:
             await self._start_agent()

@@ -17,9 +17,6 @@ from grpo_dist.errors import GrpoDistError, WeightSyncError
 from grpo_dist.workers.group import Call, WorkerGroup
 
 STAGE = "sync_weights"
-# A rank that waits longer than this for another one counts it as dead; below the limits of FSDP's own collectives,
-# in which the other actor ranks wait meanwhile.
-BROADCAST_TIMEOUT_S = 300.0
 
 # By engine: the weight version that it holds after a sync, or why it does not say so.
 Outcomes = dict[int, Any]
@@ -61,11 +58,12 @@ class BroadcastTransport:
 
     Args:
         workers_per_engine: tensor parallel ranks.
-        timeout_s: seconds after which a rank that waits for another one gives up; half of what the actor's time limit
-            is, if that is less.
+        timeout_s: seconds after which a rank that waits for another one gives up, below the limit of FSDP's own
+            collectives, in which the other actor ranks wait meanwhile; half of what the actor's time limit is, if that
+            is less.
     """
 
-    def __init__(self, workers_per_engine: int, timeout_s: float = BROADCAST_TIMEOUT_S) -> None:
+    def __init__(self, workers_per_engine: int, timeout_s: float) -> None:
         self.workers_per_engine, self.timeout_s = workers_per_engine, timeout_s
         self.generation = 0
         self._members: list[Any] = []
@@ -135,11 +133,13 @@ class BroadcastTransport:
         return {rank: outcome or unformed for rank, outcome in joined.items()}
 
 
-def weight_transport(name: str, *, workers_per_engine: int) -> WeightTransport:
-    """The transport of that name: "object_store" or "broadcast"."""
+def weight_transport(name: str, *, workers_per_engine: int, collective_timeout_s: float) -> WeightTransport:
+    """The transport of that name: "object_store" or "broadcast"; the actor's ranks wait `collective_timeout_s` seconds
+    for each other.
+    """
     if name == "object_store":
         return ObjectStoreTransport()
-    return BroadcastTransport(workers_per_engine)
+    return BroadcastTransport(workers_per_engine, collective_timeout_s / 2)
 
 
 def outcomes(calls: Mapping[int, Call]) -> Outcomes:

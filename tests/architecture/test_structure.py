@@ -17,7 +17,7 @@ MOST_FUNCTION_LINES = 80
 
 # Modules without a test file of their own -> the file that tests them. All of them are one step of something larger,
 # and are tested where a user meets them.
-ADVANTAGE_FILES = ("groups", "inputs", "outcome", "process", "returns")
+ADVANTAGE_FILES = ("components", "groups", "inputs", "outcome", "process", "returns")
 POLICY_LOSS_FILES = ("clipped", "covariance", "inputs", "unclipped")
 TESTED_ELSEWHERE = {
     # one test file for each door
@@ -29,7 +29,8 @@ TESTED_ELSEWHERE = {
     "config/notes.py": "config/test_rules.py",  # the other half of what is said about a config
     "config/schema_roles.py": "config/test_schema.py",  # a part of the schema
     "config/schema_health.py": "trainer/test_health.py",  # a part of the schema
-    "config/memory.py": "config/test_plan.py",  # a section of the dry run
+    "config/model_shape.py": "config/test_plan.py",  # sizes that the dry run counts with
+    "config/rank_memory.py": "config/test_memory.py",  # the ranks of its roles
     "config/overrides.py": "config/test_load.py",  # the command line
     "config/problems.py": "config/test_load.py",  # wording of messages
     "config/usage.py": "config/test_load.py",  # --help
@@ -38,15 +39,15 @@ TESTED_ELSEWHERE = {
     "engines/optimizer.py": "engines/test_fsdp_engine.py",
     "engines/fsdp_model.py": "engines/test_fsdp_engine.py",
     "engines/sharded.py": "engines/test_lora.py",  # one line, which gathers merged weights
-    "engines/vllm_inproc_core.py": "engines/test_vllm_engine.py",  # how the engine starts on CPU
+    "engines/vllm_core.py": "engines/test_vllm_engine.py",  # how the engine starts on CPU
     "engines/vllm_weight_backend.py": "engines/test_vllm_engine.py",  # runs inside vLLM only
     "tracking/names.py": "tracking/test_summary.py",  # metric names
     "trainer/health_rules.py": "trainer/test_health.py",  # what health.py holds metrics against
+    "trainer/build.py": "e2e/test_main_job.py",  # started workers
     "trainer/finished_groups.py": "trainer/test_staleness.py",  # written and read by a run that samples ahead
     "trainer/rollout_job.py": "trainer/test_trainer.py",  # every rollout there goes through it
     "trainer/roles.py": "trainer/test_trainer.py",  # plain records
     "trainer/sample_log.py": "trainer/test_trainer.py",  # every step there writes one
-    "workers/process.py": "workers/test_group.py",  # base class of the workers
     "workers/resources.py": "workers/test_group.py",  # placement group
 }
 

@@ -17,9 +17,17 @@ from typing import Any
 
 import psutil
 
+from tests.observed import command_line
+
 # The trainer's stage during which a fault hits, by the moment's name; "idle" and "scoring" are hooked below.
 STAGES = {"generating": "rollout", "updating": "update_actor", "syncing": "update_weights", "saving": "save_checkpoint"}
-PROCESSES = {"actor": "ActorWorker", "rollout": "RolloutWorker", "ref": "PolicyWorker", "reward": "RewardWorker"}
+PROCESSES = {
+    "actor": "ray::ActorWorker",
+    "rollout": "ray::RolloutWorker",
+    "engine": "VLLM::Worker_TP",  # one of several processes of an engine
+    "ref": "ray::PolicyWorker",
+    "reward": "ray::RewardWorker",
+}
 # Seconds after a stage's calls were sent, so that work has begun; and those that a stopped driver stands still.
 DELAY_S, DRIVER_STOPS_S = 0.01, 5.0
 
@@ -80,16 +88,8 @@ def victim(role: str) -> int | None:
     if role == "driver":
         return os.getpid()
     children = psutil.Process().children(recursive=True)
-    found = [each for each in children if command(each).startswith(f"ray::{PROCESSES[role]}")]
+    found = [each for each in children if command_line(each).startswith(PROCESSES[role])]
     return max(found, key=lambda each: each.create_time()).pid if found else None
-
-
-def command(process: psutil.Process) -> str:
-    """A process's command line; of one that has ended by now, none."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
 
 
 def install(timetable: Timetable) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from tests.chaos.driver import Fault
+from tests.observed import assert_gone
 
 STEPS, STEPS_PER_EPOCH = 7, 3
 SETTINGS = [
@@ -97,18 +98,3 @@ def ray_processes() -> set[psutil.Process]:
         if command.startswith("ray::") or "/raylet" in command or "/gcs_server" in command:
             found.add(process)
     return found
-
-
-def assert_gone(processes: set[psutil.Process], *, within_s: float = 60) -> None:
-    """The processes end."""
-    _, alive = psutil.wait_procs(list(processes), timeout=within_s)
-    left = [text for text in map(alive_as, alive) if text]
-    assert not left, f"left running: {left}"
-
-
-def alive_as(process: psutil.Process) -> str:
-    """The beginning of a process's command line; nothing of one that has ended, or waits to be taken note of."""
-    try:
-        return "" if process.status() == psutil.STATUS_ZOMBIE else " ".join(process.cmdline()[:3]) or process.name()
-    except psutil.Error:
-        return ""

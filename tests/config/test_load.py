@@ -172,7 +172,7 @@ def test_naming_the_builtin_model_changes_nothing():
 
 
 def test_your_own_data_leaves_the_arithmetic_settings_behind(parquet):
-    config, notes = load_config([f"data.train_files={parquet}"])
+    config, notes = load_config([f"data.train_files={parquet}", "model=qwen3_0_6b"])
     assert (config.data.train_batch_size, config.data.max_response_length) == (1024, 1024)
     assert config.data.val_files == ()
     assert config.trainer.total_training_steps is None
@@ -181,10 +181,11 @@ def test_your_own_data_leaves_the_arithmetic_settings_behind(parquet):
     assert chosen.data.train_batch_size == 32
 
 
-def test_missing_files_stop_a_run_but_not_a_dry_run():
+def test_missing_files_stop_a_run_and_a_dry_run_of_this_machine_but_not_one_of_the_config():
     overrides = ["model=qwen3_8b", "data=gsm8k", "cluster=node8", "data.train_files=gone.parquet"]
     assert "data.train_files=gone.parquet: no such file (looked in " in refused(*overrides)
-    config, notes = load_config([*overrides, "trainer.dry_run=true"])
+    assert "no such file (looked in " in refused(*overrides, "trainer.dry_run=true")
+    config, notes = load_config([*overrides, "trainer.dry_run=config"])
     assert config.trainer.n_gpus_per_node == 8
     assert any("data.train_files=gone.parquet: no such file" in note for note in notes)
 

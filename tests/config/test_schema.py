@@ -73,7 +73,15 @@ def test_a_whole_number_is_a_number():
         (f"{ROLLOUT}.top_p=0", "must be greater than 0"),
         (f"{ROLLOUT}.top_p=1.01", "must be less than or equal to 1"),
         (f"{ROLLOUT}.top_k=0", "must be -1 or at least 1"),
-        (f"{ROLLOUT}.dtype=bf16", "not one of float32, bfloat16, float16; did you mean 'bfloat16'?"),
+        (f"{ROLLOUT}.dtype=int8", "not one of float32, bfloat16, float16"),
+        (f"{ROLLOUT}.dtype=16", "dtype=16: not one of float32, bfloat16, float16"),
+        (
+            f"{ACTOR}.fsdp_config.dtype=half",
+            "dtype=half: float16 overflows without loss scaling, which is not here; use ",
+        ),
+        (f"{ACTOR}.fsdp_config.model_dtype=fp16", "model_dtype=fp16: float16 overflows"),
+        ("actor_rollout_ref.ref.fsdp_config.dtype=float16", "dtype=float16: float16 overflows"),
+        ("trainer.dry_run=configs", "dry_run=configs: must be true (check what a run here would refuse), config"),
         (f"{ACTOR}.grad_clip=0", "must be greater than 0"),
         (f"{ACTOR}.grad_clip=null", "must be a number"),
         (f"{ACTOR}.clip_ratio_c=1", "must be greater than 1"),
@@ -107,7 +115,7 @@ def test_a_whole_number_is_a_number():
     ],
 )
 def test_wrong_values_are_refused_with_key_and_value(override, reason):
-    message = refused(override)
+    message = refused(override, "data=arithmetic")
     assert message.startswith("the config has a problem:\n  ")
     assert override.split("=")[0] in message
     assert reason in message
@@ -197,6 +205,53 @@ def test_types_and_determinism_that_are_asked_for():
     assert asked.actor_rollout_ref.rollout.resolved_dtype("fp32") == "float16"
     assert asked.actor_rollout_ref.rollout.resolved_deterministic("cpu") is False
     assert asked.actor_rollout_ref.actor.fsdp_config.resolved_dtype("fp32") == "bf16"
+
+
+def test_the_export_has_the_trained_type_or_the_one_that_is_asked_for():
+    assert load().export_dtype == "fp32"
+    assert load(f"{ACTOR}.fsdp_config.dtype=bf16").export_dtype == "fp32", "computed in bf16, kept in fp32"
+    assert load(f"{ACTOR}.fsdp_config.model_dtype=bf16").export_dtype == "bf16"
+    assert load("trainer.export_dtype=bfloat16").export_dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("written", "trained", "sampled"),
+    [
+        ("bfloat16", "bf16", "bfloat16"),
+        ("bf16", "bf16", "bfloat16"),
+        ("float32", "fp32", "float32"),
+        ("fp32", "fp32", "float32"),
+        ("float", "fp32", "float32"),
+        ("float16", None, "float16"),
+        ("fp16", None, "float16"),
+        ("half", None, "float16"),
+        ("null", "null", None),
+    ],
+)
+def test_every_name_of_a_type(written, trained, sampled):
+    """As verl's, PyTorch's and vLLM's users write them; the config keeps one name of each."""
+    assert load(f"{ROLLOUT}.dtype={written}").actor_rollout_ref.rollout.dtype == sampled
+    if trained is None:
+        return
+    ref, actor = "actor_rollout_ref.ref.fsdp_config.dtype", f"{ACTOR}.fsdp_config"
+    config = load(f"{ref}={written}", f"{actor}.dtype={written}")
+    dtypes = {config.actor_rollout_ref.ref.fsdp_config.dtype, config.actor_rollout_ref.actor.fsdp_config.dtype}
+    assert dtypes == {None if trained == "null" else trained}
+    if trained != "null":
+        weights = load(f"{actor}.model_dtype={written}").actor_rollout_ref.actor.fsdp_config.model_dtype
+        assert weights == trained
+
+
+@pytest.mark.parametrize(
+    ("verl", "key"),
+    [
+        ("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype", "actor"),
+        ("actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype", "ref"),
+    ],
+)
+def test_verls_keys_take_verls_names_of_types(verl, key):
+    roles = load(f"+{verl}=bfloat16").actor_rollout_ref
+    assert getattr(roles, key).fsdp_config.dtype == "bf16"
 
 
 def test_null_lengths_seeds_and_reference():

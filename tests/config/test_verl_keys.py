@@ -19,7 +19,7 @@ def is_known(key: str) -> bool:
 
 
 def notes(*overrides: str) -> list[str]:
-    return load_config([*overrides, "trainer.dry_run=true"])[1]
+    return load_config([*overrides, "trainer.dry_run=config"])[1]
 
 
 def refused(*overrides: str) -> str:

@@ -156,14 +156,14 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_overrides_pass(name: str) -> None:
-    config, _ = load_config([*SCRIPTS[name], "trainer.dry_run=true"])
+    config, _ = load_config([*SCRIPTS[name], "trainer.dry_run=config"])
     assert config.algorithm.adv_estimator == ("grpo" if name == "dapo" else name)
     assert config.data.train_files == ("/data/gsm8k/train.parquet",)
     assert config.num_gpus == 8
 
 
 def test_what_dapo_asks_for_arrives() -> None:
-    config, notes = load_config([*DAPO, "trainer.dry_run=true"])
+    config, notes = load_config([*DAPO, "trainer.dry_run=config"])
     assert config.algorithm.filter_groups.enable
     assert config.data.gen_batch_size == 1536
     assert config.reward.overlong_buffer.len == 4096

@@ -129,7 +129,7 @@ def test_wrong_batches_are_refused(path: str, batch: Any, words: str) -> None:
         sampler.next_batch()
     message = str(error.value)
     assert message.startswith(f"data.sampler.class_path/class_name={path}:Returns: next_batch() {words}")
-    assert message.endswith("; it must return data.train_batch_size=3 different positions from 0 to 6")
+    assert "3 different positions from 0 to 6 (data.gen_batch_size" in message
 
 
 @pytest.mark.parametrize("state", [{1: 2}, {"a": {1, 2}}, {"a": np.float32(1)}, {"a": (1, 2)}, [1], None])

@@ -13,8 +13,10 @@ import pytest
 
 from grpo_dist.config.load import load_config
 from grpo_dist.config.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
-from grpo_dist.trainer.build import Workers, build_trainer, load_run_prompts
+from grpo_dist.trainer.build import Workers, build_trainer
+from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.roles import Roles
+from grpo_dist.trainer.run_prompts import load_run_prompts
 from tests.trainer.recorded import history, record
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -44,6 +46,8 @@ DOORS = {
     f"{ACTOR}.loss_agg_mode": LOSS_AGG_MODES,
     f"{ACTOR}.policy_loss.loss_mode": LOSS_MODES,
 }
+# The built-in scorers declare no components.
+NEEDED = {"algorithm.adv_estimator=gdpo": ("algorithm.gdpo_reward_keys=[acc]",)}
 CASES = [
     # the i-th name of each door, round and round: every name is there, in company
     *(
@@ -82,8 +86,9 @@ def weight_versions() -> list[int]:
 
 @pytest.mark.parametrize("overrides", CASES, ids=lambda overrides: ",".join(o.rpartition(".")[2] for o in overrides))
 def test_one_step(roles: Roles, weight_versions: list[int], overrides: list[str], tmp_path: Path) -> None:
-    config, _ = load_config([*SMALL, f"trainer.default_local_dir={tmp_path}", *overrides])
-    trainer = record(build_trainer(config, roles, load_run_prompts(config)[0], 1))
+    needed = [more for override in overrides for more in NEEDED.get(override, ())]
+    config, _ = load_config([*SMALL, f"trainer.default_local_dir={tmp_path}", *overrides, *needed])
+    trainer = record(build_trainer(config, roles, load_run_prompts(config, check_model(config))[0], 1))
     trainer.weight_version = max(weight_versions)  # the engines take newer weights only
     trainer.fit()
     weight_versions.append(trainer.weight_version)

@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from grpo_dist.tracking.jsonl import read_metrics
-from tests.chaos.runs import STEPS, Outcome, assert_gone, train
+from tests.chaos.runs import STEPS, Outcome, train
+from tests.observed import assert_gone, command_line
 from tests.trainer.metrics_page import PAGE, undocumented
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
@@ -149,7 +150,7 @@ def test_ctrl_c_leaves_no_process_and_no_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.long  # tests/chaos kills one in a run that goes on
 def test_a_killed_actor_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:
     with run_in_training(tmp_path, "trainer.max_actor_restarts=0") as (run, log, family):
-        next(p for p in family if "ActorWorker" in " ".join(p.cmdline())).kill()
+        next(p for p in family if "ActorWorker" in command_line(p)).kill()
         assert run.wait(60) == 1, log.read_text()[-2000:]
         assert "error: actor worker" in log.read_text()
         assert "its process died" in log.read_text()

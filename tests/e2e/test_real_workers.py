@@ -21,9 +21,11 @@ import ray
 from grpo_dist.config.load import load_config
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.protocol import metric_values
-from grpo_dist.trainer.build import Workers, build_trainer, load_run_prompts
+from grpo_dist.trainer.build import Workers, build_trainer
+from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.pump import LOG_PROB_PASSES
 from grpo_dist.trainer.roles import Roles
+from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.seeds import group_seed
 from grpo_dist.trainer.settings import objective_settings, sampling_settings, target_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
@@ -68,7 +70,9 @@ class Lab:
 
     def train(self, prepare: Callable[[GRPOTrainer], None] = lambda trainer: None) -> GRPOTrainer:
         self.roles.actor.load_checkpoint(self.start)
-        trainer = record(build_trainer(self.config, self.roles, load_run_prompts(self.config)[0], STEPS))
+        trainer = record(
+            build_trainer(self.config, self.roles, load_run_prompts(self.config, check_model(self.config))[0], STEPS)
+        )
         trainer.weight_version = self.version
         prepare(trainer)
         trainer.fit()
@@ -100,7 +104,11 @@ def undisturbed(lab: Lab) -> tuple[list[dict[str, float]], np.ndarray]:
 def plain_loop(lab: Lab) -> list[dict[str, float]]:
     """One prompt after the other on one engine, then its score, then the log-probs, the update, the sync."""
     config, roles, rows = lab.config, lab.roles, []
-    prompts, objective, targets = load_run_prompts(config)[0], objective_settings(config), target_settings(config)
+    prompts, objective, targets = (
+        load_run_prompts(config, check_model(config))[0],
+        objective_settings(config),
+        target_settings(config),
+    )
     for step in range(1, STEPS + 1):
         lab.version += 1
         sync_weights(roles.actor.workers, roles.rollout, version=lab.version, dtype="float32")
@@ -158,7 +166,7 @@ def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undi
 
 
 def test_reference_passes_of_another_size_differ_by_rounding(lab: Lab, undisturbed: tuple) -> None:
-    prompts = load_run_prompts(lab.config)[0].train
+    prompts = load_run_prompts(lab.config, check_model(lab.config))[0].train
     groups = [sample(lab, prompts[i], step=1) for i in range(8)]
     usual, *others = (
         reference_log_probs(lab, groups, passes).fetch(("ref_log_probs",))["ref_log_probs"].values.numpy()

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from grpo_dist.engines.attention import (
     why_padded,
 )
 from grpo_dist.engines.settings import choose_layout
+from grpo_dist.errors import ConfigError
 
 # [prompt | r1 | r2] of one group, a second group, two tokens of padding; and a row of padding but for one token.
 OWN = [[0, 0, 0, 1, 1, 2, 3, 3, 4, -1, -1], [5] + [-1] * 10]
@@ -58,6 +62,42 @@ def test_flex_attention_under_the_block_mask_equals_sdpa_under_the_dense_one() -
         dense, _ = flex_attention_forward(module, query, key, value, dense_mask(ROWS), scaling=0.3)  # type: ignore[arg-type]
     torch.testing.assert_close(flex, dense, atol=1e-5, rtol=0)
     assert flex.shape == (2, 11, 4, 8)
+
+
+def sdpa_in_its_place(factor: float) -> Callable[..., tuple[torch.Tensor, None]]:
+    """A kernel that goes backward on CPU; the gradient of its values is `factor` of what it should be."""
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask
+    ) -> tuple[torch.Tensor, None]:
+        value = factor * value + (1 - factor) * value.detach()
+        dense = dense_mask(ROWS[:, :1])
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=dense, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("factor", "fault"), [(1.0, ""), (0.9, "gradients of its attention are off by 0.1 of their size")]
+)
+def test_gradients_of_flex_attention_are_compared(factor: float, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    monkeypatch.setattr(attention, "flex_attention_forward", sdpa_in_its_place(factor))
+    monkeypatch.setattr(attention, "CHECKED_TOKENS", 11)
+    found = attention.flex_backward_fault(config, ROWS, torch.float32)
+    assert re.fullmatch(fault, found)
+
+
+def test_a_kernel_that_is_compiled_too_often_is_an_error_with_advice() -> None:
+    """And not, as torch would have it, slow from then on."""
+    limit = torch._dynamo.config.recompile_limit
+    kernel = attention._compiled(lambda x, name: x + len(name), backend="eager")
+    names = ["a" * length for length in range(1, limit + 2)]
+    for name in names[:-1]:
+        assert kernel(torch.zeros(1), name).item() == len(name)
+    with pytest.raises(ConfigError, match=rf"model\.use_remove_padding=true.* {limit} times.* set it to false"):
+        kernel(torch.zeros(1), names[-1])
 
 
 def test_varlen_by_hand() -> None:

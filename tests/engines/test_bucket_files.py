@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from grpo_dist.engines import bucket_files as module
-from grpo_dist.engines.bucket_files import bucket_files, clear_left_behind
-from grpo_dist.engines.weight_buckets import Entry, pack, unpack
+from grpo_dist.engines.bucket_files import bucket_files, clear_left_behind, read_bucket
+from grpo_dist.engines.weight_buckets import damage, pack, unpack
 
 WEIGHTS = {f"layer{i}": torch.full((64,), float(i)) for i in range(3)}
 KILLED = """
@@ -25,6 +25,8 @@ from grpo_dist.engines.weight_buckets import pack
 module._folder = lambda: Path(sys.argv[1])
 files = module.bucket_files(list(pack([("weight", torch.ones(64))], bucket_bytes=256)))
 next(files)
+(Path(sys.argv[1]) / "queue").touch()
+note = module.note_segments(["queue", "never there", "../outside"])
 os.kill(os.getpid(), 9)
 """
 
@@ -45,10 +47,21 @@ def test_one_bucket_is_there_at_a_time(memory: Path) -> None:
     found = {}
     for update in bucket_files(buckets):
         assert files_in(memory) == [Path(update["path"])]
-        data = torch.from_file(update["path"], shared=True, size=update["num_bytes"], dtype=torch.uint8)
-        found |= dict(unpack(data, [Entry(*entry) for entry in update["entries"]]))
+        bucket = read_bucket(update)
+        assert (bucket.number, bucket.last) == (len(found), len(found) == 2)
+        assert damage(bucket) == ""
+        found |= dict(unpack(bucket.data, bucket.entries))
     assert not list(memory.iterdir())
     assert {name: value.tolist() for name, value in found.items()} == {n: w.tolist() for n, w in WEIGHTS.items()}
+
+
+def test_damage_between_writing_and_reading_is_found(memory: Path) -> None:
+    files = bucket_files(list(pack(WEIGHTS.items(), bucket_bytes=256)))
+    update = next(files)
+    with Path(update["path"]).open("r+b") as file:
+        file.write(b"\x01")
+    assert damage(read_bucket(update)).startswith("weight bucket 0 (layer0 to layer0) is damaged: checksum 0x")
+    files.close()
 
 
 def test_a_load_that_fails_leaves_nothing(memory: Path) -> None:
@@ -60,7 +73,11 @@ def test_a_load_that_fails_leaves_nothing(memory: Path) -> None:
 
 def test_what_a_killed_process_left_is_cleared_and_what_is_in_use_is_not(memory: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(memory)], check=False)
-    assert len(files_in(memory)) == 1, "it was killed in the midst of a load"
+    names = sorted("bucket" if len(path.name) == 32 else path.name for path in files_in(memory))
+    assert names == ["bucket", "queue", module.SEGMENTS], "it was killed in the midst of a load"
+    outside = memory.parent / "outside"
+    outside.touch()
+    (memory / "queue of another").touch()
     mine = bucket_files(list(pack(WEIGHTS.items(), bucket_bytes=256)))
     in_use = Path(next(mine)["path"])
     assert f"-{os.getpid()}-" in in_use.parent.name
@@ -68,7 +85,14 @@ def test_what_a_killed_process_left_is_cleared_and_what_is_in_use_is_not(memory:
     other = memory / f"{module.PREFIX}-notes"
     for folder in (elsewhere, other):
         folder.mkdir()
+    my_queue = memory / "my queue"
+    my_queue.touch()
+    note = module.note_segments([my_queue.name])
     clear_left_behind()
-    assert files_in(memory) == [in_use]
-    assert sorted(memory.iterdir()) == sorted([in_use.parent, elsewhere, other])
+    assert sorted(files_in(memory)) == sorted([in_use, my_queue, note / module.SEGMENTS, memory / "queue of another"])
+    module.remove(note)
+    assert sorted(files_in(memory)) == sorted([in_use, memory / "queue of another"])
+    folders = [path for path in memory.iterdir() if path.is_dir()]
+    assert sorted(folders) == sorted([in_use.parent, elsewhere, other])
+    assert outside.exists()
     mine.close()

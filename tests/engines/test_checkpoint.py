@@ -71,7 +71,7 @@ def uninterrupted(rank: int, models: dict[str, str], folder: Path) -> dict[str, 
     data = random_batch(num_groups=2, n=1)
     out = {}
     for name, exported in (("tied", engine), ("untied", untied)):
-        export_hf_model(exported, folder / name)
+        export_hf_model(exported, folder / name, "fp32")
         out[name] = (weights(exported), exported.compute_log_probs(data, micro_batch_size=2).values.numpy())
     failure = ""
     try:

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.engines import forward
+from grpo_dist.engines import forward, head, model_loading
+from grpo_dist.engines.attention import attention_implementation
 from grpo_dist.engines.fsdp_engine import FSDPEngine
+from grpo_dist.engines.head import response_values
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.protocol import DataProto
 from tests.models import objective, random_batch, random_model, trainable_engine
@@ -42,19 +44,31 @@ def one_rank(rank: int, paths: dict[str, str]) -> dict[str, Any]:
 
 def broken(path: str, data: DataProto) -> dict[str, Any]:
     out = {}
-    for name, layout, patch in (
-        ("mask", "shared", {"attention_inputs": lambda *args: {}}),
-        ("refused", "packed", {"attention_inputs": refuse}),
-        ("head", "shared", {"TOLERANCE": {torch.float32: -1.0}}),
+    for name, layout, module, patch in (
+        ("mask", "shared", forward, {"attention_inputs": lambda *args: {}}),
+        ("refused", "packed", forward, {"attention_inputs": refuse}),
+        ("head", "shared", head, {"response_values": off_by_one}),
+        ("everything", "shared", forward, {"TOLERANCE": {torch.float32: -1.0}}),
+        ("backward", "shared", model_loading, {"attention_implementation": on_a_gpu}),
     ):
-        kept = {key: getattr(forward, key) for key in patch}
-        vars(forward).update(patch)
+        kept = {key: getattr(module, key) for key in patch}
+        vars(module).update(patch)
         try:
             engine = trainable_engine(path, layout=layout)
             out[name] = (columns(engine, data), engine.forward.report)
         finally:
-            vars(forward).update(kept)
+            vars(module).update(kept)
     return out
+
+
+def off_by_one(*args: Any) -> Any:
+    values = response_values(*args)
+    return values._replace(log_probs=values.log_probs + 1)
+
+
+def on_a_gpu(config: Any, layout: str, device: str) -> str:
+    """FlexAttention, which goes backward on a GPU only."""
+    return attention_implementation(config, layout, "cuda")
 
 
 def refuse(segments: Any, *args: Any) -> dict[str, Any]:
@@ -107,10 +121,24 @@ def test_a_layout_that_the_model_refuses_is_given_up(alone: dict[str, Any]) -> N
     assert "padded sequences instead of packed sequences (packed sequences: ValueError: this model takes no" in report
 
 
+def test_a_layout_whose_attention_cannot_go_backward_is_given_up(alone: dict[str, Any]) -> None:
+    found, report = alone["broken"]["backward"]
+    assert report.startswith("padded sequences instead of shared prompts (shared prompts: the backward pass of its att")
+    np.testing.assert_allclose(found[0], alone["Qwen3"]["padded"][0], atol=1e-5, rtol=0)
+
+
 def test_a_broken_head_is_given_up(alone: dict[str, Any]) -> None:
     found, report = alone["broken"]["head"]
     assert report.startswith("padded sequences instead of shared prompts, logits of whole micro-batches (")
     assert "the chunked output layer: log-probs differ" in report
+    for mine, theirs in zip(found, alone["Qwen3"]["padded"], strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def test_what_differs_in_any_company_goes_alone(alone: dict[str, Any]) -> None:
+    found, report = alone["broken"]["everything"]
+    assert report.startswith("one sequence at a time instead of shared prompts, logits of whole micro-batches (")
+    assert "; padded sequences: log-probs differ" in report
     for mine, theirs in zip(found, alone["Qwen3"]["padded"], strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 

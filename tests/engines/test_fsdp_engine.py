@@ -11,6 +11,7 @@ import torch
 from grpo_dist.algorithms import policy_objective
 from grpo_dist.engines.fsdp_engine import FSDPEngine
 from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.sharded import whole
 from grpo_dist.errors import DataError, TrainingDiverged
 from grpo_dist.protocol import DataProto, Ragged, metric_values
 from tests.models import objective, random_batch, trainable_engine
@@ -223,3 +224,36 @@ def test_nothing_was_changed_and_training_can_go_on(pair: list) -> None:
 
 def test_a_rank_without_rows_takes_part(pair: list) -> None:
     assert [rank["no rows on rank 1"] for rank in pair] == [4, 0]
+
+
+def without_a_token(rank: int, path: str) -> dict[str, Any]:
+    """A step, a mini-batch whose mask is 0 on every rank, and one whose mask is 0 on rank 1 only."""
+    engine = trainable_engine(path)
+    data = random_batch(num_groups=2, n=2)
+    mask = {"response_mask": Ragged(torch.zeros_like(data["response_mask"].values), data["response_mask"].offsets)}
+    masked = data.select([name for name in data.columns() if name != "response_mask"]).union(DataProto(mask))
+    limits: dict[str, Any] = {"micro_batch_size": 2, "objective": objective()}
+    engine.train_mini_batch(data, **limits)
+
+    def state() -> list[np.ndarray]:
+        values = [v for states in engine.optimizer.state.values() for v in states.values()]
+        tensors = [*values, *(tensor for _, tensor in engine.full_parameters("float32"))]
+        return [whole(tensor).numpy().copy() for tensor in tensors]
+
+    before, place = state(), engine.schedule.last_epoch
+    skipped = metric_values(engine.train_mini_batch(masked, **limits).metrics)
+    same = all(np.array_equal(a, b) for a, b in zip(before, state(), strict=True))
+    places = [place, engine.schedule.last_epoch]
+    taken = metric_values(engine.train_mini_batch(data if rank == 0 else masked, **limits).metrics)
+    moved = any((a != b).any() for a, b in zip(before, state(), strict=True))
+    return {"same": same, "places": [*places, engine.schedule.last_epoch], "moved": moved, "told": [skipped, taken]}
+
+
+def test_a_mini_batch_without_a_trained_token_is_no_step(random_models: dict[str, str]) -> None:
+    """Neither weight decay nor Adam's momentum moves the weights; a token on one rank is enough for a step on all."""
+    for found in run_ranks(2, without_a_token, random_models["tied"]):
+        assert found["same"]
+        assert found["moved"]
+        assert found["places"] == [1, 1, 2], "the schedule counts steps that were taken"
+        assert [told["actor/skipped_updates"] for told in found["told"]] == [1.0, 0.0]
+        assert found["told"][0]["actor/grad_norm"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 from grpo_dist.engines.fsdp_engine import FSDPEngine
+from grpo_dist.engines.hf_export import export_hf_model
 from grpo_dist.engines.lora import add_lora, lora_layers
 from grpo_dist.engines.settings import LoraSettings, ModelSettings
 from grpo_dist.errors import ConfigError
-from tests.models import objective, random_batch, trainable_engine
+from tests.models import objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
 
 LORA = LoraSettings(4, 8.0, "all-linear")
@@ -36,15 +38,7 @@ def train(rank: int, path: str, folder: str) -> dict[str, Any]:
         engine.train_mini_batch(data.index(share), micro_batch_size=2, objective=objective()).metrics for _ in range(3)
     ]
     merged = dict(engine.full_parameters("float32"))
-    engine_state = engine.export_state()
-    if rank == 0:
-        import transformers
-
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        missing = model.load_state_dict(engine_state, strict=False)
-        model.save_pretrained(folder)
-        assert not missing.unexpected_keys
-    torch.distributed.barrier()
+    export_hf_model(engine, Path(folder), "fp32")
     return {
         "same names": list(before) == [name for name, _ in plain.full_parameters("float32")],
         "start": float(np.abs(untouched - log_probs(plain)).max()),
@@ -58,15 +52,24 @@ def train(rank: int, path: str, folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "ranks", "targets"),
+    [
+        ("Qwen3", 1, ("_proj.weight",)),
+        ("Qwen3", 2, ("_proj.weight",)),
+        ("GPT2", 2, ("c_attn.weight", "c_proj.weight", "c_fc.weight")),  # Conv1D: transposed weights
+    ],
+)
 def test_training_moves_the_factors_and_merging_them_gives_the_same_model(
-    ranks: int, random_models: dict[str, str], tmp_path: Any
+    family: str, ranks: int, targets: tuple[str, ...], random_models: dict[str, str], tmp_path: Any
 ) -> None:
-    for found in run_ranks(ranks, train, random_models["tied"], str(tmp_path / "merged")):
+    path = random_models["tied"] if family == "Qwen3" else random_model(family, tmp_path / "model")
+    for found in run_ranks(ranks, train, path, str(tmp_path / "merged")):
         assert found["same names"]
         assert found["start"] < 1e-6, "B starts at 0"
         moved = {name for name, change in found["moved"].items() if change > 0}
-        assert moved == {name for name in found["moved"] if "_proj.weight" in name}, "embeddings and norms are frozen"
+        expected = {name for name in found["moved"] if name.endswith(targets)}
+        assert moved == expected, "embeddings, norms and biases are frozen"
         np.testing.assert_allclose(found["after"], found["merged"], rtol=1e-4, atol=1e-4)
         assert found["reference"] < 1e-6, "without its factors the model is what it was"
         assert np.array_equal(found["after"], found["again"]), "and the factors come back"
@@ -94,6 +97,16 @@ def test_a_target_that_is_not_there(random_models: dict[str, str]) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
     with pytest.raises(ConfigError, match=r"target_modules=\('c_attn',\): "):
         add_lora(model, LoraSettings(2, 4.0, ("c_attn",)))
+
+
+def test_a_target_that_is_not_linear(random_models: dict[str, str]) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
+    with pytest.raises(
+        ConfigError, match=r"target_modules=\('embed_tokens',\): model.embed_tokens is of class Embedding"
+    ):
+        add_lora(model, LoraSettings(2, 4.0, ("embed_tokens",)))
 
 
 def test_settings_without_lora() -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from grpo_dist.engines.attention import dense_mask
+from grpo_dist.engines.attention import dense_mask, varlen_inputs
 from grpo_dist.engines.micro_batch import MicroBatch, make_micro_batch
 from grpo_dist.errors import BatchError
 from grpo_dist.protocol import DataProto, Ragged
@@ -50,6 +50,7 @@ def test_packed_on_paper() -> None:
     batch = make_micro_batch(three_rows(), (), padding_id=0, layout="packed", row_width=9)
     assert batch.input_ids.tolist() == [[14, 15, 23, 24, 25, 26, 0, 0, 0], [11, 12, 13, 21, 22, 11, 12, 13, 27]]
     assert batch.position_ids[1].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+    assert batch.position_ids[0].tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 0], "of padding: 0"
     one = make_micro_batch(three_rows(), (), padding_id=0, layout="packed", row_width=15)
     assert one.input_ids.shape == (1, 15), "no padding"
 
@@ -76,6 +77,22 @@ def test_groups_side_by_side_do_not_see_each_other() -> None:
     mask = dense_mask(batch.segments)[0, 0]  # type: ignore[arg-type]
     assert not mask[6:, :6].any()
     assert mask.diagonal().all(), "every token sees itself, so that no softmax is empty"
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+def test_wider_than_its_sequences(layout: str) -> None:
+    """All in one row, as on GPU, and padding behind them at position 0; padded rows are as long as the longest."""
+    batch = make_micro_batch(three_rows(), (), padding_id=0, layout=layout, row_width=40, min_width=40)
+    if layout == "padded":
+        assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]] * 3
+        return
+    assert batch.position_ids.shape == (1, 40)
+    assert not batch.position_ids[0, 15:].any()
+    assert batch.position_ids.max() == 5
+    assert set(pairs(batch)) == PAIRS
+    if layout == "packed":
+        starts = varlen_inputs(batch.position_ids)["cu_seq_lens_q"].tolist()
+        assert starts == [0, 6, 11, *range(15, 41)], "each padding token is a sequence of its own"
 
 
 def test_gradients_flow_back_to_the_tokens() -> None:

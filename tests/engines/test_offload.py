@@ -56,6 +56,20 @@ def test_states_come_for_the_update_and_an_error_sends_them_away(monkeypatch: py
     assert model.sent == []
 
 
+def test_a_step_brings_the_states_alone_and_an_error_sends_them_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Recorder()
+    moves: list[torch.device] = []
+    monkeypatch.setattr("grpo_dist.engines.offload.move_states", lambda optimizer, device: moves.append(device))
+    offload = Offload(model, stepped(model), META, parameters=True, optimizer_states=True)
+    with pytest.raises(ValueError, match="stop"), offload.states_on_device():
+        raise ValueError("stop")
+    assert moves == [META, torch.device("cpu")]
+    assert model.sent == []
+    with Offload(model, stepped(model), META, parameters=True).states_on_device():
+        pass
+    assert len(moves) == 2
+
+
 def test_nothing_moves_on_cpu_or_unasked() -> None:
     model = Recorder()
     for offload in (

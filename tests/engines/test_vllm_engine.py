@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,10 @@ import pytest
 import ray
 import torch
 
-from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.engines.settings import EngineSettings, SamplingSettings
+from grpo_dist.engines.vllm_engine import VLLMEngine
 from grpo_dist.engines.weight_buckets import pack
-from grpo_dist.errors import BatchError, ConfigError, WeightSyncError
+from grpo_dist.errors import BatchError, ConfigError, EngineError, WeightSyncError
 from grpo_dist.protocol import DataProto
 from grpo_dist.workers.group import WorkerGroup
 from tests.models import VOCAB
@@ -72,6 +75,29 @@ def models(random_models: dict[str, str]) -> dict[str, Any]:
     import transformers
 
     return {name: transformers.AutoModelForCausalLM.from_pretrained(path) for name, path in random_models.items()}
+
+
+@pytest.mark.parametrize("timeout_s", [None, 600.0])
+def test_a_call_that_is_pending_when_the_engine_dies_ends(timeout_s: float | None) -> None:
+    """vLLM itself would let it wait for ever."""
+    engine = VLLMEngine(EngineSettings("", "cpu", "float32", False, 1, 96, 64, 128, 0.8, None, True, False, 0))
+    engine._llm = SimpleNamespace(errored=False)
+    ended = []
+
+    async def pending() -> None:
+        engine._llm.errored = True
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def run() -> None:
+        with pytest.raises(EngineError, match="has died"):
+            await asyncio.wait_for(engine._call(pending(), timeout_s), 60)
+        await asyncio.sleep(0)
+        assert ended, "it does not go on behind the caller's back"
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("name", RANKS)

@@ -38,12 +38,12 @@ def batch() -> DataProto:
     return data.union(DataProto.from_dict(columns))
 
 
-def train(rank: int, path: str, shards: list[list[int]], micro_batch_size: int, fsdp_size: int) -> dict:
+def train(rank: int, path: str, shards: list[list[int]], micro_batch_size: int, sharding: dict) -> dict:
     """Two optimizer steps per aggregation mode on this rank's rows; returns metrics and final weights."""
     out = {}
     data = batch()
     for mode, changes in OBJECTIVES.items():
-        engine = trainable_engine(path, fsdp_size=fsdp_size)
+        engine = trainable_engine(path, **sharding)
         # plain SGD: Adam divides by the size of the gradient, which turns rounding of near-zero ones into real steps
         engine.reference_head = engine.output_layer("cpu")
         engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=0.1)
@@ -74,10 +74,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[dict]
         "2 ranks x 1 micro-batch": ([rows[0::2], rows[1::2]], 8),
         "2 ranks, uneven, one idle at times": ([rows[:13], rows[13:]], 3),
         "2 ranks with a copy each": ([rows[:9], rows[9:]], 4),
+        "2 ranks that reduce at the end": ([rows[:9], rows[9:]], 2),
+        "4 ranks with two copies": ([rows[0::4], rows[1::4], rows[2::4], rows[3::4]], 1),
     }
-    copies = {"2 ranks with a copy each": 1}  # hybrid sharding
+    sharding = {
+        "2 ranks with a copy each": {"fsdp_size": 1},
+        "4 ranks with two copies": {"fsdp_size": 2},
+        "2 ranks that reduce at the end": {"defer_grad_sync": True},
+    }
     return {
-        name: (run_ranks(len(shards), train, path, shards, size, copies.get(name, -1)), shards)
+        name: (run_ranks(len(shards), train, path, shards, size, sharding.get(name, {})), shards)
         for name, (shards, size) in layouts.items()
     }
 
@@ -90,6 +96,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[dict]
         "2 ranks x 1 micro-batch",
         "2 ranks, uneven, one idle at times",
         "2 ranks with a copy each",
+        "2 ranks that reduce at the end",
+        "4 ranks with two copies",
     ],
 )
 def test_same_loss_metrics_and_weights(runs: dict, layout: str, mode: str) -> None:

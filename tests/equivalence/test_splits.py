@@ -64,7 +64,7 @@ def loss_and_gradient(
             loss_mode=loss_mode,
             loss_agg_mode=mode,
             options={},
-            kl_loss_type=kl,
+            kl_loss_type=None if kl == "none" else kl,
             kl_loss_coef=0.3,
             entropy_coeff=0.1,
             global_tokens=MASK.sum(),

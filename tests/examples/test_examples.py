@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run"])
 DRY_RUN = "trainer.dry_run=true"
+OF_CONFIG = "trainer.dry_run=config"  # for GPUs, or with rows and a model made for the test
 
 
 def run_script(script: Path, *arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -65,7 +66,7 @@ def test_shell_scripts_are_clean(script: Path) -> None:
 
 
 def test_qwen3_8b_resolves(tmp_path: Path) -> None:
-    done = run_script(EXAMPLES / "run_qwen3-8b.sh", DRY_RUN, "trainer.seed=7", cwd=tmp_path)
+    done = run_script(EXAMPLES / "run_qwen3-8b.sh", OF_CONFIG, "trainer.seed=7", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "seed: 7" in done.stdout, "arguments are appended"
     assert re.search(r"sequences per training step +1,024 prompts \* n=8 = 8,192", done.stdout)
@@ -75,7 +76,7 @@ def test_qwen3_8b_resolves(tmp_path: Path) -> None:
 
 
 def test_an_impossible_argument_ends_an_example(tmp_path: Path) -> None:
-    done = run_script(EXAMPLES / "run_qwen3-8b.sh", DRY_RUN, "data.train_batch_size=1000", cwd=tmp_path)
+    done = run_script(EXAMPLES / "run_qwen3-8b.sh", OF_CONFIG, "data.train_batch_size=1000", cwd=tmp_path)
     assert done.returncode == 2
     assert "ppo_mini_batch_size" in done.stderr
 
@@ -180,7 +181,7 @@ def test_own_data_works_as_written(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
-    (tmp_path / "run.sh").write_text(f"set -e\n{command.rstrip()} {DRY_RUN}\n")
+    (tmp_path / "run.sh").write_text(f"set -e\n{command.rstrip()} {OF_CONFIG}\n")
     done = run_script(tmp_path / "run.sh", cwd=tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stderr
     assert "capitals.jsonl" in done.stdout
@@ -212,7 +213,7 @@ def test_smollm2_resolves_for_both_tasks(tmp_path: Path, smollm2: Path) -> None:
     for split in ("train", "test"):
         (raw / f"{split}.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2\n#### 2"}) + "\n")
     env = {"SMOLLM2_DIR": str(smollm2), "GSM8K_DIR": str(raw), "DATA_DIR": str(tmp_path / "gsm8k")}
-    done = run_script(EXAMPLES / "run_smollm2_cpu.sh", DRY_RUN, cwd=tmp_path, **env)
+    done = run_script(EXAMPLES / "run_smollm2_cpu.sh", OF_CONFIG, cwd=tmp_path, **env)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in (tmp_path / "gsm8k").iterdir()} == {"train.parquet", "test.parquet"}
     assert re.findall(r"train data +(\S+)", done.stdout) == [
@@ -224,7 +225,7 @@ def test_smollm2_resolves_for_both_tasks(tmp_path: Path, smollm2: Path) -> None:
 
 def test_smollm2_goes_on_without_gsm8k(tmp_path: Path, smollm2: Path) -> None:
     env = {"SMOLLM2_DIR": str(smollm2), "GSM8K_DIR": str(tmp_path / "none"), "DATA_DIR": str(tmp_path / "gsm8k")}
-    done = run_script(EXAMPLES / "run_smollm2_cpu.sh", DRY_RUN, cwd=tmp_path, **env)
+    done = run_script(EXAMPLES / "run_smollm2_cpu.sh", OF_CONFIG, cwd=tmp_path, **env)
     assert done.returncode == 0, done.stderr
     assert "GSM8K is skipped" in done.stderr
     assert re.findall(r"train data +(\S+)", done.stdout) == ["builtin:arithmetic/train"]
@@ -237,7 +238,7 @@ def test_ray_job_submit_hands_the_command_on(tmp_path: Path) -> None:
     ray.chmod(0o755)
     done = run_script(
         EXAMPLES / "ray_job_submit.sh",
-        *("cluster=multi_node", "model=qwen3_8b", "data=gsm8k", DRY_RUN),
+        *("cluster=multi_node", "model=qwen3_8b", "data=gsm8k", OF_CONFIG),
         cwd=tmp_path,
         PATH=f"{tmp_path}:{os.environ['PATH']}",
         JOB_PYTHON=sys.executable,
@@ -273,8 +274,14 @@ def test_dockerfile() -> None:
     """No Docker here: the structure is parsed, and what it copies is compared with the tree and .dockerignore."""
     parser = DockerfileParser(str(ROOT / "Dockerfile"), fileobj=None)
     steps = [(step["instruction"], step["value"]) for step in parser.structure if step["instruction"] != "COMMENT"]
-    assert [value for name, value in steps if name == "FROM"] == ["python:3.11-slim-bookworm"]
-    assert ("ARG", "DEVICE=gpu") in steps
+    assert [value for name, value in steps if name == "FROM"] == ["python:${PYTHON}-slim-bookworm"]
+    assert {("ARG", "PYTHON=3.11"), ("ARG", "DEVICE=gpu"), ("ARG", "CUDA=13")} <= set(steps)
+    runs = [value for name, value in steps if name == "RUN"]
+    for script in runs:
+        subprocess.run(["sh", "-n", "-c", script], check=True)
+    assert {"g++", "libnuma1", "rdma-core", "ibverbs-providers"} <= set(runs[0].split()), "NCCL's way over RDMA"
+    (packages,) = (script for script in runs if "packages.sh" in script)
+    assert "vllm download-kernels" in packages, "there is no nvcc"
     assert ("ENTRYPOINT", '["python", "-m", "grpo_dist.main"]') in steps
     users = [value for name, value in steps if name == "USER"]
     assert users == ["1000"], "it never goes back to root"

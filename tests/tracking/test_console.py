@@ -12,7 +12,7 @@ METRICS = {
     "actor/ppo_kl": 0.5,
     "val-core/arithmetic/acc/mean@1": 0.35,
     "response_length/mean": 31.2,
-    "perf/throughput": 1834.4,
+    "perf/tokens_per_s": 1834.4,
     "timing_s/step": 4.1,
     "timing_s/gen": 1.9,
     "timing_s/update_actor": 1.6,

@@ -10,7 +10,7 @@ def row(step, reward, length=20.0, **more):
     base = {"step": step, "critic/score/mean": reward, "response_length/mean": length}
     return (
         base
-        | {"timing_s/step": 4.0, "timing_s/gen": 2.0, "timing_s/update_actor": 1.0, "perf/throughput": 100.0}
+        | {"timing_s/step": 4.0, "timing_s/gen": 2.0, "timing_s/update_actor": 1.0, "perf/tokens_per_s": 100.0}
         | more
     )
 
@@ -70,7 +70,7 @@ def test_overlapping_phases_are_said_to_overlap(tmp_path):
 def test_tokens_per_second_weighs_steps_by_their_time(tmp_path):
     history = [
         row(1, 0.1, **{"timing_s/step": 1.0}),
-        row(2, 0.1, **{"timing_s/step": 9.0, "perf/throughput": 200.0}),
+        row(2, 0.1, **{"timing_s/step": 9.0, "perf/tokens_per_s": 200.0}),
     ]
     assert entry(summary(history, tmp_path), "tokens/s") == ["190"]
 

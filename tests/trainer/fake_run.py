@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from grpo_dist.config.load import load_config
-from grpo_dist.trainer.build import build_trainer, load_run_prompts, reward_settings
+from grpo_dist.trainer.build import build_trainer, reward_settings
+from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.roles import Roles
+from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.groups import ActorGroup, ReferenceGroup
@@ -50,5 +52,5 @@ def make_trainer(
     groups["actor"].call_all("test", "forget")
     ref = ReferenceGroup(groups["ref"], restarts)
     roles = Roles(ActorGroup(groups["actor"]), RolloutGroup(groups["rollout"], restarts), pool, ref, restarts)
-    prompts, _ = load_run_prompts(config)
+    prompts, _ = load_run_prompts(config, check_model(config))
     return record(build_trainer(config, roles, prompts, 3))

@@ -145,7 +145,7 @@ class FakeActorWorker(FakePolicyWorker):
     def export_weights(self, dtype: str) -> list:
         return []
 
-    def export_hf_model(self, folder: str) -> None: ...
+    def export_hf_model(self, folder: str, dtype: str) -> None: ...
 
 
 class RecordingRolloutWorker(FakeRolloutWorker):

@@ -124,6 +124,15 @@ def test_steps_in_a_row_are_in_a_row() -> None:
     assert sum(broken(run(HealthMonitor(DEFAULTS), far, far, {}, far, far), "kl")) == 0
 
 
+def test_a_step_without_the_metric_ends_the_row() -> None:
+    """Three steps in a row are too many; steps 3 and 6 do not say."""
+    monitor, far = HealthMonitor(DEFAULTS), HEALTHY | {"actor/kl_loss": 5.0}
+    silent = {name: value for name, value in HEALTHY.items() if name != "actor/kl_loss"}
+    steps = [far, far, silent, far, far, silent, far, far, far]
+    found = [monitor.judge(metrics, 1 + i).metrics.get("health/kl") for i, metrics in enumerate(steps)]
+    assert found == [0, 0, None, 0, 0, None, 0, 0, 1]
+
+
 def test_kl_in_the_reward_counts_where_there_is_none_in_the_loss() -> None:
     metrics = {name: value for name, value in HEALTHY.items() if name != "actor/kl_loss"}
     monitor = HealthMonitor(config(kl={"steps": 1}))

@@ -1,11 +1,14 @@
 import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import grpo_dist
+from grpo_dist.errors import WorkerLost
+from grpo_dist.trainer import metrics
 from grpo_dist.trainer.health_rules import RULES
 from grpo_dist.trainer.metrics import performance_metrics, zero_variance_share
 from tests.trainer.metrics_page import PAGE, documented_names, undocumented
@@ -29,23 +32,67 @@ def test_zero_variance_share() -> None:
     assert zero_variance_share(np.array([1, 1, 0, 1, 5.0]), np.array(["a", "a", "b", "b", "c"])) == pytest.approx(2 / 3)
 
 
+class Asked:
+    """A role of three processes, of which one is gone."""
+
+    role = "actor"
+    answers = ({"resident": 1.0, "gpu": 3.0}, {"resident": 2.0}, WorkerLost("gone"))
+
+    def __init__(self) -> None:
+        self.calls: list[SimpleNamespace] = []
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def submit(self, rank: int, stage: str, method: str, *, timed: bool) -> SimpleNamespace:
+        assert (method, timed) == ("peak_memory_gib", False)
+        self.calls.append(SimpleNamespace(rank=rank, group=self, result=lambda: self.answer(rank)))
+        return self.calls[-1]
+
+    def answer(self, rank: int) -> dict[str, float]:
+        answer = self.answers[rank]
+        if isinstance(answer, dict):
+            return answer
+        raise answer
+
+
+def test_peak_memory_is_that_of_the_largest_process_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    there: set[int] = set()
+    monkeypatch.setattr(metrics, "finished", lambda calls, *rest: [call for call in calls if call.rank in there])
+    group = Asked()
+    memory = metrics.PeakMemory([group])  # type: ignore[list-item]
+    assert memory.latest() == memory.latest() == {}
+    assert len(group.calls) == 3
+    there.add(1)
+    assert memory.latest() == {"perf/max_memory_resident_gb/actor": 2.0}
+    there |= {0, 2}
+    assert memory.latest() == {"perf/max_memory_resident_gb/actor": 2.0, "perf/max_memory_gpu_gb/actor": 3.0}
+    assert len(group.calls) == 6, "they are asked again once all have answered"
+
+
 def test_throughput_by_hand() -> None:
     timings = {"step": 4.0, "gen": 2.0, "update_actor": 1.0}
     metrics = {"perf/total_num_tokens": 1000.0, "response_length/mean": 30.0, "prompt_length/mean": 10.0}
-    performance = performance_metrics(timings, metrics)
-    assert performance["perf/throughput"] == 250
+    performance = performance_metrics(timings, metrics, num_devices=2)
+    assert performance["perf/throughput"] == 125, "of each device, as verl's"
+    assert performance["perf/tokens_per_s"] == 250
     assert performance["perf/generation_tokens_per_s"] == 375
     assert performance["perf/update_tokens_per_s"] == 1000
     assert performance["timing_s/gen"] == 2.0
     del timings["gen"]  # all of it came out of a checkpoint
-    assert "perf/generation_tokens_per_s" not in performance_metrics(timings, metrics)
+    assert "perf/generation_tokens_per_s" not in performance_metrics(timings, metrics, num_devices=2)
 
 
 def test_the_page_explains_every_metric_of_the_code() -> None:
     """`_spread` takes the name of a family; the trainer's own tests compare the page with what a run reports."""
     names = metrics_in_code()
-    assert {"actor/kl_loss", "train/num_gen_batches", "rollout_corr/rs_masked_fraction", "staleness/spanning"} <= names
-    families = {"critic/score", "critic/rewards", "critic/advantages"}
+    assert {
+        "actor/kl_loss",
+        "train/num_gen_batches",
+        "rollout_corr/rollout_rs_masked_fraction",
+        "staleness/spanning",
+    } <= names
+    families = {"critic/score", "critic/rewards", "critic/advantages", "critic/returns"}
     expected = (names - families) | {f"{name}/mean" for name in families}
     assert undocumented(expected, PAGE.read_text()) == []
 

@@ -1,8 +1,12 @@
-"""What a dry run looks at: model folder, first rows, reward file; and what it says of things that are not here."""
+"""The command finds on this machine, before Ray starts, whatever a run would be refused for.
+
+Each case is a session: a command, its exit code, and a message with key, value and remedy.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,24 +17,44 @@ import pytest
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.config.load import load_config
-from grpo_dist.errors import ConfigError, DataError, GrpoDistError, RewardError
+from grpo_dist.errors import DataError
 from grpo_dist.main import main
-from grpo_dist.trainer.preflight import FIRST_ROWS, check_model, preflight
+from grpo_dist.trainer import preflight as module
+from grpo_dist.trainer.checkpoint import CONFIG, LATEST, STATE
+from grpo_dist.trainer.config_changes import saved_config
+from grpo_dist.trainer.machine import Machine
+from grpo_dist.trainer.preflight import check_model
+from grpo_dist.trainer.run_lock import run_lock
 
 TINY = Path(resolve_model_path("builtin:tiny-qwen3"))
-PATH, REWARD = "actor_rollout_ref.model.path", "custom_reward_function.path"
+PATH, REWARD, RUN_DIR = "actor_rollout_ref.model.path", "custom_reward_function.path", "trainer.default_local_dir"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+LENGTHS = ("data=arithmetic", "data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2", "data.val_files=null")
 
 
-def checks(*overrides: str) -> list[str]:
-    config, _ = load_config(["trainer.dry_run=true", *overrides])
-    return list(preflight(config))
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths lead into the test's folder; the hub is out of reach."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
-def refused(*overrides: str, kind: type[GrpoDistError] = DataError) -> str:
-    with pytest.raises(kind) as caught:
-        checks(*overrides)
-    assert caught.value.exit_code == (1 if kind is RewardError else 2)
-    return str(caught.value)
+@pytest.fixture
+def dry_run(capsys: pytest.CaptureFixture[str]):
+    """Runs `... trainer.dry_run=true`; gives the checks that passed and the message."""
+
+    def command(*overrides: str, code: int = 0) -> tuple[list[str], str]:
+        assert main([*overrides, "trainer.dry_run=true"]) == code
+        shown = capsys.readouterr()
+        assert "Traceback" not in shown.err
+        assert shown.err == "" if code == 0 else shown.err.startswith("\nerror: ")
+        checked = shown.out.partition("checked on this machine\n")[2]
+        return [line.strip() for line in checked.splitlines()], shown.err
+
+    return command
 
 
 def rows(*texts: str, **changes: Any) -> str:
@@ -49,87 +73,260 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(TINY, tmp_path / "model"))
 
 
-def test_the_built_in_job() -> None:
-    model, train, val = checks()
-    assert model.startswith("checked: builtin:tiny-qwen3: qwen3, ")
-    assert model.endswith(" tensors in 1 file, tokenizer")
-    assert train.startswith("checked: builtin:arithmetic/train: the first 100 rows, none longer than data.max_prompt_")
-    assert val.startswith("checked: builtin:arithmetic/validation: ")
+def change(file: Path, **entries: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
 
 
-def test_own_model_rows_and_reward(file: Path, model: Path, tmp_path: Path) -> None:
+def test_the_built_in_job_is_right(dry_run) -> None:
+    lines, _ = dry_run()
+    assert "prompts: 8000 for training, 200 for validation" in lines
+    assert "training steps: 25" in lines
+    assert any(line.startswith("model: builtin:tiny-qwen3: qwen3, 35 tensors in 1 file") for line in lines)
+    assert not Path("runs").exists(), "nothing is written"
+
+
+def test_own_model_rows_reward_and_names_are_right(dry_run, file: Path, model: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "def score(data_source, solution_str, ground_truth, extra_info): raise ValueError"
+        "from grpo_dist.agents import AgentLoop\n"
+        "def score(data_source, solution_str, ground_truth, extra_info): raise ValueError\n"
+        "def advantage(batch): raise ValueError\n"
+        "class Loop(AgentLoop):\n    async def run(self, episode): pass\n"
     )
-    lines = checks(
-        f"{PATH}={model}",
-        f"data.train_files={file}",
-        f"{REWARD}={tmp_path}/mine.py",
-        "custom_reward_function.name=score",
+    mine = (f"{REWARD}=mine.py", "custom_reward_function.name=score", "algorithm.adv_estimator=mine.py:advantage")
+    loop = f"{ROLLOUT}.agent.default_agent_loop=mine.py:Loop"
+    lines, _ = dry_run(*LENGTHS, f"data.train_files={file}", f"{PATH}={model}", *mine, loop)
+    assert "reward: mine.py" in lines
+    assert "prompts: 2 for training, 0 for validation" in lines
+
+
+MISTAKES = {
+    "missing data": (["data.train_files=gone.jsonl"], ["data.train_files=gone.jsonl: no such file (looked in "]),
+    "missing validation data": (["data.val_files=gone.parquet"], ["data.val_files=gone.parquet: no such file"]),
+    "missing model folder": ([f"{PATH}=./gone"], [f"{PATH}=./gone: no such folder (looked in "]),
+    "a model that the hub does not give": (
+        [f"{PATH}=nobody/nothing"],
+        [f"{PATH}=nobody/nothing: no such folder, and the hub does not give it"],
+    ),
+    "missing reward file": ([f"{REWARD}=gone.py"], [f"{REWARD}=gone.py: no such file (looked in "]),
+    "missing reward module": ([f"{REWARD}=pkg.gone"], ["pkg.gone", "No module named 'pkg'"]),
+    "a reward that is not in its module": (
+        [f"{REWARD}=json", "custom_reward_function.name=lods"],
+        ["custom_reward_function.path", "json:lods", "did you mean 'loads'"],
+    ),
+    "estimator misspelt": (["algorithm.adv_estimator=grpoo"], ["algorithm.adv_estimator=grpoo", "did you mean 'grpo'"]),
+    "own estimator misspelt": (
+        ["algorithm.adv_estimator=json:lods"],
+        ["algorithm.adv_estimator=json:lods", "did you mean 'load"],
+    ),
+    "loss misspelt": ([f"{ACTOR}.policy_loss.loss_mode=gspoo"], ["loss_mode=gspoo", "did you mean 'gspo'"]),
+    "own KL misspelt": ([f"{ACTOR}.kl_loss_type=json:lods"], ["json:lods", "did you mean 'load"]),
+    "agent loop misspelt": (
+        [f"{ROLLOUT}.agent.default_agent_loop=single_turn_agnt"],
+        ["default_agent_loop=single_turn_agnt", "did you mean 'single_turn_agent'"],
+    ),
+    "own agent loop misspelt": (
+        [f"{ROLLOUT}.agent.default_agent_loop=grpo_dist.agents:AgentLop"],
+        ["grpo_dist.agents:AgentLop", "did you mean 'AgentLoop'"],
+    ),
+    "a sampler that is not there": (
+        ["data.sampler.class_path=json", "data.sampler.class_name=JSONDecodr"],
+        ["json:JSONDecodr", "did you mean 'JSONDecoder'"],
+    ),
+    "bounds that cannot be read": (
+        ["algorithm.rollout_correction.rollout_is_threshold=many"],
+        ["algorithm.rollout_correction.rollout_is_threshold=many", "lower_upper"],
+    ),
+    "a batch larger than the data": (
+        ["data.train_batch_size=9000", f"{ACTOR}.ppo_mini_batch_size=9000"],
+        ["data.train_batch_size=9000: the training set has only 8000 prompts", "set it to at most 8000"],
+    ),
+    "lengths beyond the positions": (
+        ["data.max_response_length=449"],
+        ["data.max_prompt_length=64, data.max_response_length=449: 513 tokens", "512 positions", "lower one of"],
+    ),
+    "prompts that are all too long": (
+        ["data.max_prompt_length=1", "data.val_files=null"],
+        ["data.max_prompt_length=1: all 8000 prompts are longer", "raise it"],
+    ),
+    "memory that a GPU does not have": (
+        ["cluster=node8", "model=qwen3_8b", "data=arithmetic", "cluster.gpu_memory_gib=24"],
+        [f"{PATH}=Qwen/Qwen3-8B", "each actor process needs ", "cluster.gpu_memory_gib=24", "; set "],
+    ),
+    "heads that do not split": (
+        ["cluster=node8", f"{ROLLOUT}.tensor_model_parallel_size=3", "trainer.n_gpus_per_node=9"],
+        [f"{ROLLOUT}.tensor_model_parallel_size=3: builtin:tiny-qwen3 has 4 attention heads", "set it to 1"],
+    ),
+    "GPUs of a node that do not split": (
+        ["cluster=node8", f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=9"],
+        [f"{ROLLOUT}.tensor_model_parallel_size=2, trainer.n_gpus_per_node=9", "set it to 1 or 3 or 9"],
+    ),
+    "more GPUs than are here": (
+        ["trainer.n_gpus_per_node=99", "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64",
+         "cluster.actor_world_size=64"],
+        ["trainer.n_gpus_per_node=99: torch ", "trainer.dry_run=config"],
+    ),
+    "a Ray cluster that does not answer": (
+        ["ray_kwargs.ray_init.address=127.0.0.1:1"],
+        ["ray_kwargs.ray_init.address=127.0.0.1:1: no Ray cluster answers", "ray_kwargs.ray_init.address=local"],
+    ),
+    "a run directory that is a file": (
+        [f"{RUN_DIR}=/dev/null/run"],
+        [f"{RUN_DIR}=/dev/null/run: cannot be written"],
+    ),
+    "no checkpoint where one is named": (
+        ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/"],
+        ["trainer.resume_from_path=/: not a whole checkpoint", "Name another one"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_with_exit_code_2(mistake: str, dry_run) -> None:
+    overrides, parts = MISTAKES[mistake]
+    _, message = dry_run(*overrides, code=2)
+    for part in parts:
+        assert part in message
+
+
+def test_all_that_is_wrong_is_told_at_once(dry_run) -> None:
+    names = (f"{REWARD}=pkg.gone", "algorithm.adv_estimator=json:lods", f"{RUN_DIR}=/dev/null/run")
+    lines, message = dry_run(*names, "data.train_batch_size=9000", f"{ACTOR}.ppo_mini_batch_size=9000", code=2)
+    assert "the run has 4 problems" in message
+    for part in ("pkg.gone", "json:lods", "/dev/null/run", "only 8000 prompts"):
+        assert part in message
+    assert any(line.startswith("model: builtin:tiny-qwen3") for line in lines), "what is right is said"
+
+
+def test_gdpo_has_components_to_compare(dry_run, file: Path, tmp_path: Path) -> None:
+    """A reward of several functions has; one that declares none must be told which of its values are meant."""
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info): return 0"
     )
-    assert lines[0].startswith(f"checked: {model}: qwen3")
-    assert lines[1:] == [
-        f"checked: {file}: 2 rows, none longer than data.max_prompt_length=512 tokens",
-        f"checked: {tmp_path}/mine.py: score can be called",
-    ]
+    gdpo = [f"data.train_files={file}", "algorithm.adv_estimator=gdpo", *LENGTHS]
+    keys = "algorithm.gdpo_reward_keys"
+    message = dry_run(*gdpo, f"{REWARD}={tmp_path}/mine.py", code=2)[1]
+    assert f"{keys}=null: " in message
+    assert "grpo_dist.rewards.weighted" in message
+    dry_run(*gdpo, f"{REWARD}={tmp_path}/mine.py", f"{keys}=[style]")
+    functions = "functions: [{path: grpo_dist.rewards.graded}, {path: grpo_dist.rewards.xml_tags, label: tags}]"
+    weighted = [
+        *gdpo, f"{REWARD}=grpo_dist.rewards.weighted", f"custom_reward_function.reward_kwargs={{{functions}}}"
+    ]  # fmt: skip
+    dry_run(*weighted)
+    assert (
+        f"{keys}=tag: tag is no component; the reward has graded, tags"
+        in dry_run(*weighted, f"{keys}=[tag]", code=2)[1]
+    )
 
 
-def test_what_is_not_on_this_machine_is_said(tmp_path: Path) -> None:
-    lines = checks("model=qwen3_8b", "data.train_files=[no.parquet,hf:a/b]", f"{REWARD}=no.py", "data.val_files=null")
-    assert [line.partition(": ")[0] for line in lines] == ["not checked"] * 4
-    assert "nothing is downloaded" in lines[0]
-    assert lines[1].startswith("not checked: no.parquet: no such file")
-    assert lines[2] == "not checked: hf:a/b: nothing is downloaded"
-    assert lines[3] == "not checked: no.py: no such file"
+def test_rows_are_looked_at_though_the_model_is_not_there(dry_run, file: Path) -> None:
+    file.write_text(rows("1+1?", ""))
+    _, message = dry_run(*LENGTHS, f"data.train_files={file}", f"{PATH}=nobody/nothing", code=2)
+    assert "the run has 2 problems" in message
+    assert f"data.train_files: {file}, line 2: prompt is empty" in message
 
 
-def test_rows_of_a_model_that_is_not_here_are_checked_all_the_same(file: Path) -> None:
-    assert checks("model=qwen3_8b", f"data.train_files={file}")[1] == f"checked: {file}: 2 rows"
-    file.write_text(rows("", "x"))
-    assert f"data.train_files: {file}, line 1: prompt is empty" in refused(f"data.train_files={file}", "model=qwen3_8b")
+def test_every_row_counts(dry_run, file: Path) -> None:
+    """Also the last of many, and those that are too long: a batch is filled by what is left."""
+    train = (*LENGTHS, f"data.train_files={file}")
+    file.write_text(rows(*["1+1?"] * 300) + "no JSON\n")
+    assert "line 301: not valid JSON" in dry_run(*train, code=2)[1]
+    file.write_text(rows("1+1?", "2" * 100, "3" * 100))
+    message = dry_run(*train, code=2)[1]
+    assert "data.train_batch_size=2: the training set has only 1 prompts" in message
+    file.write_text(rows("1+1?", "2" * 100, "2+2?"))
+    assert any("1 of 3 prompts are longer than data.max_prompt_length=64" in line for line in dry_run(*train)[0])
+    file.write_text(rows("1+1?", "2+2?", data_source="unknown"))
+    assert "no built-in scorer for data_source 'unknown'" in dry_run(*train, code=2)[1]
 
 
-def test_broken_things_are_refused(file: Path, model: Path, tmp_path: Path) -> None:
-    train = f"data.train_files={file}"
-    (tmp_path / "mine.py").write_text("import nothing_of_the_kind")
-    assert "nothing_of_the_kind" in refused(train, f"{REWARD}={tmp_path}/mine.py", kind=ConfigError)
-    (tmp_path / "mine.py").write_text("import os; os._exit(3)")
-    assert "exit code 3" in refused(train, f"{REWARD}={tmp_path}/mine.py", kind=RewardError)
-    file.write_text(rows("x", data_source="unknown"))
-    assert "no built-in scorer for data_source 'unknown'" in refused(train, kind=ConfigError)
-    file.write_text("")
-    assert f"data.train_files={file}: the file holds no rows" in refused(train)
-    (model / "tokenizer.json").write_text("{")
-    assert "cannot load the tokenizer" in refused(f"{PATH}={model}", train)
-    (model / "model.safetensors").write_bytes(b"")
-    assert f"{PATH}={model}: model.safetensors: damaged" in refused(f"{PATH}={model}", train)
-
-
-def test_only_the_first_rows_are_read(file: Path) -> None:
-    good = rows(*["1+1?"] * FIRST_ROWS)
-    file.write_text(good + "no JSON\n")
-    assert "line 101: not valid JSON" in refused(f"data.train_files={file}")
-    file.write_text(good + rows("2+2?") + "no JSON\n")
-    assert f"checked: {file}: the first 100 rows, none longer" in checks(f"data.train_files={file}")[1]
-
-
-def test_overlong_rows_are_counted_as_a_run_would(file: Path) -> None:
-    file.write_text(rows("x" * 600, "1+1?"))
-    limit = "data.max_prompt_length=512 tokens"
-    assert checks(f"data.train_files={file}")[1].endswith(f"2 rows, 1 longer than {limit}")
-    file.write_text(rows("x" * 600))
-    assert checks(f"data.train_files={file}")[1].endswith(f"1 rows, 1 longer than {limit}"), "later ones may be short"
-    assert "has 6" in refused(f"data.train_files={file}", "data.filter_overlong_prompts=false")
-
-
-def test_a_tokenizer_of_another_model(file: Path, model: Path) -> None:
+def test_a_damaged_model_and_a_tokenizer_of_another_one(dry_run, file: Path, model: Path) -> None:
+    mine = (*LENGTHS, f"data.train_files={file}", f"{PATH}={model}")
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
-    tokenizer["model"]["vocab"] = {text: number + 1000 * (text == "+") for text, number in vocab.items()}
-    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    message = refused(f"{PATH}={model}", f"data.train_files={file}")
+    other = tokenizer["model"] | {"vocab": {text: number + 1000 * (text == "+") for text, number in vocab.items()}}
+    change(model / "tokenizer.json", model=other)
+    message = dry_run(*mine, code=2)[1]
     assert f"{PATH}={model}: the prompt at {file}, line 1 has the token " in message
     assert "its tokenizer is that of another model" in message
+    (model / "tokenizer.json").write_text("{")
+    assert "cannot load the tokenizer" in dry_run(*mine, code=2)[1]
+    (model / "model.safetensors").write_bytes(b"")
+    assert f"{PATH}={model}: model.safetensors: damaged" in dry_run(*mine, code=2)[1]
+
+
+def test_memory_that_this_machine_does_not_have(dry_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four processes of half a GiB each, the built-in model and its cache."""
+    monkeypatch.setattr(module, "check_machine", lambda config: Machine("a small one", None, 2.0))
+    message = dry_run(code=2)[1]
+    assert f"{PATH}=builtin:tiny-qwen3: " in message
+    assert "GiB of CPU memory a machine, and it has 2 GiB; take a smaller model" in message
+
+
+def test_a_hub_model_is_checked_by_its_small_files(dry_run, file: Path, model: Path, tmp_path: Path) -> None:
+    """As they lie in the hub's cache; weights are left for the run."""
+    snapshot = tmp_path / "hub" / "models--some--one" / "snapshots" / "abc"
+    shutil.copytree(model, snapshot)
+    (snapshot / "model.safetensors").unlink()
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    mine = (*LENGTHS, f"data.train_files={file}", f"{PATH}=some/one")
+    assert "model: some/one: qwen3, its weights are downloaded when the run starts" in dry_run(*mine)[0]
+    change(snapshot / "config.json", max_position_embeddings=100)
+    assert "128 tokens, and some/one has 100 positions" in dry_run(*mine, code=2)[1]
+
+
+def checkpoint(run_dir: Path, *overrides: str) -> None:
+    """A checkpoint as far as config and prompts go; its files are not verified by a run that has not started."""
+    config, _ = load_config([f"{RUN_DIR}={run_dir}", *overrides])
+    folder = run_dir / "global_step_3"
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text(saved_config(config))
+    (folder / STATE).write_text(json.dumps({"step": 3, "weight_version": 4, "sampler": {}}))
+    (run_dir / LATEST).write_text("3")
+
+
+def test_a_checkpoint_of_another_config_is_refused_before_ray_starts(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "run")
+    changed, _ = load_config([f"{RUN_DIR}={tmp_path}/run", "trainer.seed=7"])
+    with pytest.raises(module.ConfigError) as caught:
+        module.preflight(changed, lambda line: None, rehearsal=False)
+    assert caught.value.exit_code == 2
+    assert re.search(r"trainer.seed: \S+ -> 7", str(caught.value))
+    assert "trainer.resume_mode=disable" in str(caught.value)
+    same, _ = load_config([f"{RUN_DIR}={tmp_path}/run"])
+    assert module.preflight(same, lambda line: None, rehearsal=False).steps == 25
+
+
+@pytest.mark.parametrize("text", [None, "trainer: [", "3"])
+def test_a_run_survives_a_damaged_config_of_its_newest_checkpoint(tmp_path: Path, text: str | None) -> None:
+    """It goes on from the one before, which it finds when it looks at the files."""
+    checkpoint(tmp_path / "run", "trainer.seed=7")  # this one would be refused
+    file = tmp_path / "run/global_step_3" / CONFIG
+    file.unlink() if text is None else file.write_text(text)
+    config, _ = load_config([f"{RUN_DIR}={tmp_path}/run"])
+    assert module.preflight(config, lambda line: None, rehearsal=False).steps == 25
+
+
+def test_a_dry_run_verifies_the_checkpoint(dry_run, tmp_path: Path) -> None:
+    checkpoint(tmp_path / "run")
+    message = dry_run(f"{RUN_DIR}={tmp_path}/run", code=2)[1]
+    assert f"{RUN_DIR}={tmp_path}/run: there is no whole checkpoint to go on from" in message
+
+
+def test_a_run_directory_in_use(dry_run, tmp_path: Path) -> None:
+    with run_lock(tmp_path):
+        held = (tmp_path / "run.lock").read_text()
+        assert "another run is at work there" in dry_run(f"{RUN_DIR}={tmp_path}", code=2)[1]
+        assert (tmp_path / "run.lock").read_text() == held
+    dry_run(f"{RUN_DIR}={tmp_path}")
+
+
+def test_a_tracker_that_cannot_start(dry_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "grpo_dist.tracking.tensorboard", None)
+    message = dry_run("trainer.logger=[console,tensorboard]", code=2)[1]
+    assert "trainer.logger: 'tensorboard' needs a package that cannot be imported" in message
+    assert "take 'tensorboard' out of trainer.logger" in message
 
 
 def test_check_model_names_the_key(model: Path) -> None:
@@ -140,23 +337,25 @@ def test_check_model_names_the_key(model: Path) -> None:
         check_model(config)
 
 
-def test_the_command_tells_it_in_one_message(model: Path, capsys: pytest.CaptureFixture) -> None:
-    (model / "config.json").write_text("{")
-    assert main([f"{PATH}={model}", "data=arithmetic", "trainer.dry_run=true"]) == 2
-    shown = capsys.readouterr()
-    assert "32 prompts * n=8" in shown.out, "the plan comes first"
-    assert shown.err == f"\nerror: {PATH}={model}: config.json is not JSON: " + shown.err.partition("JSON: ")[2]
-
-
-def test_a_run_finds_it_before_ray_starts(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["data.train_batch_size=9000", f"{ACTOR}.ppo_mini_batch_size=9000"], "only 8000 prompts"),
+        ([f"{REWARD}=pkg.gone"], "pkg.gone"),
+        ([f"{ROLLOUT}.agent.default_agent_loop=grpo_dist.agents:AgentLop"], "did you mean 'AgentLoop'"),
+        ([f"{PATH}=MODEL", "data=arithmetic"], "model.safetensors: damaged"),
+    ],
+)
+def test_a_run_finds_it_before_ray_starts(overrides: list[str], told: str, model: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(b"\0" * 100)
+    arguments = [override.replace("MODEL", str(model)) for override in overrides]
     code = (
         "import sys; from grpo_dist.main import main;"
-        f"code = main(['{PATH}={model}', 'data=arithmetic', 'trainer.default_local_dir={tmp_path}/run']);"
+        f"code = main([*{arguments!r}, 'trainer.default_local_dir={tmp_path}/run']);"
         "import ray; sys.exit(10 * code + ray.is_initialized())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 20, done.stderr
-    assert "model.safetensors: damaged" in done.stderr
+    assert told in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()

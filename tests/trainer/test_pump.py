@@ -20,6 +20,7 @@ from grpo_dist.trainer.build import reward_settings
 from grpo_dist.trainer.log_prob_passes import Giver
 from grpo_dist.trainer.pump import SCORER_RESTART_S, SCORER_START_S, RolloutPump
 from grpo_dist.trainer.rollout_job import GroupRequest, RolloutJob
+from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.groups import PolicyGroup
 from grpo_dist.workers.restarts import RestartBudget
@@ -53,6 +54,26 @@ def test_a_process_whose_function_hangs_on_every_response_may_finish(seconds: fl
     pump._check_deadlines()
     assert bool(replaced) == is_replaced
     assert (call in pump._scoring) != is_replaced
+
+
+def test_a_cancelled_group_that_waits_to_be_scored_is_not() -> None:
+    """Its job was done without it, and has let it go; the one behind it is scored."""
+    asked: list[np.ndarray] = []
+    rollout = SimpleNamespace(has_room=False, abort=lambda calls: None)
+    reward = SimpleNamespace(has_free=False)
+    reward.submit = lambda group, task: asked.append(group["uid"]) or len(asked)
+    pump = RolloutPump(rollout, reward, {}, reward_timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
+    jobs = [RolloutJob(requests_for([uid]), {}) for uid in "ab"]
+    for job, uid in zip(jobs, "ab", strict=True):
+        job.groups[0] = DataProtoRef(small={"uid": np.array([uid])}, num_rows=1)
+        pump._to_score.append((job, 0))
+    pump.cancel(jobs[0], [0])
+    jobs[0].release([0])
+    assert [job.done for job in jobs] == [True, False]
+    reward.has_free = True
+    pump._dispatch()
+    assert asked == ["b"]
+    assert list(pump._scoring.values()) == [(jobs[1], 0)]
 
 
 # --- on processes ------------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ import pytest
 
 from grpo_dist.config.load import load_config
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.errors import Terminated, WorkerLost
+from grpo_dist.errors import ConfigError, OutOfMemory, Terminated, WorkerLost
 from grpo_dist.trainer import run
 from grpo_dist.trainer.preemption import Preemption
 
+NOTHING: Any = None  # what a start takes from the preflight
 LOST = WorkerLost("its process died", "actor", 0)
 
 
@@ -46,8 +47,20 @@ def train(monkeypatch: pytest.MonkeyPatch, starts: list[Any], *overrides: str) -
         return start, SimpleNamespace(peak_memory=dict)
 
     monkeypatch.setattr(run, "_build", build)
-    run._train(load_config(list(overrides))[0], Path(), Preemption())
+    run._train(load_config(list(overrides))[0], Path(), Preemption(), NOTHING)
     return seen
+
+
+def test_what_gdpo_cannot_compare_is_told_before_ray_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info): return 0"
+    )
+    monkeypatch.setattr(run, "connect", lambda *args: pytest.fail("Ray was started"))
+    own = [f"custom_reward_function.path={tmp_path}/mine.py", f"trainer.default_local_dir={tmp_path}/run"]
+    config, _ = load_config(["algorithm.adv_estimator=gdpo", *own])
+    with pytest.raises(ConfigError, match=r"algorithm\.gdpo_reward_keys=null"):
+        run.run(config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_one_that_is_lost_at_the_first_start_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +97,27 @@ def test_it_goes_on_from_the_last_checkpoint_or_if_that_is_damaged_from_the_one_
     assert seen[1].trainer.resume_mode == "disable", "what lies there is not of this run"
 
 
+MICRO_BATCH = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+FULL = OutOfMemory("the memory of the GPU is not enough", "actor", 3, remedy="lower it", setting=(MICRO_BATCH, 64))
+
+
+def test_a_gpu_that_is_full_ends_the_run_unless_smaller_passes_are_allowed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    allowed = "trainer.halve_on_out_of_memory=true"
+    with pytest.raises(OutOfMemory):
+        train(monkeypatch, [trainer(fail(FULL)), trainer(lambda: None)])
+    last = tmp_path / "elsewhere/global_step_3"
+    seen = train(monkeypatch, [trainer(fail(FULL), last), trainer(fail(LOST), last), trainer(lambda: None)], allowed)
+    assert [config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu for config in seen] == [64, 32, 32]
+    assert [config.trainer.resume_from_path for config in seen] == [None, str(last), str(last)]
+    with pytest.raises(OutOfMemory):
+        train(monkeypatch, [trainer(fail(FULL))] * 2, allowed, "trainer.max_actor_restarts=1")
+    nothing_smaller = OutOfMemory("the memory of the GPU is not enough", "actor", 3, remedy="take more GPUs")
+    with pytest.raises(OutOfMemory):
+        train(monkeypatch, [trainer(fail(nothing_smaller)), trainer(lambda: None)], allowed)
+
+
 def test_a_run_that_is_told_to_end_is_not_started_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +131,6 @@ def test_a_run_that_is_told_to_end_is_not_started_again(
     preemption = Preemption()
     monkeypatch.setattr(run, "_build", lambda *args: (trainer(fit), None))
     with pytest.raises(Terminated):
-        run._train(load_config([])[0], Path(), preemption)
+        run._train(load_config([])[0], Path(), preemption, NOTHING)
     assert not preemption.held
     assert "SIGTERM: no checkpoint could be written: actor worker 0" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.trainer.run_lock import FILE_NAME, run_lock
+from grpo_dist.trainer.run_lock import FILE_NAME, check_run_dir, run_lock
 
 HOLD = """
 import sys, time
@@ -68,6 +68,15 @@ def test_a_file_system_without_locks_is_told(
     with run_lock(tmp_path):
         pass
     assert "no lock" in caplog.text
+
+
+def test_a_directory_that_must_not_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(ConfigError, match=r"trainer\.default_local_dir=.*/run: cannot be written: .*Permission denied"):
+        check_run_dir(tmp_path / "run")
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:

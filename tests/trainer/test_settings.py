@@ -108,7 +108,6 @@ def test_options_of_the_targets_arrive() -> None:
             "algorithm.adv_estimator=gdpo",
             "algorithm.gdpo_reward_keys=[format,acc]",
             "algorithm.gdpo_reward_weights=[1,0.5]",
-            "algorithm.use_kl_in_reward=true",
             "algorithm.rollout_correction.rollout_rs=token_k1",
             "algorithm.rollout_correction.rollout_rs_threshold=2",
             "algorithm.mask_truncated_responses=true",
@@ -116,7 +115,8 @@ def test_options_of_the_targets_arrive() -> None:
     )
     assert targets.options["gdpo_reward_keys"] == ("format", "acc")
     assert targets.options["gdpo_reward_weights"] == (1.0, 0.5)
-    assert targets.kl_penalty == "kl"
+    assert targets.kl_penalty is None
+    assert target_settings(load("algorithm.use_kl_in_reward=true")).kl_penalty == "kl"
     assert targets.rollout_correction["rollout_rs"] == "token_k1"
     assert targets.mask_truncated
 

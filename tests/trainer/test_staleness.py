@@ -18,10 +18,12 @@ from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
 from grpo_dist.engines.vllm_engine import EngineLoad, Response
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.protocol import DataProto
-from grpo_dist.trainer.build import build_trainer, load_run_prompts, reward_settings
+from grpo_dist.trainer.build import build_trainer, reward_settings
 from grpo_dist.trainer.checkpoint import read_state
 from grpo_dist.trainer.metrics import staleness_metrics
+from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.roles import Roles
+from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.group import WorkerGroup
@@ -116,7 +118,7 @@ def make_trainer(tmp_path: Path, groups: dict[str, WorkerGroup], *overrides: str
         groups[role].call_all("test", "set_seconds", seconds)
     groups["actor"].call_all("test", "forget")
     rollout = RolloutGroup(groups["rollout"], restarts)
-    prompts, _ = load_run_prompts(config)
+    prompts, _ = load_run_prompts(config, check_model(config))
     roles = Roles(ActorGroup(groups["actor"]), rollout, pool, None, restarts)
     return record(build_trainer(config, roles, prompts, STEPS))
 
@@ -188,6 +190,40 @@ def test_a_run_that_was_ahead_resumes_with_the_same_prompts(tmp_path: Path, grou
     assert resumed.resume() is not None
     resumed.fit()
     assert trained_uids(groups) == whole[3:]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_when_the_order_of_the_prompts_is_asked_and_told(
+    tmp_path: Path, groups: dict[str, WorkerGroup], monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    """The batch of step s: when step s - 1 - k has trained and no later one, and told of all batches up to that."""
+    trainer = make_trainer(tmp_path, groups, f"trainer.max_staleness={staleness}")
+    order, update = trainer.prompts.sampler, trainer.update
+    next_batch, asked, log = order.next_batch, [], []
+
+    def ask() -> np.ndarray:
+        asked.append(next_batch().tolist())
+        log.append(("ask", len(asked)))
+        return np.array(asked[-1])
+
+    def train(batch: DataProtoRef) -> DataProtoRef:
+        log.append(("train", trainer.step + 1))
+        return update(batch)
+
+    monkeypatch.setattr(order, "next_batch", ask)
+    monkeypatch.setattr(order, "update", lambda scores: log.append(("tell", asked.index(list(scores)) + 1)))
+    monkeypatch.setattr(trainer, "update", train)
+    trainer.fit()
+    assert [step for what, step in log if what == "ask"] == list(range(1, STEPS + 1)), (
+        "and no batch beyond the last step"
+    )
+    assert sorted(step for what, step in log if what == "tell") == list(range(1, STEPS + 1))
+    assert [what for what, _ in log[: staleness + 1]] == ["ask"] * (staleness + 1)
+    for step in range(1, STEPS + 1):
+        before = log[: log.index(("ask", step))]
+        done = max(step - 1 - staleness, 0)
+        assert [each for what, each in before if what == "train"] == list(range(1, done + 1))
+        assert {each for what, each in before if what == "tell"} >= set(range(1, done + 1))
 
 
 def groups_sampled(groups: dict[str, WorkerGroup]) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -13,7 +16,9 @@ import pytest
 from grpo_dist.errors import BatchError, CheckpointError, ConfigError, HealthError, RewardError, WorkerError
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.trainer.checkpoint import read_state
+from grpo_dist.trainer.sampling import Rollout
 from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
 from tests.processes import spawned
 from tests.trainer.checkpoints import reseal
@@ -60,7 +65,8 @@ def test_metrics_are_right(finished: tuple) -> None:
     assert step["reward_extra/half/mean"] == pytest.approx(4.75)
     assert step["response_length/mean"] == pytest.approx(9.5)
     assert step["num_turns/mean"] == 1
-    assert step["critic/advantages/mean"] == pytest.approx(0, abs=1e-6)
+    # over tokens: -1.5, -0.5, 0.5, 1.5 over their deviation, each on as many tokens as it has
+    assert step["critic/advantages/mean"] == pytest.approx((-12 - 4.5 + 5 + 16.5) / (5 / 3) ** 0.5 / 38, rel=1e-4)
     assert step["critic/zero_variance_groups"] == 0
     assert step["reward/failure_rate"] == 0
     assert step["training/rollout_probs_diff_mean"] == pytest.approx(np.exp(-1) - np.exp(-1.25))
@@ -75,6 +81,29 @@ def test_the_page_of_metrics_has_all_that_is_reported(finished: tuple) -> None:
     names = {name for row in history(trainer) for name in row} - {"step"}
     assert len(names) > 60
     assert undocumented(names, PAGE.read_text()) == []
+
+
+def test_a_batch_that_has_trained_is_let_go_before_the_next_one_is_sampled(
+    groups: dict[str, WorkerGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path, groups)
+    trained: list[weakref.ref] = []
+    held: list[int] = []
+    measure, rollout = trainer.measure, trainer.sampler.rollout
+
+    def note(batch: DataProtoRef) -> None:
+        trained.append(weakref.ref(batch))
+        measure(batch)
+
+    def count(*args: Any) -> Rollout:
+        gc.collect()
+        held.append(sum(batch() is not None for batch in trained))
+        return rollout(*args)
+
+    monkeypatch.setattr(trainer, "measure", note)
+    monkeypatch.setattr(trainer.sampler, "rollout", count)
+    trainer.fit()
+    assert held == [0, 0, 0]
 
 
 def test_a_health_rule_stops_the_run_after_its_step_is_logged(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:

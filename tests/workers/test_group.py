@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from grpo_dist.errors import GrpoDistError, RewardError, WorkerError, WorkerLost
+from grpo_dist.errors import GrpoDistError, OutOfMemory, RewardError, WorkerError, WorkerLost
 from grpo_dist.workers.group import Call, WorkerGroup, finished
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Address, Process
@@ -21,7 +22,7 @@ from tests.processes import reserved
 pytestmark = pytest.mark.ray
 
 
-def worker_class() -> type:
+def worker_class() -> type:  # noqa: C901 - it counts the methods
     """A class of its own per call: Ray then sends it by value, and workers start without importing this module."""
 
     class Worker(Process):
@@ -48,6 +49,14 @@ def worker_class() -> type:
             from grpo_dist.errors import RewardError
 
             raise RewardError("the scorer returned None")
+
+        def fill_the_gpu(self) -> None:
+            from grpo_dist.engines.gpu_memory import smaller_passes, within_memory
+
+            with smaller_passes("actor_rollout_ref.actor.ppo_", 8, None), within_memory("a pass"):
+                import torch
+
+                raise torch.OutOfMemoryError("CUDA out of memory.")
 
         def fail(self) -> int:
             return {}["the key"]
@@ -193,6 +202,17 @@ def test_an_error_of_ours_comes_out_as_itself(group: WorkerGroup) -> None:
     assert str(caught.value) == "the scorer returned None"
 
 
+def test_a_gpu_that_is_full_is_told_with_role_rank_node_and_key(group: WorkerGroup) -> None:
+    call = group.submit(1, "update", "fill_the_gpu")
+    with pytest.raises(OutOfMemory) as caught:
+        group.gather([call])
+    error = caught.value
+    assert (error.role, error.rank, error.node, error.stage) == (group.role, 1, group.addresses[1].host, "update")
+    assert error.setting == ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 8)
+    assert f"{group.role} worker 1 on {error.node}, stage 'update': the memory of the GPU" in str(error)
+    assert str(error).endswith("lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8")
+
+
 def test_any_other_error_names_the_worker_and_does_not_wait_for_its_peers(group: WorkerGroup, gate: Gate) -> None:
     waiting = group.submit(0, "add", "wait_for", str(gate))
     with pytest.raises(WorkerError) as caught:
@@ -289,3 +309,84 @@ def test_a_worker_that_cannot_be_built_says_why(bundles: Mapping[str, list]) -> 
     with pytest.raises(GrpoDistError, match="rank -1 cannot be built"):
         group.call(0, "start", "address")
     group.kill()
+
+
+# --- a rank that others wait for -----------------------------------------------------------------------------------
+def member_class() -> type:
+    """A rank of a gloo group whose others wait 2 s for it."""
+
+    class Member(Process):
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def open(self) -> int:
+            from grpo_dist.engines.meeting import open_store
+
+            self.store = open_store("127.0.0.1")
+            return self.store.port
+
+        def join(self, port: int) -> None:
+            from datetime import timedelta
+
+            import torch.distributed as dist
+
+            from grpo_dist.engines.fsdp_model import init_process_group
+
+            store = self.store if self.rank == 0 else dist.TCPStore("127.0.0.1", port)
+            init_process_group(device="cpu", rank=self.rank, world_size=3, store=store, timeout_s=240.0)
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+
+        def add_up(self, path: str) -> float:
+            import torch
+            import torch.distributed as dist
+
+            while self.rank == 1 and not os.path.exists(path):
+                time.sleep(0.01)
+            total = torch.tensor([float(self.rank)])
+            dist.all_reduce(total)
+            return total.item()
+
+    return Member
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["sleeps", "stopped"])
+def test_the_rank_that_others_wait_for_is_named(local_ray: None, gate: Gate, tmp_path: Path, *, stopped: bool) -> None:
+    with reserved(actor=3) as bundles:
+        limits = TimeLimits(240.0)
+        group = WorkerGroup.spawn("actor", member_class(), bundles["actor"], args=[(0,), (1,), (2,)], limits=limits)
+        group.call_home()
+        port = group.call(0, "start", "open")
+        group.call_all("start", "join", port)
+        there = tmp_path / "there"
+        there.touch()
+        assert group.call_all("update", "add_up", str(there)) == [3.0, 3.0, 3.0]
+        if stopped:
+            os.kill(group.addresses[1].pid, signal.SIGSTOP)
+        with pytest.raises(WorkerLost) as caught:
+            group.call_all("update", "add_up", str(gate))
+        error = caught.value
+        assert (error.role, error.rank, error.stage) == ("actor", 1, "update")
+        assert error.node == socket.gethostname()
+        assert ("stopped" in error.message) == stopped
+        (shown,) = error.__notes__
+        assert "Timed out waiting 2000ms" in shown or "Connection closed by peer" in shown
+        group.kill()
+
+
+def test_another_error_is_not_blamed_on_a_rank_that_works(group: WorkerGroup, gate: Gate) -> None:
+    with pytest.raises(WorkerError, match="actor worker 1 on node1, stage 'update': KeyError") as caught:
+        group.gather([group.submit(0, "update", "wait_for", str(gate)), group.submit(1, "update", "fail")])
+    assert not isinstance(caught.value, WorkerLost)
+
+
+def test_a_dead_rank_is_not_blamed_where_another_one_is_stopped(group: WorkerGroup) -> None:
+    """NCCL ends the processes of ranks that have waited too long."""
+    states = {0: "waiting", 1: "stopped"}
+    watched = WorkerGroup("actor", group.handles, group.limits)
+    watched._states = lambda ranks: {rank: states[rank] for rank in ranks}  # type: ignore[method-assign]
+    died = watched.lost(0, "update", "its process died (SIGABRT)")
+    found = watched.root_cause(died)
+    assert isinstance(found, WorkerLost)
+    assert (found.rank, found.message) == (1, "its process is stopped")
+    states[1] = "dead"
+    assert watched.root_cause(died) is died, "both may have waited for each other"

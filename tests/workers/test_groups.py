@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
-from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.groups import PolicyGroup
+from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.groups import PolicyGroup, find_model
 from grpo_dist.workers.limits import TimeLimits
+from grpo_dist.workers.process import Address
 
 pytestmark = pytest.mark.ray
 
@@ -53,3 +55,30 @@ def test_after_a_pass_its_ranks_are_idle_and_busy_again_with_the_next_call(local
     workers.submit(0, "work", "work")
     time.sleep(0.1)
     assert workers.busy_seconds() >= before + 0.1
+
+
+class Placed(WorkerGroup):
+    """Processes that are none, on the nodes of these names; `asked` notes who is told to find the model."""
+
+    def __init__(self, role: str, nodes: str, asked: list[tuple[str, int, str]]) -> None:
+        super().__init__(role, [object() for _ in nodes], TimeLimits(60.0))
+        self.nodes, self.asked = nodes, asked
+
+    def call_home(self) -> list[Address]:
+        return [Address(node, f"10.0.0.{node}", 1, node) for node in self.nodes]
+
+    def submit(self, rank: int, stage: str, method: str, *args: Any, timed: bool = True) -> Call:
+        assert (stage, method, args) == ("start", "find_model", ("Qwen/Qwen3-8B",))
+        self.asked.append((self.role, rank, self.nodes[rank]))
+        return Call(object(), self, rank, stage, 0.0)  # type: ignore[arg-type]
+
+    def gather(self, calls: Sequence[Call], timeout_s: float | None = None) -> list[Any]:
+        self.asked.append(("waited for", len(calls), ""))
+        return []
+
+
+def test_one_process_of_each_node_finds_the_model() -> None:
+    asked: list[tuple[str, int, str]] = []
+    groups = [Placed(role, nodes, asked) for role, nodes in (("rollout", "22"), ("actor", "1122"), ("reward", "13"))]
+    find_model(groups, "Qwen/Qwen3-8B")
+    assert asked == [("rollout", 0, "2"), ("actor", 0, "1"), ("reward", 1, "3"), ("waited for", 3, "")]

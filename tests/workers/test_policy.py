@@ -28,6 +28,7 @@ def actor(local_ray: None, random_models: dict[str, str]) -> Iterator[ActorGroup
         temperature=1.0,
         columns=("old_log_probs",),
         log_prob_micro_batch_size=4,
+        collective_timeout_s=240.0,
         seed=1,
         optimizer=OptimizerSettings(1e-2, 0.0, (0.9, 0.999), "constant", 0, 10, 0.0),
         train_micro_batch_size=4,

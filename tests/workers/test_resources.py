@@ -1,26 +1,87 @@
+"""Placement groups: on the tests' own cluster, and on several Ray nodes with GPUs that are none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
-from ray.util.placement_group import placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group_table
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.workers import resources
-from grpo_dist.workers.resources import reserve
+from grpo_dist.workers.resources import release, reserve
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
-
-
-def release(group: object) -> None:
-    remove_placement_group(group)
+pytestmark = pytest.mark.ray
+ROOT = Path(__file__).parents[2]
 
 
+def on_fake_machines(nodes: int, *overrides: str) -> dict[str, Any]:
+    """What tests/workers/fake_machines.py tells."""
+    command = [sys.executable, "-m", "tests.workers.fake_machines", str(nodes), *overrides]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"')))
+
+
+def test_ranks_lie_together_on_several_machines_and_after_restarts() -> None:
+    """8 GPUs a machine: 8 actor ranks, 2 engines on 2 GPUs each, and the reference on what is left."""
+    found = on_fake_machines(
+        3,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        *("cluster.actor_world_size=8", "cluster.rollout_world_size=4"),
+    )
+    assert found["placed"] == {"actor": [0] * 8, "rollout": [1, 1], "ref": [1] * 4 + [2] * 8, "reward": [1]}
+    assert found["two"] == {"actor": [0] * 8, "rollout": [1, 1], "ref": [1] * 4, "reward": [1]}
+    assert found["beside"] == [1] * 8 + [2] * 8, "the first group was given the last machine"
+    assert found["cpu"] == {"actor": [0, 0, 1, 2], "rollout": [1], "ref": [2], "reward": [0]}
+    assert found["replaced"] == [True, True], "a new process is where the old one was"
+    assert found["elsewhere"], "its node is gone"
+    assert found["moved"], "all that was on one machine is on one machine again"
+    nodes = found["nodes"]
+    machines = [set(nodes["actor"]), set(nodes["rollout"] + nodes["ref"][:4]), set(nodes["ref"][4:])]
+    assert sorted(machines, key=min) == [{0}, {1}, {2}], "whichever the new node is"
+
+
+@pytest.mark.long
+def test_ranks_lie_together_on_eight_machines() -> None:
+    """Copies of the weights and engines on 4 GPUs each: none is cut."""
+    found = on_fake_machines(
+        8,
+        *("actor_rollout_ref.actor.fsdp_config.fsdp_size=4", "data.train_batch_size=32"),
+        *("cluster.actor_world_size=32", "cluster.rollout_world_size=24", "cluster.ref_world_size=8"),
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+    )["placed"]
+    assert found["actor"] == [machine for machine in range(4) for _ in range(8)]
+    assert found["rollout"] == [4, 4, 5, 5, 6, 6]
+    assert found["ref"] == [7] * 8
+
+
+@pytest.mark.usefixtures("local_ray")
 def test_every_process_has_its_bundle_in_rank_order() -> None:
-    group, bundles = reserve({"actor": (2, 0.05, 0.0), "ref": (1, 0.1, 0.0)})
+    (group,), bundles = reserve({"actor": (2, 0.05, 0.0), "ref": (1, 0.1, 0.0)})
     assert [(b.num_cpus, b.num_gpus, b.index) for b in bundles["actor"]] == [(0.05, 0, 0), (0.05, 0, 1)]
     assert [(b.num_cpus, b.index) for b in bundles["ref"]] == [(0.1, 2)]
     assert {b.group for part in bundles.values() for b in part} == {group}
     assert group.bundle_specs == [{"CPU": 0.05}, {"CPU": 0.05}, {"CPU": 0.1}]
-    release(group)
+    release([group])
 
 
+@pytest.mark.usefixtures("local_ray")
+def test_each_machine_has_a_group() -> None:
+    """There is one machine, so the second group is on it too."""
+    homes = {"actor": [0, 1], "ref": [1]}
+    groups, bundles = reserve({"actor": (2, 0.05, 0.0), "ref": (1, 0.1, 0.0)}, homes)
+    assert [group.bundle_specs for group in groups] == [[{"CPU": 0.05}], [{"CPU": 0.05}, {"CPU": 0.1}]]
+    assert [(b.group, b.index) for b in bundles["actor"]] == [(groups[0], 0), (groups[1], 0)]
+    assert [(b.group, b.index) for b in bundles["ref"]] == [(groups[1], 1)]
+    release(groups)
+
+
+@pytest.mark.usefixtures("local_ray")
 @pytest.mark.parametrize("needs", [(1, 0.1, 1.0), (3, 100.0, 0.0)], ids=["gpu", "cpu"])
 def test_what_the_cluster_has_not_is_refused(monkeypatch: pytest.MonkeyPatch, needs: tuple) -> None:
     monkeypatch.setattr(resources, "PLACEMENT_TIMEOUT_S", 0.5)
@@ -28,10 +89,12 @@ def test_what_the_cluster_has_not_is_refused(monkeypatch: pytest.MonkeyPatch, ne
     with pytest.raises(ConfigError) as caught:
         reserve({"actor": (1, 0.1, 0.0), "rollout": needs})
     message = str(caught.value)
-    assert f"actor 1 x (0.1 CPU, 0 GPU), rollout {count} x ({cpus:g} CPU, {gpus:g} GPU); it has 2 CPU" in message
-    assert "0 GPU. Set trainer.n_gpus_per_node" in message
+    assert f"actor 1 x (0.1 CPU, 0 GPU), rollout {count} x ({cpus:g} CPU, {gpus:g} GPU), on 1 machine(s)" in message
+    assert f"up to {0.1 + count * cpus:g} CPU and {count * gpus:g} GPU" in message
+    assert "1 with 2 CPU and 0 GPU. Set trainer.n_gpus_per_node" in message
 
 
+@pytest.mark.usefixtures("local_ray")
 def test_a_refused_request_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(resources, "PLACEMENT_TIMEOUT_S", 0.5)
@@ -41,6 +104,6 @@ def test_a_refused_request_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         entry["state"] for entry in placement_group_table().values() if {"CPU": 50.0} in entry["bundles"].values()
     }
     assert states == {"REMOVED"}
-    group, bundles = reserve({"actor": (1, 0.2, 0.0)})
+    groups, bundles = reserve({"actor": (1, 0.2, 0.0)})
     assert len(bundles["actor"]) == 1
-    release(group)
+    release(groups)

@@ -229,8 +229,49 @@ def test_components_and_baselines_come_with_the_handle(worker: Local) -> None:
     batch = replace(batch, small=batch.small | small)
     handle, _ = worker.compute_targets(batch, TargetSettings("remax"), 0.0, 0)
     assert handle["advantage_mean"].tolist() == [0, 4, -1, -1, 4, -1]
-    handle, _ = worker.compute_targets(batch, TargetSettings("gdpo"), 0.0, 0)
+    handle, _ = worker.compute_targets(batch, TargetSettings("gdpo", {"gdpo_reward_keys": ("style",)}), 0.0, 0)
     assert handle["advantage_mean"][0] > 1 > 0 > handle["advantage_mean"][2]
+    with pytest.raises(ConfigError, match=r"algorithm\.gdpo_reward_keys=null: .*, which returns style; "):
+        worker.compute_targets(batch, TargetSettings("gdpo"), 0.0, 0)
+    with pytest.raises(ConfigError, match=r"algorithm\.gdpo_reward_keys: .*stile.*there are: style"):
+        worker.compute_targets(batch, TargetSettings("gdpo", {"gdpo_reward_keys": ("stile",)}), 0.0, 0)
+
+
+DECLARING = """
+def declare_components(weight):
+    return {"right": 1.0, "short": weight}
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, weight):
+    return 0.0
+"""
+
+
+@pytest.mark.ray
+def test_gdpo_compares_what_the_function_declares(
+    local_ray: None, random_models: dict[str, str], tmp_path: Path
+) -> None:
+    """Group a: right is 3 and -1, -1, -1 (over 2), and short the opposite; weights 1 and 3 leave -2 of right.
+
+    The penalty, on the second response of the group, comes on top with weight 1. In group b all are equal. `length` is
+    much larger, and no component.
+    """
+    (tmp_path / "mine.py").write_text(DECLARING)
+    worker = Local()
+    settings = RewardSettings(random_models["tied"], False, str(tmp_path / "mine.py"), "compute_score", {"weight": 3.0})
+    worker.start(settings)
+    values = {"right": [1.0, 0, 0, 0, 0, 0], "short": [-9.0, 2, -1, -1, 2, -1], "length": [7.0, 1, 2, 3, 4, 5]}
+    penalty = {"overlong_penalty": [0, 0, -0.5, 0, 0, 0]}
+    plain, penalised = np.array([-3.0, 0, 1, 1, 0, 1]), np.array([-2.5, 0, -0.5, 1.5, 0, 1.5])
+    right_alone = {"right": values["right"]}, np.array([1.5, 0, -0.5, -0.5, 0, -0.5])  # short applies to no response
+    for columns, total in ((values, plain), (values | penalty, penalised), right_alone):
+        worker.overlong_penalty = OverlongPenalty(3, 2, 1.0) if "overlong_penalty" in columns else None
+        batch = scored_batch()
+        small = {f"reward_extra/{name}": np.array(column, np.float32) for name, column in columns.items()}
+        handle, _ = worker.compute_targets(replace(batch, small=batch.small | small), TargetSettings("gdpo"), 0.0, 0)
+        tokens = np.repeat(total, [2, 2, 2, 2, 2, 1])
+        expected = (total - tokens.mean()) / tokens.std(ddof=1)
+        assert handle["advantage_mean"].tolist() == pytest.approx(expected.tolist(), rel=1e-5)
 
 
 STEPS = '''
@@ -240,6 +281,8 @@ from grpo_dist.rewards.steps import split_steps
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     """A step is a word, scored by its number."""
     words = split_steps(solution_str, " ")
+    if not words:
+        return 9.0
     return {"score": len(words), "step_scores": [float(word[1:]) for word in words][: 2 if "w9" in words else None]}
 '''
 
@@ -248,14 +291,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 def test_step_scores_sit_on_the_last_token_of_their_step(
     local_ray: None, random_models: dict[str, str], tmp_path: Path
 ) -> None:
-    """The end-of-sequence token belongs to the last step."""
+    """The end-of-sequence token belongs to the last step; a response without tokens has none."""
     (tmp_path / "steps.py").write_text(STEPS)
     worker = Local()
     settings = RewardSettings(random_models["tied"], False, str(tmp_path / "steps.py"), "compute_score", {})
     worker.start(replace(settings, step_separator=" "))
-    data = worker.score(put([[5, 6, 7, 2], [7]]), TASK)[0].fetch(("token_level_scores", "step_mask"))
-    assert rows(data["token_level_scores"]) == [[0, 5, 6, 7], [7]], "a word ends where the space of the next one comes"
-    assert rows(data["step_mask"]) == [[0, 1, 1, 1], [1]]
+    data = worker.score(put([[5, 6, 7, 2], [], [7]]), TASK)[0].fetch(("token_level_scores", "step_mask"))
+    assert rows(data["token_level_scores"]) == [[0, 5, 6, 7], [], [7]], (
+        "a word ends where the space of the next one comes"
+    )
+    assert rows(data["step_mask"]) == [[0, 1, 1, 1], [], [1]]
     with pytest.raises(RewardError, match="returned 2 step_scores for a response of 3 steps"):
         worker.score(put([[5, 6, 9]]), TASK)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.ray
 GREEDY = sampling(n=1, temperature=0.0, seed=None)
 BUCKET_BYTES = 20_000
 TIMEOUT_S = 20.0
+VERSIONS = itertools.count(1_000_000)  # of engines that other tests use too
 
 
 def actor_class() -> type:
@@ -97,17 +99,27 @@ class Case:
         return tokens(found)
 
 
-@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("tied", 1), id="tied"),
+        pytest.param(("untied", 1), id="untied", marks=pytest.mark.long),
+        pytest.param(("tied", 2), id="tensor parallel", marks=pytest.mark.long),
+    ],
+)
 def case(request: pytest.FixtureRequest, local_ray: None, random_models: dict[str, str]) -> Iterator[Case]:
-    path = random_models[request.param]
+    name, size = request.param
+    path = random_models[name]
     with (
         spawned("actor", actor_class(), [(0, 2), (1, 2)]) as actor,
         spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as rollout,
     ):
         calls = PolicyGroup(actor).submit_start(policy_settings(path))
-        calls += [rollout.submit(rank, "start", "start", engine_settings(path, rank)) for rank in range(2)]
+        for rank in range(2):
+            settings = replace(engine_settings(path, rank), tensor_parallel_size=size)
+            calls.append(rollout.submit(rank, "start", "start", settings))
         actor.gather(calls)
-        yield Case(request.param, path, actor, rollout, BroadcastTransport(1, TIMEOUT_S))
+        yield Case(name, path, actor, rollout, BroadcastTransport(size, TIMEOUT_S))
 
 
 def policy_settings(path: str) -> PolicySettings:
@@ -118,6 +130,7 @@ def policy_settings(path: str) -> PolicySettings:
         temperature=1.0,
         columns=("old_log_probs",),
         log_prob_micro_batch_size=4,
+        collective_timeout_s=240.0,
         seed=1,
         optimizer=OptimizerSettings(1e-2, 0.0, (0.9, 0.999), "constant", 0, 10, 0.0),
         weight_bucket_bytes=BUCKET_BYTES,
@@ -144,7 +157,7 @@ def test_all_engines_generate_with_the_actors_weights(case: Case, rollouts: Work
         assert expected not in seen, "the change does not show"
         seen.append(expected)
     assert case.transport.generation == 1, "one group for all syncs"
-    rank, version = RANKS[case.name], 1_000_000
+    rank, version = RANKS[case.name], next(VERSIONS)
     through_store = ObjectStoreTransport().sync(case.actor, rollouts, [rank], version=version, dtype="float32")
     assert through_store == {rank: version}
     assert tokens(generate(rollouts, rank, PROMPTS, GREEDY)) == seen[-1]
@@ -173,7 +186,8 @@ def test_a_damaged_first_bucket_leaves_the_weights_in_force(case: Case) -> None:
     before = case.answers(0)
     for error in spoiled_sync(case, 0).values():
         assert isinstance(error, WeightSyncError)
-        assert f"sync of weight version {case.version + 1}: weight bucket 0 (" in str(error)
+        assert str(error).startswith(f"sync of weight version {case.version + 1}: ")
+        assert "weight bucket 0 (" in str(error)
         assert f"; the engine keeps version {case.version}" in str(error)
     assert [case.answers(rank) for rank in (0, 1)] == [before] * 2
 
@@ -232,13 +246,17 @@ def test_an_engine_that_dies_during_a_sync_does_not_take_the_other_along(case: C
 
 
 def test_transports_by_name() -> None:
-    assert isinstance(weight_transport("object_store", workers_per_engine=2), ObjectStoreTransport)
-    broadcast = weight_transport("broadcast", workers_per_engine=2)
+    assert isinstance(
+        weight_transport("object_store", workers_per_engine=2, collective_timeout_s=600.0), ObjectStoreTransport
+    )
+    broadcast = weight_transport("broadcast", workers_per_engine=2, collective_timeout_s=600.0)
     assert isinstance(broadcast, BroadcastTransport)
     assert broadcast.workers_per_engine == 2
     actor = WorkerGroup("actor", [], TimeLimits(1000.0, {"sync_weights": 9.0}))
     assert broadcast.patience_s(actor) == 4.5, "sooner than the driver gives up"
-    assert broadcast.patience_s(WorkerGroup("actor", [], TimeLimits(1000.0))) == 300.0
+    assert broadcast.patience_s(WorkerGroup("actor", [], TimeLimits(1000.0))) == 300.0, (
+        "sooner than other ranks of the actor"
+    )
 
 
 class Scripted(WorkerGroup):
@@ -262,7 +280,7 @@ class Scripted(WorkerGroup):
 
 def formed(rollout: WorkerGroup) -> BroadcastTransport:
     """A transport whose group these engines are."""
-    transport = BroadcastTransport(1)
+    transport = BroadcastTransport(1, 300.0)
     transport._members = list(rollout.handles)
     return transport
 

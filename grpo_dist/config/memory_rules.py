@@ -1,0 +1,214 @@
+"""Rules between the memory plan and what the machines have, and the settings that would make a run fit.
+
+A remedy is tried before it is named: the plan is made again with the setting changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from grpo_dist.config.memory import CUDA_GIB, RoleMemory
+from grpo_dist.config.placement import placement
+from grpo_dist.config.placement_rules import PLACEMENT_RULES
+from grpo_dist.config.problems import Problem, shown, value_of, with_value
+from grpo_dist.config.schema import RunConfig
+
+Estimate = Callable[[RunConfig], list[RoleMemory] | None]
+Misfit = tuple[str, float]  # what needs more than there is, and how much more, in GiB
+
+_MODEL, _ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+_ROLLOUT, _REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+_KEYS = (f"{_MODEL}.path", "trainer.n_gpus_per_node", "cluster.gpu_memory_gib")
+# Tried in this order: what costs least comes first.
+_REMEDIES: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    (f"{_ACTOR}.fsdp_config.defer_grad_sync", (False,)),
+    (f"{_ACTOR}.fsdp_config.reshard_after_forward", (True,)),
+    (f"{_REF}.fsdp_config.param_offload", (True,)),
+    (f"{_REF}.log_prob_micro_batch_size_per_gpu", (8, 4, 2, 1)),
+    (f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", (8, 4, 2, 1)),
+    (f"{_MODEL}.enable_gradient_checkpointing", (True,)),
+    (f"{_ACTOR}.ppo_micro_batch_size_per_gpu", (16, 8, 4, 2, 1)),
+    (f"{_ACTOR}.ppo_max_token_len_per_gpu", (65536, 32768, 16384, 8192, 4096, 2048, 1024)),
+    (f"{_ROLLOUT}.gpu_memory_utilization", (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2)),
+    (f"{_ROLLOUT}.kv_cache_memory_gib", (32.0, 16.0, 8.0, 4.0, 2.0, 1.0, 0.5)),
+    (f"{_ROLLOUT}.tensor_model_parallel_size", (2, 4, 8)),
+    (f"{_ACTOR}.fsdp_config.optimizer_offload", (True,)),
+    (f"{_ACTOR}.fsdp_config.param_offload", (True,)),
+    ("cluster.ref_world_size", (2, 4, 8)),
+    ("cluster.actor_world_size", (2, 4, 8, 16, 32, 64)),
+    ("trainer.n_gpus_per_node", (2, 4, 8)),
+    ("trainer.nnodes", (2, 4, 8, 16, 32)),
+)
+_LORA = (f"{_MODEL}.lora_rank", (64, 32, 16))  # trains something else: said besides
+
+
+def memory_problems(
+    config: RunConfig,
+    estimate: Estimate,
+    gib: float | None,
+    host_gib: float | None,
+    *,
+    valid: Callable[[RunConfig], bool],
+) -> Iterator[Problem]:
+    """What does not fit, and settings with which it does.
+
+    Args:
+        config: the run's.
+        estimate: from a config to the memory of its roles; see `memory_estimate`.
+        gib: memory of one GPU; None: not known.
+        host_gib: memory of the machine, where all processes are on one; None: not known.
+        valid: whether a changed config may be proposed.
+    """
+    found = list(_misfits(config, estimate, gib, host_gib))
+    if not found:
+        return
+
+    def excess(changed: RunConfig) -> float:
+        ok = valid(changed) and not any(problem for rule in PLACEMENT_RULES for problem in rule(changed))
+        return sum(gib for _, gib in _misfits(changed, estimate, gib, host_gib)) if ok else float("inf")
+
+    path, texts = f"{_MODEL}.path={config.actor_rollout_ref.model.path}", "; ".join(text for text, _ in found)
+    yield Problem(f"{path}: {texts}; {_remedy(config, excess)}", _KEYS)
+
+
+def _misfits(config: RunConfig, estimate: Estimate, gib: float | None, host_gib: float | None) -> Iterator[Misfit]:
+    roles = estimate(config)
+    if roles is None:
+        return
+    if config.device == "cuda" and gib is not None:
+        shares = placement(config).shares_gpu
+        yield from _on_the_shared_gpu(config, roles, gib) if shares else _on_gpus(config, roles, gib)
+    if host_gib is not None:
+        yield from _in_machines(config, roles, host_gib)
+
+
+def _on_gpus(config: RunConfig, roles: list[RoleMemory], gib: float) -> Iterator[Misfit]:
+    """A process with a GPU of its own."""
+    for role in roles:
+        limit, of = gib - CUDA_GIB, f"{CUDA_GIB:g} GiB less than {_gpu(config, gib)}"
+        if role.role == "rollout":
+            limit, of = _share(config, gib)
+        if role.total > limit:
+            needs = f"each {role.role} process needs {_sum(role.parts)}"
+            yield f"{needs}, which is more than {limit:.3g} GiB, {of}", role.total - limit
+
+
+def _on_the_shared_gpu(config: RunConfig, roles: list[RoleMemory], gib: float) -> Iterator[Misfit]:
+    """One process of each role on the only GPU: the engine's share is its own all the time, the others take turns."""
+    named = {role.role: role for role in roles}
+    engine, actor, ref = named["rollout"], named["actor"], named.get("ref", RoleMemory("ref", {}))
+    limit, of = _share(config, gib)
+    if engine.total > limit:
+        needs = f"the rollout process needs {_sum(engine.parts)}"
+        yield f"{needs}, which is more than {limit:.3g} GiB, {of}", engine.total - limit
+    passes = actor.forward if config.needs_old_log_probs else actor.between
+    parts = {"rollout": limit if config.actor_rollout_ref.rollout.kv_cache_memory_gib is None else engine.total}
+    parts |= {"actor": actor.total, "ref": ref.between}
+    if passes + ref.total > actor.total + ref.between:
+        parts |= {"actor": passes, "ref": ref.total}
+    parts["CUDA of each process"] = CUDA_GIB * (len(roles) - 1)
+    if sum(parts.values()) > gib:
+        needs = f"the roles that share the only GPU need {_sum(parts)}"
+        yield f"{needs}, which is more than {_gpu(config, gib)}", sum(parts.values()) - gib
+
+
+def _in_machines(config: RunConfig, roles: list[RoleMemory], gib: float) -> Iterator[Misfit]:
+    """All processes of a run in the CPU memory of a machine; without GPUs their tensors are there too."""
+    place = placement(config)
+    counts = {"actor": place.actor_world_size, "rollout": place.rollout_world_size, "ref": place.ref_world_size}
+    on_cpu = config.device == "cpu"
+    each = {role.role: role.host_total + (role.total if on_cpu else 0.0) for role in roles}
+    needed = sum(each[name] * counts[name] for name in each) / config.trainer.nnodes
+    if needed > gib:
+        listed = ", ".join(f"{counts[name]} {name} with {size:.3g} GiB" for name, size in each.items())
+        yield f"{listed} need {needed:.3g} GiB of CPU memory a machine, and it has {gib:.3g} GiB", needed - gib
+
+
+def _share(config: RunConfig, gib: float) -> tuple[float, str]:
+    """What an engine may take of a GPU, and how that is called."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.kv_cache_memory_gib is not None:
+        return gib - CUDA_GIB, f"{CUDA_GIB:g} GiB less than {_gpu(config, gib)}"
+    share = rollout.gpu_memory_utilization
+    return gib * share, f"{_ROLLOUT}.gpu_memory_utilization={share:g} of {_gpu(config, gib)}"
+
+
+def _gpu(config: RunConfig, gib: float) -> str:
+    asked = config.cluster.gpu_memory_gib
+    return f"one of the GPUs here has, {gib:.3g} GiB" if asked is None else f"cluster.gpu_memory_gib={asked:g}"
+
+
+def _sum(parts: Mapping[str, float]) -> str:
+    listed = [f"{name} {size:.3g}" for name, size in parts.items() if size]
+    return f"{' + '.join(listed)} = {sum(parts.values()):.3g} GiB"
+
+
+# --- remedies ------------------------------------------------------------------------------------------------------
+def _remedy(config: RunConfig, excess: Callable[[RunConfig], float]) -> str:
+    """One setting that makes it fit, else several, none too many or stricter than needed; or LoRA."""
+    changes = {key: [value for value in values if _milder(config, key, value)] for key, values in _REMEDIES}
+    if single := _first(config, changes, excess):
+        return f"set {single}"
+    several = _several(config, changes, excess)
+    lora = _first(config, {_LORA[0]: [rank for rank in _LORA[1] if _milder(config, _LORA[0], rank)]}, excess)
+    if several or lora:
+        return "set " + ", or ".join(filter(None, (several, lora)))
+    return f"take a smaller model, larger GPUs, more of them (trainer.nnodes), or {_MODEL}.lora_rank"
+
+
+def _first(config: RunConfig, changes: Mapping[str, list[Any]], excess: Callable[[RunConfig], float]) -> str:
+    """The first change that is enough alone, as an override; "" if there is none."""
+    tries = ((key, value) for key, values in changes.items() for value in values)
+    return next((f"{key}={shown(value)}" for key, value in tries if not excess(_with(config, {key: value}))), "")
+
+
+def _several(config: RunConfig, changes: Mapping[str, list[Any]], excess: Callable[[RunConfig], float]) -> str:
+    """Changes that are enough together, each of which brings the run nearer; "" if they are not."""
+    taken: dict[str, Any] = {}
+    left = excess(config)
+    for key, values in changes.items():
+        found = [(excess(_with(config, taken | {key: value})), value) for value in values]
+        best = min(found, key=lambda each: each[0], default=(left, None))
+        if best[0] < left:
+            left, taken[key] = best
+        if not left:
+            needed = _milder_still(config, taken, changes, excess)
+            return " and ".join(f"{name}={shown(value)}" for name, value in needed.items())
+    return ""
+
+
+def _milder_still(
+    config: RunConfig,
+    taken: dict[str, Any],
+    changes: Mapping[str, list[Any]],
+    excess: Callable[[RunConfig], float],
+) -> dict[str, Any]:
+    """Without the changes that are not needed, and the others no stricter than needed."""
+    for key in list(taken):
+        rest = {name: value for name, value in taken.items() if name != key}
+        tries = [rest, *(rest | {key: value} for value in changes[key])]
+        taken = next(each for each in tries if not excess(_with(config, each)))
+    return taken
+
+
+def _milder(config: RunConfig, key: str, value: Any) -> bool:
+    """Whether a value is one to try: another than now, smaller where that takes less, larger for GPUs."""
+    now = value_of(config, key)
+    if isinstance(value, bool):
+        return now != value
+    if key.startswith(("cluster.", "trainer.")) or key.endswith("tensor_model_parallel_size"):
+        return config.device == "cuda" and (now is None or value > now)
+    if key.endswith("lora_rank"):
+        return now == 0 or value < now
+    if key.endswith("gpu_memory_utilization"):
+        return config.device == "cuda" and value != now
+    if key.endswith("ppo_max_token_len_per_gpu"):
+        return config.actor_rollout_ref.actor.use_dynamic_bsz and value < now
+    return now is not None and value < now
+
+
+def _with(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    for key, value in changes.items():
+        config = with_value(config, key, value)
+    return config

@@ -1,0 +1,139 @@
+"""Rules between the config and the model's config.json: what vLLM or the GPUs would refuse once everything has started.
+
+`model_problems` runs them wherever a config.json is at hand: when the config is loaded, and again for a model of the
+hub once its files are here.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from grpo_dist.config.memory import memory_estimate
+from grpo_dist.config.memory_rules import memory_problems
+from grpo_dist.config.problems import Problem
+from grpo_dist.config.schema import RunConfig
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_LENGTHS = "data.max_prompt_length", "data.max_response_length"
+# Where config.json files say how long a sequence may be; vLLM takes the smallest.
+_POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_target_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+# Scaled rotary embeddings whose config.json has the scaled length already; of others vLLM multiplies it by `factor`.
+_ALREADY_SCALED = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default"}
+
+
+def model_problems(
+    config: RunConfig,
+    model_config: Mapping[str, Any] | None,
+    memory_gib: float | None,
+    host_gib: float | None = None,
+    num_parameters: int = 0,
+) -> Iterator[Problem]:
+    """What does not fit the model.
+
+    Args:
+        config: the run's.
+        model_config: the model's config.json; None: not at hand, and nothing can be said.
+        memory_gib: memory of one GPU; None: not known, or there is none.
+        host_gib: memory of the machine that the run has for itself; None: not known.
+        num_parameters: see `memory_estimate`.
+    """
+    if model_config is None:
+        return
+    found = {**model_config, **config.actor_rollout_ref.model.override_config}
+    yield from _tensor_parallel_divides_heads(config, found)
+    yield from _positions_hold_the_longest_sequence(config, found)
+
+    def heads_split(changed: RunConfig) -> bool:
+        return not any(_tensor_parallel_divides_heads(changed, found))
+
+    estimate = functools.partial(memory_estimate, model_config=found, num_parameters=num_parameters)
+    yield from memory_problems(config, estimate, memory_gib, host_gib, valid=heads_split)
+
+
+def max_positions(model_config: Mapping[str, Any]) -> tuple[str, int] | None:
+    """The name and value of the longest sequence a model takes, as vLLM derives it; None: it does not say."""
+    text = _text_config(model_config)
+    found = {name: text[name] for name in _POSITIONS if _is_count(text.get(name))}
+    if _is_count(text.get("model_max_length")):  # of Cohere's models, and it decides alone
+        found = {"model_max_length": text["model_max_length"]}
+    if not found:
+        return None
+    name = min(found, key=lambda each: found[each])
+    scaled = 1.0 if "gemma3" in str(model_config.get("model_type")) else _scaling_factor(text)
+    return name, int(found[name] * scaled)
+
+
+def _scaling_factor(text: Mapping[str, Any]) -> float:
+    """By how much rotary embeddings stretch the positions; one section of settings, or one for each kind of layer."""
+    settings = text.get("rope_parameters") or text.get("rope_scaling")
+    if not isinstance(settings, Mapping):
+        return 1.0
+    nested = [each for each in settings.values() if isinstance(each, Mapping)]
+    factor = 1.0
+    for each in nested or [settings]:
+        own = each.get("factor")
+        if each.get("rope_type", each.get("type", "default")) not in _ALREADY_SCALED and isinstance(own, int | float):
+            factor = float(own)
+    return factor
+
+
+def _tensor_parallel_divides_heads(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Each process of an engine holds whole attention heads; of key-value heads a whole number, or a copy of one."""
+    size, key = config.actor_rollout_ref.rollout.tensor_model_parallel_size, f"{_ROLLOUT}.tensor_model_parallel_size"
+    text, path = _text_config(model_config), config.actor_rollout_ref.model.path
+    heads = next((text[name] for name in ("num_attention_heads", "n_head", "n_heads") if _is_count(text.get(name))), 0)
+    kv_heads: int = text["num_key_value_heads"] if _is_count(text.get("num_key_value_heads")) else heads
+    if not heads or (heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)):
+        return
+    per_node = config.trainer.n_gpus_per_node or heads
+    what = "GPUs" if config.device == "cuda" else "processes"
+    fitting = [
+        number
+        for number in range(1, per_node + 1)
+        if heads % number == per_node % number == 0 and (kv_heads % number == 0 or number % kv_heads == 0)
+    ]
+    yield Problem(
+        f"{key}={size}: {path} has {heads} attention heads and {kv_heads} key-value heads, which do not split over "
+        f"{size} {what}; set it to {' or '.join(map(str, fitting))}",
+        (key, "actor_rollout_ref.model.path"),
+    )
+
+
+def _positions_hold_the_longest_sequence(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """VLLM refuses longer sequences than the model's positions, unless its own switch allows them."""
+    rollout, data, positions = config.actor_rollout_ref.rollout, config.data, max_positions(model_config)
+    longest = rollout.resolved_max_model_len(data)
+    allowed = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip().lower() in ("1", "true")
+    if positions is None or longest <= positions[1] or allowed or "hf_overrides" in rollout.engine_kwargs.vllm:
+        return
+    keys = _LENGTHS if rollout.max_model_len is None else (f"{_ROLLOUT}.max_model_len",)
+    values = (data.max_prompt_length, data.max_response_length) if len(keys) > 1 else (rollout.max_model_len,)
+    shown = ", ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
+    yield Problem(
+        f"{shown}: {longest} tokens, and {config.actor_rollout_ref.model.path} has {positions[1]} positions "
+        f"({positions[0]} in its config.json), beyond which vLLM refuses to go; lower "
+        f"{'one of the two' if len(keys) > 1 else 'it'}, or stretch the positions with "
+        "actor_rollout_ref.model.override_config",
+        (*keys, "actor_rollout_ref.model.path"),
+    )
+
+
+def _text_config(model_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = model_config.get("text_config")
+    return text if isinstance(text, Mapping) else model_config
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,149 @@
+"""Sizes of a model, read from its config.json where one is at hand. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.assets import BUILTIN, resolve_model_path
+from grpo_dist.assets.paths import expanded, is_folder
+from grpo_dist.config.schema_roles import ModelConfig
+from grpo_dist.errors import ConfigError
+
+# Model types whose feed-forward layers are two matrices; those of the others are three, one of them a gate.
+_UNGATED = {"gpt_neox", "phi", "starcoder2", "nemotron", "opt", "persimmon"}
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Parameters of a model, and the sizes that memory depends on.
+
+    Args:
+        num_layers: decoder layers.
+        hidden: hidden size.
+        width: of the MLP; of an expert's times the experts that a token goes to.
+        query_width: heads * head size.
+        key_width: key-value heads * head size.
+        layer: parameters of a layer, an FSDP unit.
+        matrix: of the embedding, and of the output layer: vocabulary * hidden size.
+        vocabulary: tokens.
+        tied: whether embedding and output layer are one.
+        linears: inputs + outputs of a layer's matrices, by the names that LoRA's target_modules give them.
+        counted: parameters in the model's files; 0: not known.
+    """
+
+    num_layers: int
+    hidden: int
+    width: int
+    query_width: int
+    key_width: int
+    layer: int
+    matrix: int
+    vocabulary: int
+    tied: bool
+    linears: Mapping[str, int]
+    counted: int = 0
+
+    @property
+    def root(self) -> int:
+        """Parameters of the FSDP unit that is not a layer: embedding, output layer, last norm."""
+        return self.matrix * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them; tied embeddings once."""
+        return self.counted or self.num_layers * self.layer + self.root
+
+    @property
+    def largest_tensor(self) -> int:
+        """Numbers in it."""
+        return max(self.matrix, self.hidden * self.width)
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.num_layers * self.key_width
+
+    def lora_parameters(self, model: ModelConfig) -> int:
+        """Numbers in LoRA's factors."""
+        chosen = self.linears if "all-linear" in model.target_modules else model.target_modules
+        names = set(chosen) - set(model.exclude_modules or ())
+        return self.num_layers * model.lora_rank * sum(self.linears.get(name, 0) for name in names)
+
+
+def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> ModelShape | None:
+    """Sizes of a Llama-like decoder (grouped-query attention, gated or plain MLP, also experts); None for others.
+
+    Args:
+        model_config: its config.json.
+        num_parameters: those in its files; 0: not known.
+    """
+    text = model_config.get("text_config", model_config)
+    needed = [_count(text, name) for name in _SIZES]
+    if not all(needed):
+        return None
+    hidden, layers, heads, width, vocabulary = needed
+    head_dim = _count(text, "head_dim") or hidden // heads
+    query, key = heads * head_dim, (_count(text, "num_key_value_heads") or heads) * head_dim
+    experts = _count(text, "num_experts") or _count(text, "num_local_experts") or 1
+    expert_width = _count(text, "moe_intermediate_size") or width
+    attention = 2 * hidden * (query + key)
+    matrices = 2 if str(text.get("model_type")) in _UNGATED else 3
+    mlp = matrices * hidden * expert_width * experts + (hidden * experts if experts > 1 else 0)
+    return ModelShape(
+        num_layers=layers,
+        hidden=hidden,
+        width=expert_width * (_count(text, "num_experts_per_tok") or 1 if experts > 1 else 1),
+        query_width=query,
+        key_width=key,
+        layer=attention + mlp + 2 * hidden,
+        matrix=vocabulary * hidden,
+        vocabulary=vocabulary,
+        tied=bool(text.get("tie_word_embeddings", True)),  # files that do not say are of families that tie
+        linears={
+            "q_proj": hidden + query,
+            "k_proj": hidden + key,
+            "v_proj": hidden + key,
+            "o_proj": query + hidden,
+            **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), experts * (hidden + expert_width)),
+        },
+        counted=num_parameters,
+    )
+
+
+def _count(text: Any, name: str) -> int:
+    """A size in a config.json; 0 where it has none, or something else in its place."""
+    value = text.get(name) if isinstance(text, dict) else None
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def model_config_at_hand(path: str) -> dict[str, Any] | None:
+    """The model's config.json: built in, in a local folder, in the hub's cache, or of known_models.json.
+
+    The known ones hold only what `model_shape` needs; a name matches whoever its owner is.
+    """
+    try:
+        folder = expanded(resolve_model_path(path) if path.startswith(BUILTIN) else path)
+    except ConfigError:
+        return None
+    for candidate in (folder, *_cached_snapshots(path)):
+        try:
+            found = json.loads((candidate / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            return found
+    known = json.loads(Path(__file__).with_name("known_models.json").read_text(encoding="utf-8"))
+    return {name.rpartition("/")[2].lower(): entry for name, entry in known.items()}.get(folder.name.lower())
+
+
+def _cached_snapshots(path: str) -> list[Path]:
+    home = expanded(os.environ.get("HF_HOME", "~/.cache/huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    folder = cache / f"models--{path.replace('/', '--')}" / "snapshots"
+    return sorted(folder.iterdir()) if path.count("/") == 1 and is_folder(folder) else []

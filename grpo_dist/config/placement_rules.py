@@ -1,0 +1,181 @@
+"""Rules between batch sizes, lengths and the processes of each role: what does not divide, or does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from grpo_dist.config.node_layout import copy_size, node_layout
+from grpo_dist.config.placement import placement
+from grpo_dist.config.problems import Problem, problem_between, shown, value_of
+from grpo_dist.config.schema import RunConfig
+
+Rule = Callable[[RunConfig], Iterator[Problem]]
+
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_MORE_GPUS = f"raise {_ROLLOUT}.tensor_model_parallel_size, up to the GPUs of a machine"
+# Arguments of vLLM's that lay an engine out: the value that changes nothing, and what to do instead.
+_LAYOUT: dict[str, tuple[Any, str]] = {
+    "tensor_parallel_size": (1, f"the GPUs are reserved by {_ROLLOUT}.tensor_model_parallel_size; set that"),
+    "pipeline_parallel_size": (1, f"an engine is not split by layers, since it lies in one machine; {_MORE_GPUS}"),
+    "prefill_context_parallel_size": (1, f"an engine is not split by sequences; {_MORE_GPUS}"),
+    "data_parallel_size": (1, "engines are counted by cluster.rollout_world_size; raise that"),
+    "nnodes": (1, f"an engine lies in one machine; {_MORE_GPUS}"),
+    "distributed_executor_backend": (
+        "mp",
+        "an engine of several GPUs starts its own processes on them (mp), and one of a single GPU needs none; "
+        "leave it out",
+    ),
+}
+_CLUSTER = ("cluster.actor_world_size", "cluster.rollout_world_size", "cluster.ref_world_size")
+
+
+def mini_batches_divide_the_batch(config: RunConfig) -> Iterator[Problem]:
+    """A training batch is a whole number of mini-batches."""
+    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if batch % mini:
+        fitting = max(size for size in range(1, mini + 1) if batch % size == 0)
+        why = f"the batch must be a multiple of the mini-batch; for example ppo_mini_batch_size={fitting}"
+        yield problem_between(config, why, "data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size")
+
+
+def actor_ranks_divide_the_mini_batch(config: RunConfig) -> Iterator[Problem]:
+    """Every actor rank gets the same number of sequences of a mini-batch."""
+    mini, n = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.actor_rollout_ref.rollout.n
+    ranks = placement(config).actor_world_size
+    if (mini * n) % ranks:
+        why = f"{mini} * {n} = {mini * n} sequences of a mini-batch do not split over {ranks} actor ranks"
+        yield problem_between(config, why, f"{_ACTOR}.ppo_mini_batch_size", f"{_ROLLOUT}.n", "cluster.actor_world_size")
+
+
+def copies_divide_the_actor_ranks(config: RunConfig) -> Iterator[Problem]:
+    """Each copy of the actor's weights lies on equally many ranks."""
+    size, ranks = config.actor_rollout_ref.actor.fsdp_config.fsdp_size, placement(config).actor_world_size
+    if size > 0 and ranks % size:
+        why = f"{ranks} actor ranks do not split into copies of {size}; set a divisor, or -1"
+        yield problem_between(config, why, f"{_ACTOR}.fsdp_config.fsdp_size", "cluster.actor_world_size")
+
+
+def engines_are_whole(config: RunConfig) -> Iterator[Problem]:
+    """Rollout processes are a multiple of those of one engine, which lie in one machine."""
+    place, per_node = placement(config), config.trainer.n_gpus_per_node
+    key = f"{_ROLLOUT}.tensor_model_parallel_size"
+    if place.device == "cuda" and per_node % place.tensor_parallel:
+        fitting = " or ".join(str(size) for size in range(1, per_node + 1) if per_node % size == 0)
+        why = f"an engine lies in one machine, whose {per_node} GPUs must be whole engines; set it to {fitting}"
+        yield problem_between(config, why, key, "trainer.n_gpus_per_node")
+    if place.rollout_world_size % place.tensor_parallel:
+        what = "GPUs" if place.device == "cuda" else "processes"
+        why = f"rollout {what} must be a multiple of the {what} of one engine"
+        yield problem_between(config, why, "cluster.rollout_world_size", key)
+
+
+def engines_are_laid_out_by_keys_of_ours(config: RunConfig) -> Iterator[Problem]:
+    """By arguments of vLLM's an engine would take GPUs that nobody has reserved, or processes that get no weights."""
+    for name, value in config.actor_rollout_ref.rollout.engine_kwargs.vllm.items():
+        if name in _LAYOUT and value not in (None, _LAYOUT[name][0]):
+            key = f"{_ROLLOUT}.engine_kwargs.vllm.{name}"
+            yield Problem(f"{key}={shown(value)}: {_LAYOUT[name][1]}", (key,))
+
+
+def roles_fit_on_the_gpus(config: RunConfig) -> Iterator[Problem]:
+    """Each process has a GPU of its own, or one process of each role shares the only GPU."""
+    place, gpus = placement(config), config.num_gpus
+    roles = {
+        "actor": place.actor_world_size,
+        "rollout": place.rollout_world_size,
+        "ref": place.ref_world_size,
+    }
+    split = " + ".join(f"{role} {size}" for role, size in roles.items() if size)
+    asked = [key for key in _CLUSTER if value_of(config, key) is not None]
+    keys = (*asked, f"{_ROLLOUT}.tensor_model_parallel_size", "trainer.nnodes", "trainer.n_gpus_per_node")
+    if place.shares_gpu:
+        if max(roles.values()) > 1:
+            why = f"one process of each role shares the only GPU, and this is {split}; leave cluster.* null"
+            yield problem_between(config, why, *keys)
+    elif place.device == "cuda" and place.world_size > gpus:
+        drop = f", or {_ACTOR}.use_kl_loss=false (no reference)" if config.needs_reference_workers else ""
+        why = (
+            f"{split} = {place.world_size} GPUs are needed and there are {gpus}; set smaller "
+            "cluster.actor_world_size, cluster.rollout_world_size or cluster.ref_world_size, or more "
+            f"machines{drop}"
+        )
+        yield problem_between(config, why, *keys)
+
+
+def copies_and_engines_lie_in_one_machine(config: RunConfig) -> Iterator[Problem]:
+    """No copy of the actor's weights and no engine is cut between machines, or a copy takes whole ones."""
+    place, per_node = placement(config), config.trainer.n_gpus_per_node
+    if place.device == "cpu" or place.shares_gpu:
+        return
+    copy, fsdp_size = copy_size(config, place), f"{_ACTOR}.fsdp_config.fsdp_size"
+    if place.world_size > config.num_gpus or per_node % place.tensor_parallel or place.actor_world_size % (copy or 1):
+        return  # other rules say so
+    if copy is not None and copy > per_node and copy % per_node:
+        fitting = max(size for size in range(1, per_node + 1) if place.actor_world_size % size == 0)
+        why = (
+            f"a copy of the weights on {copy} GPUs would share a machine of {per_node} with another copy, and its "
+            f"traffic would cross the network; set it to {fitting}, a multiple of n_gpus_per_node, or -1"
+        )
+        yield problem_between(config, why, fsdp_size, "trainer.n_gpus_per_node")
+        return
+    homes = node_layout(config)
+    units = {"actor": place.actor_world_size, "rollout": place.num_engines, "ref": place.ref_world_size}
+    short = [role for role, count in units.items() if len(homes.get(role, ())) < count]
+    if short:
+        parts = f"copies of the weights on {copy or 1} and engines on {place.tensor_parallel} GPUs"
+        why = (
+            f"{parts} are not cut between machines, and so {', '.join(short)} has no room on "
+            f"{config.trainer.nnodes} machines of {per_node} GPUs; set other sizes, or fewer processes in cluster.*"
+        )
+        yield problem_between(
+            config, why, fsdp_size, f"{_ROLLOUT}.tensor_model_parallel_size", *_CLUSTER, "trainer.n_gpus_per_node"
+        )
+
+
+def broadcast_has_a_gpu_for_each_process(config: RunConfig) -> Iterator[Problem]:
+    """NCCL takes no two processes on one GPU."""
+    key, place = f"{_ROLLOUT}.checkpoint_engine.backend", placement(config)
+    if config.actor_rollout_ref.rollout.checkpoint_engine.backend == "broadcast" and place.shares_gpu:
+        why = "NCCL refuses two processes on one GPU, and all roles share the only one; set it to null or object_store"
+        yield problem_between(config, why, key, "trainer.n_gpus_per_node")
+
+
+def engine_holds_the_longest_sequence(config: RunConfig) -> Iterator[Problem]:
+    """The engine's longest sequence covers the longest prompt and response."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if config.actor_rollout_ref.rollout.resolved_max_model_len(config.data) < longest:
+        why = f"must be at least prompt + response = {longest}, or null"
+        yield problem_between(
+            config, why, f"{_ROLLOUT}.max_model_len", "data.max_prompt_length", "data.max_response_length"
+        )
+
+
+def token_budgets_hold_the_longest_sequence(config: RunConfig) -> Iterator[Problem]:
+    """A pass that is filled by tokens holds at least one sequence."""
+    roles, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    own = f"{_ACTOR}.ppo_max_token_len_per_gpu"
+    budgets = {own: actor.max_token_len}
+    for name, role in (("rollout", roles.rollout), ("ref", roles.ref)):
+        key = f"actor_rollout_ref.{name}.log_prob_max_token_len_per_gpu"
+        budgets[key if role.log_prob_max_token_len_per_gpu else own] = actor.log_prob_max_token_len(role)
+    for key, budget in budgets.items():
+        if budget is not None and budget < longest:
+            why = f"a pass must hold the longest sequence: at least prompt + response = {longest}"
+            yield problem_between(config, why, key, "data.max_prompt_length", "data.max_response_length")
+
+
+PLACEMENT_RULES: tuple[Rule, ...] = (
+    mini_batches_divide_the_batch,
+    actor_ranks_divide_the_mini_batch,
+    copies_divide_the_actor_ranks,
+    engines_are_whole,
+    engines_are_laid_out_by_keys_of_ours,
+    roles_fit_on_the_gpus,
+    copies_and_engines_lie_in_one_machine,
+    broadcast_has_a_gpu_for_each_process,
+    engine_holds_the_longest_sequence,
+    token_budgets_hold_the_longest_sequence,
+)

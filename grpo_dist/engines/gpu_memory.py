@@ -1,0 +1,65 @@
+"""What to say where a GPU's memory is not enough: for what, and which setting to lower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from grpo_dist.errors import OutOfMemory
+
+ACTOR_ROOM = (
+    "set actor_rollout_ref.actor.fsdp_config.optimizer_offload=true and param_offload=true, or take more GPUs "
+    "(trainer.n_gpus_per_node, trainer.nnodes)"
+)
+REF_ROOM = "raise cluster.ref_world_size, or set actor_rollout_ref.ref.fsdp_config.param_offload=true"
+
+
+@contextmanager
+def within_memory(what: str) -> Iterator[None]:
+    """Within the block, torch's report that the GPU is full becomes an error that says for what there was no room.
+
+    Raises:
+        OutOfMemory: there was none; `remedied` adds what to do.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        numbers, _, _ = str(error).partition(" If reserved but unallocated")
+        raise OutOfMemory(f"the memory of the GPU is not enough for {what}: {numbers}") from None
+
+
+@contextmanager
+def remedied(remedy: str, setting: tuple[str, int] | None = None) -> Iterator[None]:
+    """Within the block, an `OutOfMemory` that does not say so yet says what to do.
+
+    Args:
+        remedy: a sentence without its dot.
+        setting: key and value whose half takes about half of the memory, if there is one.
+
+    Raises:
+        OutOfMemory: raised in the block.
+    """
+    try:
+        yield
+    except OutOfMemory as error:
+        raise (error if error.remedy else OutOfMemory(error.message, remedy=remedy, setting=setting)) from None
+
+
+@contextmanager
+def smaller_passes(prefix: str, micro_batch_size: int, max_token_len: int | None) -> Iterator[None]:
+    """Within the block, an `OutOfMemory` of a pass says which key makes passes smaller.
+
+    Args:
+        prefix: of the keys, such as "actor_rollout_ref.actor.ppo_".
+        micro_batch_size: sequences of a pass.
+        max_token_len: tokens of a pass; None: sequences count.
+    """
+    name, value = ("micro_batch_size", micro_batch_size) if max_token_len is None else ("max_token_len", max_token_len)
+    key = f"{prefix}{name}_per_gpu"
+    longer = (
+        "" if value > 1 else ": a pass holds one sequence, so lower data.max_response_length or data.max_prompt_length"
+    )
+    with remedied(f"lower {key}={value}{longer}", (key, value)):
+        yield

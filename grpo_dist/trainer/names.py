@@ -1,0 +1,71 @@
+"""The functions and classes that a config names: imported once, so that a wrong name is told before anything starts."""
+
+from __future__ import annotations
+
+from grpo_dist.agents import load_agent_loop
+from grpo_dist.algorithms.advantage import ADVANTAGE
+from grpo_dist.algorithms.correction import KEY, read_bounds, read_rejections
+from grpo_dist.algorithms.kl import KL
+from grpo_dist.algorithms.policy_loss import POLICY_LOSS
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.data.curriculum import load_sampler_class
+from grpo_dist.errors import ConfigError, RewardError
+from grpo_dist.rewards import load_reward_function
+from grpo_dist.rewards.components import chosen_components
+from grpo_dist.rewards.scorer import Scorer
+
+
+def resolve_names(config: RunConfig) -> None:
+    """Import every function and class the config names but the reward.
+
+    Raises:
+        ConfigError: one of them does not exist, or cannot be what it should be.
+    """
+    actor, agent = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.agent
+    ADVANTAGE.get(config.algorithm.adv_estimator)
+    KL.get(config.algorithm.kl_penalty)
+    read_correction(config)
+    KL.get(actor.kl_loss_type.removesuffix("+"))
+    POLICY_LOSS.get(actor.policy_loss.loss_mode)
+    load_agent_loop(agent.default_agent_loop, agent.agent_kwargs)
+    sampler = config.data.sampler
+    if sampler.class_path is not None and sampler.class_name is not None:
+        load_sampler_class(sampler.class_path, sampler.class_name)
+
+
+def read_correction(config: RunConfig) -> None:
+    """Check the bounds of `algorithm.rollout_correction`.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    correction = config.algorithm.rollout_correction
+    read_bounds(correction.rollout_is_threshold, key=f"{KEY}.rollout_is_threshold")
+    read_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
+
+
+def import_reward(config: RunConfig) -> None:
+    """Import the reward function; the user's in a process of its own, as the reward processes do.
+
+    Raises:
+        ConfigError: it is not there, cannot be imported, hangs, ends its process, or lacks the components that gdpo is
+            to compare.
+    """
+    algorithm, reward = config.algorithm, config.custom_reward_function
+    if reward.path is None:
+        load_reward_function(None, reward.name, reward.reward_kwargs)
+        return
+    scorer = Scorer(reward.path, reward.name, reward.reward_kwargs, timeout_s=config.reward.timeout_s)
+    try:
+        scorer.start()
+    except RewardError as error:
+        raise ConfigError(f"custom_reward_function.path={reward.path}: {error}") from error
+    finally:
+        scorer.stop()
+    if algorithm.adv_estimator == "gdpo":
+        chosen_components(
+            algorithm.gdpo_reward_keys,
+            algorithm.gdpo_reward_weights,
+            declared=scorer.components,
+            overlong_penalty=config.reward.overlong_buffer.enable,
+        )

@@ -1,0 +1,127 @@
+"""The prompts of a run: read, checked, tokenized, and in the order that training takes them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_dist.assets.model_folder import ModelFolder
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.data.curriculum import CustomSampler
+from grpo_dist.data.prompts import Prompt, add_system_prompt, load_prompts
+from grpo_dist.data.sampler import PromptSampler
+from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, load_tokenizer, tokenize_prompts
+from grpo_dist.rewards import check_data_sources
+from grpo_dist.trainer.config_changes import identify_prompts
+
+# Overlong prompts that are named; the others are counted.
+MOST_ROWS_NAMED = 5
+
+
+@dataclass
+class Prompts:
+    """The tokenized prompts of a run, and the order training takes them in."""
+
+    train: Sequence[TokenizedPrompt]
+    validation: Sequence[TokenizedPrompt]
+    sampler: PromptSampler | CustomSampler
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """Which training prompts they are; see `identify_prompts`."""
+        return identify_prompts(self.train)
+
+
+def load_run_prompts(config: RunConfig, model: ModelFolder) -> tuple[Prompts, list[str]]:
+    """Read and tokenize the prompts; also what the user should know about them.
+
+    Args:
+        config: the run's.
+        model: the folder with the tokenizer.
+
+    Raises:
+        DataError: a file, a row or the tokenizer is unusable, or there are fewer prompts than a batch has.
+        ConfigError: a data source has no scorer, or the sampler class is not there.
+    """
+    data = config.data
+    tokenizer = load_tokenizer(str(model.folder), trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+    train, notes = _load(config, "data.train_files", data.train_files, data.train_max_samples, tokenizer)
+    validation: list[TokenizedPrompt] = []
+    if data.val_files:
+        validation, more = _load(config, "data.val_files", data.val_files, data.val_max_samples, tokenizer)
+        notes += more
+    if model.vocab_size is not None:
+        setting = f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}"
+        check_token_ids([*train, *validation], model.vocab_size, setting=setting)
+    return Prompts(train, validation, new_sampler(config, train)), notes
+
+
+def _load(
+    config: RunConfig, key: str, files: Sequence[str], most: int, tokenizer: Any
+) -> tuple[list[TokenizedPrompt], list[str]]:
+    """The prompts of one key, tokenized, and notes on them."""
+    data, prompts, notes = config.data, read_prompts(config, key, files, most), []
+    if data.system_prompt is not None:
+        prompts, num_kept = add_system_prompt(prompts, data.system_prompt)
+        if num_kept:
+            why = "have a system message of their own and keep it (data.system_prompt)"
+            notes.append(f"{key}: {num_kept} of {len(prompts)} prompts {why}")
+    tokenized, overlong = tokenize_prompts(
+        prompts,
+        tokenizer,
+        max_prompt_length=data.max_prompt_length,
+        truncation=data.truncation,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+    )
+    if overlong:
+        what = "were left out" if data.filter_overlong_prompts else f"were cut (data.truncation={data.truncation})"
+        named = "; ".join(prompt.location for prompt in overlong[:MOST_ROWS_NAMED])
+        more = f"; and {len(overlong) - MOST_ROWS_NAMED} more" if len(overlong) > MOST_ROWS_NAMED else ""
+        notes.append(
+            f"{key}: {len(overlong)} of {len(prompts)} prompts are longer than data.max_prompt_length="
+            f"{data.max_prompt_length} tokens and {what}: {named}{more}"
+        )
+    return tokenized, notes
+
+
+def read_prompts(config: RunConfig, key: str, files: Sequence[str], most: int) -> list[Prompt]:
+    """The checked rows of one key: all that can be said of them without a tokenizer.
+
+    Raises:
+        DataError: a file or a row is unusable.
+        ConfigError: a data source has no scorer.
+    """
+    data = config.data
+    prompts = load_prompts(
+        files,
+        key=key,
+        prompt_key=data.prompt_key,
+        reward_fn_key=data.reward_fn_key,
+        max_samples=most,
+        shuffle_seed=config.data_seed if data.shuffle and key == "data.train_files" else None,
+    )
+    if config.custom_reward_function.path is None:
+        check_data_sources(prompt.data_source for prompt in prompts)
+    return prompts
+
+
+def new_sampler(config: RunConfig, train: Sequence[TokenizedPrompt]) -> PromptSampler | CustomSampler:
+    """The order of the training prompts: shuffled, as in the files, or the user's."""
+    data = config.data
+    batch_size = data.gen_batch_size or data.train_batch_size
+    if data.sampler.class_path is None or data.sampler.class_name is None:
+        return PromptSampler(len(train), batch_size, shuffle=data.shuffle, seed=config.data_seed)
+    prompts = [tokenized.prompt for tokenized in train]
+    names = data.sampler.class_path, data.sampler.class_name
+    return CustomSampler(*names, prompts, batch_size, seed=config.data_seed)
+
+
+def total_steps(config: RunConfig, prompts: Prompts) -> int:
+    """Training steps: trainer.total_training_steps, else total_epochs over the prompts (at least one step)."""
+    wanted = config.data.train_batch_size
+    sampled = config.data.gen_batch_size or wanted
+    per_epoch = prompts.sampler.steps_per_epoch * sampled // max(sampled, wanted)
+    return config.trainer.total_training_steps or max(1, config.trainer.total_epochs * per_epoch)

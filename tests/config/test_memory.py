@@ -1,0 +1,106 @@
+"""The memory plan: by hand, and against torch's tracker, which follows the engine's own code over fake tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.config.load import load_config
+from grpo_dist.config.memory import GIB, RoleMemory, memory_estimate
+from tests.memory_cells import CELLS, FSDP, MODELS, QUICK, measured, planned, run_config
+
+MODEL = "actor_rollout_ref.model"
+# 2 layers of 4 * 8^2 + 3 * 8 * 16 + 2 * 8 = 656 numbers; an embedding and an output layer of 100 * 8, a norm of 8.
+SHAPE = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+         "intermediate_size": 16, "vocab_size": 100, "tie_word_embeddings": False}  # fmt: skip
+LAYER, MATRIX = 656, 800
+ROOT = 2 * MATRIX + 8
+PARAMETERS = 2 * LAYER + ROOT
+# A group of 8 responses of 4 tokens after a prompt of 4, which they share; 32 rows of logits in one chunk.
+TOKENS, CHUNK = 36, 32 * 100 * 4
+INPUTS = TOKENS * 8 * 2
+SMALL = ("data.max_prompt_length=4", "data.max_response_length=4", "cluster=node8", "data.train_batch_size=32")
+
+
+def plan(tmp_path: Path, *overrides: str) -> dict[str, RoleMemory]:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    config, _ = load_config([f"{MODEL}.path={tmp_path}", *SMALL, *overrides])
+    return {role.role: role for role in memory_estimate(config, SHAPE) or []}
+
+
+def numbers(role: RoleMemory) -> dict[str, float]:
+    return {name: pytest.approx(gib * GIB) for name, gib in role.parts.items()}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CELLS]
+)
+def test_the_plan_is_what_the_tracker_sees(name: str, tmp_path: Path) -> None:
+    config = run_config(CELLS[name], tmp_path)
+    plan, found = planned(CELLS[name], config), measured(CELLS[name], config)
+    assert plan.total == pytest.approx(found["Total"], rel=0.1), (dict(plan.parts), found)
+
+
+def test_the_head_is_the_peak_of_two_ranks(tmp_path: Path) -> None:
+    """A chunk's logits and softmax beside the output layer's gradient, all in float32."""
+    actor = plan(tmp_path, "cluster.actor_world_size=2")["actor"]
+    assert numbers(actor) == {
+        "weights": PARAMETERS * 4 / 2,
+        "gradients": PARAMETERS * 4 / 2,
+        "optimizer": PARAMETERS * 8 / 2,
+        "gathered weights": (ROOT + LAYER) * 2,
+        "activations": 2 * INPUTS + 2 * INPUTS,  # what two layers keep, and the output layer's
+        "logits": MATRIX * 4 + 2 * CHUNK,
+    }
+
+
+def test_without_checkpointing_layers_keep_more(tmp_path: Path) -> None:
+    actor = plan(tmp_path, "cluster.actor_world_size=2", f"{MODEL}.enable_gradient_checkpointing=false")["actor"]
+    # two norms and two of heads in float32, what follows them and the matrices' inputs in bfloat16
+    layer = TOKENS * (2 * 8 * (4 + 2 * 2) + (8 + 8) * (4 + 3 * 2) + 4 * 16 * 2)
+    assert actor.parts["activations"] * GIB == pytest.approx(2 * layer + 2 * INPUTS)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_that_wait_are_whole(tmp_path: Path, ranks: int) -> None:
+    """Reduced, a rank keeps its shard of 4 bytes a parameter; deferred all of it, as does a rank that is alone."""
+    size = f"cluster.actor_world_size={ranks}"
+    reduced, deferred = (
+        plan(tmp_path, size, f"{FSDP}.defer_grad_sync={value}")["actor"].parts["gradients"] * GIB
+        for value in ("false", "true")
+    )
+    assert reduced == pytest.approx(PARAMETERS * 4 / ranks)
+    assert deferred == pytest.approx(PARAMETERS * 4)
+
+
+def test_offloaded_states_are_there_for_the_step_alone(tmp_path: Path) -> None:
+    kept = plan(tmp_path, "cluster=single_gpu", f"{FSDP}.optimizer_offload=false")["actor"]
+    away = plan(tmp_path, "cluster=single_gpu")["actor"]
+    states = PARAMETERS * 8 / GIB
+    assert kept.total - away.total == pytest.approx(states), "they are not there in the backward pass"
+    assert "optimizer" not in away.parts
+    assert away.between * GIB == pytest.approx(PARAMETERS * 4), "weights alone stay"
+    assert kept.between == kept.total, "nothing is given back to the GPU"
+    assert away.host["offloaded"] == pytest.approx(states)
+    assert away.host["a copy for a checkpoint"] * GIB == pytest.approx(PARAMETERS * 12)
+
+
+def test_the_reference_waits_in_cpu_memory(tmp_path: Path) -> None:
+    ref = plan(tmp_path, "cluster=single_gpu")["ref"]
+    assert ref.between == 0
+    assert ref.host["offloaded"] * GIB == pytest.approx(PARAMETERS * 2)
+    assert ref.host["weights being loaded"] * GIB == pytest.approx(PARAMETERS * 2 + MATRIX * 2)
+    stays = plan(tmp_path, "cluster=single_gpu", "actor_rollout_ref.ref.fsdp_config.param_offload=false")["ref"]
+    assert stays.between == stays.total
+    assert "offloaded" not in stays.host
+
+
+def test_qwen3_8b_fits_eight_gpus_with_room() -> None:
+    """Two thirds of 80 GB, with responses of 1,024 tokens."""
+    config, _ = load_config(["model=qwen3_8b", "cluster=node8", "data.max_response_length=1024",
+                             "data.train_batch_size=64", "cluster.gpu_memory_gib=79"])  # fmt: skip
+    actor = (memory_estimate(config, MODELS["Qwen3-8B"]) or [])[0]
+    assert actor.total < 79 * 2 / 3

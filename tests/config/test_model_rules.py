@@ -1,0 +1,135 @@
+"""What a model's config.json rules out: heads and positions, worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.config.load import load_config
+from grpo_dist.config.model_rules import max_positions
+from grpo_dist.errors import ConfigError
+
+MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+TP = f"{ROLLOUT}.tensor_model_parallel_size"
+GPU = "cluster.gpu_memory_gib"
+BATCH = ("data=arithmetic", "data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64")
+SHAPE = {"hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 16,
+         "intermediate_size": 2816, "vocab_size": 32000, "tie_word_embeddings": False}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path):
+    """Writes a config.json, and gives the override that names its folder."""
+
+    def write(**entries: object) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(SHAPE | entries))
+        return f"{MODEL}.path={tmp_path}"
+
+    return write
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config([*BATCH, *overrides])
+    assert caught.value.exit_code == 2
+    assert len(str(caught.value).splitlines()) == 2, str(caught.value)
+    return str(caught.value).splitlines()[1].strip()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "fits"),
+    [
+        (16, 16, 8, True),
+        (32, 8, 4, True),
+        (32, 2, 8, True),  # vLLM gives four GPUs a copy of each key-value head
+        (12, 3, 2, False),  # 12 heads split, 3 key-value heads neither split over 2 nor are copied
+        (9, 3, 2, False),
+        (9, 9, 8, False),
+        (14, 2, 4, False),
+    ],
+)
+def test_tensor_parallel_divides_the_heads(model, heads: int, kv_heads: int, size: int, fits: bool) -> None:
+    run = ("cluster=multi_node", f"{TP}={size}", model(num_attention_heads=heads, num_key_value_heads=kv_heads))
+    if fits:
+        load_config([*BATCH, *run])
+        return
+    text = refused(*run)
+    assert f"{TP}={size}: " in text
+    assert f"{heads} attention heads and {kv_heads} key-value heads" in text
+
+
+def test_the_sizes_that_fit_are_named(model) -> None:
+    """12 heads over 4 key-value heads on 8 GPUs: 1, 2, 4; 8 does not divide 12."""
+    path = model(num_attention_heads=12, num_key_value_heads=4)
+    assert refused("cluster=multi_node", f"{TP}=8", path).endswith("set it to 1 or 2 or 4")
+
+
+def test_on_cpu_too(model) -> None:
+    """9 heads over 3 key-value heads: 1 and 3, or 9 with copies of them."""
+    path = model(num_attention_heads=9, num_key_value_heads=3)
+    assert refused(f"{TP}=2", path).endswith("do not split over 2 processes; set it to 1 or 3 or 9")
+
+
+def test_heads_of_a_hub_model_that_is_not_here_are_known_by_its_name() -> None:
+    """Qwen2.5-7B has 28 heads."""
+    hub = f"{MODEL}.path=Qwen/Qwen2.5-7B-Instruct"
+    assert f"{TP}=8: Qwen/Qwen2.5-7B-Instruct has 28 attention heads" in refused("cluster=multi_node", f"{TP}=8", hub)
+    load_config([*BATCH, "cluster=node8", f"{TP}=4", hub])
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ({"max_position_embeddings": 100}, ("max_position_embeddings", 100)),
+        ({"n_positions": 1024}, ("n_positions", 1024)),
+        ({"max_position_embeddings": 400, "seq_length": 300}, ("seq_length", 300)),
+        ({"max_position_embeddings": 100, "model_max_length": 900}, ("model_max_length", 900)),
+        ({"text_config": {"max_position_embeddings": 100}, "seq_length": 7}, ("max_position_embeddings", 100)),
+        ({"max_position_embeddings": 100, "rope_scaling": {"type": "linear", "factor": 4.0}}, (..., 400)),
+        ({"max_position_embeddings": 100, "rope_scaling": {"rope_type": "dynamic", "factor": 2}}, (..., 200)),
+        ({"max_position_embeddings": 400, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, (..., 400)),
+        ({"max_position_embeddings": 400, "rope_scaling": {"type": "longrope", "factor": 4.0}}, (..., 400)),
+        ({"max_position_embeddings": 400, "rope_parameters": {"rope_type": "default", "factor": None}}, (..., 400)),
+        (
+            {
+                "max_position_embeddings": 100,
+                "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 3.0}, "sliding": {}},
+            },
+            (..., 300),
+        ),
+        ({"max_position_embeddings": "many", "rope_scaling": "x"}, None),
+        ({}, None),
+    ],
+)
+def test_positions_as_vllm_derives_them(entries: dict, expected: tuple | None) -> None:
+    found = max_positions(entries)
+    if expected is None or found is None:
+        assert found == expected
+    else:
+        assert found[1] == expected[1]
+        assert expected[0] in (..., found[0])
+
+
+def test_a_sequence_longer_than_the_models_positions_is_refused(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 + 64 tokens, 100 positions."""
+    path = model(max_position_embeddings=100)
+    text = refused(path)
+    assert text.startswith("data.max_prompt_length=64, data.max_response_length=64: 128 tokens, and ")
+    assert "100 positions (max_position_embeddings in its config.json)" in text
+    assert "lower one of the two" in text
+    asked = refused(model(max_position_embeddings=128), f"{ROLLOUT}.max_model_len=129")
+    assert asked.startswith(f"{ROLLOUT}.max_model_len=129: 129 tokens, and ")
+    load_config([*BATCH, path := model(max_position_embeddings=128)])
+    path = model(max_position_embeddings=100)
+    load_config([*BATCH, path, "data.max_response_length=36"])
+    load_config([*BATCH, path, f"{MODEL}.override_config.max_position_embeddings=4096"])
+    load_config([*BATCH, path, f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides={{max_position_embeddings: 4096}}"])
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    load_config([*BATCH, path])
+
+
+def test_the_memory_of_gpus_says_nothing_about_a_run_without_them(model) -> None:
+    _, notes = load_config([*BATCH, model(), f"{GPU}=0.001"])
+    assert f"{GPU}=0.001 has no effect on CPU" in notes

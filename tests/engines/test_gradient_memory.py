@@ -1,0 +1,48 @@
+"""What a rank keeps of gradients between the micro-batches of a mini-batch, and what offloading takes away."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_dist.engines.settings import ModelSettings
+from tests.fake_memory import GIB, fake_engine, peak_of_update, sequences
+
+# 4 layers of (2 * 512 * (512 + 256) + 3 * 512 * 4096) numbers of a Qwen3; the vocabulary hardly counts.
+SHAPE = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+         "intermediate_size": 4096, "vocab_size": 512, "tie_word_embeddings": True}  # fmt: skip
+PARAMETERS = 4 * (2 * 512 * (512 + 256) + 3 * 512 * 4096 + 2 * 512 + 2 * 64) + 512 * 512 + 512
+RANKS = 4
+
+
+def peak(ranks: int = RANKS, **changes: object) -> float:
+    """Bytes at the peak of an optimizer step of two micro-batches."""
+    settings = ModelSettings("fake", False, "fp32", "bf16", True, True, **changes)  # type: ignore[arg-type]
+    with fake_engine(SHAPE, settings, ranks, trains=True) as engine:
+        found = peak_of_update(engine, sequences(2, 2, 8, 8), micro_batch_size=2, max_token_len=None)
+    return found["Total"] * GIB
+
+
+@pytest.fixture(scope="module")
+def reduced() -> float:
+    return peak()
+
+
+def test_every_micro_batch_is_reduced(reduced: float) -> None:
+    """Gradients that wait for the last one are whole: 4 bytes a parameter in place of a shard of them, of which a
+    quarter is the buffer of a layer's reduction, which is later.
+    """
+    assert peak(defer_grad_sync=True) - reduced > PARAMETERS * 4 * (1 - 1 / RANKS) * 0.7
+
+
+def test_copies_wait_with_their_shards_only(reduced: float) -> None:
+    """Hybrid sharding: twice the shard of weights, gradients and states, 16 bytes a parameter, and no more."""
+    assert peak(fsdp_size=RANKS // 2) - reduced == pytest.approx(PARAMETERS * 16 / RANKS, rel=0.1)
+
+
+def test_offloaded_states_are_there_for_the_step_alone() -> None:
+    """Alone, a rank keeps weights, whole gradients and its states: of 16 bytes a parameter 8 are not there at the peak
+    of the backward pass, whose gathered weights take 2.
+    """
+    away = peak(1, optimizer_offload=True)
+    assert away == pytest.approx(PARAMETERS * 16, rel=0.05), "weights, gradients and states in the step"
+    assert peak(1) - away > PARAMETERS * 1.8

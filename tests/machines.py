@@ -1,0 +1,91 @@
+"""Several machines on this one: network namespaces on a bridge, each with its own address, host name and /dev/shm.
+
+As on many systems the host name stands for 127.0.1.1 in /etc/hosts. Needs Linux and root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ENTER = """
+hostname "$1"
+mount --bind "$2/hosts" /etc/hosts
+mount -t tmpfs -o size=2g tmpfs /dev/shm
+mount --bind "$2/private" "$3"
+shift 3
+exec "$@"
+"""
+
+
+class Machines:
+    """What `machines` made.
+
+    Attributes:
+        addresses: by number.
+        private: a folder whose content is each machine's own.
+    """
+
+    def __init__(self, names: list[str], addresses: list[str], folder: Path) -> None:
+        self.names, self.addresses, self.folder, self.private = names, addresses, folder, folder / "private"
+        self.private.mkdir()
+        for number in range(len(names)):
+            (self.own(number) / "private").mkdir(parents=True)
+            (self.own(number) / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 node{number}\n")
+
+    def own(self, number: int) -> Path:
+        """Where a machine's files are, seen from outside: `private` in it is its private folder."""
+        return self.folder / f"machine{number}"
+
+    def start(self, number: int, *command: str, env: Mapping[str, str]) -> subprocess.Popen[str]:
+        """Start a command on a machine."""
+        enter = ["ip", "netns", "exec", self.names[number], "unshare", "--mount", "--uts", "bash", "-c", ENTER, "enter"]
+        return subprocess.Popen(
+            [*enter, f"node{number}", str(self.own(number)), str(self.private), *command],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def machines(count: int, folder: Path) -> Iterator[Machines]:
+    """So many machines, until the block ends; the test is skipped where they cannot be made."""
+    if os.geteuid() != 0 or not all(shutil.which(tool) for tool in ("ip", "unshare")):
+        pytest.skip("emulated machines need root, `ip` and `unshare`")
+    tag, net = f"gm{os.getpid()}", f"10.{100 + os.getpid() % 100}.7"
+    names = [f"{tag}-{number}" for number in range(count)]
+    try:
+        try:
+            _ip("link", "add", tag, "type", "bridge")
+            _ip("link", "set", tag, "up")
+            for number, name in enumerate(names):
+                _ip("netns", "add", name)
+                _ip("link", "add", f"{tag}v{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+                _ip("link", "set", f"{tag}v{number}", "master", tag, "up")
+                _ip("-n", name, "addr", "add", f"{net}.{number + 1}/24", "dev", "eth0")
+                for device in ("eth0", "lo"):
+                    _ip("-n", name, "link", "set", device, "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"emulated machines cannot be made here: {error.stderr.decode().strip()}")
+        yield Machines(names, [f"{net}.{number + 1}" for number in range(count)], folder)
+    finally:
+        for name in names:
+            pids = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True).stdout
+            for pid in pids.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", tag], check=False, capture_output=True)

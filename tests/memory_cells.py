@@ -1,0 +1,134 @@
+"""The memory plan against torch's tracker: named models, GPUs and settings. Prints the table of docs/performance.md.
+
+python -m tests.memory_cells [part of a name]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.config.load import load_config
+from grpo_dist.config.memory import RoleMemory, memory_estimate
+from grpo_dist.config.placement import placement
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.trainer.settings import policy_settings, reference_settings
+from tests.fake_memory import fake_engine, peak_of_pass, peak_of_update, sequences
+
+
+def qwen3(hidden: int, layers: int, heads: int, width: int, *, tied: bool = False) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "intermediate_size": width,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": tied,
+    }  # fmt: skip
+
+
+MODELS = {
+    "Qwen3-0.6B": qwen3(1024, 28, 16, 3072, tied=True),
+    "Qwen3-1.7B": qwen3(2048, 28, 16, 6144, tied=True),
+    "Qwen3-8B": qwen3(4096, 36, 32, 12288),
+    "Qwen3-14B": qwen3(5120, 40, 40, 17408),
+    "Qwen3-32B": qwen3(5120, 64, 64, 25600),
+}
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+FSDP = f"{ACTOR}.fsdp_config"
+NO_CHECKPOINTING = f"{MODEL}.enable_gradient_checkpointing=false"
+N, PROMPT, RESPONSE = 8, 512, 1024
+GROUP = PROMPT + N * RESPONSE  # tokens, the prompt shared
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model on so many actor ranks, with overrides; `role` is the one that is measured."""
+
+    model: str
+    ranks: int
+    overrides: tuple[str, ...] = ()
+    role: str = "actor"
+
+
+CELLS = {
+    "0.6B, 1 GPU": Cell("Qwen3-0.6B", 1),
+    "0.6B, 4 GPUs, no checkpointing": Cell("Qwen3-0.6B", 4, (NO_CHECKPOINTING,)),
+    "1.7B, 1 GPU, optimizer offloaded": Cell("Qwen3-1.7B", 1, (f"{FSDP}.optimizer_offload=true",)),
+    "1.7B, 2 GPUs, no checkpointing": Cell("Qwen3-1.7B", 2, (NO_CHECKPOINTING,)),
+    "8B, 4 GPUs": Cell("Qwen3-8B", 4, (f"{ACTOR}.use_dynamic_bsz=true",
+                                       f"{ACTOR}.ppo_max_token_len_per_gpu={2 * GROUP}")),
+    "8B, 4 GPUs, gradients deferred": Cell("Qwen3-8B", 4, (f"{FSDP}.defer_grad_sync=true",)),
+    "8B, 8 GPUs, weights stay gathered": Cell("Qwen3-8B", 8, (f"{FSDP}.reshard_after_forward=false",)),
+    "8B, 1 GPU, LoRA": Cell("Qwen3-8B", 1, (f"{MODEL}.lora_rank=32", f"{FSDP}.model_dtype=bf16")),
+    "14B, 8 GPUs, optimizer offloaded": Cell("Qwen3-14B", 8, (f"{FSDP}.optimizer_offload=true",)),
+    "14B, 16 GPUs, two copies": Cell("Qwen3-14B", 16, (f"{FSDP}.fsdp_size=8",)),
+    "32B, 16 GPUs": Cell("Qwen3-32B", 16),
+    "32B, 8 GPUs, LoRA": Cell("Qwen3-32B", 8, (f"{MODEL}.lora_rank=32",)),
+    "8B, reference on 2 GPUs": Cell("Qwen3-8B", 2, role="ref"),
+}  # fmt: skip
+QUICK = ("0.6B, 1 GPU", "0.6B, 4 GPUs, no checkpointing")
+
+
+def run_config(cell: Cell, folder: Path) -> RunConfig:
+    """The run of a cell; its model is a config.json in `folder`."""
+    (folder / "config.json").write_text(json.dumps(MODELS[cell.model]))
+    place = {"actor": cell.ranks, "rollout": 1, "ref": cell.ranks if cell.role == "ref" else 1}
+    nodes = -(-sum(place.values()) // 8)
+    config, _ = load_config(
+        [
+            f"{MODEL}.path={folder}",
+            "cluster=multi_node",
+            f"trainer.nnodes={nodes}",
+            *(f"cluster.{role}_world_size={ranks}" for role, ranks in place.items()),
+            f"data.max_prompt_length={PROMPT}",
+            f"data.max_response_length={RESPONSE}",
+            "data.train_batch_size=64",
+            f"{ACTOR}.ppo_mini_batch_size=64",
+            *cell.overrides,
+        ]
+    )
+    return config
+
+
+def planned(cell: Cell, config: RunConfig) -> RoleMemory:
+    """The plan of the cell's role."""
+    roles = memory_estimate(config, MODELS[cell.model])
+    assert roles is not None
+    return next(role for role in roles if role.role == cell.role)
+
+
+def measured(cell: Cell, config: RunConfig) -> dict[str, float]:
+    """What the tracker sees, in GiB: two micro-batches of an update, or a pass of the reference."""
+    place = placement(config)
+    trains = cell.role == "actor"
+    settings = policy_settings(config, place, 10) if trains else reference_settings(config, place)
+    with fake_engine(MODELS[cell.model], settings.model, cell.ranks, trains=trains) as engine:
+        if not trains:
+            size, budget = settings.log_prob_micro_batch_size, settings.log_prob_max_token_len
+            data = sequences(size // N, N, PROMPT, RESPONSE)
+            return peak_of_pass(engine, data, micro_batch_size=size, max_token_len=budget)
+        size, budget = settings.train_micro_batch_size, settings.train_max_token_len
+        groups = size // N if budget is None else budget // GROUP
+        data = sequences(2 * groups, N, PROMPT, RESPONSE)
+        return peak_of_update(engine, data, micro_batch_size=size, max_token_len=budget)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print a row for each cell whose name has the text."""
+    print("| cell | plan, GiB | tracker, GiB | plan / tracker | seconds |\n|---|---|---|---|---|")
+    for name, cell in CELLS.items():
+        if arguments and arguments[0] not in name:
+            continue
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            config = run_config(cell, Path(folder))
+            plan, found = planned(cell, config), measured(cell, config)
+        ratio, seconds = plan.total / found["Total"], time.monotonic() - started
+        print(f"| {name} | {plan.total:.1f} | {found['Total']:.1f} | {ratio:.3f} | {seconds:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

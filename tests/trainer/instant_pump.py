@@ -1,0 +1,124 @@
+"""A sampler on a pump that answers at once, and an order that remembers what it is asked and told."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+
+from grpo_dist.config.load import load_config
+from grpo_dist.data.sampler import PromptSampler
+from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.trainer.finished_groups import Group
+from grpo_dist.trainer.rollout_job import GroupRequest, RolloutJob
+from grpo_dist.trainer.sampling import TrainingSampler
+from grpo_dist.workers.batch_ref import DataProtoRef, Frame
+
+N = 4
+
+
+class Stored:
+    """Stands for an object in Ray's store."""
+
+
+def stored(column: str, rows: int) -> Frame:
+    """A column whose object lives as long as somebody holds a handle of it."""
+    return Frame((column,), (Stored(),), np.zeros(rows, np.int64), np.arange(rows))  # type: ignore[arg-type]
+
+
+class InstantPump:
+    """Scores prompt i of the data set with `scores[i]`; a greedy response scores 9."""
+
+    def __init__(self, scores: dict[int, list[float]]) -> None:
+        self.scores, self.requests, self.late = scores, [], ()
+        self.accuracies = {index: [float(score > 0) for score in row] for index, row in scores.items()}
+        self.objects: list[tuple[str, weakref.ref]] = []
+
+    def submit(
+        self, requests: list[GroupRequest], *, givers: tuple[str, ...], there: dict[int, Group] | None = None
+    ) -> RolloutJob:
+        there = there or {}
+        self.requests += [request for i, request in enumerate(requests) if i not in there]
+        job = RolloutJob(requests, {}, timings={"gen": 1.0})
+        for i, request in enumerate(requests):
+            greedy = request.sampling.temperature == 0
+            index = request.task.extra_info["index"]
+            scores, accuracies = ([9.0], [1.0]) if greedy else (self.scores[index], self.accuracies[index])
+            rows, uid = len(scores), {"uid": np.array([request.uid] * len(scores))}
+            job.groups[i] = DataProtoRef((stored("responses", rows),), uid, rows)
+            small = {"score": np.array(scores), "reward_extra/acc": np.array(accuracies)}
+            job.scores[i] = DataProtoRef((stored("token_level_scores", rows),), small, rows)
+            handles = job.groups[i], job.scores[i]
+            self.objects += [(request.uid, weakref.ref(handle.frames[0].blocks[0])) for handle in handles]
+        for i, (group, scores) in there.items():
+            job.groups[i], job.scores[i] = group, scores
+        for i in self.late:
+            del job.scores[i]
+        return job
+
+    def wait(self, done: Callable[[], bool], give_way: object = None) -> None:
+        while not done():
+            self.on_progress()
+
+    def cancel(self, job: RolloutJob, groups: set[int]) -> None:
+        job.cancelled |= groups - job.scores.keys()
+
+    def held(self) -> list[str]:
+        """Groups of which responses or scores are held."""
+        gc.collect()
+        return list(dict.fromkeys(uid for uid, found in self.objects if found() is not None))
+
+
+def make_sampler(scores: dict[int, list[float]], *overrides: str) -> TrainingSampler:
+    """2 prompts a step, in order."""
+    config, _ = load_config(
+        [
+            "data.train_batch_size=2",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            f"actor_rollout_ref.rollout.n={N}",
+            *overrides,
+        ]
+    )
+    prompts = [
+        SimpleNamespace(
+            token_ids=np.array([i]),
+            prompt=SimpleNamespace(index=i, data_source="d", ground_truth="", extra_info={"index": i}, messages=[]),
+        )
+        for i in scores
+    ]
+    order = PromptSampler(len(prompts), 2, shuffle=False, seed=0)
+    sampling = SamplingSettings(N, 1.0, 1.0, -1, 8, 0)
+    return TrainingSampler(config, InstantPump(scores), prompts, order, sampling)  # type: ignore[arg-type]
+
+
+MIXED, EQUAL = [1.0, 0, 0, 0], [1.0, 1, 1, 1]
+FILTER = "algorithm.filter_groups.enable=true"
+
+
+def resumed_sampler(before: TrainingSampler, scores: dict[int, list[float]], *overrides: str) -> TrainingSampler:
+    """A sampler that goes on where `before` is."""
+    ledger, order = json.loads(json.dumps([before.state_dict(), before.order.state_dict()]))
+    after = make_sampler(scores, *overrides)
+    after.order.load_state_dict(order)
+    after.load_state_dict(ledger)
+    return after
+
+
+class RecordingOrder:
+    """Batches in order; remembers what it is told, and between which batches."""
+
+    def __init__(self, *batches: list[int]) -> None:
+        self.batches, self.told, self.calls = iter(batches or [[1, 0], [3, 2]]), [], []
+
+    def next_batch(self) -> list[int]:
+        batch = next(self.batches)
+        self.calls.append(f"ask {batch}")
+        return batch
+
+    def update(self, scores_by_index: dict) -> None:
+        self.told.append({index: scores.tolist() for index, scores in scores_by_index.items()})
+        self.calls.append(f"tell {list(scores_by_index)}")

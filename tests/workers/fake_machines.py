@@ -1,0 +1,124 @@
+"""Several Ray nodes on this machine, with GPUs that are none: where the processes of a run are put, as JSON.
+
+    python -m tests.workers.fake_machines NODES [key=value ...]
+
+A process of its own: a driver has one cluster at a time, and the tests' own is another. Started by a test, whose
+environment closes Ray to other machines.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group, placement_group_table
+
+from grpo_dist.config.load import load_config
+from grpo_dist.config.node_layout import node_layout
+from grpo_dist.config.placement import placement
+from grpo_dist.trainer.machine import resources
+from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.limits import TimeLimits
+from grpo_dist.workers.process import Process
+from grpo_dist.workers.resources import Bundle, nodes_in_order, release, reserve
+
+SIZE = {"num_cpus": 64, "num_gpus": 8}
+LIMIT_S = 120.0
+
+
+def start(nodes: int) -> Cluster:
+    """A head without GPUs, where the driver is, and so many nodes with 8 each. A node that is gone is missed soon."""
+    soon = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
+    head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, "_system_config": soon}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(nodes):
+        cluster.add_node(wait=False, **SIZE)
+    cluster.wait_for_nodes()
+    ray.init(address=cluster.address, log_to_driver=False)
+    return cluster
+
+
+def found(bundles: dict[str, list[Bundle]], order: list[str]) -> dict[str, list[int]]:
+    """By role and rank, the place of its node in `order`."""
+    tables = {b.group: placement_group_table(b.group)["bundles_to_node_id"] for part in bundles.values() for b in part}
+    return {role: [order.index(tables[b.group][b.index]) for b in part] for role, part in bundles.items()}
+
+
+def layout(overrides: list[str]) -> tuple[list[Any], dict[str, list[Bundle]], dict[str, list[int]]]:
+    """Reserve for a config: placement groups, bundles, and the nodes by role and rank."""
+    config, _ = load_config(["cluster=multi_node", *overrides])
+    groups, bundles = reserve(resources(config, placement(config)), node_layout(config))
+    return groups, bundles, found(bundles, order())
+
+
+def order() -> list[str]:
+    """Node ids, without the driver's."""
+    return [node["NodeID"] for node in nodes_in_order()][1:]
+
+
+def lose(cluster: Cluster, bundles: dict[str, list[Bundle]]) -> dict[str, Any]:
+    """Lose a worker of an engine, then its whole node, for which another one comes; each time a new process starts."""
+    engines = WorkerGroup.spawn("rollout", Process, bundles["rollout"], args=[()] * 2, limits=TimeLimits(LIMIT_S))
+    before = engines.call_home()
+    ray.kill(engines.handles[1])
+    engines.respawn(1)
+    replaced = engines.call_home()
+    victim = before[0].node_id
+    cluster.remove_node(next(node for node in cluster.worker_nodes if node.node_id == victim), allow_graceful=False)
+    cluster.add_node(**SIZE)
+    for rank in range(2):
+        engines.respawn(rank)
+    moved = engines.call_home()
+    deadline = time.monotonic() + LIMIT_S
+    while victim in (ids := set(placement_group_table(bundles["rollout"][0].group)["bundles_to_node_id"].values())):
+        assert time.monotonic() < deadline, "Ray has not moved the group"
+        time.sleep(0.1)
+    return {
+        "replaced": [address.node_id == victim for address in replaced],
+        "moved": len({address.node_id for address in moved}) == len(ids) == 1,
+        "elsewhere": all(address.node_id != victim for address in moved),
+        "nodes": found(bundles, order()),
+    }
+
+
+def wait_until_free(gpus: float) -> None:
+    """Wait until Ray has that many GPUs to give."""
+    deadline = time.monotonic() + LIMIT_S
+    while ray.available_resources().get("GPU", 0) < gpus:
+        assert time.monotonic() < deadline, "Ray does not give the GPUs back"
+        time.sleep(0.05)
+
+
+def beside_another_job() -> list[int]:
+    """Where 16 actor ranks are if another job has the GPUs of the first machine."""
+    blocked = placement_group([{"GPU": 8}], strategy="STRICT_PACK", _soft_target_node_id=order()[0])
+    assert blocked.wait(LIMIT_S)
+    groups, bundles = reserve({"actor": (16, 1.0, 1.0)}, {"actor": [0] * 8 + [1] * 8})
+    placed = found(bundles, order())["actor"]
+    release([*groups, blocked])
+    return placed
+
+
+def main(nodes: int, overrides: list[str]) -> None:
+    cluster = start(nodes)
+    groups, bundles, placed = layout([f"trainer.nnodes={nodes}", *overrides])
+    report: dict[str, Any] = {"placed": placed}
+    if nodes == 3:
+        report |= lose(cluster, bundles)
+        release(groups)
+        wait_until_free(8.0 * nodes)
+        report["beside"] = beside_another_job()
+        wait_until_free(8.0 * nodes)
+        report["two"] = layout(["trainer.nnodes=2", *overrides])[2]
+        report["cpu"] = layout(["trainer.nnodes=3", "trainer.n_gpus_per_node=0", "cluster.actor_world_size=4"])[2]
+    sys.stdout.write(json.dumps(report) + "\n")
+    ray.shutdown()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
