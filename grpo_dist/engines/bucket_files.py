@@ -86,13 +86,13 @@ def _own_prefix() -> str:
 
 
 def _lives(pid: int) -> bool:
+    """Whether it holds its memory: one that has ended and that nobody takes note of does not."""
+    import psutil
+
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error as error:
+        return not isinstance(error, psutil.NoSuchProcess)
 
 
 def _pid_namespace() -> int:

@@ -72,7 +72,8 @@ def test_a_load_that_fails_leaves_nothing(memory: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_cleared_and_what_is_in_use_is_not(memory: Path) -> None:
-    subprocess.run([sys.executable, "-c", KILLED, str(memory)], check=False)
+    killed = subprocess.Popen([sys.executable, "-c", KILLED, str(memory)])
+    os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has taken note of it
     names = sorted("bucket" if len(path.name) == 32 else path.name for path in files_in(memory))
     assert names == ["bucket", "queue", module.SEGMENTS], "it was killed in the midst of a load"
     outside = memory.parent / "outside"
@@ -96,3 +97,4 @@ def test_what_a_killed_process_left_is_cleared_and_what_is_in_use_is_not(memory:
     assert sorted(folders) == sorted([in_use.parent, elsewhere, other])
     assert outside.exists()
     mine.close()
+    killed.wait()
