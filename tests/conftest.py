@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.chaos.runs import Outcome, train
 
 # Test modules import Ray when they are collected; what `connect` sets for a local cluster would come too late then.
 set_local_environment()
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests run on CPU, also where there are GPUs
 
 
 @pytest.fixture(autouse=True)

@@ -69,12 +69,15 @@ def machines(count: int, folder: Path) -> Iterator[Machines]:
     names = [f"{tag}-{number}" for number in range(count)]
     try:
         try:
-            _ip("link", "add", tag, "type", "bridge")
-            _ip("link", "set", tag, "up")
+            # In a namespace of its own no firewall of this machine's, such as Docker's, comes between them.
+            _ip("netns", "add", tag)
+            _ip("-n", tag, "link", "add", "bridge", "type", "bridge")
+            _ip("-n", tag, "link", "set", "bridge", "up")
             for number, name in enumerate(names):
                 _ip("netns", "add", name)
-                _ip("link", "add", f"{tag}v{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
-                _ip("link", "set", f"{tag}v{number}", "master", tag, "up")
+                port = f"port{number}"
+                _ip("link", "add", port, "netns", tag, "type", "veth", "peer", "name", "eth0", "netns", name)
+                _ip("-n", tag, "link", "set", port, "master", "bridge", "up")
                 _ip("-n", name, "addr", "add", f"{net}.{number + 1}/24", "dev", "eth0")
                 for device in ("eth0", "lo"):
                     _ip("-n", name, "link", "set", device, "up")
@@ -88,4 +91,4 @@ def machines(count: int, folder: Path) -> Iterator[Machines]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-        subprocess.run(["ip", "link", "del", tag], check=False, capture_output=True)
+        subprocess.run(["ip", "netns", "del", tag], check=False, capture_output=True)

@@ -19,7 +19,7 @@ def open_to_others(process: psutil.Process) -> dict[str, list[str]]:
     """By command line, the addresses other than loopback where a process or one of its descendants listens."""
     found = {}
     for each in (process, *process.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             ips = [c.laddr.ip for c in each.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
             if others := [ip for ip in ips if not is_loopback(ip)]:
                 found[f"{each.pid} {command_line(each)[:80]}"] = others

@@ -36,7 +36,7 @@ def test_an_engine_that_loses_a_process_is_replaced(split_run: Outcome) -> None:
 def test_nothing_of_its_engines_is_left(split_run: Outcome) -> None:
     since = time.time() - split_run.seconds - 60
     engines = [each for each in psutil.process_iter() if command_line(each).startswith(PROCESSES["engine"])]
-    assert [alive_as(each) for each in engines if each.create_time() > since and alive_as(each)] == []
+    assert [alive_as(each) for each in engines if alive_as(each) and each.create_time() > since] == []
 
 
 def test_it_learns_what_it_learns_with_one_process(main_run: Outcome, split_run: Outcome) -> None:

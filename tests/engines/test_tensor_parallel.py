@@ -165,7 +165,8 @@ def left_by_a_killed_engine(rollout: WorkerGroup, folder: Path) -> list[psutil.P
     raylet.suspend()
     try:
         worker.kill()
-        _, alive = psutil.wait_procs(engine, TIMEOUT_S)
+        # The worker may end after its engine: threads of its own are still at work when the engine's end.
+        _, alive = psutil.wait_procs([worker, *engine], TIMEOUT_S)
     finally:
         raylet.resume()
     return [each for each in alive if alive_as(each)]

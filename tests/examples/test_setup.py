@@ -38,7 +38,9 @@ def write(program: Path, text: str) -> None:
 def setup(checkout: Path, *arguments: str, **env: str) -> tuple[int, list[str]]:
     """Exit code, and the calls of uv."""
     (checkout / "asked").unlink(missing_ok=True)
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_", "DEVICE"))}
+    plain = {
+        name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_", "DEVICE", "CUDA"))
+    }
     path = f"{checkout.parent / 'bin'}:{plain['PATH']}"
     done = subprocess.run(
         ["bash", "scripts/setup.sh", *arguments],

@@ -129,6 +129,7 @@ def trained_uids(groups: dict[str, WorkerGroup]) -> list[list[str]]:
     return [list(dict.fromkeys(mini_batches[0])) for mini_batches in updates]
 
 
+@pytest.mark.long  # it measures time; that both work at once shows in the ages below, too
 def test_at_1_generation_hides_behind_the_update(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """Both take T. At 0 a step takes 2 T, and each waits while the other works; at 1 they work at the same time."""
     step_s, idle = {}, {}
@@ -136,7 +137,7 @@ def test_at_1_generation_hides_behind_the_update(tmp_path: Path, groups: dict[st
         trainer = make_trainer(tmp_path, groups, f"trainer.max_staleness={staleness}", seconds=T)
         trainer.fit()
         step_s[staleness] = float(np.median([row["timing_s/step"] for row in history(trainer)[2:]]))
-        idle[staleness] = history(trainer)[-2]["perf/idle/actor"]
+        idle[staleness] = float(np.median([row["perf/idle/actor"] for row in history(trainer)[2:-1]]))
         if staleness == 0:
             assert min(history(trainer)[-2][f"perf/idle/{role}"] for role in ("actor", "rollout")) > 0.25
     assert step_s[0] > 2 * T

@@ -37,7 +37,7 @@ def start(nodes: int) -> Cluster:
     cluster = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(nodes):
         cluster.add_node(wait=False, **SIZE)
-    cluster.wait_for_nodes()
+    cluster.wait_for_nodes(timeout=LIMIT_S)
     ray.init(address=cluster.address, log_to_driver=False)
     return cluster
 
@@ -69,7 +69,8 @@ def lose(cluster: Cluster, bundles: dict[str, list[Bundle]]) -> dict[str, Any]:
     replaced = engines.call_home()
     victim = before[0].node_id
     cluster.remove_node(next(node for node in cluster.worker_nodes if node.node_id == victim), allow_graceful=False)
-    cluster.add_node(**SIZE)
+    cluster.add_node(wait=False, **SIZE)
+    cluster.wait_for_nodes(timeout=LIMIT_S)
     for rank in range(2):
         engines.respawn(rank)
     moved = engines.call_home()
@@ -115,7 +116,7 @@ def main(nodes: int, overrides: list[str]) -> None:
         wait_until_free(8.0 * nodes)
         report["two"] = layout(["trainer.nnodes=2", *overrides])[2]
         report["cpu"] = layout(["trainer.nnodes=3", "trainer.n_gpus_per_node=0", "cluster.actor_world_size=4"])[2]
-    sys.stdout.write(json.dumps(report) + "\n")
+    sys.stdout.write("\n" + json.dumps(report) + "\n")  # what Ray writes here may not have ended its line
     ray.shutdown()
     cluster.shutdown()
 

@@ -36,7 +36,7 @@ for p in (me, *me.children(recursive=True)):
     try:
         listening += [(p.name(), c.laddr.ip) for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
         beside += [p.name()] if p != me and os.getpgid(p.pid) == os.getpgid(0) else []
-    except (psutil.NoSuchProcess, ProcessLookupError):  # it has ended meanwhile
+    except (psutil.Error, ProcessLookupError):  # it has ended meanwhile
         continue
 cpus = ray.cluster_resources()["CPU"]
 ray.shutdown()

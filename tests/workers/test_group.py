@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -313,7 +314,7 @@ def test_a_worker_that_cannot_be_built_says_why(bundles: Mapping[str, list]) -> 
 
 # --- a rank that others wait for -----------------------------------------------------------------------------------
 def member_class() -> type:
-    """A rank of a gloo group whose others wait 2 s for it."""
+    """A rank of a gloo group whose others wait 5 s for it."""
 
     class Member(Process):
         def __init__(self, rank: int) -> None:
@@ -334,7 +335,7 @@ def member_class() -> type:
 
             store = self.store if self.rank == 0 else dist.TCPStore("127.0.0.1", port)
             init_process_group(device="cpu", rank=self.rank, world_size=3, store=store, timeout_s=240.0)
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=5), dist.group.WORLD)
 
         def add_up(self, path: str) -> float:
             import torch
@@ -349,7 +350,9 @@ def member_class() -> type:
     return Member
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["sleeps", "stopped"])
+@pytest.mark.parametrize(
+    "stopped", [pytest.param(False, id="sleeps"), pytest.param(True, id="stopped", marks=pytest.mark.long)]
+)
 def test_the_rank_that_others_wait_for_is_named(local_ray: None, gate: Gate, tmp_path: Path, *, stopped: bool) -> None:
     with reserved(actor=3) as bundles:
         limits = TimeLimits(240.0)
@@ -369,7 +372,7 @@ def test_the_rank_that_others_wait_for_is_named(local_ray: None, gate: Gate, tmp
         assert error.node == socket.gethostname()
         assert ("stopped" in error.message) == stopped
         (shown,) = error.__notes__
-        assert "Timed out waiting 2000ms" in shown or "Connection closed by peer" in shown
+        assert re.search("Timed out waiting 5000ms|Connection (closed|reset) by peer", shown)
         group.kill()
 
 
