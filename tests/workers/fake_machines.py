@@ -9,6 +9,7 @@ environment closes Ray to other machines.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -32,6 +33,7 @@ LIMIT_S = 120.0
 
 def start(nodes: int) -> Cluster:
     """A head without GPUs, where the driver is, and so many nodes with 8 each. A node that is gone is missed soon."""
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # the tests hide all GPUs, and Ray has no more than can be seen
     soon = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
     head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False, "_system_config": soon}
     cluster = Cluster(initialize_head=True, head_node_args=head)
