@@ -115,9 +115,7 @@ def _on_the_shared_gpu(config: RunConfig, roles: list[RoleMemory], gib: float) -
 
 def _in_machines(config: RunConfig, roles: list[RoleMemory], gib: float) -> Iterator[Misfit]:
     """All processes of a run in the CPU memory of a machine; without GPUs their tensors are there too."""
-    place = placement(config)
-    counts = {"actor": place.actor_world_size, "rollout": place.rollout_world_size, "ref": place.ref_world_size}
-    on_cpu = config.device == "cpu"
+    counts, on_cpu = placement(config).world_sizes, config.device == "cpu"
     each = {role.role: role.host_total + (role.total if on_cpu else 0.0) for role in roles}
     needed = sum(each[name] * counts[name] for name in each) / config.trainer.nnodes
     if needed > gib:

@@ -13,6 +13,7 @@ from typing import Any
 
 from grpo_dist.config.memory import memory_estimate
 from grpo_dist.config.memory_rules import memory_problems
+from grpo_dist.config.model_shape import count, text_config
 from grpo_dist.config.problems import Problem
 from grpo_dist.config.schema import RunConfig
 
@@ -64,10 +65,10 @@ def model_problems(
 
 def max_positions(model_config: Mapping[str, Any]) -> tuple[str, int] | None:
     """The name and value of the longest sequence a model takes, as vLLM derives it; None: it does not say."""
-    text = _text_config(model_config)
-    found = {name: text[name] for name in _POSITIONS if _is_count(text.get(name))}
-    if _is_count(text.get("model_max_length")):  # of Cohere's models, and it decides alone
-        found = {"model_max_length": text["model_max_length"]}
+    text = text_config(model_config)
+    found = {name: number for name in _POSITIONS if (number := count(text, name))}
+    if decides := count(text, "model_max_length"):  # of Cohere's models, and it decides alone
+        found = {"model_max_length": decides}
     if not found:
         return None
     name = min(found, key=lambda each: found[each])
@@ -92,9 +93,9 @@ def _scaling_factor(text: Mapping[str, Any]) -> float:
 def _tensor_parallel_divides_heads(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
     """Each process of an engine holds whole attention heads; of key-value heads a whole number, or a copy of one."""
     size, key = config.actor_rollout_ref.rollout.tensor_model_parallel_size, f"{_ROLLOUT}.tensor_model_parallel_size"
-    text, path = _text_config(model_config), config.actor_rollout_ref.model.path
-    heads = next((text[name] for name in ("num_attention_heads", "n_head", "n_heads") if _is_count(text.get(name))), 0)
-    kv_heads: int = text["num_key_value_heads"] if _is_count(text.get("num_key_value_heads")) else heads
+    text, path = text_config(model_config), config.actor_rollout_ref.model.path
+    heads = next(filter(None, (count(text, name) for name in ("num_attention_heads", "n_head", "n_heads"))), 0)
+    kv_heads = count(text, "num_key_value_heads") or heads
     if not heads or (heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)):
         return
     per_node = config.trainer.n_gpus_per_node or heads
@@ -128,12 +129,3 @@ def _positions_hold_the_longest_sequence(config: RunConfig, model_config: Mappin
         "actor_rollout_ref.model.override_config",
         (*keys, "actor_rollout_ref.model.path"),
     )
-
-
-def _text_config(model_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = model_config.get("text_config")
-    return text if isinstance(text, Mapping) else model_config
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

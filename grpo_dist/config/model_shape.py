@@ -83,22 +83,22 @@ def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> Mod
         model_config: its config.json.
         num_parameters: those in its files; 0: not known.
     """
-    text = model_config.get("text_config", model_config)
-    needed = [_count(text, name) for name in _SIZES]
+    text = text_config(model_config)
+    needed = [count(text, name) for name in _SIZES]
     if not all(needed):
         return None
     hidden, layers, heads, width, vocabulary = needed
-    head_dim = _count(text, "head_dim") or hidden // heads
-    query, key = heads * head_dim, (_count(text, "num_key_value_heads") or heads) * head_dim
-    experts = _count(text, "num_experts") or _count(text, "num_local_experts") or 1
-    expert_width = _count(text, "moe_intermediate_size") or width
+    head_dim = count(text, "head_dim") or hidden // heads
+    query, key = heads * head_dim, (count(text, "num_key_value_heads") or heads) * head_dim
+    experts = count(text, "num_experts") or count(text, "num_local_experts") or 1
+    expert_width = count(text, "moe_intermediate_size") or width
     attention = 2 * hidden * (query + key)
     matrices = 2 if str(text.get("model_type")) in _UNGATED else 3
     mlp = matrices * hidden * expert_width * experts + (hidden * experts if experts > 1 else 0)
     return ModelShape(
         num_layers=layers,
         hidden=hidden,
-        width=expert_width * (_count(text, "num_experts_per_tok") or 1 if experts > 1 else 1),
+        width=expert_width * (count(text, "num_experts_per_tok") or 1 if experts > 1 else 1),
         query_width=query,
         key_width=key,
         layer=attention + mlp + 2 * hidden,
@@ -116,10 +116,16 @@ def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> Mod
     )
 
 
-def _count(text: Any, name: str) -> int:
+def text_config(model_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the language model: a section of its own in models of several kinds."""
+    text = model_config.get("text_config")
+    return text if isinstance(text, Mapping) else model_config
+
+
+def count(text: Mapping[str, Any], name: str) -> int:
     """A size in a config.json; 0 where it has none, or something else in its place."""
-    value = text.get(name) if isinstance(text, dict) else None
-    return value if isinstance(value, int) and value > 0 else 0
+    value = text.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def model_config_at_hand(path: str) -> dict[str, Any] | None:

@@ -51,9 +51,14 @@ class Placement:
         return max(1, self.rollout_world_size // self.tensor_parallel)
 
     @property
+    def world_sizes(self) -> dict[str, int]:
+        """By role its processes, one GPU each unless shared; those of all engines together."""
+        return {"actor": self.actor_world_size, "rollout": self.rollout_world_size, "ref": self.ref_world_size}
+
+    @property
     def world_size(self) -> int:
-        """Processes of the three roles together, one GPU each unless shared."""
-        return self.actor_world_size + self.rollout_world_size + self.ref_world_size
+        """Processes of the three roles together."""
+        return sum(self.world_sizes.values())
 
     @property
     def shares_gpu(self) -> bool:

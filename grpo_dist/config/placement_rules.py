@@ -82,16 +82,11 @@ def engines_are_laid_out_by_keys_of_ours(config: RunConfig) -> Iterator[Problem]
 def roles_fit_on_the_gpus(config: RunConfig) -> Iterator[Problem]:
     """Each process has a GPU of its own, or one process of each role shares the only GPU."""
     place, gpus = placement(config), config.num_gpus
-    roles = {
-        "actor": place.actor_world_size,
-        "rollout": place.rollout_world_size,
-        "ref": place.ref_world_size,
-    }
-    split = " + ".join(f"{role} {size}" for role, size in roles.items() if size)
+    split = " + ".join(f"{role} {size}" for role, size in place.world_sizes.items() if size)
     asked = [key for key in _CLUSTER if value_of(config, key) is not None]
     keys = (*asked, f"{_ROLLOUT}.tensor_model_parallel_size", "trainer.nnodes", "trainer.n_gpus_per_node")
     if place.shares_gpu:
-        if max(roles.values()) > 1:
+        if max(place.world_sizes.values()) > 1:
             why = f"one process of each role shares the only GPU, and this is {split}; leave cluster.* null"
             yield problem_between(config, why, *keys)
     elif place.device == "cuda" and place.world_size > gpus:

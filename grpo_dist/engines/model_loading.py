@@ -103,9 +103,7 @@ def _build(settings: ModelSettings, device: str) -> Any:
     import transformers
     from transformers.initialization import meta_device_safe_creation_ops
 
-    code = {"trust_remote_code": settings.trust_remote_code}
-    config = transformers.AutoConfig.from_pretrained(settings.path, **code)
-    config.update(dict(settings.override_config))
+    config = _read_config(settings)
     if quantization := getattr(config, "quantization_config", None):
         raise ValueError(
             f"its weights are quantized ({getattr(quantization, 'quant_method', None) or quantization}), and such "
@@ -116,11 +114,20 @@ def _build(settings: ModelSettings, device: str) -> Any:
             config,
             dtype=DTYPES[settings.model_dtype],
             attn_implementation=attention_implementation(config, settings.layout, device),
-            **code,
+            trust_remote_code=settings.trust_remote_code,
         )
     with contextlib.suppress(OSError):  # it is optional
         model.generation_config = transformers.GenerationConfig.from_pretrained(settings.path)
     return model.eval()
+
+
+def _read_config(settings: ModelSettings) -> Any:
+    """The model's config.json, with the entries that the run changes."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
+    config.update(dict(settings.override_config))
+    return config
 
 
 def _open_tensors(folder: Path, files: contextlib.ExitStack) -> dict[str, Any]:
@@ -185,11 +192,9 @@ def _hand_out(unloaded: UnloadedModel, device: str) -> None:
     whole = {}
     if dist.get_rank() == 0:
         logger.warning("%s is loaded whole by rank 0: %s", settings.path, unloaded.whole_because)
-        config = transformers.AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
-        config.update(dict(settings.override_config))
         whole = transformers.AutoModelForCausalLM.from_pretrained(
             settings.path,
-            config=config,
+            config=_read_config(settings),
             dtype=DTYPES[settings.model_dtype],
             use_safetensors=True,  # pickled weights can run code
             trust_remote_code=settings.trust_remote_code,

@@ -51,7 +51,7 @@ def compute_score(
     """
     total = 0.0
     found: dict[str, Any] = {}
-    for label, function, weight in _load(json.dumps([dict(each) for each in functions], default=str)):
+    for label, function, weight in _loaded(functions):
         result = score_response(
             function,
             data_source=data_source,
@@ -74,12 +74,17 @@ def check_reward_kwargs(*, functions: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         ConfigError: one of them cannot be loaded, or has a field that does not exist.
     """
-    _load(json.dumps([dict(each) for each in functions], default=str))
+    _loaded(functions)
 
 
 def declare_components(*, functions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The weight of each function, by its label."""
-    return {label: weight for label, _, weight in _load(json.dumps([dict(each) for each in functions], default=str))}
+    return {label: weight for label, _, weight in _loaded(functions)}
+
+
+def _loaded(functions: Sequence[Mapping[str, Any]]) -> list[tuple[str, RewardFunction, float]]:
+    """The functions with their labels and weights; loaded once."""
+    return _load(json.dumps([dict(each) for each in functions], default=str))
 
 
 @cache

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_dist.config.memory import GIB
 from grpo_dist.config.placement import Placement, placement
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.engines.build import build_problem
 from grpo_dist.errors import ConfigError
 from grpo_dist.workers.cluster import LOCAL, find_cluster
 
-GIB = 2**30
 _CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 
 

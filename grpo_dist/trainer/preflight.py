@@ -24,7 +24,7 @@ from grpo_dist.trainer.config_changes import check_changes, digest_code, read_co
 from grpo_dist.trainer.machine import Machine, check_machine
 from grpo_dist.trainer.names import import_reward, resolve_names
 from grpo_dist.trainer.run_lock import check_run_dir
-from grpo_dist.trainer.run_prompts import Prompts, load_run_prompts, read_prompts, total_steps
+from grpo_dist.trainer.run_prompts import Prompts, load_run_prompts, model_setting, read_prompts, total_steps
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,6 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
     checks.end()
     assert ready is not None
     return ready
-
-
-def model_setting(config: RunConfig) -> str:
-    """The key and value that name the model, for messages."""
-    return f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}"
 
 
 def check_model(config: RunConfig, *, weights: bool = True) -> ModelFolder:

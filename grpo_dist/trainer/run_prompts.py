@@ -34,6 +34,11 @@ class Prompts:
         return identify_prompts(self.train)
 
 
+def model_setting(config: RunConfig) -> str:
+    """The key and value that name the model, for messages."""
+    return f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}"
+
+
 def load_run_prompts(config: RunConfig, model: ModelFolder) -> tuple[Prompts, list[str]]:
     """Read and tokenize the prompts; also what the user should know about them.
 
@@ -53,8 +58,7 @@ def load_run_prompts(config: RunConfig, model: ModelFolder) -> tuple[Prompts, li
         validation, more = _load(config, "data.val_files", data.val_files, data.val_max_samples, tokenizer)
         notes += more
     if model.vocab_size is not None:
-        setting = f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}"
-        check_token_ids([*train, *validation], model.vocab_size, setting=setting)
+        check_token_ids([*train, *validation], model.vocab_size, setting=model_setting(config))
     return Prompts(train, validation, new_sampler(config, train)), notes
 
 

@@ -11,7 +11,7 @@ import pytest
 from grpo_dist.config.load import load_config
 from grpo_dist.config.memory import CUDA_GIB, memory_estimate
 from grpo_dist.config.model_rules import model_problems
-from grpo_dist.errors import ConfigError
+from tests.config.refusals import refused
 from tests.memory_cells import MODELS
 
 MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -58,15 +58,6 @@ def folder(tmp_path: Path):
     return write
 
 
-def refused(*overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config([*RUN, *overrides])
-    assert caught.value.exit_code == 2
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 2, lines
-    return lines[1].strip()
-
-
 def remedy(text: str) -> list[str]:
     """The overrides that a message names, up to an "or"."""
     return re.findall(r"[a-z_.]+=[^\s,]+", text.rpartition("; set ")[2].partition(", or ")[0])
@@ -76,14 +67,14 @@ def remedy(text: str) -> list[str]:
 def test_what_is_too_large_is_refused_and_the_remedy_helps(folder, name: str) -> None:
     model, gib, overrides, wanted = TOO_LARGE[name]
     run = (folder(model), f"{GPU}={gib}", *overrides)
-    text = refused(*run)
+    text = refused(*RUN, *run)
     assert f"{GPU}={gib:g}" in text
     changes = remedy(text)
     assert any(key in text.rpartition("; ")[2] for key in wanted), text
     load_config([*RUN, *run, *changes])
     for change in changes:  # none of them too many
         if len(changes) > 1:
-            refused(*run, *(other for other in changes if other != change))
+            refused(*RUN, *run, *(other for other in changes if other != change))
 
 
 def test_an_actor_is_refused_at_its_peak(folder) -> None:
@@ -92,7 +83,7 @@ def test_an_actor_is_refused_at_its_peak(folder) -> None:
     config, _ = load_config([*RUN, *run])
     actor = (memory_estimate(config, MODELS["Qwen3-8B"]) or [])[0]
     needed = actor.total + CUDA_GIB
-    text = refused(*run, f"{GPU}={needed * 0.99}")
+    text = refused(*RUN, *run, f"{GPU}={needed * 0.99}")
     assert "each actor process needs weights 7.63 + gradients 7.63 + optimizer 15.3 + " in text
     load_config([*RUN, *run, f"{GPU}={needed * 1.01}"])
 
@@ -100,12 +91,12 @@ def test_an_actor_is_refused_at_its_peak(folder) -> None:
 def test_an_engine_that_does_not_fit_its_share_of_a_gpu(folder) -> None:
     """15.3 GiB of weights; half of 30 GiB is less."""
     lora = (f"{MODEL}.lora_rank=1", f"{ROLLOUT}.gpu_memory_utilization=0.5", "cluster=node8", folder("Qwen3-8B"))
-    text = refused(*lora, f"{GPU}=30")
+    text = refused(*RUN, *lora, f"{GPU}=30")
     assert "each rollout process needs weights 15.3 + " in text
     assert f"more than 15 GiB, {ROLLOUT}.gpu_memory_utilization=0.5 of {GPU}=30" in text
     load_config([*RUN, *lora, f"{GPU}=30", f"{ROLLOUT}.tensor_model_parallel_size=2"])
     cache = f"{ROLLOUT}.kv_cache_memory_gib=20"
-    assert "KV cache 20 = " in refused(*lora, f"{GPU}=30", cache)
+    assert "KV cache 20 = " in refused(*RUN, *lora, f"{GPU}=30", cache)
 
 
 @pytest.mark.parametrize(("model", "gib"), [("qwen3_0_6b", 23.6), ("qwen3_1_7b", 79.1), ("qwen3_1_7b", 44.3)])
@@ -118,7 +109,7 @@ def test_passes_of_two_roles_at_once_on_one_gpu(folder) -> None:
     long = (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=128", f"{REF}.log_prob_micro_batch_size_per_gpu=128",
             f"{ACTOR}.ppo_mini_batch_size=32")  # fmt: skip
     run = (*long, "cluster=single_gpu", folder("Qwen3-0.6B"), f"{GPU}=20")
-    text = refused(*run)
+    text = refused(*RUN, *run)
     assert "the roles that share the only GPU need rollout 7 + actor " in text
     assert " + ref " in text
     load_config([*RUN, *run, *remedy(text)])
@@ -126,7 +117,7 @@ def test_passes_of_two_roles_at_once_on_one_gpu(folder) -> None:
 
 def test_a_validation_alone_needs_no_memory_for_gradients_and_optimizer(folder) -> None:
     run = ("cluster=node8", folder("Qwen3-8B"), f"{GPU}=34")
-    assert "each actor process needs weights 7.63 + gradients 7.63 + optimizer 15.3 + " in refused(*run)
+    assert "each actor process needs weights 7.63 + gradients 7.63 + optimizer 15.3 + " in refused(*RUN, *run)
     load_config([*RUN, *run, "trainer.val_only=true"])
 
 

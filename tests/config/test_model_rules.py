@@ -9,7 +9,7 @@ import pytest
 
 from grpo_dist.config.load import load_config
 from grpo_dist.config.model_rules import max_positions
-from grpo_dist.errors import ConfigError
+from tests.config.refusals import refused
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 TP = f"{ROLLOUT}.tensor_model_parallel_size"
@@ -30,14 +30,6 @@ def model(tmp_path: Path):
     return write
 
 
-def refused(*overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config([*BATCH, *overrides])
-    assert caught.value.exit_code == 2
-    assert len(str(caught.value).splitlines()) == 2, str(caught.value)
-    return str(caught.value).splitlines()[1].strip()
-
-
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "fits"),
     [
@@ -55,7 +47,7 @@ def test_tensor_parallel_divides_the_heads(model, heads: int, kv_heads: int, siz
     if fits:
         load_config([*BATCH, *run])
         return
-    text = refused(*run)
+    text = refused(*BATCH, *run)
     assert f"{TP}={size}: " in text
     assert f"{heads} attention heads and {kv_heads} key-value heads" in text
 
@@ -63,19 +55,21 @@ def test_tensor_parallel_divides_the_heads(model, heads: int, kv_heads: int, siz
 def test_the_sizes_that_fit_are_named(model) -> None:
     """12 heads over 4 key-value heads on 8 GPUs: 1, 2, 4; 8 does not divide 12."""
     path = model(num_attention_heads=12, num_key_value_heads=4)
-    assert refused("cluster=multi_node", f"{TP}=8", path).endswith("set it to 1 or 2 or 4")
+    assert refused(*BATCH, "cluster=multi_node", f"{TP}=8", path).endswith("set it to 1 or 2 or 4")
 
 
 def test_on_cpu_too(model) -> None:
     """9 heads over 3 key-value heads: 1 and 3, or 9 with copies of them."""
     path = model(num_attention_heads=9, num_key_value_heads=3)
-    assert refused(f"{TP}=2", path).endswith("do not split over 2 processes; set it to 1 or 3 or 9")
+    assert refused(*BATCH, f"{TP}=2", path).endswith("do not split over 2 processes; set it to 1 or 3 or 9")
 
 
 def test_heads_of_a_hub_model_that_is_not_here_are_known_by_its_name() -> None:
     """Qwen2.5-7B has 28 heads."""
     hub = f"{MODEL}.path=Qwen/Qwen2.5-7B-Instruct"
-    assert f"{TP}=8: Qwen/Qwen2.5-7B-Instruct has 28 attention heads" in refused("cluster=multi_node", f"{TP}=8", hub)
+    assert f"{TP}=8: Qwen/Qwen2.5-7B-Instruct has 28 attention heads" in refused(
+        *BATCH, "cluster=multi_node", f"{TP}=8", hub
+    )
     load_config([*BATCH, "cluster=node8", f"{TP}=4", hub])
 
 
@@ -112,14 +106,14 @@ def test_positions_as_vllm_derives_them(entries: dict, expected: tuple | None) -
         assert expected[0] in (..., found[0])
 
 
-def test_a_sequence_longer_than_the_models_positions_is_refused(model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_longer_than_the_models_positions_is_refused(*BATCH, model, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 + 64 tokens, 100 positions."""
     path = model(max_position_embeddings=100)
-    text = refused(path)
+    text = refused(*BATCH, path)
     assert text.startswith("data.max_prompt_length=64, data.max_response_length=64: 128 tokens, and ")
     assert "100 positions (max_position_embeddings in its config.json)" in text
     assert "lower one of the two" in text
-    asked = refused(model(max_position_embeddings=128), f"{ROLLOUT}.max_model_len=129")
+    asked = refused(*BATCH, model(max_position_embeddings=128), f"{ROLLOUT}.max_model_len=129")
     assert asked.startswith(f"{ROLLOUT}.max_model_len=129: 129 tokens, and ")
     load_config([*BATCH, path := model(max_position_embeddings=128)])
     path = model(max_position_embeddings=100)

@@ -5,6 +5,7 @@ import pytest
 from grpo_dist.config.load import load_config
 from grpo_dist.config.rules import looks_like_folder
 from grpo_dist.errors import ConfigError
+from tests.config.refusals import refused
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -13,13 +14,6 @@ GPU8 = ("cluster=node8", "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_si
 
 def load(*overrides):
     return load_config(list(overrides))[0]
-
-
-def refused(*overrides):
-    with pytest.raises(ConfigError) as caught:
-        load_config(list(overrides))
-    assert len(str(caught.value).splitlines()) == 2, str(caught.value)
-    return str(caught.value).splitlines()[1].strip()
 
 
 def notes(*overrides):

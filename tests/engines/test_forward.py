@@ -127,18 +127,19 @@ def test_a_layout_whose_attention_cannot_go_backward_is_given_up(alone: dict[str
     np.testing.assert_allclose(found[0], alone["Qwen3"]["padded"][0], atol=1e-5, rtol=0)
 
 
-def test_a_broken_head_is_given_up(alone: dict[str, Any]) -> None:
-    found, report = alone["broken"]["head"]
-    assert report.startswith("padded sequences instead of shared prompts, logits of whole micro-batches (")
-    assert "the chunked output layer: log-probs differ" in report
-    for mine, theirs in zip(found, alone["Qwen3"]["padded"], strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-5)
-
-
-def test_what_differs_in_any_company_goes_alone(alone: dict[str, Any]) -> None:
-    found, report = alone["broken"]["everything"]
-    assert report.startswith("one sequence at a time instead of shared prompts, logits of whole micro-batches (")
-    assert "; padded sequences: log-probs differ" in report
+@pytest.mark.parametrize(
+    ("broken", "left", "because"),
+    [
+        ("head", "padded sequences", "the chunked output layer: log-probs differ"),
+        ("everything", "one sequence at a time", "; padded sequences: log-probs differ"),
+    ],
+)
+def test_what_differs_by_the_head_or_by_its_company_is_given_up(
+    alone: dict[str, Any], broken: str, left: str, because: str
+) -> None:
+    found, report = alone["broken"][broken]
+    assert report.startswith(f"{left} instead of shared prompts, logits of whole micro-batches (")
+    assert because in report
     for mine, theirs in zip(found, alone["Qwen3"]["padded"], strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 

@@ -8,7 +8,17 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_dist.trainer.pump import RolloutPump
+from grpo_dist.trainer.sampling import TrainingSampler
 from tests.trainer.instant_pump import EQUAL, FILTER, MIXED, N, RecordingOrder, make_sampler, resumed_sampler
+
+
+def after_step_1(scores: dict[int, list[float]], last: int) -> TrainingSampler:
+    """A sampler that had opened the steps up to `last` when step 1 ended."""
+    sampler = make_sampler(scores)
+    sampler.open_steps(1, last)
+    sampler.rollout(1)
+    sampler.close(1)
+    return sampler
 
 
 def test_what_a_filter_dropped_is_not_sampled_again_after_a_resume() -> None:
@@ -44,10 +54,7 @@ def test_batches_that_a_checkpoint_holds_follow_one_another_without_a_worker() -
 
 
 def test_the_ledger_brings_back_what_was_drawn_and_has_not_trained() -> None:
-    before = make_sampler(dict.fromkeys(range(8), MIXED))
-    before.open_steps(1, 3)
-    before.rollout(1)
-    before.close(1)
+    before = after_step_1(dict.fromkeys(range(8), MIXED), 3)
     ledger = json.loads(json.dumps(before.state_dict()))
     assert ledger == {
         "open": {"2": [[2, 3]], "3": [[4, 5]]},
@@ -69,10 +76,7 @@ def test_the_ledger_brings_back_what_was_drawn_and_has_not_trained() -> None:
 
 def test_finished_groups_of_open_steps_are_not_sampled_again() -> None:
     scores = dict.fromkeys(range(8), MIXED)
-    before = make_sampler(scores)
-    before.open_steps(1, 3)
-    before.rollout(1)
-    before.close(1)
+    before = after_step_1(scores, 3)
     before.pump.late = (1,)  # of step 4 only prompt 6 is there
     before.open_steps(4, 4)
     finished = before.finished_groups()
@@ -106,10 +110,7 @@ def test_a_batch_that_is_there_and_has_not_trained_is_in_the_ledger() -> None:
 def test_other_batch_sizes_lose_no_drawn_prompt() -> None:
     """Steps 2 and 3 were open with two prompts each; then batches are of three."""
     scores = dict.fromkeys(range(9), MIXED)
-    before = make_sampler(scores)
-    before.open_steps(1, 3)
-    before.rollout(1)
-    before.close(1)
+    before = after_step_1(scores, 3)
     size = ("data.train_batch_size=3", "actor_rollout_ref.actor.ppo_mini_batch_size=3")
     after = resumed_sampler(before, scores, *size)
     assert (after.open, after.backlog) == ({}, [2, 3, 4, 5])
@@ -120,10 +121,7 @@ def test_other_batch_sizes_lose_no_drawn_prompt() -> None:
 def test_an_order_learns_from_each_batch_once_with_other_batch_sizes_too() -> None:
     """Batches of two: step 2 with prompts 2 and 3 was told, step 3 with 4 and 5 was not. Then batches are of three."""
     scores = dict.fromkeys(range(9), MIXED)
-    before = make_sampler(scores)
-    before.open_steps(1, 2)
-    before.rollout(1)
-    before.close(1)
+    before = after_step_1(scores, 2)
     before.pump.late = (1,)
     before.open_steps(3, 3)
     before.pump.on_progress()
@@ -145,10 +143,7 @@ def test_an_order_learns_from_each_batch_once_with_other_batch_sizes_too() -> No
 def test_an_order_learns_from_each_batch_once() -> None:
     """Step 2's batch was complete and told when the run stopped; its groups come again."""
     scores = dict.fromkeys(range(8), MIXED)
-    before = make_sampler(scores)
-    before.open_steps(1, 2)
-    before.rollout(1)
-    before.close(1)
+    before = after_step_1(scores, 2)
     assert before.state_dict()["num_learned"] == {"2": 1}
     after = resumed_sampler(before, scores)
     after.order = RecordingOrder()  # type: ignore[assignment]
