@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_dist.config.node_layout import slots_of
 from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
 from grpo_dist.engines.vllm_engine import EngineLoad, Response
 from grpo_dist.protocol import DataProto, Mean, Ragged
@@ -122,7 +123,7 @@ def _advantages(batch: DataProtoRef) -> DataProto:
 def _spawn(role: str, worker_class: type, size: int, **options: Any) -> WorkerGroup:
     """A group of `size` ranks, several of which share a process."""
     processes = PROCESSES[role]
-    _, bundles = reserve({role: (processes, 0.01, 0.0)})
+    _, bundles = reserve(slots_of({role: [0] * processes}, {role: (0.01, 0.0)}))
     args: list[tuple[Any, ...]] = [()] * processes
     options |= {"limits": TimeLimits(600.0), "env": DATA_STAYS_IN_STORE}  # as in a run
     group = WorkerGroup.spawn(role, worker_class, bundles[role], args=args, **options)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from grpo_dist.config.node_layout import slots_of
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.trainer.pump import RolloutPump
 from grpo_dist.trainer.rollout_job import GroupRequest
@@ -54,7 +55,7 @@ def engine_settings(path: str, *, dtype: str = "float32", **changes: Any) -> Eng
 
 def spawn(role: str, worker_class: type, args: tuple[Any, ...], threads: int, **options: Any) -> WorkerGroup:
     """One process."""
-    _, bundles = reserve({role: (1, 0.01, 0.0)})
+    _, bundles = reserve(slots_of({role: [0]}, {role: (0.01, 0.0)}))
     env = {"OMP_NUM_THREADS": str(threads)}
     return WorkerGroup.spawn(
         role, worker_class, bundles[role], args=[args], env=env, limits=TimeLimits(TIMEOUT_S), **options

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import psutil
 
+from grpo_dist.config.node_layout import slots_of
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.resources import Bundle, release, reserve
@@ -38,7 +39,8 @@ SHARE = 0.01
 @contextmanager
 def reserved(**counts: int) -> Iterator[Mapping[str, list[Bundle]]]:
     """Bundles for so many processes of each role. At the end whatever still runs in them is killed."""
-    groups, bundles = reserve({role: (count, SHARE, 0.0) for role, count in counts.items()})
+    homes = {role: [0] * count for role, count in counts.items()}
+    groups, bundles = reserve(slots_of(homes, dict.fromkeys(counts, (SHARE, 0.0))))
     try:
         yield bundles
     finally:

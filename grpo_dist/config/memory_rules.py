@@ -77,39 +77,43 @@ def _misfits(config: RunConfig, estimate: Estimate, gib: float | None, host_gib:
     if roles is None:
         return
     if config.device == "cuda" and gib is not None:
-        shares = placement(config).shares_gpu
-        yield from _on_the_shared_gpu(config, roles, gib) if shares else _on_gpus(config, roles, gib)
+        yield from _on_gpus(config, roles, gib)
     if host_gib is not None:
         yield from _in_machines(config, roles, host_gib)
 
 
 def _on_gpus(config: RunConfig, roles: list[RoleMemory], gib: float) -> Iterator[Misfit]:
-    """A process with a GPU of its own."""
+    """Each process on a GPU of its own, or one of each role that shares it."""
+    sharing = placement(config).sharing
+    together = [role for role in roles if role.role in sharing]
+    if len(together) > 1:
+        yield from _on_a_shared_gpu(config, {role.role: role for role in together}, gib)
     for role in roles:
         limit, of = gib - CUDA_GIB, f"{CUDA_GIB:g} GiB less than {_gpu(config, gib)}"
-        if role.role == "rollout":
+        if role.role == "rollout":  # an engine's share is its own all the time, whoever else is there
             limit, of = _share(config, gib)
-        if role.total > limit:
+        if role.total > limit and (role not in together or role.role == "rollout"):
             needs = f"each {role.role} process needs {_sum(role.parts)}"
             yield f"{needs}, which is more than {limit:.3g} GiB, {of}", role.total - limit
 
 
-def _on_the_shared_gpu(config: RunConfig, roles: list[RoleMemory], gib: float) -> Iterator[Misfit]:
-    """One process of each role on the only GPU: the engine's share is its own all the time, the others take turns."""
-    named = {role.role: role for role in roles}
-    engine, actor, ref = named["rollout"], named["actor"], named.get("ref", RoleMemory("ref", {}))
-    limit, of = _share(config, gib)
-    if engine.total > limit:
-        needs = f"the rollout process needs {_sum(engine.parts)}"
-        yield f"{needs}, which is more than {limit:.3g} GiB, {of}", engine.total - limit
+def _on_a_shared_gpu(config: RunConfig, roles: Mapping[str, RoleMemory], gib: float) -> Iterator[Misfit]:
+    """One process of each role: actor and reference take turns, unless groups are sampled ahead during updates."""
+    actor, ref = roles["actor"], roles.get("ref", RoleMemory("ref", {}))
+    parts = {}
+    if (engine := roles.get("rollout")) is not None:
+        fixed = config.actor_rollout_ref.rollout.kv_cache_memory_gib is not None
+        parts["rollout"] = engine.total if fixed else _share(config, gib)[0]
     passes = actor.forward if config.needs_old_log_probs else actor.between
-    parts = {"rollout": limit if config.actor_rollout_ref.rollout.kv_cache_memory_gib is None else engine.total}
-    parts |= {"actor": actor.total, "ref": ref.between}
-    if passes + ref.total > actor.total + ref.between:
+    if config.trainer.max_staleness:
+        parts |= {"actor": actor.total, "ref": ref.total}
+    elif passes + ref.total > actor.total + ref.between:
         parts |= {"actor": passes, "ref": ref.total}
-    parts["CUDA of each process"] = CUDA_GIB * (len(roles) - 1)
+    else:
+        parts |= {"actor": actor.total, "ref": ref.between}
+    parts["CUDA of each process"] = CUDA_GIB * (len(roles) - (engine is not None and not fixed))
     if sum(parts.values()) > gib:
-        needs = f"the roles that share the only GPU need {_sum(parts)}"
+        needs = f"{' and '.join(roles)}, which share a GPU, need {_sum(parts)}"
         yield f"{needs}, which is more than {_gpu(config, gib)}", sum(parts.values()) - gib
 
 

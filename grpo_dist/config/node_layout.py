@@ -1,13 +1,15 @@
-"""Which machine each process is on.
+"""Which machine each process is on, and which processes share GPUs there.
 
 On GPUs the ranks of a role fill one machine after the other, so that neighbours in rank are neighbours in hardware; a
-copy of the actor's weights (`fsdp_size` ranks) and the GPUs of one engine are never cut between machines. On CPU, and
-for reward processes everywhere, each role is spread evenly, since what its processes share are the cores.
+copy of the actor's weights (`fsdp_size` ranks) and the GPUs of one engine are never cut between machines. Roles that
+share GPUs (`cluster.colocate`) lie where the actor is, rank by rank. On CPU, and for reward processes everywhere, each
+role is spread evenly, since what its processes share are the cores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from grpo_dist.config.placement import Placement, placement
 from grpo_dist.config.schema import RunConfig
@@ -16,20 +18,79 @@ from grpo_dist.config.schema import RunConfig
 Homes = dict[str, tuple[int, ...]]
 
 
+@dataclass(frozen=True)
+class Seat:
+    """What Ray reserves for one process: CPUs and GPUs, parts of one where it shares a GPU."""
+
+    role: str
+    rank: int
+    num_cpus: float
+    num_gpus: float
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The GPUs, or none, that one process has on a machine, or several processes share: a bundle of Ray's."""
+
+    machine: int
+    num_gpus: float
+    seats: tuple[Seat, ...]
+
+    @property
+    def num_cpus(self) -> float:
+        """Of all its processes."""
+        return sum(seat.num_cpus for seat in self.seats)
+
+
+def slots(config: RunConfig) -> list[Slot]:
+    """All processes of a run, roles in their order and ranks in theirs; see `node_layout` for where they are."""
+    place, cpus = placement(config), placement(config).num_cpus_per_worker
+    sizes = {"rollout": place.tensor_parallel}
+    needs = {role: (cpus * sizes.get(role, 1), place.num_gpus(role)) for role in ("actor", "rollout", "ref")}
+    alone = slots_of(node_layout(config), needs | {"reward": (cpus, 0.0)})
+    shared: dict[int, list[Slot]] = {}  # by the number of the GPU among those that the actor has
+    for slot in alone:
+        seat = slot.seats[0]
+        if seat.role in place.sharing:
+            shared.setdefault(seat.rank * sizes.get(seat.role, 1), []).append(slot)
+    merged = [
+        Slot(parts[0].machine, 1.0, tuple(seat for part in parts for seat in part.seats)) for parts in shared.values()
+    ]
+    return merged + [slot for slot in alone if slot.seats[0].role not in place.sharing]
+
+
+def slots_of(homes: Mapping[str, Sequence[int]], needs: Mapping[str, tuple[float, float]]) -> list[Slot]:
+    """A slot for each process.
+
+    Args:
+        homes: by role and rank, the number of the machine.
+        needs: by role, the CPUs and GPUs of each process.
+    """
+    return [
+        Slot(machine, needs[role][1], (Seat(role, rank, *needs[role]),))
+        for role, home in homes.items()
+        for rank, machine in enumerate(home)
+    ]
+
+
 def node_layout(config: RunConfig) -> Homes:
     """The machine of each process. A role that does not fit has fewer entries than processes; a rule refuses that."""
     place, machines = placement(config), config.trainer.nnodes
     units = _units(config, place)
     homes: Homes = {}
     processes = [0] * machines
-    if place.device == "cpu" or place.shares_gpu:
+    if place.device == "cpu":
         for role, (count, _) in units.items():
             homes[role] = spread(count, processes)
     else:
         free = [config.trainer.n_gpus_per_node] * machines
         for role, (count, size) in units.items():
-            homes[role] = fill(count, size, free)
-        homes["actor"] = _each(homes["actor"], units["actor"][1])
+            if role == "actor" or role not in place.sharing:
+                homes[role] = fill(count, size, free)
+            else:  # on the first GPU of its own that the actor has
+                homes[role] = homes["actor"][: count * size : size]
+            if role == "actor":
+                homes[role] = tuple(home for home in homes[role] for _ in range(size))
         for home in (home for role in homes.values() for home in role):
             processes[home] += 1
     homes["reward"] = spread(config.reward.num_workers, processes)
@@ -87,7 +148,3 @@ def _units(config: RunConfig, place: Placement) -> dict[str, tuple[int, int]]:
         "ref": (place.ref_world_size, 1),
     }
     return {role: unit for role, unit in units.items() if unit[0]}
-
-
-def _each(homes: Sequence[int], size: int) -> tuple[int, ...]:
-    return tuple(home for home in homes for _ in range(size))

@@ -1,22 +1,31 @@
 """How many processes each role gets, and on what. `cluster.*` decides; nulls are filled in here.
 
 Without GPUs: 2 actor ranks for the built-in model and 1 for larger ones, 1 engine, 1 reference, sharing the CPU cores.
-On one GPU: one process of each role, sharing it. On more: about half of the GPUs train, most of the others generate,
-the rest hold the reference. Nothing is checked here: rules.py compares the result with the machines.
+With GPUs `cluster.colocate` says which roles share them. "actor_ref": about half of the GPUs train, each with a rank of
+the reference beside the actor's, and the others generate. "all": each GPU trains, generates and holds the reference; so
+it is on one GPU, and where an engine leaves no other. "separate": every process has GPUs of its own. Nothing is checked
+here: rules.py compares the result with the machines.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo_dist.config.processor import physical_cores
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_roles import Device
+from grpo_dist.config.schema_roles import Colocation, Device
 
 # Logical CPUs for Ray's book-keeping: ten processes fit on one core, so all roles fit on a laptop's Ray node.
 _CPU_SHARE = 0.1
+# Of a GPU, for Ray's book-keeping, for a process that shares one: the three of all roles fit.
+_GPU_SHARE = 0.3
+# Roles that share the actor's GPUs.
+_SHARING: Mapping[Colocation, tuple[str, ...]] = {
+    "separate": (),
+    "actor_ref": ("actor", "ref"),
+    "all": ("actor", "rollout", "ref"),
+}
 
 
 @dataclass(frozen=True)
@@ -29,8 +38,8 @@ class Placement:
         rollout_world_size: engines * tensor_parallel.
         tensor_parallel: GPUs per engine, or processes on CPU.
         ref_world_size: reference processes; 0 where none is needed.
+        colocate: which roles share GPUs; "separate" on CPU.
         num_devices: GPUs that the three roles hold together; on CPU the machines, whose cores they share.
-        gpus_per_worker: GPUs that Ray reserves for one process; below 1 where roles share a GPU.
         num_cpus_per_worker: logical CPUs that Ray reserves for one process.
         num_threads: compute threads of one process on CPU, by role.
     """
@@ -40,8 +49,8 @@ class Placement:
     rollout_world_size: int
     tensor_parallel: int
     ref_world_size: int
+    colocate: Colocation
     num_devices: int
-    gpus_per_worker: float
     num_cpus_per_worker: float
     num_threads: Mapping[str, int]
 
@@ -62,34 +71,60 @@ class Placement:
 
     @property
     def shares_gpu(self) -> bool:
-        """Whether all roles live on one GPU."""
-        return 0 < self.gpus_per_worker < 1
+        """Whether engines and actor ranks share GPUs."""
+        return self.colocate == "all"
+
+    @property
+    def sharing(self) -> tuple[str, ...]:
+        """The roles whose processes share GPUs, the actor's."""
+        return _SHARING[self.colocate]
+
+    def num_gpus(self, role: str) -> float:
+        """GPUs that Ray reserves for one process of a role, an engine being one; below 1 where it shares them."""
+        if self.device == "cpu":
+            return 0.0
+        return _GPU_SHARE if role in self.sharing else float(self.tensor_parallel if role == "rollout" else 1)
 
 
 def placement(config: RunConfig) -> Placement:
     """Fill in `cluster.*`; set values win over the sensible ones."""
     asked, gpus = config.cluster, config.num_gpus
     tensor_parallel = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    on_cpu = config.device == "cpu"
-    if on_cpu or gpus == 1:
-        actor = asked.actor_world_size or (_cpu_actors(config) if on_cpu else 1)
-        rollout = asked.rollout_world_size or tensor_parallel
-        ref = (asked.ref_world_size or 1) if config.needs_reference_workers else 0
+    colocate = _colocate(config, tensor_parallel)
+    if config.device == "cpu":
+        actor = asked.actor_world_size or _cpu_actors(config)
+        rollout, ref = asked.rollout_world_size or tensor_parallel, asked.ref_world_size or 1
+    elif colocate == "all":
+        actor = asked.actor_world_size or gpus
+        rollout = asked.rollout_world_size or max(actor // tensor_parallel, 1) * tensor_parallel
+        ref = asked.ref_world_size or actor
     else:
-        actor, rollout, ref = _split(config, gpus, tensor_parallel)
-    roles = 2 + (ref > 0)
-    per_worker = 0.0 if on_cpu else 1.0 if gpus > 1 else math.floor(100 / roles) / 100
+        actor, rollout, ref = _split(config, gpus, tensor_parallel, colocate)
+    sizes = {"actor": actor, "rollout": rollout, "ref": ref if config.needs_reference_workers else 0}
+    own = sum(size for role, size in sizes.items() if role == "actor" or role not in _SHARING[colocate])
     return Placement(
         device=config.device,
         actor_world_size=actor,
         rollout_world_size=rollout,
         tensor_parallel=tensor_parallel,
-        ref_world_size=ref,
-        num_devices=config.trainer.nnodes if on_cpu else 1 if gpus == 1 else actor + rollout + ref,
-        gpus_per_worker=per_worker,
-        num_cpus_per_worker=asked.num_cpus_per_worker or (_CPU_SHARE if on_cpu else 1.0),
-        num_threads=_threads(config, {"actor": actor, "rollout": rollout, "ref": ref}),
+        ref_world_size=sizes["ref"],
+        colocate=colocate,
+        num_devices=config.trainer.nnodes if config.device == "cpu" else own,
+        num_cpus_per_worker=asked.num_cpus_per_worker or (_CPU_SHARE if config.device == "cpu" else 1.0),
+        num_threads=_threads(config, sizes),
     )
+
+
+def _colocate(config: RunConfig, tensor_parallel: int) -> Colocation:
+    """Which roles share GPUs: all of them where there is none for an actor rank beside an engine."""
+    asked, gpus = config.cluster, config.num_gpus
+    if config.device == "cpu":
+        return "separate"
+    if asked.colocate is not None:
+        return asked.colocate
+    if gpus == 1 or gpus == tensor_parallel:
+        return "all"
+    return "actor_ref" if config.needs_reference_workers and asked.ref_world_size is None else "separate"
 
 
 def _cpu_actors(config: RunConfig) -> int:
@@ -114,19 +149,18 @@ def _threads(config: RunConfig, processes: Mapping[str, int]) -> dict[str, int]:
     return {role: max(1, min(cores, cores * nodes // max(number, 1))) for role, number in processes.items()}
 
 
-def _split(config: RunConfig, gpus: int, tensor_parallel: int) -> tuple[int, int, int]:
+def _split(config: RunConfig, gpus: int, tensor_parallel: int, colocate: Colocation) -> tuple[int, int, int]:
     """Actor, rollout and reference GPUs; more than there are where they cannot be split."""
     asked = config.cluster
-    least_ref = (asked.ref_world_size or 1) if config.needs_reference_workers else 0
+    apart = config.needs_reference_workers and colocate == "separate"
+    least_ref = (asked.ref_world_size or 1) if apart else 0
     least_rollout = asked.rollout_world_size or tensor_parallel
     room = min(gpus // 2, gpus - least_rollout - least_ref)
     actor = asked.actor_world_size or _power_of_two(room)
     rest = gpus - actor
     multiple = (rest - least_ref) // tensor_parallel * tensor_parallel
     rollout = asked.rollout_world_size or max(multiple, tensor_parallel)
-    if not config.needs_reference_workers:
-        return actor, rollout, 0
-    return actor, rollout, asked.ref_world_size or max(rest - rollout, 1)
+    return actor, rollout, asked.ref_world_size or (max(rest - rollout, 1) if apart else actor)
 
 
 def _power_of_two(most: int) -> int:

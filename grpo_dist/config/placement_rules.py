@@ -29,6 +29,7 @@ _LAYOUT: dict[str, tuple[Any, str]] = {
     ),
 }
 _CLUSTER = ("cluster.actor_world_size", "cluster.rollout_world_size", "cluster.ref_world_size")
+_COLOCATE = "cluster.colocate"
 
 
 def mini_batches_divide_the_batch(config: RunConfig) -> Iterator[Problem]:
@@ -80,32 +81,51 @@ def engines_are_laid_out_by_keys_of_ours(config: RunConfig) -> Iterator[Problem]
 
 
 def roles_fit_on_the_gpus(config: RunConfig) -> Iterator[Problem]:
-    """Each process has a GPU of its own, or one process of each role shares the only GPU."""
+    """There are as many GPUs as the roles need together."""
     place, gpus = placement(config), config.num_gpus
-    split = " + ".join(f"{role} {size}" for role, size in place.world_sizes.items() if size)
+    if place.device == "cpu" or place.num_devices <= gpus:
+        return
+    own = {role: size for role, size in place.world_sizes.items() if size and (role not in place.sharing[1:])}
+    split = " + ".join(f"{role} {size}" for role, size in own.items())
     asked = [key for key in _CLUSTER if value_of(config, key) is not None]
-    keys = (*asked, f"{_ROLLOUT}.tensor_model_parallel_size", "trainer.nnodes", "trainer.n_gpus_per_node")
-    if place.shares_gpu:
-        if max(place.world_sizes.values()) > 1:
-            why = f"one process of each role shares the only GPU, and this is {split}; leave cluster.* null"
-            yield problem_between(config, why, *keys)
-    elif place.device == "cuda" and place.world_size > gpus:
-        drop = f", or {_ACTOR}.use_kl_loss=false (no reference)" if config.needs_reference_workers else ""
+    keys = (*asked, _COLOCATE, f"{_ROLLOUT}.tensor_model_parallel_size", "trainer.nnodes", "trainer.n_gpus_per_node")
+    shared = "" if place.shares_gpu else f", or {_COLOCATE}=all, where engines and reference share the actor's GPUs"
+    why = (
+        f"{split} = {place.num_devices} GPUs are needed and there are {gpus}; set smaller {', '.join(_CLUSTER)}, or "
+        f"more machines{shared}"
+    )
+    yield problem_between(config, why, *keys)
+
+
+def what_shares_gpus_lies_beside_the_actor(config: RunConfig) -> Iterator[Problem]:
+    """Where roles share GPUs, these are the actor's."""
+    place = placement(config)
+    if place.device == "cpu":
+        if config.cluster.colocate not in (None, "separate"):
+            yield Problem(
+                f"{_COLOCATE}={config.cluster.colocate}: there are no GPUs to share; leave it null", (_COLOCATE,)
+            )
+        return
+    actor, ref = place.actor_world_size, place.ref_world_size
+    if place.colocate == "actor_ref" and ref not in (0, actor):
+        why = f"a rank of the reference lies beside each of the {actor} of the actor; leave ref_world_size null"
+        yield problem_between(config, why, "cluster.ref_world_size", _COLOCATE)
+    if place.colocate == "all" and max(place.world_sizes.values()) > actor:
+        split = ", ".join(f"{role} {size}" for role, size in place.world_sizes.items() if size)
         why = (
-            f"{split} = {place.world_size} GPUs are needed and there are {gpus}; set smaller "
-            "cluster.actor_world_size, cluster.rollout_world_size or cluster.ref_world_size, or more "
-            f"machines{drop}"
+            f"each GPU that is shared has an actor rank, and these are {split}; set cluster.actor_world_size to "
+            f"{max(place.world_sizes.values())}, the others to {actor}, or all three to null"
         )
-        yield problem_between(config, why, *keys)
+        yield problem_between(config, why, *_CLUSTER, _COLOCATE)
 
 
 def copies_and_engines_lie_in_one_machine(config: RunConfig) -> Iterator[Problem]:
     """No copy of the actor's weights and no engine is cut between machines, or a copy takes whole ones."""
     place, per_node = placement(config), config.trainer.n_gpus_per_node
-    if place.device == "cpu" or place.shares_gpu:
+    if place.device == "cpu":
         return
     copy, fsdp_size = copy_size(config, place), f"{_ACTOR}.fsdp_config.fsdp_size"
-    if place.world_size > config.num_gpus or per_node % place.tensor_parallel or place.actor_world_size % (copy or 1):
+    if place.num_devices > config.num_gpus or per_node % place.tensor_parallel or place.actor_world_size % (copy or 1):
         return  # other rules say so
     if copy is not None and copy > per_node and copy % per_node:
         fitting = max(size for size in range(1, per_node + 1) if place.actor_world_size % size == 0)
@@ -118,6 +138,10 @@ def copies_and_engines_lie_in_one_machine(config: RunConfig) -> Iterator[Problem
     homes = node_layout(config)
     units = {"actor": place.actor_world_size, "rollout": place.num_engines, "ref": place.ref_world_size}
     short = [role for role, count in units.items() if len(homes.get(role, ())) < count]
+    if place.shares_gpu and not short:  # the GPUs of an engine are those of as many actor ranks, one after the other
+        size, actor = place.tensor_parallel, homes["actor"]
+        cut = [i for i in range(place.num_engines) if len(set(actor[i * size : (i + 1) * size])) > 1]
+        short = ["rollout"] if cut else []
     if short:
         parts = f"copies of the weights on {copy or 1} and engines on {place.tensor_parallel} GPUs"
         why = (
@@ -169,6 +193,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
     engines_are_whole,
     engines_are_laid_out_by_keys_of_ours,
     roles_fit_on_the_gpus,
+    what_shares_gpus_lies_beside_the_actor,
     copies_and_engines_lie_in_one_machine,
     broadcast_has_a_gpu_for_each_process,
     engine_holds_the_longest_sequence,

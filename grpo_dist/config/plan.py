@@ -140,8 +140,16 @@ def _workers(place: Placement) -> str:
     if place.tensor_parallel > 1:
         engines += f" (TP={place.tensor_parallel})"
     ref = f"{place.ref_world_size} ref" if place.ref_world_size else "no ref"
-    where = "CPU" if place.device == "cpu" else "one shared GPU" if place.shares_gpu else _many(place.world_size, "GPU")
+    where = "CPU" if place.device == "cpu" else _many(place.num_devices, "GPU") + _shared(place)
     return f"{place.actor_world_size} actor, {engines}, {ref}, on {where}"
+
+
+def _shared(place: Placement) -> str:
+    """Which roles share GPUs; "" if none do."""
+    roles = [role for role in place.sharing if place.world_sizes[role]]
+    return f"; {', '.join(roles[:-1])} and {roles[-1]} share {'it' if place.num_devices == 1 else 'theirs'}" * (
+        len(roles) > 1
+    )
 
 
 def _placement_rows(config: RunConfig) -> Rows:
@@ -166,11 +174,11 @@ def _placement_rows(config: RunConfig) -> Rows:
         rows.append(("ref", "not started: no KL term"))
     rows.append(("reward", _many(config.reward.num_workers, "process", "processes")))
     if place.device == "cuda":
-        unused = config.num_gpus - place.world_size
-        used = "one, shared" if place.shares_gpu else f"{place.world_size} of {config.num_gpus} used"
-        rows.append(("GPUs", used + (f"; {unused} idle" if unused > 0 and not place.shares_gpu else "")))
+        unused = config.num_gpus - place.num_devices
+        idle = f", {unused} idle" if unused > 0 else ""
+        rows.append(("GPUs", f"{place.num_devices} of {config.num_gpus} used{idle}{_shared(place)}"))
     rows += _machine_rows(config)
-    rows.append(("per worker", f"{place.gpus_per_worker:g} GPU, {place.num_cpus_per_worker:g} logical CPU"))
+    rows.append(("per worker", f"{place.num_cpus_per_worker:g} logical CPU"))
     if place.device == "cpu":
         started = [role for role in place.num_threads if role != "ref" or place.ref_world_size]
         threads = ", ".join(f"{role} {place.num_threads[role]}" for role in started)

@@ -34,7 +34,7 @@ from grpo_dist.config.field_types import (
 from grpo_dist.config.names import ADV_ESTIMATORS, SAMPLED_KL_TYPES, TOKEN_SELECTING_LOSSES
 from grpo_dist.config.processor import has_bf16
 from grpo_dist.config.schema_health import HealthConfig
-from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Device
+from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Colocation, Device
 
 
 class KLCtrlConfig(Section):
@@ -204,6 +204,7 @@ class ClusterConfig(Section):
     actor_world_size: Count | None
     rollout_world_size: Count | None
     ref_world_size: Count | None
+    colocate: Colocation | None
     num_cpus_per_worker: PositiveFloat | None
     num_threads_per_worker: Count | None
     gpu_memory_gib: PositiveFloat | None

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from grpo_dist.config.schema import DataConfig
 
 Device = Literal["cpu", "cuda"]
+Colocation = Literal["separate", "actor_ref", "all"]  # which roles share GPUs
 
 
 class ModelConfig(Section):

@@ -137,7 +137,8 @@ class EngineSettings:
     loads the tokenizer only if it `needs_tokenizer`, to sample with texts that stop or are forbidden. New weights make
     running requests compute their cache anew, unless `clear_kv_cache_on_update` is false; without `partial_rollout`
     they wait until those have ended. They come by `weight_transport`, "object_store" or "broadcast". With an `agent` a
-    prompt's responses are episodes that it runs; None: one turn each.
+    prompt's responses are episodes that it runs; None: one turn each. `gpus` are those of an engine of several
+    processes that shares them with other roles: Ray has given it a part of the first only.
     """
 
     model_path: str
@@ -160,6 +161,7 @@ class EngineSettings:
     partial_rollout: bool = True
     agent: AgentSettings | None = None
     weight_transport: str = "object_store"
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

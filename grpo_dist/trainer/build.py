@@ -6,15 +6,16 @@ What can be known of them without Ray has been checked before (preflight.py). Th
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from grpo_dist.config.node_layout import node_layout
+from grpo_dist.config.node_layout import slots
 from grpo_dist.config.placement import Placement, placement
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
-from grpo_dist.trainer.machine import resources
 from grpo_dist.trainer.metrics import ask_for_peaks, take_peaks
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.run_prompts import Prompts
@@ -33,6 +34,7 @@ from grpo_dist.workers.environment import shared_environment
 from grpo_dist.workers.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.workers.groups import ActorGroup, ReferenceGroup, find_model
 from grpo_dist.workers.policy import ActorWorker, PolicyWorker
+from grpo_dist.workers.process import Address
 from grpo_dist.workers.resources import release, reserve
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import RewardWorker
@@ -52,7 +54,7 @@ class Workers:
     def __init__(self, config: RunConfig) -> None:
         """Start the processes; they import what they need while the driver reads the prompts."""
         self.config, self.place = config, placement(config)
-        self._placement_groups, bundles = reserve(resources(config, self.place), node_layout(config))
+        self._placement_groups, bundles = reserve(slots(config))
         limits, shared = time_limits(config), shared_environment(os.environ)
 
         def spawn(role: str, worker_class: type, env: Mapping[str, str] = {}, **options: Any) -> WorkerGroup:
@@ -82,6 +84,8 @@ class Workers:
         rollout = RolloutGroup(self.rollout, restarts)
         roles = Roles(ActorGroup(self.actor), rollout, RewardPool(self.reward, restarts), ref, restarts)
         engines = [engine_settings(config, place, i) for i in range(place.num_engines)]
+        if place.shares_gpu and place.tensor_parallel > 1:
+            engines = on_gpus_of(engines, self.actor.call_home())
         calls = roles.rollout.submit_start(engines)
         calls += roles.actor.submit_start(policy_settings(config, place, num_steps))
         calls += ref.submit_start(reference_settings(config, place)) if ref is not None else []
@@ -108,6 +112,13 @@ class Workers:
         for group in self.groups:
             group.kill()
         release(self._placement_groups)
+
+
+def on_gpus_of(engines: Sequence[EngineSettings], actor: Sequence[Address]) -> list[EngineSettings]:
+    """The engines, each on the GPUs of as many actor ranks as it has processes: Ray gives it a share of the first."""
+    size = engines[0].tensor_parallel_size
+    gpus = [gpu for address in actor for gpu in address.gpus]
+    return [replace(each, gpus=tuple(gpus[i * size : (i + 1) * size])) for i, each in enumerate(engines)]
 
 
 def build_trainer(config: RunConfig, roles: Roles, prompts: Prompts, steps: int) -> GRPOTrainer:

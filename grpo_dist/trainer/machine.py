@@ -6,12 +6,12 @@ Of a cluster that is there already nothing is known before Ray is asked; that it
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_dist.config.memory import GIB
-from grpo_dist.config.placement import Placement, placement
+from grpo_dist.config.node_layout import slots
+from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.engines.build import build_problem
 from grpo_dist.errors import ConfigError
@@ -44,7 +44,6 @@ def check_machine(config: RunConfig) -> Machine:
     address = find_cluster(config.ray_kwargs.ray_init.address)
     if address != LOCAL:
         return Machine(f"the Ray cluster at {address}", config.cluster.gpu_memory_gib if config.num_gpus else None)
-    place = placement(config)
     if problem := build_problem(config.device):
         alone = "trainer.dry_run=config looks at the config alone"
         raise ConfigError(f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {problem}; {alone}")
@@ -55,23 +54,11 @@ def check_machine(config: RunConfig) -> Machine:
             f"machine has {len(gpus)} GPUs, and the run would start Ray here; set them to what is there (0: train on "
             "CPU), or ray_kwargs.ray_init.address to a cluster; trainer.dry_run=config looks at the config alone"
         )
-    _check_cpus(config, place)
+    _check_cpus(config)
     if not gpus:
         return Machine(f"{os.cpu_count()} CPUs, {memory_gib():.3g} GiB", None, memory_gib())
     found = f"{len(gpus)} GPUs, {min(gpus):.3g} GiB each; {memory_gib():.3g} GiB of CPU memory"
     return Machine(found, config.cluster.gpu_memory_gib or min(gpus), memory_gib())
-
-
-def resources(config: RunConfig, place: Placement) -> Mapping[str, tuple[int, float, float]]:
-    """Processes of each role, with the CPUs and GPUs of each."""
-    cpus, gpus = place.num_cpus_per_worker, place.gpus_per_worker
-    roles = {
-        "actor": (place.actor_world_size, cpus, gpus),
-        "rollout": (place.num_engines, cpus * place.tensor_parallel, gpus * place.tensor_parallel),
-        "ref": (place.ref_world_size, cpus, gpus),
-        "reward": (config.reward.num_workers, cpus, 0.0),
-    }
-    return {role: needs for role, needs in roles.items() if needs[0]}
 
 
 def gpu_memory_gib() -> list[float]:
@@ -92,13 +79,13 @@ def memory_gib() -> float:
     return size / GIB
 
 
-def _check_cpus(config: RunConfig, place: Placement) -> None:
+def _check_cpus(config: RunConfig) -> None:
     """Ray places no process that asks for more logical CPUs than are left."""
     asked = config.ray_kwargs.ray_init.num_cpus
     there = asked or os.cpu_count() or 1
-    needed = sum(count * cpus for count, cpus, _ in resources(config, place).values())
+    needed = sum(slot.num_cpus for slot in slots(config))
     if needed > there + 1e-6:
-        each = f"cluster.num_cpus_per_worker={place.num_cpus_per_worker:g}"
+        each = f"cluster.num_cpus_per_worker={placement(config).num_cpus_per_worker:g}"
         have = f"ray_kwargs.ray_init.num_cpus={asked}" if asked else f"this machine has {there}"
         raise ConfigError(
             f"{each}: the processes of all roles ask Ray for {needed:g} logical CPUs, and {have}; lower it, "

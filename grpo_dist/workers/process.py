@@ -14,12 +14,13 @@ from grpo_dist.errors import ConfigError
 
 @dataclass(frozen=True)
 class Address:
-    """Where a worker runs, and its process; `node_id` is Ray's."""
+    """Where a worker runs, and its process; `node_id` is Ray's, and so are the `gpus` that it has or shares."""
 
     host: str
     ip: str
     pid: int
     node_id: str
+    gpus: tuple[str, ...] = ()
 
 
 class Process:
@@ -28,7 +29,8 @@ class Process:
     def address(self) -> Address:
         """This process and its node."""
         node_id = ray.get_runtime_context().get_node_id()
-        return Address(socket.gethostname(), ray.util.get_node_ip_address(), os.getpid(), node_id)
+        gpus = tuple(map(str, ray.get_gpu_ids()))
+        return Address(socket.gethostname(), ray.util.get_node_ip_address(), os.getpid(), node_id, gpus)
 
     def check_build(self, device: str) -> None:
         """Check that the packages of this node can run on `device`.

@@ -1,6 +1,7 @@
 """Placement groups for all workers of a run: every process gets its GPUs and CPUs, or the run ends with a reason.
 
-One group per machine (STRICT_PACK), with a bundle per process. Ray orders the bundles of a group over machines as it
+One group per machine (STRICT_PACK), with a bundle for each process, or for several that share a GPU: what is placed in
+one bundle is on one GPU. Ray orders the bundles of a group over machines as it
 likes, and a single group scatters ranks: of 8 actor ranks on two machines one may be alone on the second. What shares a
 group shares a machine, also when Ray moves it because a machine is lost, so which ranks lie together is decided before
 (config/node_layout.py). verl does likewise. A group asks for a machine of its own, the driver's first and then by
@@ -15,12 +16,15 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from grpo_dist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grpo_dist.config.node_layout import Slot
 
 # Long enough for a cluster that is there; one that must first be scaled up says so by being late.
 PLACEMENT_TIMEOUT_S = 60.0
@@ -30,7 +34,7 @@ _RESOURCE_UNIT = 1e-4
 
 @dataclass(frozen=True)
 class Bundle:
-    """The resources of one process, and its place in the placement group of its machine."""
+    """The resources of one process, and where it is: a bundle of the placement group of its machine."""
 
     num_cpus: float
     num_gpus: float
@@ -38,14 +42,11 @@ class Bundle:
     index: int
 
 
-def reserve(
-    roles: Mapping[str, tuple[int, float, float]], homes: Mapping[str, Sequence[int]] | None = None
-) -> tuple[list[Any], dict[str, list[Bundle]]]:
+def reserve(slots: Sequence[Slot]) -> tuple[list[Any], dict[str, list[Bundle]]]:
     """Reserve resources for all processes together.
 
     Args:
-        roles: role -> (number of processes, CPUs of each, GPUs of each).
-        homes: role -> the number of the machine of each process, by rank; None: all are on one machine.
+        slots: what they need and share, and on which machines; those of a role in rank order.
 
     Returns:
         (placement groups, bundles of each role in rank order).
@@ -53,22 +54,22 @@ def reserve(
     Raises:
         ConfigError: the cluster does not have the resources; says what was asked for and what there is.
     """
-    homes = homes or {role: [0] * count for role, (count, _, _) in roles.items()}
-    needs = [_machine_needs(roles, homes, machine) for machine in sorted({i for home in homes.values() for i in home})]
+    needs = [[slot for slot in slots if slot.machine == i] for i in sorted({slot.machine for slot in slots})]
     groups = []
     for wanted, target in zip(needs, _targets(needs), strict=True):
-        resources = [_resources(cpus, gpus) for _, cpus, gpus in wanted]
+        resources = [_resources(slot.num_cpus, slot.num_gpus) for slot in wanted]
         groups.append(placement_group(resources, strategy="STRICT_PACK", _soft_target_node_id=target))
     deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
     placed = sum(group.wait(max(deadline - time.monotonic(), 0)) for group in groups)
     if placed < len(groups):
         release(groups)
-        raise _not_placed(roles, needs, placed)
+        raise _not_placed(needs, placed)
     groups = _in_order(groups, needs)
-    bundles: dict[str, list[Bundle]] = {role: [] for role in roles}
+    bundles: dict[str, list[Bundle]] = {}
     for group, wanted in zip(groups, needs, strict=True):
-        for index, (role, cpus, gpus) in enumerate(wanted):
-            bundles[role].append(Bundle(cpus, gpus, group, index))
+        for index, slot in enumerate(wanted):
+            for seat in slot.seats:
+                bundles.setdefault(seat.role, []).append(Bundle(seat.num_cpus, seat.num_gpus, group, index))
     return groups, bundles
 
 
@@ -88,22 +89,12 @@ def nodes_in_order() -> list[dict[str, Any]]:
     return sorted((node for node in ray.nodes() if node["Alive"]), key=key)
 
 
-# What one machine is to hold: role, CPUs and GPUs of each process, roles in their order and ranks in theirs.
-_Needs = list[tuple[str, float, float]]
-
-
-def _total(wanted: _Needs) -> tuple[float, float]:
+def _total(wanted: Sequence[Slot]) -> tuple[float, float]:
     """CPUs and GPUs together."""
-    return sum(cpus for _, cpus, _ in wanted), sum(gpus for _, _, gpus in wanted)
+    return sum(slot.num_cpus for slot in wanted), sum(slot.num_gpus for slot in wanted)
 
 
-def _machine_needs(
-    roles: Mapping[str, tuple[int, float, float]], homes: Mapping[str, Sequence[int]], machine: int
-) -> _Needs:
-    return [(role, cpus, gpus) for role, (_, cpus, gpus) in roles.items() for home in homes[role] if home == machine]
-
-
-def _targets(needs: Sequence[_Needs]) -> list[str]:
+def _targets(needs: Sequence[Sequence[Slot]]) -> list[str]:
     """For each machine the id of the node it should be, "" where there is none left that is large enough."""
     nodes = nodes_in_order()
     found = []
@@ -115,13 +106,13 @@ def _targets(needs: Sequence[_Needs]) -> list[str]:
     return found
 
 
-def _in_order(groups: Sequence[Any], needs: Sequence[_Needs]) -> list[Any]:
+def _in_order(groups: Sequence[Any], needs: Sequence[Sequence[Slot]]) -> list[Any]:
     """The groups that were placed; those with the same bundles in the order of their nodes."""
     order = [node["NodeID"] for node in nodes_in_order()]
     found = list(groups)
     alike: dict[tuple[tuple[float, float], ...], list[int]] = {}
     for position, wanted in enumerate(needs):
-        alike.setdefault(tuple(need[1:] for need in wanted), []).append(position)
+        alike.setdefault(tuple((slot.num_cpus, slot.num_gpus) for slot in wanted), []).append(position)
     for positions in alike.values():
         members = sorted((groups[position] for position in positions), key=lambda group: order.index(_node_id(group)))
         for position, group in zip(positions, members, strict=True):
@@ -133,13 +124,16 @@ def _node_id(group: Any) -> str:
     return str(placement_group_table(group)["bundles_to_node_id"][0])
 
 
-def _fits(wanted: _Needs, resources: Mapping[str, float]) -> bool:
+def _fits(wanted: Sequence[Slot], resources: Mapping[str, float]) -> bool:
     cpus, gpus = _total(wanted)
     return cpus <= resources.get("CPU", 0) + _RESOURCE_UNIT and gpus <= resources.get("GPU", 0) + _RESOURCE_UNIT
 
 
-def _not_placed(roles: Mapping[str, tuple[int, float, float]], needs: Sequence[_Needs], placed: int) -> ConfigError:
-    wanted = ", ".join(f"{role} {count} x ({cpus:g} CPU, {gpus:g} GPU)" for role, (count, cpus, gpus) in roles.items())
+def _not_placed(needs: Sequence[Sequence[Slot]], placed: int) -> ConfigError:
+    kinds = Counter(
+        (seat.role, seat.num_cpus, seat.num_gpus) for wanted in needs for slot in wanted for seat in slot.seats
+    )
+    wanted = ", ".join(f"{role} {count} x ({cpus:g} CPU, {gpus:g} GPU)" for (role, cpus, gpus), count in kinds.items())
     cpus, gpus = max((_total(wanted) for wanted in needs), key=lambda total: total[::-1])
     fullest = f"{cpus:g} CPU and {gpus:g} GPU"
     there = Counter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,8 @@ class RolloutWorker(Process):
         """Start the engine, and the agent loop where there is one."""
         from grpo_dist.engines.vllm_engine import VLLMEngine
 
+        if settings.gpus:  # before CUDA is set up
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
         self.check_build(settings.device)
         self.engine = VLLMEngine(replace(settings, model_path=self.find_model(settings.model_path)))
         await self.engine.start()

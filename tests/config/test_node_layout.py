@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from grpo_dist.config.load import load_config
-from grpo_dist.config.node_layout import fill, node_layout, spread
+from grpo_dist.config.node_layout import Seat, Slot, fill, node_layout, slots, slots_of, spread
 from grpo_dist.config.placement import placement
+from grpo_dist.errors import ConfigError
 
 FSDP_SIZE = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
@@ -74,27 +75,76 @@ def test_one_gpu_is_one_machine() -> None:
     assert layout("cluster=single_gpu") == {"actor": [0], "rollout": [0], "ref": [0], "reward": [0]}
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 3, 8])
-@pytest.mark.parametrize("tensor_parallel", [1, 2, 4, 8])
-def test_what_the_placement_chooses_has_a_place(nodes: int, tensor_parallel: int) -> None:
-    if nodes == 1 and tensor_parallel == 8:
-        return  # no GPU is left for the other roles: refused
-    overrides = [
-        "cluster=multi_node",
-        "model=qwen3_8b",
-        f"trainer.nnodes={nodes}",
-        f"{TENSOR_PARALLEL}={tensor_parallel}",
-    ]
-    config, _ = load_config(overrides)
-    place, found = placement(config), node_layout(config)
-    assert (len(found["actor"]), len(found["rollout"]), len(found["ref"])) == (
-        place.actor_world_size,
-        place.num_engines,
-        place.ref_world_size,
+def found_slots(*overrides: str) -> list[Slot]:
+    return slots(load_config([*overrides])[0])
+
+
+def test_on_one_gpu_all_share_it() -> None:
+    seats = tuple(Seat(role, 0, 1.0, 0.3) for role in ("actor", "rollout", "ref"))
+    assert found_slots("cluster=single_gpu") == [Slot(0, 1.0, seats), Slot(0, 0.0, (Seat("reward", 0, 1.0, 0.0),))]
+
+
+def test_on_two_gpus_the_reference_lies_beside_the_actor() -> None:
+    """With a KL term: one GPU for both, one for the engine."""
+    first, engine, _ = found_slots("cluster=node8", "trainer.n_gpus_per_node=2")
+    assert first == Slot(0, 1.0, (Seat("actor", 0, 1.0, 0.3), Seat("ref", 0, 1.0, 0.3)))
+    assert engine == Slot(0, 1.0, (Seat("rollout", 0, 1.0, 1.0),))
+    assert first.num_cpus == 2.0
+
+
+def test_an_engine_that_shares_sits_on_the_first_of_its_gpus() -> None:
+    """Two machines of 4 GPUs, engines on 2: engine i shares those of actor ranks 2 i and 2 i + 1."""
+    found = found_slots(
+        "cluster=multi_node", "trainer.n_gpus_per_node=4", "cluster.colocate=all", f"{TENSOR_PARALLEL}=2"
     )
-    taken = [*found["actor"], *(home for home in found["rollout"] for _ in range(tensor_parallel)), *found["ref"]]
-    assert max(taken.count(machine) for machine in range(nodes)) <= 8
-    assert all(list(home) == sorted(home) for home in found.values())
+    found = [slot for slot in found if slot.num_gpus]
+    assert [slot.machine for slot in found] == [0] * 4 + [1] * 4
+    assert [slot.num_gpus for slot in found] == [1.0] * 8
+    roles = [[(seat.role, seat.rank) for seat in slot.seats] for slot in found]
+    assert roles[:3] == [
+        [("actor", 0), ("rollout", 0), ("ref", 0)],
+        [("actor", 1), ("ref", 1)],
+        [("actor", 2), ("rollout", 1), ("ref", 2)],
+    ]
+    assert {seat.num_cpus for slot in found for seat in slot.seats if seat.role == "rollout"} == {2.0}
+
+
+def test_alone_each_process_has_a_slot() -> None:
+    found = slots_of({"actor": [0, 1], "ref": [1]}, {"actor": (0.5, 1.0), "ref": (2.0, 0.0)})
+    assert [(slot.machine, slot.num_gpus, slot.num_cpus) for slot in found] == [
+        (0, 1.0, 0.5),
+        (1, 1.0, 0.5),
+        (1, 0.0, 2.0),
+    ]
+    assert [slot.seats[0].rank for slot in found] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (3, 8), (8, 8)])
+@pytest.mark.parametrize("tensor_parallel", [1, 2, 4, 8])
+@pytest.mark.parametrize("colocate", ["separate", "actor_ref", "all", "null"])
+def test_what_the_placement_chooses_has_a_place(nodes: int, per_node: int, tensor_parallel: int, colocate: str) -> None:
+    overrides = [
+        *("cluster=multi_node", "model=qwen3_8b", f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={per_node}"),
+        *(f"{TENSOR_PARALLEL}={tensor_parallel}", f"cluster.colocate={colocate}"),
+        *("data.train_batch_size=96", f"{MINI}=96"),
+    ]
+    try:
+        config, _ = load_config(overrides)
+    except ConfigError:  # too few GPUs for that
+        least = (
+            tensor_parallel if colocate in ("null", "all") else tensor_parallel + (2 if colocate == "separate" else 1)
+        )
+        assert tensor_parallel > per_node or nodes * per_node < least
+        return
+    place, found = placement(config), slots(config)
+    counts = {"actor": place.actor_world_size, "rollout": place.num_engines, "ref": place.ref_world_size}
+    for role, count in counts.items():
+        ranks = [seat.rank for slot in found for seat in slot.seats if seat.role == role]
+        assert ranks == list(range(count)), role
+    taken = [sum(slot.num_gpus for slot in found if slot.machine == machine) for machine in range(nodes)]
+    assert sum(taken) == place.num_devices
+    assert max(taken) <= per_node
+    assert all(list(home) == sorted(home) for home in node_layout(config).values())
 
 
 def test_units_and_processes_are_counted() -> None:

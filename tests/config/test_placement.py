@@ -27,7 +27,7 @@ def test_cpu():
         1,
         1,
     )
-    assert (found.gpus_per_worker, found.num_cpus_per_worker) == (0.0, 0.1)
+    assert ({found.num_gpus(role) for role in found.world_sizes}, found.num_cpus_per_worker) == ({0.0}, 0.1)
     assert not found.shares_gpu
     assert place(NO_KL).ref_world_size == 0
 
@@ -35,7 +35,7 @@ def test_cpu():
 def test_an_engine_on_cpu_may_be_several_processes(monkeypatch):
     monkeypatch.setattr(placement_module, "physical_cores", lambda: 6)
     found = place(f"{TP}=2")
-    assert (found.num_engines, found.rollout_world_size, found.gpus_per_worker) == (1, 2, 0.0)
+    assert (found.num_engines, found.rollout_world_size, found.num_gpus("rollout")) == (1, 2, 0.0)
     assert place(f"{TP}=2", "cluster.rollout_world_size=4").num_engines == 2
     assert place("model=smollm2_135m", f"{TP}=3").num_threads == {"actor": 6, "rollout": 2, "ref": 6}
 
@@ -47,46 +47,79 @@ def test_devices_are_gpus_that_the_roles_hold_or_machines_without():
     assert place("cluster=node8").num_devices == 8
     smaller = ["cluster.actor_world_size=2", "cluster.rollout_world_size=2", "cluster.ref_world_size=1"]
     assert place("cluster=node8", *smaller).num_devices == 5
+    assert place("cluster=node8", *smaller[:2]).num_devices == 4, "the reference lies beside the actor"
+    assert place("cluster=node8", f"{TP}=8", "model=qwen3_8b").num_devices == 8, "all lie beside the actor"
 
 
 @pytest.mark.parametrize(
     ("overrides", "sizes"),
     [
-        ([], (4, 3, 1)),
-        ([f"{TP}=2"], (4, 2, 2)),
-        ([f"{TP}=4"], (2, 4, 2)),
+        ([], (4, 4, 4)),
+        ([f"{TP}=2"], (4, 4, 4)),
+        ([f"{TP}=4"], (4, 4, 4)),
         ([NO_KL], (4, 4, 0)),
         ([NO_KL, f"{TP}=4"], (4, 4, 0)),
-        (["trainer.n_gpus_per_node=3"], (1, 1, 1)),
-        (["trainer.n_gpus_per_node=4"], (2, 1, 1)),
-        (["trainer.n_gpus_per_node=6"], (2, 3, 1)),
+        (["trainer.n_gpus_per_node=2"], (1, 1, 1)),
+        (["trainer.n_gpus_per_node=3"], (1, 2, 1)),
+        (["trainer.n_gpus_per_node=4"], (2, 2, 2)),
+        (["trainer.n_gpus_per_node=6"], (2, 4, 2)),
         (["trainer.n_gpus_per_node=2", NO_KL], (1, 1, 0)),
-        (["trainer.nnodes=2"], (8, 7, 1)),
-        (["trainer.nnodes=2", f"{TP}=8", "model=qwen3_8b"], (4, 8, 4)),
-        (["cluster.actor_world_size=2"], (2, 5, 1)),
-        (["cluster.ref_world_size=2"], (4, 2, 2)),
-        (["cluster.rollout_world_size=4"], (2, 4, 2)),
-        (
-            ["cluster.actor_world_size=1", "cluster.rollout_world_size=2", "cluster.ref_world_size=1"],
-            (1, 2, 1),
-        ),
+        (["trainer.nnodes=2"], (8, 8, 8)),
+        (["trainer.nnodes=2", f"{TP}=8", "model=qwen3_8b"], (8, 8, 8)),
+        (["cluster.actor_world_size=2"], (2, 6, 2)),
+        (["cluster.actor_world_size=2", "cluster.rollout_world_size=4"], (2, 4, 2)),
     ],
 )
-def test_gpu_splits(overrides, sizes):
+def test_the_reference_lies_beside_the_actor(overrides, sizes):
     assert split(*overrides) == sizes
     found = place("cluster=node8", *overrides)
-    assert found.gpus_per_worker == 1.0
-    assert found.num_cpus_per_worker == 1.0
+    assert found.colocate == ("actor_ref" if sizes[2] else "separate")
+    assert (found.num_gpus("actor"), found.num_gpus("ref")) == ((0.3, 0.3) if sizes[2] else (1.0, 1.0))
+    assert found.num_gpus("rollout") == found.tensor_parallel
     assert found.num_engines * found.tensor_parallel == found.rollout_world_size
 
 
-def test_one_gpu_is_shared():
-    found = place("cluster=single_gpu")
-    assert (found.actor_world_size, found.rollout_world_size, found.ref_world_size) == (1, 1, 1)
-    assert found.gpus_per_worker == 0.33
-    assert found.shares_gpu
-    assert found.world_size * found.gpus_per_worker <= 1
-    assert place("cluster=single_gpu", NO_KL).gpus_per_worker == 0.5
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        (["cluster.ref_world_size=1"], (4, 3, 1)),
+        (["cluster.ref_world_size=1", f"{TP}=2"], (4, 2, 1)),
+        (["cluster.colocate=separate"], (4, 3, 1)),
+        (["cluster.colocate=separate", f"{TP}=2"], (4, 2, 2)),
+        (["cluster.colocate=separate", f"{TP}=4"], (2, 4, 2)),
+        (["cluster.ref_world_size=1", "trainer.n_gpus_per_node=6"], (2, 3, 1)),
+        (["cluster.ref_world_size=2"], (4, 2, 2)),
+        (["cluster.ref_world_size=2", "cluster.rollout_world_size=4"], (2, 4, 2)),
+        (["cluster.actor_world_size=1", "cluster.rollout_world_size=2", "cluster.ref_world_size=1"], (1, 2, 1)),
+    ],
+)
+def test_a_reference_with_gpus_of_its_own(overrides, sizes):
+    assert split(*overrides) == sizes
+    found = place("cluster=node8", *overrides)
+    assert (found.colocate, found.num_devices) == ("separate", sum(sizes))
+    assert {found.num_gpus("actor"), found.num_gpus("ref")} == {1.0}
+    assert found.num_cpus_per_worker == 1.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        (["cluster=single_gpu"], (1, 1, 1)),
+        (["cluster=single_gpu", NO_KL], (1, 1, 0)),
+        (["trainer.n_gpus_per_node=2", f"{TP}=2"], (2, 2, 2)),
+        (["trainer.n_gpus_per_node=2", f"{TP}=2", "actor_rollout_ref.model.lora_rank=16"], (2, 2, 0)),
+        ([f"{TP}=8", "model=qwen3_8b"], (8, 8, 8)),
+        (["cluster.colocate=all", f"{TP}=2"], (8, 8, 8)),
+        (["cluster.colocate=all", "cluster.rollout_world_size=4"], (8, 4, 8)),
+        (["cluster.colocate=all", "cluster.actor_world_size=4"], (4, 4, 4)),
+    ],
+)
+def test_all_roles_share_gpus(overrides, sizes):
+    """On one GPU, where an engine needs every GPU, and where that is asked for."""
+    assert split(*overrides) == sizes
+    found = place("cluster=node8", *overrides)
+    assert (found.colocate, found.shares_gpu, found.num_devices) == ("all", True, sizes[0])
+    assert sum(found.num_gpus(role) for role in found.world_sizes) <= 1
 
 
 def test_set_values_win():

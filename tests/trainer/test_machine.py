@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_dist.config.load import load_config
-from grpo_dist.config.placement import placement
 from grpo_dist.errors import ConfigError
-from grpo_dist.trainer.machine import GIB, check_machine, gpu_memory_gib, memory_gib, resources
+from grpo_dist.trainer.machine import GIB, check_machine, gpu_memory_gib, memory_gib
 from grpo_dist.workers import cluster
 
 GPU4 = ("cluster=node8", "trainer.n_gpus_per_node=4")
@@ -34,21 +33,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch, *gib: float) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     found = [SimpleNamespace(total_memory=int(size * GIB)) for size in gib]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: found[number])
-
-
-def test_processes_and_what_each_of_them_gets() -> None:
-    config, _ = load_config(["cluster=single_gpu"])
-    assert resources(config, placement(config)) == {
-        "actor": (1, 1.0, 0.33),
-        "rollout": (1, 1.0, 0.33),
-        "ref": (1, 1.0, 0.33),
-        "reward": (config.reward.num_workers, 1.0, 0.0),
-    }
-
-
-def test_an_engine_gets_the_gpus_and_cpus_of_all_its_processes() -> None:
-    config, _ = load_config(["cluster=node8", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"])
-    assert resources(config, placement(config))["rollout"] == (1, 2.0, 2.0)
 
 
 def test_a_machine_without_gpus_gives_its_own_memory() -> None:

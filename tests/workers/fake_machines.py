@@ -19,9 +19,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, placement_group_table
 
 from grpo_dist.config.load import load_config
-from grpo_dist.config.node_layout import node_layout
-from grpo_dist.config.placement import placement
-from grpo_dist.trainer.machine import resources
+from grpo_dist.config.node_layout import slots, slots_of
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Process
@@ -53,7 +51,7 @@ def found(bundles: dict[str, list[Bundle]], order: list[str]) -> dict[str, list[
 def layout(overrides: list[str]) -> tuple[list[Any], dict[str, list[Bundle]], dict[str, list[int]]]:
     """Reserve for a config: placement groups, bundles, and the nodes by role and rank."""
     config, _ = load_config(["cluster=multi_node", *overrides])
-    groups, bundles = reserve(resources(config, placement(config)), node_layout(config))
+    groups, bundles = reserve(slots(config))
     return groups, bundles, found(bundles, order())
 
 
@@ -100,7 +98,7 @@ def beside_another_job() -> list[int]:
     """Where 16 actor ranks are if another job has the GPUs of the first machine."""
     blocked = placement_group([{"GPU": 8}], strategy="STRICT_PACK", _soft_target_node_id=order()[0])
     assert blocked.wait(LIMIT_S)
-    groups, bundles = reserve({"actor": (16, 1.0, 1.0)}, {"actor": [0] * 8 + [1] * 8})
+    groups, bundles = reserve(slots_of({"actor": [0] * 8 + [1] * 8}, {"actor": (1.0, 1.0)}))
     placed = found(bundles, order())["actor"]
     release([*groups, blocked])
     return placed

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from ray.util.placement_group import placement_group_table
 
+from grpo_dist.config.node_layout import slots_of
 from grpo_dist.errors import ConfigError
 from grpo_dist.workers import resources
 from grpo_dist.workers.resources import release, reserve
 
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parents[2]
+NEEDS = {"actor": (0.05, 0.0), "ref": (0.1, 0.0)}  # CPUs and GPUs of each process
 
 
 def on_fake_machines(nodes: int, *overrides: str) -> dict[str, Any]:
@@ -62,7 +64,7 @@ def test_ranks_lie_together_on_eight_machines() -> None:
 
 @pytest.mark.usefixtures("local_ray")
 def test_every_process_has_its_bundle_in_rank_order() -> None:
-    (group,), bundles = reserve({"actor": (2, 0.05, 0.0), "ref": (1, 0.1, 0.0)})
+    (group,), bundles = reserve(slots_of({"actor": [0, 0], "ref": [0]}, NEEDS))
     assert [(b.num_cpus, b.num_gpus, b.index) for b in bundles["actor"]] == [(0.05, 0, 0), (0.05, 0, 1)]
     assert [(b.num_cpus, b.index) for b in bundles["ref"]] == [(0.1, 2)]
     assert {b.group for part in bundles.values() for b in part} == {group}
@@ -73,8 +75,7 @@ def test_every_process_has_its_bundle_in_rank_order() -> None:
 @pytest.mark.usefixtures("local_ray")
 def test_each_machine_has_a_group() -> None:
     """There is one machine, so the second group is on it too."""
-    homes = {"actor": [0, 1], "ref": [1]}
-    groups, bundles = reserve({"actor": (2, 0.05, 0.0), "ref": (1, 0.1, 0.0)}, homes)
+    groups, bundles = reserve(slots_of({"actor": [0, 1], "ref": [1]}, NEEDS))
     assert [group.bundle_specs for group in groups] == [[{"CPU": 0.05}], [{"CPU": 0.05}, {"CPU": 0.1}]]
     assert [(b.group, b.index) for b in bundles["actor"]] == [(groups[0], 0), (groups[1], 0)]
     assert [(b.group, b.index) for b in bundles["ref"]] == [(groups[1], 1)]
@@ -87,7 +88,7 @@ def test_what_the_cluster_has_not_is_refused(monkeypatch: pytest.MonkeyPatch, ne
     monkeypatch.setattr(resources, "PLACEMENT_TIMEOUT_S", 0.5)
     count, cpus, gpus = needs
     with pytest.raises(ConfigError) as caught:
-        reserve({"actor": (1, 0.1, 0.0), "rollout": needs})
+        reserve(slots_of({"actor": [0], "rollout": [0] * count}, {"actor": (0.1, 0.0), "rollout": (cpus, gpus)}))
     message = str(caught.value)
     assert f"actor 1 x (0.1 CPU, 0 GPU), rollout {count} x ({cpus:g} CPU, {gpus:g} GPU), on 1 machine(s)" in message
     assert f"up to {0.1 + count * cpus:g} CPU and {count * gpus:g} GPU" in message
@@ -99,11 +100,11 @@ def test_a_refused_request_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as patch:
         patch.setattr(resources, "PLACEMENT_TIMEOUT_S", 0.5)
         with pytest.raises(ConfigError):
-            reserve({"actor": (1, 0.2, 0.0), "rollout": (1, 50.0, 0.0)})
+            reserve(slots_of({"rollout": [0]}, {"rollout": (50.0, 0.0)}))
     states = {
         entry["state"] for entry in placement_group_table().values() if {"CPU": 50.0} in entry["bundles"].values()
     }
     assert states == {"REMOVED"}
-    groups, bundles = reserve({"actor": (1, 0.2, 0.0)})
+    groups, bundles = reserve(slots_of({"actor": [0]}, NEEDS))
     assert len(bundles["actor"]) == 1
     release(groups)
