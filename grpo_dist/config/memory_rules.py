@@ -35,6 +35,9 @@ _REMEDIES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     (f"{_ROLLOUT}.tensor_model_parallel_size", (2, 4, 8)),
     (f"{_ACTOR}.fsdp_config.optimizer_offload", (True,)),
     (f"{_ACTOR}.fsdp_config.param_offload", (True,)),
+)
+# What takes other GPUs, or more of them: after those.
+_MORE_GPUS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("cluster.ref_world_size", (2, 4, 8)),
     ("cluster.actor_world_size", (2, 4, 8, 16, 32, 64)),
     ("trainer.n_gpus_per_node", (2, 4, 8)),
@@ -70,6 +73,11 @@ def memory_problems(
 
     path, texts = f"{_MODEL}.path={config.actor_rollout_ref.model.path}", "; ".join(text for text, _ in found)
     yield Problem(f"{path}: {texts}; {_remedy(config, excess)}", _KEYS)
+
+
+def fits(config: RunConfig, estimate: Estimate, gib: float) -> bool:
+    """Whether every process fits on a GPU of that size."""
+    return not any(_misfits(config, estimate, gib, None))
 
 
 def _misfits(config: RunConfig, estimate: Estimate, gib: float | None, host_gib: float | None) -> Iterator[Misfit]:
@@ -114,7 +122,10 @@ def _on_a_shared_gpu(config: RunConfig, roles: Mapping[str, RoleMemory], gib: fl
     parts["CUDA of each process"] = CUDA_GIB * (len(roles) - (engine is not None and not fixed))
     if sum(parts.values()) > gib:
         needs = f"{' and '.join(roles)}, which share a GPU, need {_sum(parts)}"
-        yield f"{needs}, which is more than {_gpu(config, gib)}", sum(parts.values()) - gib
+        yield (
+            f"{needs}, which is more than {_gpu(config, gib)} (the actor: {_sum(actor.parts)})",
+            sum(parts.values()) - gib,
+        )
 
 
 def _in_machines(config: RunConfig, roles: list[RoleMemory], gib: float) -> Iterator[Misfit]:
@@ -148,11 +159,14 @@ def _sum(parts: Mapping[str, float]) -> str:
 
 # --- remedies ------------------------------------------------------------------------------------------------------
 def _remedy(config: RunConfig, excess: Callable[[RunConfig], float]) -> str:
-    """One setting that makes it fit, else several, none too many or stricter than needed; or LoRA."""
-    changes = {key: [value for value in values if _milder(config, key, value)] for key, values in _REMEDIES}
-    if single := _first(config, changes, excess):
-        return f"set {single}"
-    several = _several(config, changes, excess)
+    """One setting that makes it fit, else several, none too many or stricter than needed, else GPUs; or LoRA."""
+    settings, gpus = (
+        {key: [value for value in values if _milder(config, key, value)] for key, values in remedies}
+        for remedies in (_REMEDIES, _MORE_GPUS)
+    )
+    if found := _first(config, settings, excess) or _several(config, settings, excess) or _first(config, gpus, excess):
+        return f"set {found}"
+    several = _several(config, settings | gpus, excess)
     lora = _first(config, {_LORA[0]: [rank for rank in _LORA[1] if _milder(config, _LORA[0], rank)]}, excess)
     if several or lora:
         return "set " + ", or ".join(filter(None, (several, lora)))

@@ -125,6 +125,9 @@ def copies_and_engines_lie_in_one_machine(config: RunConfig) -> Iterator[Problem
     if place.device == "cpu":
         return
     copy, fsdp_size = copy_size(config, place), f"{_ACTOR}.fsdp_config.fsdp_size"
+    beside = place.sharing or ("actor",)
+    if max(place.world_sizes[role] for role in beside) > place.actor_world_size:
+        return
     if place.num_devices > config.num_gpus or per_node % place.tensor_parallel or place.actor_world_size % (copy or 1):
         return  # other rules say so
     if copy is not None and copy > per_node and copy % per_node:

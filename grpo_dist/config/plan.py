@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import ceil
+from typing import Any
 
 from grpo_dist.config.load import readable_config
 from grpo_dist.config.memory import RoleMemory, kv_cache_tokens, memory_estimate
@@ -12,6 +13,8 @@ from grpo_dist.config.node_layout import node_layout
 from grpo_dist.config.placement import Placement, placement
 from grpo_dist.config.problems import shown
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.shorter_steps import shorter_steps
+from grpo_dist.config.step_estimate import step_estimate
 
 __all__ = ["Placement", "batch_arithmetic", "format_plan", "format_summary", "memory_estimate", "placement"]
 
@@ -77,6 +80,8 @@ def format_plan(config: RunConfig, notes: list[str]) -> str:
         "placement\n" + _table(_placement_rows(config)),
         "memory per process (estimate)\n" + _table(_memory_rows(memory_estimate(config, model), tokens)),
     ]
+    if rows := _step_rows(config, model):
+        blocks.append("a step (rough estimate, for H100s)\n" + _table(rows))
     if notes:
         blocks.append("notes\n" + _indent(notes))
     return "\n\n".join(blocks)
@@ -146,10 +151,8 @@ def _workers(place: Placement) -> str:
 
 def _shared(place: Placement) -> str:
     """Which roles share GPUs; "" if none do."""
-    roles = [role for role in place.sharing if place.world_sizes[role]]
-    return f"; {', '.join(roles[:-1])} and {roles[-1]} share {'it' if place.num_devices == 1 else 'theirs'}" * (
-        len(roles) > 1
-    )
+    *first, last = [role for role in place.sharing if place.world_sizes[role]] or [""]
+    return f"; {', '.join(first)} and {last} share {'it' if place.num_devices == 1 else 'theirs'}" if first else ""
 
 
 def _placement_rows(config: RunConfig) -> Rows:
@@ -217,6 +220,22 @@ def _memory_rows(memory: list[RoleMemory] | None, kv_tokens: int | None) -> Rows
     return rows
 
 
+def _step_rows(config: RunConfig, model: Mapping[str, Any] | None) -> Rows:
+    """Seconds by phase, who waits, and other placements with which a step would be shorter."""
+    found = step_estimate(config, model)
+    if found is None:
+        return []
+    phases = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in found.phases.items())
+    rows = [
+        ("tokens", f"responses of {config.data.max_response_length // 2:,}, half of the longest; prompts likewise"),
+        ("seconds", f"{phases}; together {_seconds(found.total)}, since some run side by side"),
+    ]
+    if found.waiting:
+        rows.append(("GPUs wait", ", ".join(f"{role} {share:.0%} of it" for role, share in found.waiting.items())))
+    shorter = [f"{_seconds(seconds)} with {text}" for seconds, text in shorter_steps(config, model, found.total)]
+    return [*rows, ("shorter", "; ".join(shorter))] if shorter else rows
+
+
 def _many(count: int, one: str, more: str = "") -> str:
     return f"{count:,} {one if count == 1 else more or one + 's'}"
 
@@ -228,6 +247,10 @@ def _sum(parts: Mapping[str, float]) -> str:
 
 def _gib(size: float) -> str:
     return f"{size:.1f}" if size >= 10 else f"{size:.3g}" if size >= 0.01 else f"{size:.4f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds >= 0.1 else "less than 0.1"
 
 
 def _passes(per_rank: int, n: int, size: int, max_token_len: int | None) -> str:

@@ -30,7 +30,7 @@ TOO_LARGE: dict[str, tuple[str, float, tuple[str, ...], tuple[str, ...]]] = {
     ),
     "a large token budget": (
         "Qwen3-8B", 60, ("cluster=node8", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=131072"),
-        ("ppo_max_token_len_per_gpu=32768",)
+        ("ppo_max_token_len_per_gpu=16384",)
     ),
     "too few GPUs": ("Qwen3-8B", 23.6, ("cluster=node8",), ("trainer.nnodes=",)),
     "an engine on one GPU": (
@@ -79,7 +79,7 @@ def test_what_is_too_large_is_refused_and_the_remedy_helps(folder, name: str) ->
 
 def test_an_actor_is_refused_at_its_peak(folder) -> None:
     """What it needs and a GiB for CUDA: a hundredth less does not fit, a hundredth more does."""
-    run = ("cluster=node8", folder("Qwen3-8B"))
+    run = ("cluster=node8", "cluster.ref_world_size=1", folder("Qwen3-8B"))
     config, _ = load_config([*RUN, *run])
     actor = (memory_estimate(config, MODELS["Qwen3-8B"]) or [])[0]
     needed = actor.total + CUDA_GIB
@@ -110,13 +110,32 @@ def test_passes_of_two_roles_at_once_on_one_gpu(folder) -> None:
             f"{ACTOR}.ppo_mini_batch_size=32")  # fmt: skip
     run = (*long, "cluster=single_gpu", folder("Qwen3-0.6B"), f"{GPU}=20")
     text = refused(*RUN, *run)
-    assert "the roles that share the only GPU need rollout 7 + actor " in text
+    assert "actor and rollout and ref, which share a GPU, need rollout 7 + actor " in text
     assert " + ref " in text
     load_config([*RUN, *run, *remedy(text)])
 
 
+def test_a_reference_beside_the_actor_takes_turns_with_it(folder) -> None:
+    """The actor at its peak, the reference where it waits, CUDA of both; sampling ahead, both at once."""
+    offload = (f"{REF}.fsdp_config.param_offload=true", f"{ACTOR}.fsdp_config.optimizer_offload=true")
+    run = ("cluster=node8", folder("Qwen3-8B"), *offload)
+    config, _ = load_config([*RUN, *run])
+    actor, _, ref = memory_estimate(config, MODELS["Qwen3-8B"]) or []
+    assert ref.between == 0
+    turns, together = actor.total + 2 * CUDA_GIB, actor.total + ref.total + 2 * CUDA_GIB
+    assert f"actor and ref, which share a GPU, need actor {actor.total:.3g} + CUDA" in refused(
+        *RUN, *run, f"{GPU}={turns * 0.99}"
+    )
+    load_config([*RUN, *run, f"{GPU}={turns * 1.01}"])
+    ahead = (*run, "trainer.max_staleness=1")
+    text = refused(*RUN, *ahead, f"{GPU}={together * 0.99}")
+    assert f"need actor {actor.total:.3g} + ref {ref.total:.3g} + CUDA of each process 2" in text
+    assert "(the actor: weights 7.63 + gradients 7.63 + " in text
+    load_config([*RUN, *ahead, f"{GPU}={together * 1.01}"])
+
+
 def test_a_validation_alone_needs_no_memory_for_gradients_and_optimizer(folder) -> None:
-    run = ("cluster=node8", folder("Qwen3-8B"), f"{GPU}=34")
+    run = ("cluster=node8", "cluster.ref_world_size=1", folder("Qwen3-8B"), f"{GPU}=34")
     assert "each actor process needs weights 7.63 + gradients 7.63 + optimizer 15.3 + " in refused(*RUN, *run)
     load_config([*RUN, *run, "trainer.val_only=true"])
 
@@ -128,7 +147,7 @@ def test_parameters_that_were_counted_go_before_those_that_config_json_makes_lik
         for number in (0, 4_000_000_000)
     )
     assert whole["actor"] == pytest.approx(7.63, abs=0.01)
-    assert less == pytest.approx({"actor": 4e9 * 4 / 4 / 2**30, "rollout": 4e9 * 2 / 2**30, "ref": 4e9 * 2 / 2**30})
+    assert less == pytest.approx({"actor": 4e9 * 4 / 4 / 2**30, "rollout": 4e9 * 2 / 2**30, "ref": 4e9 * 2 / 4 / 2**30})
     assert list(model_problems(config, MODELS["Qwen3-8B"], 30, num_parameters=0)) != []
     assert list(model_problems(config, MODELS["Qwen3-8B"], 30, num_parameters=1_000_000_000)) == []
 
@@ -154,7 +173,7 @@ def test_all_processes_in_the_memory_of_a_machine(folder) -> None:
         config, _ = load_config([*RUN, *run])
         roles = memory_estimate(config, MODELS["Qwen3-0.6B"]) or []
         on_cpu = config.device == "cpu"
-        counts = {"actor": 1, "rollout": 1, "ref": 1} if on_cpu else {"actor": 4, "rollout": 3, "ref": 1}
+        counts = {"actor": 1, "rollout": 1, "ref": 1} if on_cpu else {"actor": 4, "rollout": 4, "ref": 4}
         needed = sum((r.host_total + (r.total if on_cpu else 0)) * counts[r.role] for r in roles)
         (problem,) = model_problems(config, MODELS["Qwen3-0.6B"], None, needed * 0.99)
         assert f"{counts['actor']} actor with" in problem.text

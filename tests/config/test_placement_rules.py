@@ -105,19 +105,44 @@ VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
             "data.max_response_length=64: a pass must hold the longest sequence: at least prompt + response = 128",
         ),
         (
-            ["cluster=node8", "trainer.n_gpus_per_node=2"],
-            f"{ROLLOUT}.tensor_model_parallel_size=1, trainer.nnodes=1, "
-            "trainer.n_gpus_per_node=2: actor 1 + rollout "
-            "1 + ref 1 = 3 GPUs are needed and there are 2; set smaller cluster.actor_world_size, "
-            "cluster.rollout_world_size or cluster.ref_world_size, or more machines, or "
-            f"{ACTOR}.use_kl_loss=false (no reference)",
+            ["cluster=node8", "trainer.n_gpus_per_node=2", "cluster.ref_world_size=1"],
+            f"cluster.ref_world_size=1, cluster.colocate=null, {ROLLOUT}.tensor_model_parallel_size=1, "
+            "trainer.nnodes=1, trainer.n_gpus_per_node=2: actor 1 + rollout 1 + ref 1 = 3 GPUs are needed and there "
+            "are 2; set smaller cluster.actor_world_size, cluster.rollout_world_size, cluster.ref_world_size, or more "
+            "machines, or cluster.colocate=all, where engines and reference share the actor's GPUs",
         ),
         (
             ["cluster=single_gpu", "cluster.actor_world_size=2"],
-            f"cluster.actor_world_size=2, cluster.rollout_world_size=1, cluster.ref_world_size=1, "
-            f"{ROLLOUT}.tensor_model_parallel_size=1, trainer.nnodes=1, "
-            "trainer.n_gpus_per_node=1: one process of "
-            "each role shares the only GPU, and this is actor 2 + rollout 1 + ref 1; leave cluster.* null",
+            "cluster.actor_world_size=2, cluster.rollout_world_size=1, cluster.ref_world_size=1, "
+            f"cluster.colocate=null, {ROLLOUT}.tensor_model_parallel_size=1, trainer.nnodes=1, "
+            "trainer.n_gpus_per_node=1: actor 2 = 2 GPUs are needed and there are 1; set smaller "
+            "cluster.actor_world_size, cluster.rollout_world_size, cluster.ref_world_size, or more machines",
+        ),
+        (
+            [*GPU8, "cluster.colocate=all", "cluster.actor_world_size=2", "cluster.rollout_world_size=4"],
+            "cluster.actor_world_size=2, cluster.rollout_world_size=4, cluster.ref_world_size=null, "
+            "cluster.colocate=all: each GPU that is shared has an actor rank, and these are actor 2, rollout 4, ref 2; "
+            "set cluster.actor_world_size to 4, the others to 2, or all three to null",
+        ),
+        (
+            [*GPU8, "cluster.colocate=actor_ref", "cluster.ref_world_size=2"],
+            "cluster.ref_world_size=2, cluster.colocate=actor_ref: a rank of the reference lies beside each of the 4 "
+            "of the actor; leave ref_world_size null",
+        ),
+        (
+            ["cluster.colocate=all"],
+            "cluster.colocate=all: there are no GPUs to share; leave it null",
+        ),
+        (
+            [
+                *("cluster=multi_node", "trainer.nnodes=2", "trainer.n_gpus_per_node=6", "data.train_batch_size=36"),
+                *(f"{ACTOR}.ppo_mini_batch_size=36", f"{FSDP_SIZE}=4", "cluster.colocate=all"),
+                *("cluster.actor_world_size=12", f"{ROLLOUT}.tensor_model_parallel_size=2"),
+            ],
+            f"{FSDP_SIZE}=4, {ROLLOUT}.tensor_model_parallel_size=2, cluster.actor_world_size=12, "
+            "cluster.rollout_world_size=null, cluster.ref_world_size=null, trainer.n_gpus_per_node=6: copies of the "
+            "weights on 4 and engines on 2 GPUs are not cut between machines, and so actor, rollout, ref has no room "
+            "on 2 machines of 6 GPUs; set other sizes, or fewer processes in cluster.*",
         ),
     ],
 )

@@ -38,13 +38,13 @@ def test_batch_arithmetic_on_eight_gpus():
         "prompts per training step": "1,024",
         "sequences per training step": "1,024 prompts * n=8 = 8,192",
         "tokens per training step": "at most 8,192 * 128 = 1,048,576",
-        "sequences per engine": "2,731 (256 at once)",
+        "sequences per engine": "2,048 (256 at once)",
         "mini-batches per pass": "4 of 256 prompts = 2,048 sequences",
         "optimizer steps per training step": "4 * ppo_epochs=2 = 8",
         "sequences per actor rank and mini-batch": "512",
         "micro-batches per actor rank and mini-batch": "22 of 24 sequences",
         "old log-prob passes per actor rank": "16 of 128 sequences",
-        "reference passes per ref rank": "64 of 128 sequences",
+        "reference passes per ref rank": "16 of 128 sequences",
     }
 
 
@@ -103,6 +103,9 @@ def test_memory_of_qwen3_8b_on_eight_gpus():
     assert rollout.parts["weights"] == pytest.approx(count * 2 / GIB)
     assert rollout.parts["KV cache of one sequence"] == pytest.approx(128 * 144 * 2**10 / GIB)
     assert "80% of the GPU" in rollout.remark
+    assert ref.parts["weights"] == pytest.approx(count * 2 / 4 / GIB), "it has as many ranks as the actor"
+    config, _ = load("model=qwen3_8b", "cluster=node8", "data.train_batch_size=32", "cluster.ref_world_size=1")
+    *_, ref = memory_estimate(config, QWEN3_8B)
     assert ref.parts["weights"] == pytest.approx(count * 2 / GIB)
     assert ref.parts["gathered weights"] == pytest.approx(count * 2 / GIB), "FSDP copies them, though it is alone"
     assert kv_cache_tokens(config, QWEN3_8B) is None
@@ -182,13 +185,13 @@ def test_plan_without_the_models_sizes():
     text = format_plan(config, notes)
     assert "unknown: model config not at hand" in text
     assert "8 of 8 used" in text
-    assert "3 engines, TP=1, bfloat16, deterministic=false" in text
+    assert "4 engines, TP=1, bfloat16, deterministic=false" in text
 
 
 def test_idle_gpus_are_said():
     config, notes = load("cluster=node8", "cluster.actor_world_size=4", "cluster.rollout_world_size=2",
                          "cluster.ref_world_size=1")  # fmt: skip
-    assert "7 of 8 used; 1 idle" in format_plan(config, notes)
+    assert "7 of 8 used, 1 idle" in format_plan(config, notes)
 
 
 def test_plan_of_several_machines_says_what_each_holds():
@@ -202,8 +205,27 @@ def test_plan_of_several_machines_says_what_each_holds():
 
 def test_plan_of_one_shared_gpu():
     config, notes = load("cluster=single_gpu")
-    assert "one, shared" in format_plan(config, notes)
-    assert "0.33 GPU, 1 logical CPU" in format_plan(config, notes)
+    assert "1 of 1 used; actor, rollout and ref share it" in format_plan(config, notes)
+    assert "1 actor, 1 rollout engine, 1 ref, on 1 GPU; actor, rollout and ref share it" in format_summary(
+        config, notes
+    )
+    text = format_summary(*load("cluster=node8"))
+    assert "4 actor, 4 rollout engines, 4 ref, on 8 GPUs; actor and ref share theirs" in text
+    separate = format_summary(*load("cluster=node8", "actor_rollout_ref.actor.use_kl_loss=false"))
+    assert "4 actor, 4 rollout engines, no ref, on 8 GPUs" in separate
+    assert "share" not in separate
+
+
+def test_a_step_is_estimated_where_there_are_gpus():
+    big = ("model=qwen3_8b", "data.train_batch_size=1024", f"{ACTOR}.ppo_mini_batch_size=256",
+           "data.max_prompt_length=512", "data.max_response_length=1024", f"{ROLLOUT}.n=8")  # fmt: skip
+    text = format_plan(*load(*big, "cluster=node8"))
+    assert "a step (rough estimate, for H100s)\n  tokens     responses of 512, half of the longest" in text
+    assert "seconds    generation " in text
+    assert "  GPUs wait  actor " in text
+    assert "with trainer.max_staleness=1" in text
+    assert "a step (rough" not in format_plan(*load())
+    assert "GPUs wait" not in format_plan(*load(*big, "cluster=node8", "cluster.colocate=all"))
 
 
 def test_the_printed_config_has_no_secrets():

@@ -152,7 +152,7 @@ MISTAKES = {
     ),
     "memory that a GPU does not have": (
         ["cluster=node8", "model=qwen3_8b", "data=arithmetic", "cluster.gpu_memory_gib=24"],
-        [f"{PATH}=Qwen/Qwen3-8B", "each actor process needs ", "cluster.gpu_memory_gib=24", "; set "],
+        [f"{PATH}=Qwen/Qwen3-8B", "actor and ref, which share a GPU, need ", "cluster.gpu_memory_gib=24", "; set "],
     ),
     "heads that do not split": (
         ["cluster=node8", f"{ROLLOUT}.tensor_model_parallel_size=3", "trainer.n_gpus_per_node=9"],

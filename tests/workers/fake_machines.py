@@ -20,11 +20,16 @@ from ray.util.placement_group import placement_group, placement_group_table
 
 from grpo_dist.config.load import load_config
 from grpo_dist.config.node_layout import slots, slots_of
+from grpo_dist.config.placement import placement
+from grpo_dist.trainer.build import on_gpus_of
+from grpo_dist.trainer.settings import engine_settings
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.resources import Bundle, nodes_in_order, release, reserve
 
+TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+NO_KL = "actor_rollout_ref.actor.use_kl_loss=false"
 SIZE = {"num_cpus": 64, "num_gpus": 8}
 LIMIT_S = 120.0
 
@@ -86,6 +91,22 @@ def lose(cluster: Cluster, bundles: dict[str, list[Bundle]]) -> dict[str, Any]:
     }
 
 
+def gpus(overrides: list[str]) -> dict[str, list[list[str]]]:
+    """By role and rank, the GPUs that a process has or shares; of engines those that they are told to use."""
+    config, _ = load_config(["cluster=node8", "model=qwen3_8b", *overrides])
+    place = placement(config)
+    groups, bundles = reserve(slots(config))
+    found = {}
+    for role in [role for role, size in place.world_sizes.items() if size]:
+        args: list[tuple[Any, ...]] = [()] * len(bundles[role])
+        found[role] = WorkerGroup.spawn(role, Process, bundles[role], args=args, limits=TimeLimits(LIMIT_S)).call_home()
+    engines = [engine_settings(config, place, index) for index in range(place.num_engines)]
+    engines = on_gpus_of(engines, found["actor"]) if place.shares_gpu else []
+    release(groups)
+    told = {"told": [list(each.gpus) for each in engines]} if engines else {}
+    return {role: [list(address.gpus) for address in addresses] for role, addresses in found.items()} | told
+
+
 def wait_until_free(gpus: float) -> None:
     """Wait until Ray has that many GPUs to give."""
     deadline = time.monotonic() + LIMIT_S
@@ -115,6 +136,10 @@ def main(nodes: int, overrides: list[str]) -> None:
         report["beside"] = beside_another_job()
         wait_until_free(8.0 * nodes)
         report["two"] = layout(["trainer.nnodes=2", *overrides])[2]
+        report["gpus"] = {
+            "actor_ref": gpus(["trainer.n_gpus_per_node=2"]),
+            "all": gpus(["trainer.n_gpus_per_node=4", "cluster.colocate=all", f"{TENSOR_PARALLEL}=2", NO_KL]),
+        }
         report["cpu"] = layout(["trainer.nnodes=3", "trainer.n_gpus_per_node=0", "cluster.actor_world_size=4"])[2]
     sys.stdout.write("\n" + json.dumps(report) + "\n")  # what Ray writes here may not have ended its line
     ray.shutdown()

@@ -34,11 +34,18 @@ def test_ranks_lie_together_on_several_machines_and_after_restarts() -> None:
     found = on_fake_machines(
         3,
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        *("cluster.actor_world_size=8", "cluster.rollout_world_size=4"),
+        *("cluster.actor_world_size=8", "cluster.rollout_world_size=4", "cluster.colocate=separate"),
     )
     assert found["placed"] == {"actor": [0] * 8, "rollout": [1, 1], "ref": [1] * 4 + [2] * 8, "reward": [1]}
     assert found["two"] == {"actor": [0] * 8, "rollout": [1, 1], "ref": [1] * 4, "reward": [1]}
     assert found["beside"] == [1] * 8 + [2] * 8, "the first group was given the last machine"
+    pair = found["gpus"]["actor_ref"]
+    assert pair["actor"] == pair["ref"] != pair["rollout"], "the reference lies beside the actor"
+    shared = found["gpus"]["all"]
+    four = [gpu for (gpu,) in shared["actor"]]
+    assert len(set(four)) == 4, "each actor rank has a GPU, which it shares"
+    assert shared["rollout"] == [[four[0]], [four[2]]], "Ray gives an engine a share of the first of its GPUs"
+    assert shared["told"] == [four[:2], four[2:]]
     assert found["cpu"] == {"actor": [0, 0, 1, 2], "rollout": [1], "ref": [2], "reward": [0]}
     assert found["replaced"] == [True, True], "a new process is where the old one was"
     assert found["elsewhere"], "its node is gone"

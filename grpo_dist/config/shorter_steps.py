@@ -1,0 +1,63 @@
+"""Other placements and settings with which a step would be shorter, by its estimate."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_dist.config.memory import memory_estimate
+from grpo_dist.config.memory_rules import fits
+from grpo_dist.config.placement import placement
+from grpo_dist.config.problems import shown, value_of, with_value
+from grpo_dist.config.rules import rule_problems
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.step_estimate import GPU_GIB, step_estimate
+
+# What saves less is within the estimate's error.
+LEAST_SAVING = 0.1
+# So many sizes of the actor are tried on many GPUs.
+_SIZES = 16
+
+Changes = dict[str, Any]
+_WORLD_SIZES = ("cluster.actor_world_size", "cluster.rollout_world_size", "cluster.ref_world_size")
+_SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
+
+
+def shorter_steps(config: RunConfig, model_config: Mapping[str, Any] | None, now: float) -> list[tuple[float, str]]:
+    """The best change of each kind that saves a tenth and fits, with its seconds, the shortest step first.
+
+    Args:
+        config: the run's.
+        model_config: the model's config.json.
+        now: the seconds of its step.
+    """
+    if placement(config).shares_gpu:
+        return []
+    best = functools.partial(_best, config, model_config)
+    free: Changes = dict.fromkeys(_WORLD_SIZES)
+    ahead: Changes = {"trainer.max_staleness": max(config.trainer.max_staleness, 1)}
+    some = max(1, config.num_gpus // _SIZES)
+    splits = [free | {_WORLD_SIZES[0]: size} for size in range(some, config.num_gpus, some)]
+    single = [*best([ahead], now), *best(splits, now)]
+    both = best([ahead | split for split in splits], min((seconds for seconds, _ in single), default=now))
+    return sorted([*single, *both, *best([free | {"cluster.colocate": "all", _SHARE: 0.5}], now)])
+
+
+def _best(
+    config: RunConfig, model_config: Mapping[str, Any] | None, kind: Sequence[Changes], now: float
+) -> list[tuple[float, str]]:
+    """The change among these with the shortest step, if it saves enough."""
+    memory = functools.partial(memory_estimate, model_config=model_config)
+    gib, found = config.cluster.gpu_memory_gib or GPU_GIB, []
+    for changes in kind:
+        changed = with_value(config, "cluster.gpu_memory_gib", None)  # what does not fit is left out without a remedy
+        for key, value in changes.items():
+            changed = with_value(changed, key, value)
+        estimate = step_estimate(changed, model_config)
+        if estimate is None or estimate.total > now * (1 - LEAST_SAVING) or rule_problems(changed):
+            continue
+        if fits(changed, memory, gib):
+            new = [f"{key}={shown(value)}" for key, value in changes.items() if value != value_of(config, key)]
+            found.append((estimate.total, " and ".join(new)))
+    return sorted(found)[:1]

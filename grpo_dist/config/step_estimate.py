@@ -1,0 +1,147 @@
+"""How long a step takes on GPUs, phase by phase, and who waits: a rough estimate before anything is started.
+
+Operations and bytes of each phase, over the rates that such phases usually reach on an H100. On other GPUs all phases
+grow about alike, so what it says of their proportion, and of who waits, holds there too. Prompts and responses are
+taken to be half as long as they may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from grpo_dist.config.model_shape import ModelShape, model_shape
+from grpo_dist.config.placement import Placement, placement
+from grpo_dist.config.schema import RunConfig
+
+GIB = 2**30
+# An H100 (80 GB): what is reached of 989 TFLOP/s in bf16, and of 3.35 TB/s.
+GPU_GIB = 79.0
+FLOPS, BANDWIDTH = 0.4 * 989e12, 0.6 * 3.35e12
+# Bytes a second that each GPU exchanges with the others: of its machine, of other machines (400 Gbit/s for each GPU).
+NVLINK, NETWORK = 300e9, 40e9
+# Bytes a second of new weights on their way to the engines, by `checkpoint_engine.backend`.
+SYNC = {"broadcast": 40e9, "object_store": 0.35e9}
+DECODE_OVERHEAD_S = 0.005  # of an engine's step, besides its kernels
+_BF16 = 2
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """Seconds of a step.
+
+    Attributes:
+        phases: by name; some run side by side.
+        total: of the step.
+        waiting: by role with GPUs of its own, the share of the step in which they have nothing to do.
+    """
+
+    phases: Mapping[str, float]
+    total: float
+    waiting: Mapping[str, float]
+
+
+def step_estimate(config: RunConfig, model_config: Mapping[str, Any] | None) -> StepEstimate | None:
+    """The seconds of a training step; None on CPU, or if the model's sizes are not at hand.
+
+    Args:
+        config: the run's.
+        model_config: the model's config.json.
+    """
+    shape = None if model_config is None else model_shape(model_config)
+    if shape is None or config.device == "cpu":
+        return None
+    place, work = placement(config), _Work(config, shape)
+    phases = {"generation": work.generation(place), "update": work.update(place)}
+    if config.needs_reference:
+        ranks, ref = place.ref_world_size or place.actor_world_size, config.actor_rollout_ref.ref
+        phases["reference"] = work.log_probs(ranks, ref.log_prob_micro_batch_size_per_gpu)
+    if config.needs_old_log_probs:
+        size = config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
+        phases["old log-probs"] = work.log_probs(place.actor_world_size, size)
+    phases["weight sync"] = work.weight_sync(place)
+    return _composed(config, place, phases)
+
+
+def _composed(config: RunConfig, place: Placement, phases: Mapping[str, float]) -> StepEstimate:
+    """What runs side by side: log-probs beside generation, and with `max_staleness` generation beside all else."""
+    apart = place.ref_world_size > 0 and place.colocate == "separate"
+    generation, reference = phases["generation"], phases.get("reference", 0.0)
+    log_probs = phases.get("old log-probs", 0.0) + (0.0 if apart else reference)
+    own_reference = reference if apart else 0.0
+    if place.shares_gpu:
+        return StepEstimate(phases, sum(phases.values()), {})
+    trains, sync = log_probs + phases["update"], phases["weight sync"]
+    if config.trainer.max_staleness:
+        total = max(generation + sync, trains + sync, own_reference)
+    else:
+        total = max(generation, log_probs, own_reference) + phases["update"] + sync
+    busy = {"actor": trains, "rollout": generation} | ({"ref": reference} if apart else {})
+    return StepEstimate(phases, total, {role: 1 - seconds / total for role, seconds in busy.items()})
+
+
+class _Work:
+    """Operations and bytes of a step."""
+
+    def __init__(self, config: RunConfig, shape: ModelShape) -> None:
+        roles, data = config.actor_rollout_ref, config.data
+        self.config, self.shape = config, shape
+        self.prompt, self.response = data.max_prompt_length / 2, data.max_response_length / 2
+        self.prompts, self.sequences = data.train_batch_size, data.train_batch_size * roles.rollout.n
+        shared = roles.model.use_remove_padding and roles.actor.use_prefix_grouper
+        self.tokens = self.sequences * self.response + self.prompt * (self.prompts if shared else self.sequences)
+        matrices = shape.num_layers * shape.layer + shape.matrix
+        attention = shape.num_layers * shape.query_width * (self.prompt + self.response)
+        self.forward = 2.0 * matrices + 2.0 * attention  # operations for a token
+        self.bytes = float(shape.num_parameters * _BF16)
+
+    def generation(self, place: Placement) -> float:
+        """Prompts; then tokens, of as many sequences at once as the cache holds; then the rest of the longest one."""
+        rollout, gpus = self.config.actor_rollout_ref.rollout, place.tensor_parallel
+        kv = self.shape.kv_values_per_token * _BF16 * (self.prompt + self.response)  # of a sequence
+        memory = (self.config.cluster.gpu_memory_gib or GPU_GIB) * GIB * rollout.gpu_memory_utilization * gpus
+        cache = memory - self.bytes if rollout.kv_cache_memory_gib is None else rollout.kv_cache_memory_gib * GIB * gpus
+        sequences = self.sequences / place.num_engines
+        at_once = max(1.0, min(rollout.max_num_seqs, sequences, cache / kv))
+
+        def step(running: float) -> float:
+            reading, computing = (self.bytes + running * kv) / BANDWIDTH, running * self.forward / FLOPS
+            return max(reading, computing) / gpus + DECODE_OVERHEAD_S
+
+        prefill = self.prompts / place.num_engines * self.prompt * self.forward / (gpus * FLOPS)
+        longest = (self.config.data.max_response_length - self.response) * step(1.0)
+        return prefill + sequences * self.response / at_once * step(at_once) + longest
+
+    def log_probs(self, ranks: int, micro_batch: int) -> float:
+        """A forward pass over all sequences, and a gathering of the weights for each micro-batch."""
+        passes = self._passes(self.sequences / ranks, micro_batch)
+        return max(self.tokens / ranks * self.forward / FLOPS, passes * self._exchange(ranks, self.bytes))
+
+    def update(self, place: Placement) -> float:
+        """Forward and backward pass, with LoRA without the weights' gradients; layers once more if recomputed."""
+        roles, ranks = self.config.actor_rollout_ref, place.actor_world_size
+        times = (2 if roles.model.lora_rank else 3) + roles.model.enable_gradient_checkpointing
+        steps = self.config.data.train_batch_size // roles.actor.ppo_mini_batch_size
+        passes = steps * self._passes(self.sequences / steps / ranks, roles.actor.ppo_micro_batch_size_per_gpu)
+        gradients = 0.0 if roles.model.lora_rank else 2 * self.bytes  # reduced in float32
+        fsdp = roles.actor.fsdp_config
+        shards = ranks if fsdp.fsdp_size < 0 else min(fsdp.fsdp_size, ranks)
+        exchanged = passes * self._exchange(shards, 2 * self.bytes + gradients)
+        return roles.actor.ppo_epochs * max(times * self.tokens / ranks * self.forward / FLOPS, exchanged)
+
+    def weight_sync(self, place: Placement) -> float:
+        """All weights once."""
+        engine = self.config.actor_rollout_ref.rollout.checkpoint_engine
+        return self.bytes / SYNC[engine.resolved_backend(place.device, shares_gpu=place.shares_gpu)]
+
+    def _passes(self, sequences: float, micro_batch: int) -> int:
+        limit = self.config.actor_rollout_ref.actor.max_token_len
+        per_pass = micro_batch if limit is None else max(1.0, limit / (self.tokens / self.sequences))
+        return ceil(sequences / per_pass)
+
+    def _exchange(self, ranks: int, size: float) -> float:
+        """Seconds in which `size` bytes, of which each rank has its part, come to all of them."""
+        within = ranks <= self.config.trainer.n_gpus_per_node
+        return 0.0 if ranks == 1 else size * (ranks - 1) / ranks / (NVLINK if within else NETWORK)
