@@ -5,7 +5,8 @@
 #   .venv/bin/python -m grpo_dist.data.prepare gsm8k --local_save_dir data/gsm8k
 #   bash examples/run_qwen3-8b.sh [key=value ...]
 #
-# `bash examples/run_qwen3-8b.sh trainer.dry_run=config` shows the batch arithmetic, the placement and a memory estimate.
+# `bash examples/run_qwen3-8b.sh trainer.dry_run=config` shows the batch arithmetic, the placement, the memory, and an
+# estimate of a step by phase, with who waits.
 set -euo pipefail
 # shellcheck source=examples/python.sh
 source "$(dirname "${BASH_SOURCE[0]}")/python.sh"
@@ -16,7 +17,7 @@ ALGORITHM=(
 
 DATA=(
   data=gsm8k
-  data.train_batch_size=1024
+  data.train_batch_size=960
   data.max_prompt_length=512
   data.max_response_length=1024
   data.filter_overlong_prompts=true
@@ -32,8 +33,9 @@ MODEL=(
 
 ACTOR=(
   actor_rollout_ref.actor.optim.lr=1e-6
-  actor_rollout_ref.actor.ppo_mini_batch_size=256
-  actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
+  actor_rollout_ref.actor.ppo_mini_batch_size=240
+  actor_rollout_ref.actor.use_dynamic_bsz=true
+  actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384
   actor_rollout_ref.actor.use_kl_loss=true
   actor_rollout_ref.actor.kl_loss_coef=0.001
   actor_rollout_ref.actor.kl_loss_type=low_var_kl
@@ -45,22 +47,19 @@ ROLLOUT=(
   actor_rollout_ref.rollout.n=8
   actor_rollout_ref.rollout.tensor_model_parallel_size=1
   actor_rollout_ref.rollout.gpu_memory_utilization=0.85
-  actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16
+  actor_rollout_ref.rollout.max_num_seqs=512
 )
 
-REF=(
-  actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16
-)
-
-# Four GPUs train, three generate, one holds the reference.
+# Six GPUs train and hold the reference; two generate, one step ahead, so that neither waits for the other. A mini-batch
+# of 240 * 8 sequences splits over six ranks.
 CLUSTER=(
   cluster=node8
-  cluster.actor_world_size=4
-  cluster.rollout_world_size=3
-  cluster.ref_world_size=1
+  cluster.actor_world_size=6
+  cluster.rollout_world_size=2
 )
 
 TRAINER=(
+  trainer.max_staleness=1
   'trainer.logger=[console,tensorboard]'
   trainer.project_name=grpo_gsm8k
   trainer.experiment_name=qwen3_8b
@@ -71,5 +70,5 @@ TRAINER=(
 )
 
 "$python" -m grpo_dist.main \
-  "${ALGORITHM[@]}" "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${REF[@]}" "${CLUSTER[@]}" "${TRAINER[@]}" \
+  "${ALGORITHM[@]}" "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${CLUSTER[@]}" "${TRAINER[@]}" \
   "$@"

@@ -69,9 +69,9 @@ def test_qwen3_8b_resolves(tmp_path: Path) -> None:
     done = run_script(EXAMPLES / "run_qwen3-8b.sh", OF_CONFIG, "trainer.seed=7", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "seed: 7" in done.stdout, "arguments are appended"
-    assert re.search(r"sequences per training step +1,024 prompts \* n=8 = 8,192", done.stdout)
-    assert re.search(r"actor +4 ranks", done.stdout)
-    assert re.search(r"rollout +3 engines", done.stdout)
+    assert re.search(r"sequences per training step +960 prompts \* n=8 = 7,680", done.stdout)
+    assert re.search(r"actor +6 ranks", done.stdout)
+    assert re.search(r"rollout +2 engines", done.stdout)
     assert re.search(r"GPUs +8 of 8 used", done.stdout)
 
 

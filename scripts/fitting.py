@@ -1,0 +1,86 @@
+"""The fewest GPUs that the memory plan gives a model: the table of docs/clusters.md.
+
+python scripts/fitting.py
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from grpo_dist.config.load import load_config
+from grpo_dist.config.memory import memory_estimate
+from grpo_dist.config.memory_rules import fits
+from grpo_dist.config.model_shape import model_config_at_hand
+from grpo_dist.config.placement import placement
+from grpo_dist.config.placement_rules import PLACEMENT_RULES
+from grpo_dist.config.problems import with_value
+from grpo_dist.config.schema import RunConfig
+
+MODELS = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B")
+# What CUDA gives of a GPU that is sold as so large, in GiB.
+GPUS = {"24 GB": 23.6, "40 GB": 39.4, "80 GB": 79.1, "141 GB": 139.8}
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+LORA_RANK = 32
+ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+RUN = ("data=arithmetic", "model=hf", "data.max_prompt_length=512", "data.max_response_length=1024",
+       "data.train_batch_size=128", f"{ACTOR}.ppo_mini_batch_size=128", f"{ROLLOUT}.n=8",
+       f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=8192",
+       "actor_rollout_ref.model.enable_gradient_checkpointing=true")  # fmt: skip
+
+
+def run_on(model: str, count: int, lora_rank: int) -> RunConfig:
+    """A run of the model on so many GPUs, on machines of 8."""
+    nodes = max(1, count // 8)
+    cluster = ("cluster=single_gpu",) if count == 1 else ("cluster=multi_node", f"trainer.nnodes={nodes}")
+    each = f"trainer.n_gpus_per_node={count // nodes}"
+    lora = (f"actor_rollout_ref.model.lora_rank={lora_rank}",)
+    path = f"actor_rollout_ref.model.path=Qwen/{model}"
+    return load_config([*RUN, *cluster, each, path, *lora])[0]
+
+
+def variants(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Engines on 1, 2, 4 and 8 GPUs of their own; then GPUs that all roles share, with what is offloaded."""
+    config = with_value(config, f"{REF}.fsdp_config.param_offload", True)
+    sizes = [size for size in (1, 2, 4, 8) if size <= config.trainer.n_gpus_per_node]
+    if config.num_gpus > 1:
+        for size in sizes:
+            tensor_parallel = with_value(config, f"{ROLLOUT}.tensor_model_parallel_size", size)
+            if not placement(tensor_parallel).shares_gpu:
+                yield f" (TP {size})" if size > 1 else "", tensor_parallel
+    config = with_value(config, "cluster.colocate", "all")
+    config = with_value(config, f"{ACTOR}.fsdp_config.optimizer_offload", True)
+    for size in sizes:
+        for share in (0.5, 0.35, 0.25):
+            shared = with_value(config, f"{ROLLOUT}.gpu_memory_utilization", share)
+            mark = f" (TP {size}, shared)" if size > 1 else " (shared)" if config.num_gpus > 1 else ""
+            yield mark, with_value(shared, f"{ROLLOUT}.tensor_model_parallel_size", size)
+
+
+def fewest(model: str, gib: float, lora_rank: int) -> str:
+    """The fewest GPUs of that size, and how an engine lies on them."""
+    sizes: Mapping[str, Any] | None = model_config_at_hand(f"Qwen/{model}")
+    estimate = functools.partial(memory_estimate, model_config=sizes)
+    for count in COUNTS:
+        for mark, config in variants(run_on(model, count, lora_rank)):
+            allowed = not any(problem for rule in PLACEMENT_RULES for problem in rule(config))
+            if allowed and fits(config, estimate, gib):
+                return f"{count}{mark}"
+    return f"more than {COUNTS[-1]}"
+
+
+def table() -> str:
+    """Models by GPUs, all weights trained and LoRA."""
+    kinds = {"all weights": 0, f"LoRA {LORA_RANK}": LORA_RANK}
+    head = ["model", *(f"{gpu}, {kind}" for kind in kinds for gpu in GPUS)]
+    rows = [
+        [model, *(fewest(model, gib, rank) for rank in kinds.values() for gib in GPUS.values())] for model in MODELS
+    ]
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table())

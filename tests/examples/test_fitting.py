@@ -1,0 +1,46 @@
+"""docs/clusters.md's table of models and GPUs is what the memory plan says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from grpo_dist.config.load import load_config
+from tests.examples.test_examples import load_module
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/clusters.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def fitting() -> ModuleType:
+    return load_module(ROOT / "scripts/fitting.py")
+
+
+def cells(model: str) -> list[str]:
+    (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| {model} |")]
+    return [cell.strip() for cell in row.split("|")[2:-1]]
+
+
+def test_two_cells_of_the_page_are_the_plans(fitting: ModuleType) -> None:
+    kinds = list(fitting.GPUS)
+    for model, gpu in (("Qwen3-0.6B", "24 GB"), ("Qwen3-8B", "80 GB")):
+        assert cells(model)[kinds.index(gpu)] == fitting.fewest(model, fitting.GPUS[gpu], 0)
+
+
+def test_what_the_page_says_of_8b_on_80_gb_loads(fitting: ModuleType) -> None:
+    """And on half as many GPUs no variant does."""
+    count, _, mark = cells("Qwen3-8B")[list(fitting.GPUS).index("80 GB")].partition(" ")
+    assert (int(count), mark) == (4, "(shared)")
+    shared = ("cluster.colocate=all", "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
+              "actor_rollout_ref.ref.fsdp_config.param_offload=true",
+              "actor_rollout_ref.rollout.gpu_memory_utilization=0.35")  # fmt: skip
+    on = (*fitting.RUN, "cluster=node8", f"trainer.n_gpus_per_node={count}", "cluster.gpu_memory_gib=79.1")
+    load_config([*on, "actor_rollout_ref.model.path=Qwen/Qwen3-8B", *shared])
+
+
+@pytest.mark.long
+def test_the_table_is_fresh(fitting: ModuleType) -> None:
+    assert fitting.table() in PAGE, "run: python scripts/fitting.py, and put it into docs/clusters.md"
