@@ -31,7 +31,6 @@ def test_two_cells_of_the_page_are_the_plans(fitting: ModuleType) -> None:
 
 
 def test_what_the_page_says_of_8b_on_80_gb_loads(fitting: ModuleType) -> None:
-    """And on half as many GPUs no variant does."""
     count, _, mark = cells("Qwen3-8B")[list(fitting.GPUS).index("80 GB")].partition(" ")
     assert (int(count), mark) == (4, "(shared)")
     shared = ("cluster.colocate=all", "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
