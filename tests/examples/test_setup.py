@@ -98,7 +98,6 @@ def test_the_wrong_build_is_not_done(checkout: Path) -> None:
     done = subprocess.run([sys.executable, "-c", check, "gpu"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "which is not for DEVICE=gpu" in done.stderr
-    assert subprocess.run([sys.executable, "-c", check, "cpu"], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
