@@ -133,8 +133,21 @@ def broadcast_has_a_gpu_for_each_process(config: RunConfig) -> Iterator[Problem]
     """NCCL takes no two processes on one GPU."""
     key, place = f"{_ROLLOUT}.checkpoint_engine.backend", placement(config)
     if config.actor_rollout_ref.rollout.checkpoint_engine.backend == "broadcast" and place.shares_gpu:
-        why = "NCCL refuses two processes on one GPU, and all roles share the only one; set it to null or object_store"
+        why = "NCCL refuses two processes on one GPU, and roles share theirs; set it to null, ipc or object_store"
         yield problem_between(config, why, key, "trainer.n_gpus_per_node")
+
+
+def ipc_has_memory_to_share(config: RunConfig) -> Iterator[Problem]:
+    """An engine and an actor rank are on the same GPU, or without GPUs on the same machine."""
+    key, place = f"{_ROLLOUT}.checkpoint_engine.backend", placement(config)
+    if config.actor_rollout_ref.rollout.checkpoint_engine.backend != "ipc" or place.shares_gpu:
+        return
+    if config.device == "cuda":
+        why = "it needs an actor rank on each engine's GPU, and here they have GPUs of their own; set it to null"
+        yield problem_between(config, why, key, "trainer.n_gpus_per_node")
+    elif config.trainer.nnodes > 1:
+        why = "it needs an actor rank on each engine's machine, which several machines do not promise; set it to null"
+        yield problem_between(config, why, key, "trainer.nnodes")
 
 
 def engine_holds_the_longest_sequence(config: RunConfig) -> Iterator[Problem]:
@@ -171,6 +184,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
     roles_fit_on_the_gpus,
     copies_and_engines_lie_in_one_machine,
     broadcast_has_a_gpu_for_each_process,
+    ipc_has_memory_to_share,
     engine_holds_the_longest_sequence,
     token_budgets_hold_the_longest_sequence,
 )

@@ -191,8 +191,9 @@ class CheckpointEngineConfig(Section):
     update_weights_bucket_megabytes: Count
 
     def resolved_backend(self, device: Device, *, shares_gpu: bool) -> str:
-        """The transport; null means broadcast where every process has a GPU of its own."""
-        return self.backend or ("broadcast" if device == "cuda" and not shares_gpu else "object_store")
+        """The transport; null means broadcast where every process has a GPU of its own, ipc where they share GPUs."""
+        on_gpus = "ipc" if shares_gpu else "broadcast"
+        return self.backend or (on_gpus if device == "cuda" else "object_store")
 
 
 class RolloutConfig(Section):

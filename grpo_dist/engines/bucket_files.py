@@ -53,13 +53,18 @@ def read_bucket(file: Mapping[str, Any]) -> Bucket:
     return Bucket(data, entries, file["number"], file["last"], file["checksum"])
 
 
+def new_folder() -> Path:
+    """A folder in shared memory of this process, for `remove`; should it be killed, the next engine clears it."""
+    return Path(tempfile.mkdtemp(prefix=_own_prefix(), dir=_folder()))
+
+
 def note_segments(names: Iterable[str]) -> Path:
     """Note which segments of shared memory go with this process, should it be killed.
 
     Returns:
         The folder with the note, for `remove`.
     """
-    folder = Path(tempfile.mkdtemp(prefix=_own_prefix(), dir=_folder()))
+    folder = new_folder()
     (folder / SEGMENTS).write_text("\n".join(names))
     return folder
 
@@ -77,7 +82,7 @@ def clear_left_behind() -> None:
     for folder in _folder().glob(f"{PREFIX}-{_pid_namespace()}-*"):
         pid = folder.name.removeprefix(f"{PREFIX}-{_pid_namespace()}-").partition("-")[0]
         with contextlib.suppress(OSError):  # another engine clears too
-            if pid.isdecimal() and folder.stat().st_uid == os.getuid() and not _lives(int(pid)):
+            if pid.isdecimal() and folder.stat().st_uid == os.getuid() and not lives(int(pid)):
                 remove(folder)
 
 
@@ -85,7 +90,7 @@ def _own_prefix() -> str:
     return f"{PREFIX}-{_pid_namespace()}-{os.getpid()}-"
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
     """Whether it holds its memory: one that has ended and that nobody takes note of does not."""
     import psutil
 

@@ -136,8 +136,10 @@ class EngineSettings:
     `override_config` changes entries of the model's config, `engine_kwargs` are more arguments of vLLM's. The engine
     loads the tokenizer only if it `needs_tokenizer`, to sample with texts that stop or are forbidden. New weights make
     running requests compute their cache anew, unless `clear_kv_cache_on_update` is false; without `partial_rollout`
-    they wait until those have ended. They come by `weight_transport`, "object_store" or "broadcast". With an `agent` a
-    prompt's responses are episodes that it runs; None: one turn each.
+    they wait until those have ended. They come by `weight_transport`: "object_store", "broadcast" or "ipc". With an
+    `agent` a prompt's responses are episodes that it runs; None: one turn each. Before vLLM starts, `footprint_gib`
+    must be free on each GPU: what the engine took that is replaced (None: there was none). Its processes wait up to
+    `collective_timeout_s` seconds for each other (None: vLLM's choice).
     """
 
     model_path: str
@@ -160,6 +162,8 @@ class EngineSettings:
     partial_rollout: bool = True
     agent: AgentSettings | None = None
     weight_transport: str = "object_store"
+    footprint_gib: float | None = None
+    collective_timeout_s: int | None = None
 
 
 @dataclass(frozen=True)
@@ -169,8 +173,10 @@ class GroupAddress:
     Attributes:
         host: of the store, which lives in the sender's process; likewise `port`.
         generation: number of the group; no two groups of a store have the same.
-        world_size: the sender and all receivers.
+        world_size: all senders and receivers.
         timeout_s: limit of every step that waits for another rank.
+        backend: "broadcast" to all at once, or "ipc" from each sender to those on its device.
+        num_senders: which have the first ranks.
     """
 
     host: str
@@ -178,6 +184,8 @@ class GroupAddress:
     generation: int
     world_size: int
     timeout_s: float
+    backend: str = "broadcast"
+    num_senders: int = 1
 
 
 @dataclass(frozen=True)

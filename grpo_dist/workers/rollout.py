@@ -20,6 +20,7 @@ from grpo_dist.workers.reward import Task
 if TYPE_CHECKING:
     from grpo_dist.agents.runner import EpisodeRunner
     from grpo_dist.engines.vllm_engine import EngineLoad, Response, VLLMEngine
+    from grpo_dist.engines.vllm_memory import Footprint
 
 # Columns that travel inside the handle: one number or string per sequence.
 SMALL_COLUMNS = (
@@ -39,15 +40,16 @@ class RolloutWorker(Process):
     engine: VLLMEngine
     runner: EpisodeRunner | None = None
 
-    async def start(self, settings: EngineSettings) -> None:
-        """Start the engine, and the agent loop where there is one."""
+    async def start(self, settings: EngineSettings) -> Footprint | None:
+        """Start the engine, and the agent loop where there is one; returns what it took of its GPUs."""
         from grpo_dist.engines.vllm_engine import VLLMEngine
 
         self.check_build(settings.device)
         self.engine = VLLMEngine(replace(settings, model_path=self.find_model(settings.model_path)))
-        await self.engine.start()
+        taken = await self.engine.start()
         if settings.agent is not None:
             await self._start_agent()
+        return taken
 
     async def _start_agent(self) -> None:
         from grpo_dist.agents.runner import EpisodeRunner

@@ -78,7 +78,17 @@ VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
         (
             ["cluster=single_gpu", f"{ROLLOUT}.checkpoint_engine.backend=broadcast"],
             f"{ROLLOUT}.checkpoint_engine.backend=broadcast, trainer.n_gpus_per_node=1: NCCL refuses two processes on "
-            "one GPU, and all roles share the only one; set it to null or object_store",
+            "one GPU, and roles share theirs; set it to null, ipc or object_store",
+        ),
+        (
+            ["cluster=node8", f"{ROLLOUT}.checkpoint_engine.backend=ipc"],
+            f"{ROLLOUT}.checkpoint_engine.backend=ipc, trainer.n_gpus_per_node=8: it needs an actor rank on each "
+            "engine's GPU, and here they have GPUs of their own; set it to null",
+        ),
+        (
+            [f"{ROLLOUT}.checkpoint_engine.backend=ipc", "trainer.nnodes=2", "ray_kwargs.ray_init.address=auto"],
+            f"{ROLLOUT}.checkpoint_engine.backend=ipc, trainer.nnodes=2: it needs an actor rank on each engine's "
+            "machine, which several machines do not promise; set it to null",
         ),
         (
             [f"{ROLLOUT}.max_model_len=127"],

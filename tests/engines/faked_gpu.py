@@ -74,6 +74,10 @@ def resolved(settings: dict[str, Any]) -> dict[str, Any]:
         "executor": config.parallel_config.distributed_executor_backend,
         "executor_class": Executor.get_class(config).__name__,
         "processes": config.parallel_config.world_size,
+        "timeouts": [
+            config.parallel_config.distributed_timeout_seconds,
+            config.parallel_config.cpu_distributed_timeout_seconds,
+        ],
         "weights": config.weight_transfer_config.backend,
         "dtype": str(config.model_config.dtype),
     }
