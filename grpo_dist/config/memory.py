@@ -108,7 +108,7 @@ def _reference(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
     ref, actor = config.actor_rollout_ref.ref, config.actor_rollout_ref.actor
     held = _BYTES[ref.weights_dtype(config.default_dtype)]
     compute = _BYTES[ref.fsdp_config.resolved_dtype(config.default_dtype)]
-    rank = Rank(shape, config.device, held, compute, ranks, actor.fsdp_config.reshard_after_forward)
+    rank = Rank(shape, config.device, held, compute, ranks, actor.fsdp_config.reshard_after_forward, frozen=True)
     limit = actor.log_prob_max_token_len(ref)
     parts = rank.forward(*pass_tokens(config, ref.log_prob_micro_batch_size_per_gpu, limit))
     total, offloads = sum(parts.values()) / GIB, ref.fsdp_config.param_offload

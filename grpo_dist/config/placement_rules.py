@@ -160,6 +160,16 @@ def engine_holds_the_longest_sequence(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def engine_passes_hold_a_token_of_each_sequence(config: RunConfig) -> Iterator[Problem]:
+    """All sequences that an engine runs at once go on by one token in a pass. vLLM refuses others when it starts."""
+    rollout = config.actor_rollout_ref.rollout
+    whole = config.device == "cpu" or not rollout.enable_chunked_prefill  # a pass then holds the longest sequence
+    least = rollout.resolved_max_model_len(config.data) if whole else 0
+    if max(rollout.max_num_batched_tokens, least) < rollout.max_num_seqs:
+        why = "a pass must hold a token of every sequence that runs at once; raise the first or lower the second"
+        yield problem_between(config, why, f"{_ROLLOUT}.max_num_batched_tokens", f"{_ROLLOUT}.max_num_seqs")
+
+
 def token_budgets_hold_the_longest_sequence(config: RunConfig) -> Iterator[Problem]:
     """A pass that is filled by tokens holds at least one sequence."""
     roles, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
@@ -186,5 +196,6 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
     broadcast_has_a_gpu_for_each_process,
     ipc_has_memory_to_share,
     engine_holds_the_longest_sequence,
+    engine_passes_hold_a_token_of_each_sequence,
     token_budgets_hold_the_longest_sequence,
 )

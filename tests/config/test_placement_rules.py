@@ -91,6 +91,16 @@ VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
             "machine, which several machines do not promise; set it to null",
         ),
         (
+            ["cluster=node8", f"{ROLLOUT}.max_num_batched_tokens=127", f"{ROLLOUT}.max_num_seqs=128"],
+            f"{ROLLOUT}.max_num_batched_tokens=127, {ROLLOUT}.max_num_seqs=128: a pass must hold a token of every "
+            "sequence that runs at once; raise the first or lower the second",
+        ),
+        (
+            [f"{ROLLOUT}.max_num_batched_tokens=127", f"{ROLLOUT}.max_num_seqs=129"],
+            f"{ROLLOUT}.max_num_batched_tokens=127, {ROLLOUT}.max_num_seqs=129: a pass must hold a token of every "
+            "sequence that runs at once; raise the first or lower the second",
+        ),
+        (
             [f"{ROLLOUT}.max_model_len=127"],
             f"{ROLLOUT}.max_model_len=127, data.max_prompt_length=64, "
             "data.max_response_length=64: must be at least "
@@ -133,6 +143,13 @@ VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 )
 def test_each_rule(overrides, message):
     assert refused(*overrides) == message
+
+
+def test_where_prompts_are_not_cut_a_pass_holds_the_longest_sequence():
+    """Of 128 tokens here: on CPU, and on GPUs without chunked prefill."""
+    sizes = [f"{ROLLOUT}.max_num_batched_tokens=1", f"{ROLLOUT}.max_num_seqs=128"]
+    load_config(sizes)
+    load_config([*GPU8, *sizes, f"{ROLLOUT}.enable_chunked_prefill=false"])
 
 
 @pytest.mark.parametrize("where", [[], GPU8], ids=["cpu", "gpu"])
