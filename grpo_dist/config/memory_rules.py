@@ -95,18 +95,20 @@ def _on_gpus(config: RunConfig, roles: list[RoleMemory], gib: float) -> Iterator
 
 
 def _on_the_shared_gpu(config: RunConfig, roles: list[RoleMemory], gib: float) -> Iterator[Misfit]:
-    """One process of each role on the only GPU: the engine's share is its own all the time, the others take turns."""
+    """One process of each role on the only GPU: the engine's share is its own all the time, unless it sleeps during the
+    update; the others take turns.
+    """
     named = {role.role: role for role in roles}
     engine, actor, ref = named["rollout"], named["actor"], named.get("ref", RoleMemory("ref", {}))
     limit, of = _share(config, gib)
     if engine.total > limit:
         needs = f"the rollout process needs {_sum(engine.parts)}"
         yield f"{needs}, which is more than {limit:.3g} GiB, {of}", engine.total - limit
-    passes = actor.forward if config.needs_old_log_probs else actor.between
-    parts = {"rollout": limit if config.actor_rollout_ref.rollout.kv_cache_memory_gib is None else engine.total}
-    parts |= {"actor": actor.total, "ref": ref.between}
-    if passes + ref.total > actor.total + ref.between:
-        parts |= {"actor": passes, "ref": ref.total}
+    passes = max(actor.forward if config.needs_old_log_probs else 0.0, actor.between)
+    held = limit if config.actor_rollout_ref.rollout.kv_cache_memory_gib is None else engine.total
+    asleep = 0.0 if config.actor_rollout_ref.rollout.free_cache_engine else held
+    update = {"rollout": asleep, "actor": actor.total, "ref": ref.between}
+    parts = max(update, {"rollout": held, "actor": passes, "ref": ref.total}, key=lambda each: sum(each.values()))
     parts["CUDA of each process"] = CUDA_GIB * (len(roles) - 1)
     if sum(parts.values()) > gib:
         needs = f"the roles that share the only GPU need {_sum(parts)}"

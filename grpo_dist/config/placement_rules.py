@@ -150,6 +150,16 @@ def ipc_has_memory_to_share(config: RunConfig) -> Iterator[Problem]:
         yield problem_between(config, why, key, "trainer.nnodes")
 
 
+def engines_sleep_between_their_batches(config: RunConfig) -> Iterator[Problem]:
+    """An engine that gives its memory to the update samples nothing meanwhile."""
+    key, rollout = f"{_ROLLOUT}.free_cache_engine", config.actor_rollout_ref.rollout
+    if rollout.free_cache_engine and placement(config).shares_gpu and config.trainer.max_staleness:
+        why = (
+            "engines that sample ahead need their memory during the update; set the first to false, or the second to 0"
+        )
+        yield problem_between(config, why, key, "trainer.max_staleness")
+
+
 def engine_holds_the_longest_sequence(config: RunConfig) -> Iterator[Problem]:
     """The engine's longest sequence covers the longest prompt and response."""
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -195,6 +205,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
     copies_and_engines_lie_in_one_machine,
     broadcast_has_a_gpu_for_each_process,
     ipc_has_memory_to_share,
+    engines_sleep_between_their_batches,
     engine_holds_the_longest_sequence,
     engine_passes_hold_a_token_of_each_sequence,
     token_budgets_hold_the_longest_sequence,

@@ -211,6 +211,7 @@ class RolloutConfig(Section):
     dtype: RolloutDtypeName | None
     gpu_memory_utilization: PositiveShare
     kv_cache_memory_gib: PositiveFloat | None
+    free_cache_engine: bool
     tensor_model_parallel_size: Count
     max_model_len: Count | None
     max_num_seqs: Count

@@ -138,8 +138,9 @@ class EngineSettings:
     running requests compute their cache anew, unless `clear_kv_cache_on_update` is false; without `partial_rollout`
     they wait until those have ended. They come by `weight_transport`: "object_store", "broadcast" or "ipc". With an
     `agent` a prompt's responses are episodes that it runs; None: one turn each. Before vLLM starts, `footprint_gib`
-    must be free on each GPU: what the engine took that is replaced (None: there was none). Its processes wait up to
-    `collective_timeout_s` seconds for each other (None: vLLM's choice).
+    must be free on each GPU: what the engine took that is replaced (None: there was none). With `free_cache_engine` it
+    can give its memory back until new weights come. Its processes wait up to `collective_timeout_s` seconds for each
+    other (None: vLLM's choice).
     """
 
     model_path: str
@@ -163,6 +164,7 @@ class EngineSettings:
     agent: AgentSettings | None = None
     weight_transport: str = "object_store"
     footprint_gib: float | None = None
+    free_cache_engine: bool = False
     collective_timeout_s: int | None = None
 
 

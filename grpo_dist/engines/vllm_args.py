@@ -114,4 +114,6 @@ def _memory(settings: EngineSettings) -> dict[str, Any]:
     gib = settings.kv_cache_memory_gib or (CPU_KV_CACHE_GIB if cpu else None)
     share = settings.gpu_memory_utilization if gib is None else UNCHECKED_SHARE
     args: dict[str, Any] = {"block_size": CPU_BLOCK_SIZE} if cpu else {"gpu_memory_utilization": share}
+    if settings.free_cache_engine:
+        args["enable_sleep_mode"] = True
     return args | ({} if gib is None else {"kv_cache_memory_bytes": int(gib * 2**30)})

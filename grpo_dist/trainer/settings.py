@@ -242,6 +242,7 @@ def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSe
         partial_rollout=rollout.partial_rollout,
         agent=agent_settings(config),
         weight_transport=rollout.checkpoint_engine.resolved_backend(place.device, shares_gpu=place.shares_gpu),
+        free_cache_engine=rollout.free_cache_engine and place.shares_gpu,
         collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
     )
 

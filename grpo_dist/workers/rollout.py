@@ -114,6 +114,10 @@ class RolloutWorker(Process):
         """Join the group to which the actor broadcasts, with ranks from `first_rank` on."""
         await self.engine.weights.join(address, first_rank)
 
+    async def sleep(self) -> None:
+        """Give the GPUs' memory back until new weights come."""
+        await self.engine.weights.sleep()
+
     async def pause_for_weights(self) -> None:
         """Have what is sampled wait, or end first, until weights have come (`rollout.partial_rollout`)."""
         await self.engine.weights.pause()

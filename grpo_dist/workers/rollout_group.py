@@ -23,7 +23,7 @@ from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import Task
-from grpo_dist.workers.weight_transport import Outcomes
+from grpo_dist.workers.weight_transport import Outcomes, outcomes
 
 if TYPE_CHECKING:
     from grpo_dist.engines.vllm_memory import Footprint
@@ -215,6 +215,22 @@ class RolloutGroup:
         self._bring, self._version = bring, version
         self._homes.clear()  # new weights empty the prefix caches
         self._bring_to([rank for rank, member in enumerate(self._members) if member.starting is None])
+
+    def free_memory(self) -> None:
+        """Have the engines give their GPUs' memory back until they take weights, if they are to (`free_cache_engine`).
+
+        Raises:
+            GrpoDistError: too many workers have failed.
+        """
+        sleeping = [
+            rank
+            for rank, (member, settings) in enumerate(zip(self._members, self._settings, strict=True))
+            if settings is not None and settings.free_cache_engine and member.starting is None
+        ]
+        before = list(self.workers.handles)
+        for rank, answer in outcomes({r: self.workers.submit(r, "update_actor", "sleep") for r in sleeping}).items():
+            if isinstance(answer, GrpoDistError) and before[rank] is self.workers.handles[rank]:
+                self._replace(rank, answer)
 
     def catch_up(self) -> None:
         """Give workers that were replaced the weights in force. The actor must still hold them.

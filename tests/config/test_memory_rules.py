@@ -115,6 +115,19 @@ def test_passes_of_two_roles_at_once_on_one_gpu(folder) -> None:
     load_config([*RUN, *run, *remedy(text)])
 
 
+def test_an_engine_that_sleeps_leaves_its_share_to_the_update(folder) -> None:
+    """Of 12 GiB the engine has 4.2; the update takes 8.9, CUDA 2; before it the actor holds 2.2, the reference 2.1."""
+    run = [*RUN, "cluster=single_gpu", folder("Qwen3-0.6B"), f"{GPU}=12"]
+    asleep = f"{ROLLOUT}.free_cache_engine=true"
+    assert "need rollout 4.2 + actor 8.88 + CUDA of each process 2 = 15.1 GiB" in refused(*run)
+    load_config([*run, asleep])
+    more = f"{ROLLOUT}.gpu_memory_utilization=0.6"
+    assert "need rollout 7.2 + actor 2.22 + ref 2.14 + CUDA" in refused(*run, asleep, more), "they share it with both"
+    kept = f"{ACTOR}.fsdp_config.optimizer_offload=false"
+    text = refused(*run, asleep, kept)
+    assert "need rollout 4.2 + actor " in text, "an actor that offloads nothing gives nothing back after the update"
+
+
 def test_a_validation_alone_needs_no_memory_for_gradients_and_optimizer(folder) -> None:
     run = ("cluster=node8", folder("Qwen3-8B"), f"{GPU}=34")
     assert "each actor process needs weights 7.63 + gradients 7.63 + optimizer 15.3 + " in refused(*RUN, *run)

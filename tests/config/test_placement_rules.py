@@ -91,6 +91,11 @@ VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
             "machine, which several machines do not promise; set it to null",
         ),
         (
+            ["cluster=single_gpu", f"{ROLLOUT}.free_cache_engine=true", "trainer.max_staleness=1"],
+            f"{ROLLOUT}.free_cache_engine=true, trainer.max_staleness=1: engines that sample ahead need their memory "
+            "during the update; set the first to false, or the second to 0",
+        ),
+        (
             ["cluster=node8", f"{ROLLOUT}.max_num_batched_tokens=127", f"{ROLLOUT}.max_num_seqs=128"],
             f"{ROLLOUT}.max_num_batched_tokens=127, {ROLLOUT}.max_num_seqs=128: a pass must hold a token of every "
             "sequence that runs at once; raise the first or lower the second",

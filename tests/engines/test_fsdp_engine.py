@@ -148,7 +148,9 @@ def test_entropy_is_a_bonus_of_its_own_metric(alone: dict[str, Any]) -> None:
 def test_a_frozen_engine_gives_the_same_log_probs(alone: dict[str, Any]) -> None:
     frozen = alone["frozen"]
     assert frozen["trainable"] == []
-    assert frozen["sharded"] == [False, True, True], "FSDP2 would hold its weights twice; it casts those of another type"
+    assert frozen["sharded"] == [False, True, True], (
+        "FSDP2 would hold its weights twice; it casts those of another type"
+    )
     rows = torch.cat([torch.from_numpy(row) for row in alone[CASES[0]]["log_probs"][1]])
     torch.testing.assert_close(torch.from_numpy(frozen["log_probs"]), rows, atol=1e-6, rtol=0)
     assert frozen["bf16"] == {"torch.bfloat16"}

@@ -21,6 +21,8 @@ ROLLOUT = "actor_rollout_ref.rollout"
 RUNS = {
     "eight": ["cluster=node8"],
     "one": ["cluster=single_gpu"],
+    "asleep": ["cluster=single_gpu", f"{ROLLOUT}.free_cache_engine=true"],
+    "unheeded": ["cluster=node8", f"{ROLLOUT}.free_cache_engine=true"],
     "split": ["cluster=node8", f"{ROLLOUT}.tensor_model_parallel_size=2", "actor_rollout_ref.nccl_timeout=77"],
     "eager": ["cluster=node8", f"{ROLLOUT}.enforce_eager=true", f"{ROLLOUT}.max_num_seqs=32"],
     "unchunked": [
@@ -73,6 +75,12 @@ def test_one_gpu_leaves_memory_to_the_other_roles(on_gpus) -> None:
     assert 0 < share <= 0.5
     assert on_gpus["one"]["gpu_memory_utilization"] == share
     assert on_gpus["one"] | {"gpu_memory_utilization": 0.8} == on_gpus["eight"]
+
+
+def test_an_engine_that_shares_its_gpu_can_give_its_memory_back(on_gpus) -> None:
+    assert on_gpus["asleep"] == on_gpus["one"] | {"sleep_mode": True}
+    assert on_gpus["unheeded"] == on_gpus["eight"], "its GPU is its own"
+    assert not on_gpus["eight"]["sleep_mode"]
 
 
 def test_several_gpus_are_processes_of_the_engine_also_in_a_placement_group(on_gpus) -> None:
