@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_dist.engines.bucket_files import lives, new_folder, remove
+from grpo_dist.engines.bucket_files import lives, new_folder, remove, shared_memory
 from grpo_dist.engines.settings import GroupAddress
 
 # A rank that waits for another one looks this often whether that one is still there.
@@ -41,7 +41,7 @@ class FileMemory:
     def __init__(self, device: torch.device) -> None:
         self._folder: Path | None = None
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        self.place = f"machine {boot}, shared memory {os.stat('/dev/shm').st_dev}"  # a container may have its own
+        self.place = f"machine {boot}, shared memory {os.stat(shared_memory()).st_dev}"  # a container may have its own
 
     def share(self, data: Tensor) -> dict[str, Any]:
         """Where the bytes can be opened from now on, in JSON's types."""

@@ -1,7 +1,8 @@
-"""In which order the roles start, with groups that write down what they are asked."""
+"""In which order roles start, and who makes room for whom, with groups that write down what they are asked."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from grpo_dist.config.load import load_config
 from grpo_dist.config.placement import placement
 from grpo_dist.engines.vllm_memory import Footprint
 from grpo_dist.trainer.build import Workers
+from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Address
@@ -60,3 +62,19 @@ def test_engines_that_share_gpus_start_before_the_others(overrides: list[str], o
     (replaced,) = roles.rollout._settings
     assert replaced is not None
     assert (replaced.footprint_gib, replaced.kv_cache_memory_gib) == (27.5, 20.25), "what the one before took"
+
+
+def test_engines_give_their_memory_back_before_the_update_begins() -> None:
+    order: list[str] = []
+
+    class Noting:
+        def __init__(self, **answers: Any) -> None:
+            self.answers = answers
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: order.append(name) or self.answers.get(name)
+
+    roles = SimpleNamespace(rollout=Noting(), actor=Noting(update=("batch", {})))
+    trainer = SimpleNamespace(roles=roles, objective=None, step=0, metrics={}, _mini_batches=lambda rows: [])
+    assert GRPOTrainer.update.__wrapped__(trainer, range(4)) == "batch"  # type: ignore[attr-defined]
+    assert order == ["free_memory", "update"]

@@ -7,7 +7,6 @@ import json
 import shutil
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -388,19 +387,3 @@ def test_without_validation_files_nothing_is_validated(tmp_path: Path, groups: d
     trainer = make_trainer(tmp_path, groups, "data.val_files=null")
     trainer.fit()
     assert not any(name.startswith("val-") for row in history(trainer) for name in row)
-
-
-def test_engines_give_their_memory_back_before_the_update_begins() -> None:
-    order: list[str] = []
-
-    class Noting:
-        def __init__(self, **answers: Any) -> None:
-            self.answers = answers
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *args: order.append(name) or self.answers.get(name)
-
-    roles = SimpleNamespace(rollout=Noting(), actor=Noting(update=("batch", {})))
-    trainer = SimpleNamespace(roles=roles, objective=None, step=0, metrics={}, _mini_batches=lambda rows: [])
-    assert GRPOTrainer.update.__wrapped__(trainer, range(4)) == "batch"  # type: ignore[attr-defined]
-    assert order == ["free_memory", "update"]
