@@ -18,6 +18,8 @@ import torch.distributed as dist
 import transformers
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -176,7 +178,10 @@ def peak_of_update(engine: FSDPEngine, data: DataProto, **limits: Any) -> dict[s
 
 def peak_of_pass(engine: FSDPEngine, data: DataProto, **limits: Any) -> dict[str, float]:
     """The same for log-probs, of which nothing is trained."""
-    tracker = FSDPMemTracker(engine.model)
+    tracker = FSDPMemTracker(engine.model) if isinstance(engine.model, FSDPModule) else MemTracker()
+    if not isinstance(tracker, FSDPMemTracker):
+        engine.model.requires_grad_(True)  # as this tracker wants it; a pass without gradients is the same
+        tracker.track_external(engine.model)
     with mock.patch.object(Ragged, "from_rows"), _tracked(engine, tracker), tracker:  # whose rows need real lengths
         engine.compute_log_probs(data, **limits)
     return _peak(tracker)
@@ -188,7 +193,7 @@ def _move_states(optimizer: Any, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def _tracked(engine: FSDPEngine, tracker: FSDPMemTracker) -> Iterator[None]:
+def _tracked(engine: FSDPEngine, tracker: MemTracker) -> Iterator[None]:
     run = engine.forward._run
 
     def fresh(*args: Any, **kwargs: Any) -> Any:
@@ -199,6 +204,6 @@ def _tracked(engine: FSDPEngine, tracker: FSDPMemTracker) -> Iterator[None]:
         yield
 
 
-def _peak(tracker: FSDPMemTracker) -> dict[str, float]:
+def _peak(tracker: MemTracker) -> dict[str, float]:
     (snapshot,) = (found for device, found in tracker.get_tracker_snapshot("peak").items() if device.type == "cpu")
     return {str(getattr(kind, "value", kind)): size / GIB for kind, size in snapshot.items()}

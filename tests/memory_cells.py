@@ -67,9 +67,10 @@ CELLS = {
     "14B, 16 GPUs, two copies": Cell("Qwen3-14B", 16, (f"{FSDP}.fsdp_size=8",)),
     "32B, 16 GPUs": Cell("Qwen3-32B", 16),
     "32B, 8 GPUs, LoRA": Cell("Qwen3-32B", 8, (f"{MODEL}.lora_rank=32",)),
+    "1.7B, reference on 1 GPU": Cell("Qwen3-1.7B", 1, role="ref"),
     "8B, reference on 2 GPUs": Cell("Qwen3-8B", 2, role="ref"),
 }  # fmt: skip
-QUICK = ("0.6B, 1 GPU", "0.6B, 4 GPUs, no checkpointing")
+QUICK = ("0.6B, 1 GPU", "0.6B, 4 GPUs, no checkpointing", "1.7B, reference on 1 GPU")
 
 
 def run_config(cell: Cell, folder: Path) -> RunConfig:

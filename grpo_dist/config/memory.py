@@ -93,7 +93,8 @@ def _actor(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
     limit = roles.actor.log_prob_max_token_len(rollout)
     forward = rank.forward(*pass_tokens(config, rollout.log_prob_micro_batch_size_per_gpu, limit))
     waits = (0.0 if fsdp.param_offload else rank.weights) + (0.0 if fsdp.optimizer_offload else states)
-    frees = fsdp.param_offload or fsdp.optimizer_offload  # else the allocator keeps what the last phase took
+    # else the allocator keeps what the last phase took
+    frees = fsdp.param_offload or fsdp.optimizer_offload or placement(config).sharing
     host = {"offloaded": rank.weights + states - waits, "a copy for a checkpoint": rank.weights + states}
     return RoleMemory(
         "actor",
@@ -108,14 +109,14 @@ def _reference(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
     ref, actor = config.actor_rollout_ref.ref, config.actor_rollout_ref.actor
     held = _BYTES[ref.weights_dtype(config.default_dtype)]
     compute = _BYTES[ref.fsdp_config.resolved_dtype(config.default_dtype)]
-    rank = Rank(shape, config.device, held, compute, ranks, actor.fsdp_config.reshard_after_forward)
+    rank = Rank(shape, config.device, held, compute, ranks, actor.fsdp_config.reshard_after_forward, frozen=True)
     limit = actor.log_prob_max_token_len(ref)
     parts = rank.forward(*pass_tokens(config, ref.log_prob_micro_batch_size_per_gpu, limit))
     total, offloads = sum(parts.values()) / GIB, ref.fsdp_config.param_offload
     host = {"offloaded": rank.weights if offloads else 0.0}
     if config.actor_rollout_ref.ref.ref_model_sync_steps > 0:
         host["a copy for a checkpoint"] = rank.weights
-    between = 0.0 if offloads else total
+    between = 0.0 if offloads else rank.weights / GIB if placement(config).sharing else total
     return RoleMemory("ref", _gib(parts), total, between, _host(config, rank, host, exports=False))
 
 

@@ -94,7 +94,7 @@ def _on_gpus(config: RunConfig, roles: list[RoleMemory], gib: float) -> Iterator
     """Each process on a GPU of its own, or one of each role that shares it."""
     sharing = placement(config).sharing
     together = [role for role in roles if role.role in sharing]
-    if len(together) > 1:
+    if together:
         yield from _on_a_shared_gpu(config, {role.role: role for role in together}, gib)
     for role in roles:
         limit, of = gib - CUDA_GIB, f"{CUDA_GIB:g} GiB less than {_gpu(config, gib)}"
@@ -106,20 +106,21 @@ def _on_gpus(config: RunConfig, roles: list[RoleMemory], gib: float) -> Iterator
 
 
 def _on_a_shared_gpu(config: RunConfig, roles: Mapping[str, RoleMemory], gib: float) -> Iterator[Misfit]:
-    """One process of each role: actor and reference take turns, unless groups are sampled ahead during updates."""
+    """One process of each role: actor and reference take turns, unless groups are sampled ahead during updates. An
+    engine's share is its own all the time, unless it sleeps during the update.
+    """
     actor, ref = roles["actor"], roles.get("ref", RoleMemory("ref", {}))
-    parts = {}
-    if (engine := roles.get("rollout")) is not None:
-        fixed = config.actor_rollout_ref.rollout.kv_cache_memory_gib is not None
-        parts["rollout"] = engine.total if fixed else _share(config, gib)[0]
-    passes = actor.forward if config.needs_old_log_probs else actor.between
-    if config.trainer.max_staleness:
-        parts |= {"actor": actor.total, "ref": ref.total}
-    elif passes + ref.total > actor.total + ref.between:
-        parts |= {"actor": passes, "ref": ref.total}
-    else:
-        parts |= {"actor": actor.total, "ref": ref.between}
-    parts["CUDA of each process"] = CUDA_GIB * (len(roles) - (engine is not None and not fixed))
+    rollout, engine = config.actor_rollout_ref.rollout, roles.get("rollout")
+    shares = engine is not None and rollout.kv_cache_memory_gib is None  # which counts its CUDA in
+    held = 0.0 if engine is None else _share(config, gib)[0] if shares else engine.total
+    asleep = 0.0 if rollout.free_cache_engine else held
+    passes = max(actor.forward if config.needs_old_log_probs else 0.0, actor.between)
+    moments = [
+        {"rollout": asleep, "actor": actor.total, "ref": ref.total if config.trainer.max_staleness else ref.between},
+        {"rollout": held, "actor": passes, "ref": ref.total},
+    ]
+    parts = max(moments, key=lambda each: sum(each.values()))
+    parts["CUDA of each process"] = CUDA_GIB * (len(roles) - shares)
     if sum(parts.values()) > gib:
         needs = f"{' and '.join(roles)}, which share a GPU, need {_sum(parts)}"
         yield (

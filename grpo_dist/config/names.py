@@ -36,4 +36,4 @@ AGENT_LOOPS = ("single_turn_agent",)
 TOKEN_SELECTING_LOSSES = ("clip_cov", "kl_cov")  # choose tokens by the whole batch, before the update
 SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")  # published as a mean over sequences
 OVERLONG_PENALTY = "overlong_penalty"  # what reward.overlong_buffer takes off, among the reward's values
-WEIGHT_TRANSPORTS = ("object_store", "broadcast")
+WEIGHT_TRANSPORTS = ("object_store", "broadcast", "ipc")

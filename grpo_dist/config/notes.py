@@ -108,6 +108,9 @@ def _run(config: RunConfig) -> Iterator[str]:
             f"trainer.keep_best_metric: only checkpoints that are validated can be the best; with save_freq="
             f"{trainer.save_freq} and test_freq={trainer.test_freq} some are not"
         )
+    if config.actor_rollout_ref.rollout.free_cache_engine and not placement(config).shares_gpu:
+        where = "on CPU" if config.device == "cpu" else "where engines have GPUs of their own"
+        yield f"actor_rollout_ref.rollout.free_cache_engine=true has no effect {where}"
     if placement(config).shares_gpu and share > 0.5:
         yield (
             f"actor_rollout_ref.rollout.gpu_memory_utilization={share}: the actor shares this GPU; "

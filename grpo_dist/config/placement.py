@@ -76,8 +76,9 @@ class Placement:
 
     @property
     def sharing(self) -> tuple[str, ...]:
-        """The roles whose processes share GPUs, the actor's."""
-        return _SHARING[self.colocate]
+        """The roles whose processes share GPUs, the actor's; none where it has them for itself."""
+        roles = tuple(role for role in _SHARING[self.colocate] if self.world_sizes[role])
+        return roles if len(roles) > 1 else ()
 
     def num_gpus(self, role: str) -> float:
         """GPUs that Ray reserves for one process of a role, an engine being one; below 1 where it shares them."""

@@ -160,8 +160,31 @@ def broadcast_has_a_gpu_for_each_process(config: RunConfig) -> Iterator[Problem]
     """NCCL takes no two processes on one GPU."""
     key, place = f"{_ROLLOUT}.checkpoint_engine.backend", placement(config)
     if config.actor_rollout_ref.rollout.checkpoint_engine.backend == "broadcast" and place.shares_gpu:
-        why = "NCCL refuses two processes on one GPU, and all roles share the only one; set it to null or object_store"
+        why = "NCCL refuses two processes on one GPU, and roles share theirs; set it to null, ipc or object_store"
         yield problem_between(config, why, key, "trainer.n_gpus_per_node")
+
+
+def ipc_has_memory_to_share(config: RunConfig) -> Iterator[Problem]:
+    """An engine and an actor rank are on the same GPU, or without GPUs on the same machine."""
+    key, place = f"{_ROLLOUT}.checkpoint_engine.backend", placement(config)
+    if config.actor_rollout_ref.rollout.checkpoint_engine.backend != "ipc" or place.shares_gpu:
+        return
+    if config.device == "cuda":
+        why = "it needs an actor rank on each engine's GPU, and here they have GPUs of their own; set it to null"
+        yield problem_between(config, why, key, "trainer.n_gpus_per_node")
+    elif config.trainer.nnodes > 1:
+        why = "it needs an actor rank on each engine's machine, which several machines do not promise; set it to null"
+        yield problem_between(config, why, key, "trainer.nnodes")
+
+
+def engines_sleep_between_their_batches(config: RunConfig) -> Iterator[Problem]:
+    """An engine that gives its memory to the update samples nothing meanwhile."""
+    key, rollout = f"{_ROLLOUT}.free_cache_engine", config.actor_rollout_ref.rollout
+    if rollout.free_cache_engine and placement(config).shares_gpu and config.trainer.max_staleness:
+        why = (
+            "engines that sample ahead need their memory during the update; set the first to false, or the second to 0"
+        )
+        yield problem_between(config, why, key, "trainer.max_staleness")
 
 
 def engine_holds_the_longest_sequence(config: RunConfig) -> Iterator[Problem]:
@@ -172,6 +195,16 @@ def engine_holds_the_longest_sequence(config: RunConfig) -> Iterator[Problem]:
         yield problem_between(
             config, why, f"{_ROLLOUT}.max_model_len", "data.max_prompt_length", "data.max_response_length"
         )
+
+
+def engine_passes_hold_a_token_of_each_sequence(config: RunConfig) -> Iterator[Problem]:
+    """All sequences that an engine runs at once go on by one token in a pass. vLLM refuses others when it starts."""
+    rollout = config.actor_rollout_ref.rollout
+    whole = config.device == "cpu" or not rollout.enable_chunked_prefill  # a pass then holds the longest sequence
+    least = rollout.resolved_max_model_len(config.data) if whole else 0
+    if max(rollout.max_num_batched_tokens, least) < rollout.max_num_seqs:
+        why = "a pass must hold a token of every sequence that runs at once; raise the first or lower the second"
+        yield problem_between(config, why, f"{_ROLLOUT}.max_num_batched_tokens", f"{_ROLLOUT}.max_num_seqs")
 
 
 def token_budgets_hold_the_longest_sequence(config: RunConfig) -> Iterator[Problem]:
@@ -199,6 +232,9 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
     what_shares_gpus_lies_beside_the_actor,
     copies_and_engines_lie_in_one_machine,
     broadcast_has_a_gpu_for_each_process,
+    ipc_has_memory_to_share,
+    engines_sleep_between_their_batches,
     engine_holds_the_longest_sequence,
+    engine_passes_hold_a_token_of_each_sequence,
     token_budgets_hold_the_longest_sequence,
 )

@@ -151,8 +151,10 @@ def _workers(place: Placement) -> str:
 
 def _shared(place: Placement) -> str:
     """Which roles share GPUs; "" if none do."""
-    *first, last = [role for role in place.sharing if place.world_sizes[role]] or [""]
-    return f"; {', '.join(first)} and {last} share {'it' if place.num_devices == 1 else 'theirs'}" if first else ""
+    if not place.sharing:
+        return ""
+    *first, last = place.sharing
+    return f"; {', '.join(first)} and {last} share {'it' if place.num_devices == 1 else 'theirs'}"
 
 
 def _placement_rows(config: RunConfig) -> Rows:

@@ -31,6 +31,7 @@ class Rank:
         shards: ranks that hold the weights together.
         reshards: whether gathered weights are freed after a layer.
         factors: LoRA's numbers; 0: all weights are trained.
+        frozen: whether nothing is trained.
     """
 
     shape: ModelShape
@@ -40,6 +41,7 @@ class Rank:
     shards: int
     reshards: bool
     factors: int = 0
+    frozen: bool = False
 
     @property
     def weights(self) -> float:
@@ -59,8 +61,10 @@ class Rank:
     def gathered(self, layers: int) -> float:
         """Weights in the compute type while so many layers are gathered, and what is no layer.
 
-        A rank that is alone copies them too, also where the type is the same.
+        A rank that is alone copies them too, also where the type is the same, unless it is frozen.
         """
+        if self.shards == 1 and self.frozen and self.master == self.compute:
+            return 0.0
         if self.shards > 1 and self.reshards:
             return (self.shape.root + layers * self.shape.layer) * self.compute
         return float(self.shape.num_parameters * self.compute)

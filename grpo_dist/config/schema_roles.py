@@ -192,8 +192,9 @@ class CheckpointEngineConfig(Section):
     update_weights_bucket_megabytes: Count
 
     def resolved_backend(self, device: Device, *, shares_gpu: bool) -> str:
-        """The transport; null means broadcast where every process has a GPU of its own."""
-        return self.backend or ("broadcast" if device == "cuda" and not shares_gpu else "object_store")
+        """The transport; null means broadcast where every process has a GPU of its own, ipc where they share GPUs."""
+        on_gpus = "ipc" if shares_gpu else "broadcast"
+        return self.backend or (on_gpus if device == "cuda" else "object_store")
 
 
 class RolloutConfig(Section):
@@ -211,6 +212,7 @@ class RolloutConfig(Section):
     dtype: RolloutDtypeName | None
     gpu_memory_utilization: PositiveShare
     kv_cache_memory_gib: PositiveFloat | None
+    free_cache_engine: bool
     tensor_model_parallel_size: Count
     max_model_len: Count | None
     max_num_seqs: Count

@@ -23,7 +23,7 @@ FLOPS, BANDWIDTH = 0.4 * 989e12, 0.6 * 3.35e12
 # Bytes a second that each GPU exchanges with the others: of its machine, of other machines (400 Gbit/s for each GPU).
 NVLINK, NETWORK = 300e9, 40e9
 # Bytes a second of new weights on their way to the engines, by `checkpoint_engine.backend`.
-SYNC = {"broadcast": 40e9, "object_store": 0.35e9}
+SYNC = {"broadcast": 40e9, "ipc": 40e9, "object_store": 0.35e9}
 DECODE_OVERHEAD_S = 0.005  # of an engine's step, besides its kernels
 _BF16 = 2
 

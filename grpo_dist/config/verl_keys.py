@@ -91,7 +91,6 @@ FOREIGN: dict[str, Foreign] = {
     f"{_M}.enable_activation_offload": Foreign("activations are recomputed, not offloaded", _OFF),
     f"{_M}.external_lib": Foreign("Python files are named where they are used", _OFF),
     f"{_R}.mode": Foreign("the engine is always driven request by request"),
-    f"{_R}.free_cache_engine": Foreign(_SEPARATE),
     f"{_R}.load_format": Foreign("the engine gets its weights from the actor before the first step"),
     f"{_R}.layered_summon": Foreign("weights are always gathered tensor by tensor"),
     f"{_R}.calculate_log_probs": Foreign("the sampler's log-probs are always kept"),

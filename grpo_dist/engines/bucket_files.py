@@ -31,7 +31,7 @@ def bucket_files(buckets: Sequence[Bucket]) -> Generator[dict[str, Any], None, N
         The fields of vllm_weight_backend.SharedMemoryUpdateInfo; `read_bucket` takes them. Close the generator where it
         is not used up.
     """
-    with tempfile.TemporaryDirectory(prefix=_own_prefix(), dir=_folder()) as folder:
+    with tempfile.TemporaryDirectory(prefix=_own_prefix(), dir=shared_memory()) as folder:
         for bucket in buckets:
             path = Path(folder) / uuid.uuid4().hex
             bucket.data.tofile(path)
@@ -53,13 +53,18 @@ def read_bucket(file: Mapping[str, Any]) -> Bucket:
     return Bucket(data, entries, file["number"], file["last"], file["checksum"])
 
 
+def new_folder() -> Path:
+    """A folder in shared memory of this process, for `remove`; should it be killed, the next engine clears it."""
+    return Path(tempfile.mkdtemp(prefix=_own_prefix(), dir=shared_memory()))
+
+
 def note_segments(names: Iterable[str]) -> Path:
     """Note which segments of shared memory go with this process, should it be killed.
 
     Returns:
         The folder with the note, for `remove`.
     """
-    folder = Path(tempfile.mkdtemp(prefix=_own_prefix(), dir=_folder()))
+    folder = new_folder()
     (folder / SEGMENTS).write_text("\n".join(names))
     return folder
 
@@ -68,16 +73,16 @@ def remove(folder: Path) -> None:
     """Remove a folder of this module's, and the segments that are noted there."""
     note = folder / SEGMENTS
     for name in note.read_text().splitlines() if note.exists() else ():
-        (_folder() / Path(name).name).unlink(missing_ok=True)
+        (shared_memory() / Path(name).name).unlink(missing_ok=True)
     shutil.rmtree(folder)
 
 
 def clear_left_behind() -> None:
     """Remove what processes of this user that are dead by now have left."""
-    for folder in _folder().glob(f"{PREFIX}-{_pid_namespace()}-*"):
+    for folder in shared_memory().glob(f"{PREFIX}-{_pid_namespace()}-*"):
         pid = folder.name.removeprefix(f"{PREFIX}-{_pid_namespace()}-").partition("-")[0]
         with contextlib.suppress(OSError):  # another engine clears too
-            if pid.isdecimal() and folder.stat().st_uid == os.getuid() and not _lives(int(pid)):
+            if pid.isdecimal() and folder.stat().st_uid == os.getuid() and not lives(int(pid)):
                 remove(folder)
 
 
@@ -85,7 +90,7 @@ def _own_prefix() -> str:
     return f"{PREFIX}-{_pid_namespace()}-{os.getpid()}-"
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
     """Whether it holds its memory: one that has ended and that nobody takes note of does not."""
     import psutil
 
@@ -103,5 +108,6 @@ def _pid_namespace() -> int:
         return 0
 
 
-def _folder() -> Path:
+def shared_memory() -> Path:
+    """Where the node has its shared memory."""
     return Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())

@@ -64,7 +64,7 @@ class FSDPEngine:
         grad_clip: float = float("inf"),
     ) -> None:
         self.settings, self.device, self.grad_clip = model, torch.device(device), grad_clip
-        self.model: Any = load_sharded_model(model, device)
+        self.model: Any = load_sharded_model(model, device, frozen=optimizer is None)
         self.reference_head: ReferenceHead | None = None  # set for kl_loss_type=full
         self.forward = PolicyForward(
             self.model,
@@ -83,6 +83,7 @@ class FSDPEngine:
             self.device,
             parameters=model.param_offload,
             optimizer_states=model.optimizer_offload,
+            shares_device=model.shares_gpu,
         )
 
     # --- log-probs ---------------------------------------------------------------------------------------------

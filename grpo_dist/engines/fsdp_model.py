@@ -44,12 +44,13 @@ def init_process_group(*, device: str, rank: int, world_size: int, store: dist.T
     )
 
 
-def load_sharded_model(settings: ModelSettings, device: str) -> Any:
+def load_sharded_model(settings: ModelSettings, device: str, *, frozen: bool = False) -> Any:
     """Load a causal LM, sharded over the default process group; no rank ever holds more than its shards.
 
     It is in eval mode and stays so. Every layer of the model's own no-split classes becomes one FSDP unit, the rest
     another. With an `fsdp_size` below the number of ranks, groups of so many ranks hold copies of each other (hybrid
-    sharding).
+    sharding). A `frozen` model on a rank that is alone, in the type it computes in, is left whole: FSDP2 would hold it
+    twice, as shards and as what it computes with.
 
     Raises:
         DataError: the model cannot be loaded.
@@ -62,7 +63,9 @@ def load_sharded_model(settings: ModelSettings, device: str) -> Any:
     model.eval()  # for good: dropout, jitter and the like would make the update's policy another one than the sampler's
     if settings.gradient_checkpointing:
         recompute_layers(model)
-    shard(model, settings, device)
+    alone = frozen and dist.get_world_size() == 1 and settings.model_dtype == settings.compute_dtype
+    if not alone:
+        shard(model, settings, device)
     with lora_hidden(model):
         load_weights(unloaded, device)
     draw_factors(model)

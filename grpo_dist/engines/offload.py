@@ -23,6 +23,7 @@ class Offload:
         device: where phases run. On CPU nothing moves.
         parameters: whether the weights wait on CPU.
         optimizer_states: whether the optimizer's states do.
+        shares_device: whether other processes need its memory between phases: then nothing that is free is kept.
     """
 
     model: nn.Module
@@ -30,6 +31,7 @@ class Offload:
     device: torch.device
     parameters: bool = False
     optimizer_states: bool = False
+    shares_device: bool = False
 
     def away(self) -> None:
         """Move what waits on CPU there, and give the device's memory back."""
@@ -39,7 +41,7 @@ class Offload:
             self.model.to("cpu")
         if self.optimizer_states:
             move_states(self.optimizer, torch.device("cpu"))
-        if self.device.type == "cuda" and (self.parameters or self.optimizer_states):
+        if self.device.type == "cuda" and (self.parameters or self.optimizer_states or self.shares_device):
             torch.cuda.empty_cache()
 
     @contextlib.contextmanager

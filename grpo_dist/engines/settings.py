@@ -39,6 +39,7 @@ class ModelSettings:
         defer_grad_sync: whether gradients are reduced over ranks only in a mini-batch's last micro-batch.
         param_offload: whether the weights wait on CPU between the phases of a step.
         optimizer_offload: whether the optimizer's states do.
+        shares_gpu: whether processes of other roles are on the same GPU.
         lora: train factors beside the weights; None: the weights themselves.
         max_model_len: most tokens of prompt and response, as the sampler has it; None: not known.
     """
@@ -55,6 +56,7 @@ class ModelSettings:
     override_config: Mapping[str, Any] = field(default_factory=dict)
     param_offload: bool = False
     optimizer_offload: bool = False
+    shares_gpu: bool = False
     lora: LoraSettings | None = None
     max_model_len: int | None = None
 
@@ -136,9 +138,12 @@ class EngineSettings:
     `override_config` changes entries of the model's config, `engine_kwargs` are more arguments of vLLM's. The engine
     loads the tokenizer only if it `needs_tokenizer`, to sample with texts that stop or are forbidden. New weights make
     running requests compute their cache anew, unless `clear_kv_cache_on_update` is false; without `partial_rollout`
-    they wait until those have ended. They come by `weight_transport`, "object_store" or "broadcast". With an `agent` a
-    prompt's responses are episodes that it runs; None: one turn each. `gpus` are those of an engine of several
-    processes that shares them with other roles: Ray has given it a part of the first only.
+    they wait until those have ended. They come by `weight_transport`: "object_store", "broadcast" or "ipc". With an
+    `agent` a prompt's responses are episodes that it runs; None: one turn each. `gpus` are those of an engine of
+    several processes that shares them with other roles: Ray has given it a part of the first only. Before vLLM starts,
+    `footprint_gib` must be free on each GPU: what the engine took that is replaced (None: there was none). With
+    `free_cache_engine` it can give its memory back until new weights come. Its processes wait up to
+    `collective_timeout_s` seconds for each other (None: vLLM's choice).
     """
 
     model_path: str
@@ -162,6 +167,9 @@ class EngineSettings:
     agent: AgentSettings | None = None
     weight_transport: str = "object_store"
     gpus: tuple[str, ...] = ()
+    footprint_gib: float | None = None
+    free_cache_engine: bool = False
+    collective_timeout_s: int | None = None
 
 
 @dataclass(frozen=True)
@@ -171,8 +179,10 @@ class GroupAddress:
     Attributes:
         host: of the store, which lives in the sender's process; likewise `port`.
         generation: number of the group; no two groups of a store have the same.
-        world_size: the sender and all receivers.
+        world_size: all senders and receivers.
         timeout_s: limit of every step that waits for another rank.
+        backend: "broadcast" to all at once, or "ipc" from each sender to those on its device.
+        num_senders: which have the first ranks.
     """
 
     host: str
@@ -180,6 +190,8 @@ class GroupAddress:
     generation: int
     world_size: int
     timeout_s: float
+    backend: str = "broadcast"
+    num_senders: int = 1
 
 
 @dataclass(frozen=True)

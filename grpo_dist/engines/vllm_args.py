@@ -12,6 +12,9 @@ from grpo_dist.errors import ConfigError
 # vLLM's default block of 128 tokens means that short prompts never share a cached prefix; 32 is the smallest on CPU.
 CPU_BLOCK_SIZE = 32
 CPU_KV_CACHE_GIB = 1.0
+# Where the size of the KV cache is given, vLLM takes this share for nothing but a look at what is free before it
+# starts, and refuses to start; whether there is room for the engine is vllm_memory.py's business.
+UNCHECKED_SHARE = 0.01
 
 
 def quiet_environment(device: str) -> None:
@@ -99,14 +102,18 @@ def _processes(settings: EngineSettings) -> dict[str, Any]:
         # Processes of the engine's own. In a Ray placement group vLLM would choose Ray's, one GPU for each bundle, and
         # refuse the engine's, which has all of its GPUs.
         args["distributed_executor_backend"] = "mp"
+        if settings.collective_timeout_s is not None:
+            args["distributed_timeout_seconds"] = settings.collective_timeout_s
+            args["cpu_distributed_timeout_seconds"] = settings.collective_timeout_s
     return args
 
 
 def _memory(settings: EngineSettings) -> dict[str, Any]:
     """Of each worker."""
     cpu = settings.device == "cpu"
-    args: dict[str, Any] = (
-        {"block_size": CPU_BLOCK_SIZE} if cpu else {"gpu_memory_utilization": settings.gpu_memory_utilization}
-    )
     gib = settings.kv_cache_memory_gib or (CPU_KV_CACHE_GIB if cpu else None)
+    share = settings.gpu_memory_utilization if gib is None else UNCHECKED_SHARE
+    args: dict[str, Any] = {"block_size": CPU_BLOCK_SIZE} if cpu else {"gpu_memory_utilization": share}
+    if settings.free_cache_engine:
+        args["enable_sleep_mode"] = True
     return args | ({} if gib is None else {"kv_cache_memory_bytes": int(gib * 2**30)})

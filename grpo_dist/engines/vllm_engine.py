@@ -20,6 +20,7 @@ from grpo_dist.engines.bucket_files import clear_left_behind, note_segments, rem
 from grpo_dist.engines.meeting import stay_on_loopback
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.vllm_args import engine_args, quiet_environment
+from grpo_dist.engines.vllm_memory import GPU, Footprint, footprint, gpus, wait_until_free
 from grpo_dist.engines.vllm_weight_update import WeightUpdater
 from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError
 
@@ -69,11 +70,15 @@ class VLLMEngine:
         self._vocab_size = 0
         self._stop_token_ids: list[int] = []
 
-    async def start(self) -> None:
-        """Load the model.
+    async def start(self) -> Footprint | None:
+        """Load the model, on GPUs once there is room for it.
+
+        Returns:
+            What it took of its GPUs; None without GPUs.
 
         Raises:
             ConfigError: vLLM is not installed or refuses the settings.
+            EngineError: its GPUs are full.
             RuntimeError: vLLM did not start; says where the reason is.
         """
         quiet_environment(self.settings.device)
@@ -88,6 +93,8 @@ class VLLMEngine:
                 f"actor_rollout_ref.rollout.name=vllm: vLLM cannot be imported ({error}). "
                 "Install it with `pip install -e '.[cpu]'`, or '.[gpu]' on a GPU machine."
             ) from error
+        on_gpus = self.settings.device == "cuda"
+        before = await wait_until_free(self.settings) if on_gpus else []
         self._llm = self._start_llm(AsyncLLM)
         config = self._llm.vllm_config.model_config
         self._vocab_size = config.get_vocab_size()
@@ -96,6 +103,7 @@ class VLLMEngine:
         if self.settings.tensor_parallel_size > 1:
             segments = await self._call(self._llm.collective_rpc("shared_memory"))
             self._segments = note_segments({name for names in segments for name in names})
+        return await self._footprint(before) if on_gpus else None
 
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
@@ -159,6 +167,13 @@ class VLLMEngine:
             raise ConfigError(f"actor_rollout_ref.rollout: vLLM refuses the settings: {reason.strip()[:400]}") from None
         except Exception as error:  # its processes fail on their own, and vLLM says only that they did
             raise RuntimeError(f"vLLM did not start: {type(error).__name__}: {error}{_where_it_is_said()}") from error
+
+    async def _footprint(self, before: list[GPU]) -> Footprint:
+        """What it has taken since `before`."""
+        found = await self._call(self._llm.collective_rpc("kv_cache_bytes"))
+        measured = [size for size in found if size is not None]
+        after = gpus(self.settings.tensor_parallel_size)
+        return footprint(self.settings, before, after, min(measured, default=None))
 
     async def _final_output(self, prompt: list[int], params: Any, request_id: str | None) -> Any:
         request: dict[str, Any] = {"prompt_token_ids": prompt}

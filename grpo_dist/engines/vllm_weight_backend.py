@@ -1,4 +1,4 @@
-"""Weight-transfer backends for vLLM: buckets from shared memory files of the node, or broadcast by the actor.
+"""Weight-transfer backends for vLLM: buckets from shared memory files of the node, or sent by the actor to a group.
 
 vLLM imports this module in each of its workers (`worker_extension_cls`) before it makes the transfer engine, and that
 import registers the backends under the names of `BACKENDS`. The life cycle is vLLM's: start, any number of updates,
@@ -25,7 +25,11 @@ from grpo_dist.engines.weight_buckets import damage, unpack
 from grpo_dist.errors import WeightSyncError
 
 # Transport of the weights (EngineSettings.weight_transport) -> name of the backend in vLLM's factory.
-BACKENDS = {"object_store": "grpo_dist_shared_memory", "broadcast": "grpo_dist_broadcast"}
+BACKENDS = {
+    "object_store": "grpo_dist_shared_memory",
+    "broadcast": "grpo_dist_broadcast",
+    "ipc": "grpo_dist_broadcast",  # which of the two a group is, its address says
+}
 
 
 @dataclass
@@ -108,7 +112,7 @@ class SharedMemoryWeightTransferEngine(LayerwiseWeightTransferEngine):
 
 
 class BroadcastWeightTransferEngine(LayerwiseWeightTransferEngine):
-    """Receives all buckets from the actor's rank 0. What goes wrong is in `receipt`: vLLM would lose its type."""
+    """Receives all buckets from an actor rank. What goes wrong is in `receipt`: vLLM would lose its type."""
 
     init_info_cls = BroadcastInitInfo
     update_info_cls = BroadcastUpdateInfo
@@ -170,6 +174,10 @@ class WorkerExtension:
         """How this worker fared in the last update, or when it last joined a group: a `Receipt`."""
         return asdict(self.weight_transfer_engine.receipt)
 
+    def kv_cache_bytes(self) -> int | None:
+        """The size that this worker has found for its KV cache; None if it was told one."""
+        return getattr(self, "available_kv_cache_memory_bytes", None)
+
     def shared_memory(self) -> list[str]:
         """Names of the segments under /dev/shm that this worker has mapped."""
         return sorted(set(re.findall(r" /dev/shm/(\S+)$", Path("/proc/self/maps").read_text(), re.MULTILINE)))
@@ -179,7 +187,9 @@ class WorkerExtension:
 # started, and in vain while they wait for something else.
 end_with_parent()
 
-ENGINES = {"object_store": SharedMemoryWeightTransferEngine, "broadcast": BroadcastWeightTransferEngine}
-for transport, backend in BACKENDS.items():
+for backend, engine in (
+    (BACKENDS["object_store"], SharedMemoryWeightTransferEngine),
+    (BACKENDS["broadcast"], BroadcastWeightTransferEngine),
+):
     if backend not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(backend, ENGINES[transport])
+        WeightTransferEngineFactory.register_engine(backend, engine)

@@ -39,7 +39,7 @@ class WeightUpdater:
         self.version = -1
         self.updating = False
         self._mixed = ""
-        self._paused = False
+        self._paused = self._asleep = False
 
     def check_whole(self) -> None:
         """Refuse to sample while a failed sync has left old and new weights side by side.
@@ -62,6 +62,16 @@ class WeightUpdater:
             self.updating = True
             await self._call(self._llm.pause_generation(**self._pause), timeout_s=None)
             self._paused = True
+
+    async def sleep(self) -> None:
+        """Give the GPUs' memory back until new weights come: the KV cache is dropped, the weights wait in CPU memory.
+
+        Raises:
+            EngineError: the engine failed: it is unusable, and the caller replaces it.
+        """
+        self.updating = True
+        await self._call(self._llm.sleep(level=1, mode="wait"))  # weights in force, should the sync fail
+        self._paused = self._asleep = True
 
     async def load(self, buckets: Sequence[Bucket], version: int) -> None:
         """Replace all weights by those in the buckets, which are all checked before the first is loaded.
@@ -109,11 +119,16 @@ class WeightUpdater:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self.pause()
+        if self._asleep:
+            await self._call(self._llm.wake_up(["weights"]))
         await self._call(self._llm.start_weight_update())
         for update in updates:
             await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update)))
         loaded, fault = await self._receipt()
         await self._call(self._llm.finish_weight_update())  # also after a fault: the layers become whole again
+        if self._asleep:
+            await self._call(self._llm.wake_up(["kv_cache"]))  # only now: the sync had its memory for buckets
+            self._asleep = False
         if fault and loaded:
             self._mixed = (
                 f"sync of weight version {version}: {fault}; {loaded} weight buckets were loaded before, so the "

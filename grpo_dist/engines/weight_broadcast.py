@@ -2,7 +2,8 @@
 
 Rank 0 is the sender; worker t of engine e has rank 1 + e * workers per engine + t. The group is NCCL's on GPU and
 gloo's on CPU, and disturbs neither the default group nor another one; all else is the same on both. The tests run over
-gloo: the NCCL group itself has not been run on GPUs.
+gloo: the NCCL group itself has not been run on GPUs. Where actor ranks share devices with engines, each hands the
+buckets to those on its own device instead (weight_ipc.py), and again all else is the same.
 
 A bucket's header (number, checksum, where each tensor lies) goes ahead through the group's store. A rank so enters a
 broadcast only when the sender is in it too, and learns through the store that the sender has failed. A group with a
@@ -27,6 +28,7 @@ from torch import Tensor
 from grpo_dist.engines.meeting import LOOPBACK, own_ip, refuse_loopback
 from grpo_dist.engines.settings import SENDER, GroupAddress
 from grpo_dist.engines.weight_buckets import Entry, PackedTensors, pack_tensors, unpack
+from grpo_dist.engines.weight_ipc import SharedMemoryGroup
 from grpo_dist.errors import GrpoDistError, WeightSyncError
 
 # Words that are summed up at once for a checksum: their products stay in a CPU's cache.
@@ -57,16 +59,19 @@ class WeightGroup:
 
     Args:
         address: where to meet.
-        rank: 0 for the sender.
+        rank: those of senders come first.
         device: where its tensors lie.
         store: the sender's own; None: connect to it.
+
+    Attributes:
+        sends: whether there is anybody to whom this rank sends.
 
     Raises:
         WeightSyncError: not all ranks came in time.
     """
 
     def __init__(self, address: GroupAddress, rank: int, device: torch.device, store: Any = None) -> None:
-        self.address, self.device = address, device
+        self.address, self.device, self.sends = address, device, rank == SENDER
         self._limit = timedelta(seconds=address.timeout_s)
         self._group: Any = None
         self._announced: list[str] = []
@@ -76,7 +81,11 @@ class WeightGroup:
             self._store = dist.PrefixStore(f"weights/{address.generation}", store.clone())
             self._store.set_timeout(self._limit)
             self._meet(rank)
-            self._group = _make_group(self._store, rank, device, address)
+            if address.backend == "ipc":
+                self._group = SharedMemoryGroup(self._store, rank, device, address)
+                self._store, self.sends = self._group.store, self._group.sends
+            else:
+                self._group = _make_group(self._store, rank, device, address)
             self.wait(self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)))  # connects the ranks
         except (RuntimeError, ValueError) as error:
             self.close()

@@ -1,6 +1,7 @@
 """The composition root: a config becomes started workers and a trainer.
 
-What can be known of them without Ray has been checked before (preflight.py). The roles start together.
+What can be known of them without Ray has been checked before (preflight.py). The roles start together; engines that
+share GPUs with others start first, since vLLM measures what is free.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Workers:
         return [g for g in (self.rollout, self.actor, self.ref, self.reward) if g is not None]
 
     def start(self, num_steps: int) -> Roles:
-        """Load models and engines, all at the same time, and wait until every process is ready."""
+        """Load models and engines, and wait until every process is ready."""
         config, place = self.config, self.place
         if config.trainer.nnodes > 1:
             find_model(self.groups, config.actor_rollout_ref.model.path)
@@ -86,11 +87,15 @@ class Workers:
         engines = [engine_settings(config, place, i) for i in range(place.num_engines)]
         if place.shares_gpu and place.tensor_parallel > 1:
             engines = on_gpus_of(engines, self.actor.call_home())
-        calls = roles.rollout.submit_start(engines)
+        engine_calls = roles.rollout.submit_start(engines)
+        # vLLM would take for its own what others load meanwhile.
+        first = self.rollout.gather(engine_calls) if place.shares_gpu else []
+        calls = [] if first else engine_calls
         calls += roles.actor.submit_start(policy_settings(config, place, num_steps))
         calls += ref.submit_start(reference_settings(config, place)) if ref is not None else []
         calls += roles.reward.submit_start(reward_settings(config))
-        self.actor.gather(calls)
+        answers = first + self.actor.gather(calls)
+        roles.rollout.note_started(answers[: len(engines)])
         return roles
 
     def peak_memory(self) -> dict[str, float]:

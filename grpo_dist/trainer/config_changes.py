@@ -75,6 +75,7 @@ HARMLESS = (
     f"{_ROLLOUT}.log_prob_*",
     f"{_ROLLOUT}.gpu_memory_utilization",
     f"{_ROLLOUT}.kv_cache_memory_gib",
+    f"{_ROLLOUT}.free_cache_engine",
     f"{_ROLLOUT}.tensor_model_parallel_size",
     f"{_ROLLOUT}.max_num_*",
     f"{_ROLLOUT}.enforce_eager",

@@ -35,7 +35,7 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
     steps = num_steps * actor.ppo_epochs * (data.train_batch_size // actor.ppo_mini_batch_size)
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else math.floor(optim.lr_warmup_steps_ratio * steps)
     fsdp, lora = actor.fsdp_config, config.actor_rollout_ref.model.lora_rank > 0
-    model = _model_settings(config, fsdp.model_dtype, fsdp.resolved_dtype(config.default_dtype))
+    model = _model_settings(config, place, fsdp.model_dtype, fsdp.resolved_dtype(config.default_dtype))
     return PolicySettings(
         model=replace(
             model,
@@ -126,7 +126,9 @@ def reference_settings(config: RunConfig, place: Placement) -> PolicySettings:
     dtype = ref.fsdp_config.resolved_dtype(config.default_dtype)
     held = ref.weights_dtype(config.default_dtype)
     return PolicySettings(
-        model=replace(_model_settings(config, held, dtype), lora=None, param_offload=ref.fsdp_config.param_offload),
+        model=replace(
+            _model_settings(config, place, held, dtype), lora=None, param_offload=ref.fsdp_config.param_offload
+        ),
         device=place.device,
         num_threads=place.num_threads["ref"],
         temperature=config.actor_rollout_ref.rollout.temperature,
@@ -170,7 +172,7 @@ def _lora_settings(model: ModelConfig) -> LoraSettings | None:
     return LoraSettings(model.lora_rank, model.lora_alpha, targets, model.exclude_modules or ())
 
 
-def _model_settings(config: RunConfig, model_dtype: str, compute_dtype: str) -> ModelSettings:
+def _model_settings(config: RunConfig, place: Placement, model_dtype: str, compute_dtype: str) -> ModelSettings:
     model = config.actor_rollout_ref.model
     return ModelSettings(
         path=model.path,
@@ -186,6 +188,7 @@ def _model_settings(config: RunConfig, model_dtype: str, compute_dtype: str) -> 
             use_remove_padding=model.use_remove_padding,
             use_prefix_grouper=config.actor_rollout_ref.actor.use_prefix_grouper,
         ),
+        shares_gpu=bool(place.sharing),
     )
 
 
@@ -242,6 +245,8 @@ def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSe
         partial_rollout=rollout.partial_rollout,
         agent=agent_settings(config),
         weight_transport=rollout.checkpoint_engine.resolved_backend(place.device, shares_gpu=place.shares_gpu),
+        free_cache_engine=rollout.free_cache_engine and place.shares_gpu,
+        collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
     )
 
 

@@ -231,6 +231,7 @@ class GRPOTrainer:
     def update(self, batch: DataProtoRef) -> DataProtoRef:
         """One optimizer step per mini-batch, `ppo_epochs` times over."""
         mini_batches = self._mini_batches(len(batch))
+        self.roles.rollout.free_memory()
         batch, metrics = self.roles.actor.update(batch, mini_batches, self.objective, self.step + 1)
         self.metrics |= metric_values(metrics)
         return batch

@@ -303,11 +303,11 @@ class ActorWorker(PolicyWorker):
             return []
         return [ray.put(bucket) for bucket in pack(tensors, bucket_bytes=self.settings.weight_bucket_bytes)]
 
-    def open_weight_store(self, engines: Sequence[str]) -> tuple[str, int]:
+    def open_weight_store(self, others: Sequence[str]) -> tuple[str, int]:
         """Rank 0: open the store at which weight groups meet, if it is not open: on loopback if all are on this node.
 
         Args:
-            engines: addresses of their nodes.
+            others: addresses of the nodes of those who will meet it there.
 
         Returns:
             (its host, its port).
@@ -315,32 +315,32 @@ class ActorWorker(PolicyWorker):
         from grpo_dist.engines.meeting import LOOPBACK, open_store
 
         own = self.address().ip
-        host = LOOPBACK if set(engines) == {own} else own
+        host = LOOPBACK if set(others) == {own} else own
         if self._weight_store is None or self._weight_store.host != host:
             self._weight_store = open_store(host)
         return host, self._weight_store.port
 
     def join_weight_group(self, address: GroupAddress) -> None:
-        """Rank 0: join the group to which it will broadcast, in place of the one before."""
+        """A sender: join the group to which it will send, in place of the one before."""
         import torch
 
         from grpo_dist.engines.weight_broadcast import WeightGroup
 
         if self._weight_group is not None:
             self._weight_group.close()
-        self._weight_group = WeightGroup(address, SENDER, torch.device(self.settings.device), self._weight_store)
+        store = self._weight_store if self.rank == SENDER else None
+        self._weight_group = WeightGroup(address, self.rank, torch.device(self.settings.device), store)
 
     @on_device()
     def broadcast_weights(self, dtype: str, version: int) -> None:
-        """Broadcast the whole weights to the group, bucket by bucket, from rank 0."""
+        """Send the whole weights to the group, bucket by bucket."""
         from grpo_dist.engines.weight_broadcast import send
 
         tensors = self.engine.full_parameters(dtype, self.settings.device)
-        if self.rank != 0:
+        if self._weight_group is None or not self._weight_group.sends:
             for _ in tensors:  # as in `export_weights`
                 pass
             return
-        assert self._weight_group is not None, "join_weight_group comes first"
         send(self._weight_group, tensors, version=version, bucket_bytes=self.settings.weight_bucket_bytes)
 
     @on_device(optimizer=True)

@@ -21,6 +21,7 @@ from grpo_dist.workers.reward import Task
 if TYPE_CHECKING:
     from grpo_dist.agents.runner import EpisodeRunner
     from grpo_dist.engines.vllm_engine import EngineLoad, Response, VLLMEngine
+    from grpo_dist.engines.vllm_memory import Footprint
 
 # Columns that travel inside the handle: one number or string per sequence.
 SMALL_COLUMNS = (
@@ -40,17 +41,18 @@ class RolloutWorker(Process):
     engine: VLLMEngine
     runner: EpisodeRunner | None = None
 
-    async def start(self, settings: EngineSettings) -> None:
-        """Start the engine, and the agent loop where there is one."""
+    async def start(self, settings: EngineSettings) -> Footprint | None:
+        """Start the engine, and the agent loop where there is one; returns what it took of its GPUs."""
         from grpo_dist.engines.vllm_engine import VLLMEngine
 
         if settings.gpus:  # before CUDA is set up
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
         self.check_build(settings.device)
         self.engine = VLLMEngine(replace(settings, model_path=self.find_model(settings.model_path)))
-        await self.engine.start()
+        taken = await self.engine.start()
         if settings.agent is not None:
             await self._start_agent()
+        return taken
 
     async def _start_agent(self) -> None:
         from grpo_dist.agents.runner import EpisodeRunner
@@ -114,6 +116,10 @@ class RolloutWorker(Process):
     async def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
         """Join the group to which the actor broadcasts, with ranks from `first_rank` on."""
         await self.engine.weights.join(address, first_rank)
+
+    async def sleep(self) -> None:
+        """Give the GPUs' memory back until new weights come."""
+        await self.engine.weights.sleep()
 
     async def pause_for_weights(self) -> None:
         """Have what is sampled wait, or end first, until weights have come (`rollout.partial_rollout`)."""

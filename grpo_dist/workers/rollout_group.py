@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,7 +23,10 @@ from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import Task
-from grpo_dist.workers.weight_transport import Outcomes
+from grpo_dist.workers.weight_transport import Outcomes, outcomes
+
+if TYPE_CHECKING:
+    from grpo_dist.engines.vllm_memory import Footprint
 
 # Where an engine's settings do not say how many sequences it runs at once.
 MAX_NUM_SEQS = 256
@@ -96,6 +100,16 @@ class RolloutGroup:
         self._settings = list(settings)
         self._members = [_member(each) for each in settings]
         return [self.workers.submit(rank, "start", "start", each) for rank, each in enumerate(settings)]
+
+    def note_started(self, footprints: Sequence[Footprint | None]) -> None:
+        """Note what the engines took, in rank order: one that is started in the place of another takes as much.
+
+        vLLM must not measure again what is free, for by then other roles are at work.
+        """
+        for rank, (settings, taken) in enumerate(zip(self._settings, footprints, strict=True)):
+            if settings is not None and taken is not None:
+                kv_cache, total = taken.kv_cache_gib, taken.total_gib
+                self._settings[rank] = replace(settings, kv_cache_memory_gib=kv_cache, footprint_gib=total)
 
     # --- generating --------------------------------------------------------------------------------------------
     @property
@@ -201,6 +215,22 @@ class RolloutGroup:
         self._bring, self._version = bring, version
         self._homes.clear()  # new weights empty the prefix caches
         self._bring_to([rank for rank, member in enumerate(self._members) if member.starting is None])
+
+    def free_memory(self) -> None:
+        """Have the engines give their GPUs' memory back until they take weights, if they are to (`free_cache_engine`).
+
+        Raises:
+            GrpoDistError: too many workers have failed.
+        """
+        sleeping = [
+            rank
+            for rank, (member, settings) in enumerate(zip(self._members, self._settings, strict=True))
+            if settings is not None and settings.free_cache_engine and member.starting is None
+        ]
+        before = list(self.workers.handles)
+        for rank, answer in outcomes({r: self.workers.submit(r, "update_actor", "sleep") for r in sleeping}).items():
+            if isinstance(answer, GrpoDistError) and before[rank] is self.workers.handles[rank]:
+                self._replace(rank, answer)
 
     def catch_up(self) -> None:
         """Give workers that were replaced the weights in force. The actor must still hold them.

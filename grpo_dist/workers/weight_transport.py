@@ -1,10 +1,13 @@
-"""The two ways of the weights from the actor to the engines, as the driver sees them.
+"""The ways of the weights from the actor to the engines, as the driver sees them.
 
 `object_store`: rank 0 of the actor puts buckets into Ray's object store, and every engine reads them there and writes
 them into a shared memory file for its workers. Works anywhere.
 
 `broadcast`: rank 0 broadcasts them to the workers of all engines at once (engines/weight_broadcast.py): NCCL on GPU,
 gloo on CPU. Needs a GPU of its own for every process.
+
+`ipc`: each rank of the actor hands them to the engines' workers on its own GPU, in memory that they share, or on CPU to
+those on its machine (engines/weight_ipc.py). For the driver it is a broadcast with more senders.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ class ObjectStoreTransport:
 
 
 class BroadcastTransport:
-    """A process group of the actor's rank 0 and all workers of all engines.
+    """A group of the actor's rank 0, or with `ipc` of all its ranks, and all workers of all engines.
 
     It is formed by the first sync, and anew by one whose engines are others than before or that follows a failure.
 
@@ -61,10 +64,11 @@ class BroadcastTransport:
         timeout_s: seconds after which a rank that waits for another one gives up, below the limit of FSDP's own
             collectives, in which the other actor ranks wait meanwhile; half of what the actor's time limit is, if that
             is less.
+        backend: "broadcast" or "ipc".
     """
 
-    def __init__(self, workers_per_engine: int, timeout_s: float) -> None:
-        self.workers_per_engine, self.timeout_s = workers_per_engine, timeout_s
+    def __init__(self, workers_per_engine: int, timeout_s: float, backend: str = "broadcast") -> None:
+        self.workers_per_engine, self.timeout_s, self.backend = workers_per_engine, timeout_s, backend
         self.generation = 0
         self._members: list[Any] = []
 
@@ -105,27 +109,31 @@ class BroadcastTransport:
         return found
 
     def _form(self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], members: Sequence[Any]) -> Outcomes:
-        """Have the actor's rank 0 and the engines form a group; if that fails, what came of it by engine."""
+        """Have the senders and the engines form a group; if that fails, what came of it by engine."""
         problem = "the weight group was not formed: one of its engines is dead"
         found, failed = _ask_engines(rollout, ranks, members, "address", problem)
         if failed:
             return failed
-        host, port = actor.call(SENDER, STAGE, "open_weight_store", [found[rank].ip for rank in ranks])
+        senders = range(len(actor)) if self.backend == "ipc" else [SENDER]
+        ips = [found[rank].ip for rank in ranks] + [actor.addresses[rank].ip for rank in senders[1:]]
+        host, port = actor.call(SENDER, STAGE, "open_weight_store", ips)
         self.generation += 1
         workers = self.workers_per_engine
         address = GroupAddress(
             host=host,
             port=port,
             generation=self.generation,
-            world_size=1 + workers * len(ranks),
+            world_size=len(senders) + workers * len(ranks),
             timeout_s=self.patience_s(actor),
+            backend=self.backend,
+            num_senders=len(senders),
         )
-        sender = {SENDER: actor.submit(SENDER, STAGE, "join_weight_group", address)}
+        sending = {rank: actor.submit(rank, STAGE, "join_weight_group", address) for rank in senders}
         joins = {
-            rank: rollout.submit(rank, STAGE, "join_weight_group", address, 1 + place * workers)
+            rank: rollout.submit(rank, STAGE, "join_weight_group", address, len(senders) + place * workers)
             for place, rank in enumerate(ranks)
         }
-        joined, sent = outcomes(joins), outcomes(sender)
+        joined, sent = outcomes(joins), outcomes(sending)
         if not any(isinstance(outcome, GrpoDistError) for outcome in joined.values()):
             _raise_first(actor, sent.values())
             return {}
@@ -134,12 +142,12 @@ class BroadcastTransport:
 
 
 def weight_transport(name: str, *, workers_per_engine: int, collective_timeout_s: float) -> WeightTransport:
-    """The transport of that name: "object_store" or "broadcast"; the actor's ranks wait `collective_timeout_s` seconds
-    for each other.
+    """The transport of that name: "object_store", "broadcast" or "ipc"; the actor's ranks wait `collective_timeout_s`
+    seconds for each other.
     """
     if name == "object_store":
         return ObjectStoreTransport()
-    return BroadcastTransport(workers_per_engine, collective_timeout_s / 2)
+    return BroadcastTransport(workers_per_engine, collective_timeout_s / 2, name)
 
 
 def outcomes(calls: Mapping[int, Call]) -> Outcomes:

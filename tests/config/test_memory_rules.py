@@ -40,10 +40,10 @@ TOO_LARGE: dict[str, tuple[str, float, tuple[str, ...], tuple[str, ...]]] = {
     "several at once": ("Qwen3-32B", 79.1, ("cluster=node8",), ("trainer.nnodes=",)),
     "one GPU": ("Qwen3-1.7B", 23.6, ("cluster=single_gpu",), ("lora_rank=",)),
     "one GPU, nothing offloaded": (
-        "Qwen3-0.6B", 23.6,
+        "Qwen3-0.6B", 22,
         ("cluster=single_gpu", f"{ACTOR}.fsdp_config.optimizer_offload=false",
          f"{REF}.fsdp_config.param_offload=false"),
-        ("gpu_memory_utilization=",)
+        ("ref.fsdp_config.param_offload=true",)
     ),
     "one small GPU": ("Qwen3-0.6B", 15.5, ("cluster=single_gpu",), ("gpu_memory_utilization=",)),
 }  # fmt: skip
@@ -132,6 +132,19 @@ def test_a_reference_beside_the_actor_takes_turns_with_it(folder) -> None:
     assert f"need actor {actor.total:.3g} + ref {ref.total:.3g} + CUDA of each process 2" in text
     assert "(the actor: weights 7.63 + gradients 7.63 + " in text
     load_config([*RUN, *ahead, f"{GPU}={together * 1.01}"])
+
+
+def test_an_engine_that_sleeps_leaves_its_share_to_the_update(folder) -> None:
+    """Of 12 GiB the engine has 4.2; the update takes 8.9, CUDA 2; before it the actor holds 2.2, the reference 2.1."""
+    run = [*RUN, "cluster=single_gpu", folder("Qwen3-0.6B"), f"{GPU}=12"]
+    asleep = f"{ROLLOUT}.free_cache_engine=true"
+    assert "need rollout 4.2 + actor 8.88 + CUDA of each process 2 = 15.1 GiB" in refused(*run)
+    load_config([*run, asleep])
+    more = f"{ROLLOUT}.gpu_memory_utilization=0.6"
+    assert "need rollout 7.2 + actor 2.22 + ref 2.14 + CUDA" in refused(*run, asleep, more), "they share it with both"
+    kept = f"{ACTOR}.fsdp_config.optimizer_offload=false"
+    text = refused(*run, asleep, kept)
+    assert "need rollout 4.2 + actor " in text, "an actor that offloads nothing gives nothing back after the update"
 
 
 def test_a_validation_alone_needs_no_memory_for_gradients_and_optimizer(folder) -> None:

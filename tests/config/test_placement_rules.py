@@ -78,7 +78,32 @@ VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
         (
             ["cluster=single_gpu", f"{ROLLOUT}.checkpoint_engine.backend=broadcast"],
             f"{ROLLOUT}.checkpoint_engine.backend=broadcast, trainer.n_gpus_per_node=1: NCCL refuses two processes on "
-            "one GPU, and all roles share the only one; set it to null or object_store",
+            "one GPU, and roles share theirs; set it to null, ipc or object_store",
+        ),
+        (
+            ["cluster=node8", f"{ROLLOUT}.checkpoint_engine.backend=ipc"],
+            f"{ROLLOUT}.checkpoint_engine.backend=ipc, trainer.n_gpus_per_node=8: it needs an actor rank on each "
+            "engine's GPU, and here they have GPUs of their own; set it to null",
+        ),
+        (
+            [f"{ROLLOUT}.checkpoint_engine.backend=ipc", "trainer.nnodes=2", "ray_kwargs.ray_init.address=auto"],
+            f"{ROLLOUT}.checkpoint_engine.backend=ipc, trainer.nnodes=2: it needs an actor rank on each engine's "
+            "machine, which several machines do not promise; set it to null",
+        ),
+        (
+            ["cluster=single_gpu", f"{ROLLOUT}.free_cache_engine=true", "trainer.max_staleness=1"],
+            f"{ROLLOUT}.free_cache_engine=true, trainer.max_staleness=1: engines that sample ahead need their memory "
+            "during the update; set the first to false, or the second to 0",
+        ),
+        (
+            ["cluster=node8", f"{ROLLOUT}.max_num_batched_tokens=127", f"{ROLLOUT}.max_num_seqs=128"],
+            f"{ROLLOUT}.max_num_batched_tokens=127, {ROLLOUT}.max_num_seqs=128: a pass must hold a token of every "
+            "sequence that runs at once; raise the first or lower the second",
+        ),
+        (
+            [f"{ROLLOUT}.max_num_batched_tokens=127", f"{ROLLOUT}.max_num_seqs=129"],
+            f"{ROLLOUT}.max_num_batched_tokens=127, {ROLLOUT}.max_num_seqs=129: a pass must hold a token of every "
+            "sequence that runs at once; raise the first or lower the second",
         ),
         (
             [f"{ROLLOUT}.max_model_len=127"],
@@ -148,6 +173,13 @@ VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 )
 def test_each_rule(overrides, message):
     assert refused(*overrides) == message
+
+
+def test_where_prompts_are_not_cut_a_pass_holds_the_longest_sequence():
+    """Of 128 tokens here: on CPU, and on GPUs without chunked prefill."""
+    sizes = [f"{ROLLOUT}.max_num_batched_tokens=1", f"{ROLLOUT}.max_num_seqs=128"]
+    load_config(sizes)
+    load_config([*GPU8, *sizes, f"{ROLLOUT}.enable_chunked_prefill=false"])
 
 
 @pytest.mark.parametrize("where", [[], GPU8], ids=["cpu", "gpu"])

@@ -107,7 +107,7 @@ def test_memory_of_qwen3_8b_on_eight_gpus():
     config, _ = load("model=qwen3_8b", "cluster=node8", "data.train_batch_size=32", "cluster.ref_world_size=1")
     *_, ref = memory_estimate(config, QWEN3_8B)
     assert ref.parts["weights"] == pytest.approx(count * 2 / GIB)
-    assert ref.parts["gathered weights"] == pytest.approx(count * 2 / GIB), "FSDP copies them, though it is alone"
+    assert ref.parts["gathered weights"] == 0, "it is alone and frozen: FSDP, which would copy them, is left out"
     assert kv_cache_tokens(config, QWEN3_8B) is None
 
 

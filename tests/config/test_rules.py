@@ -231,6 +231,8 @@ def test_hub_names_are_not_looked_up():
         ([f"{ROLLOUT}.top_k=20"], "rollout.top_k: samples come from a part of the distribution"),
         (["trainer.save_freq=50"], "one checkpoint, after the last step"),
         (["data.val_files=null"], "no validation"),
+        ([f"{ROLLOUT}.free_cache_engine=true"], "free_cache_engine=true has no effect on CPU"),
+        (["cluster=node8", f"{ROLLOUT}.free_cache_engine=true"], "has no effect where engines have GPUs of their own"),
         (["data.sampler.class_path=json", "data.sampler.class_name=A"], "no effect on the order"),
         (["trainer.resume_from_path=x"], "has no effect with resume_mode=auto"),
         (["custom_reward_function.reward_kwargs.a=1"], "has no effect"),

@@ -76,7 +76,7 @@ def test_keys_without_a_meaning_are_said_once(override: str) -> None:
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "strategy=fsdp2"),
         ("actor_rollout_ref.actor.strategy=megatron", "only fsdp or fsdp2"),
         ("actor_rollout_ref.rollout.name=sglang", "not one of vllm"),
-        ("actor_rollout_ref.rollout.checkpoint_engine.backend=nixl", "not one of object_store, broadcast"),
+        ("actor_rollout_ref.rollout.checkpoint_engine.backend=nixl", "not one of object_store, broadcast, ipc"),
         ("actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3", "engine_kwargs.vllm"),
         ("data.image_key=images", "text only"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "only 1"),

@@ -33,6 +33,9 @@ if __name__ != "__main__":  # what vLLM imports as the platform
         def get_device_total_memory(cls, device_id: int = 0) -> int:
             return MEMORY_BYTES
 
+        def is_cumem_allocator_available(self) -> bool:
+            return True  # it comes with the CUDA wheel
+
         @classmethod
         def device_count(cls) -> int:
             return NUM_GPUS
@@ -74,6 +77,11 @@ def resolved(settings: dict[str, Any]) -> dict[str, Any]:
         "executor": config.parallel_config.distributed_executor_backend,
         "executor_class": Executor.get_class(config).__name__,
         "processes": config.parallel_config.world_size,
+        "sleep_mode": config.model_config.enable_sleep_mode,
+        "timeouts": [
+            config.parallel_config.distributed_timeout_seconds,
+            config.parallel_config.cpu_distributed_timeout_seconds,
+        ],
         "weights": config.weight_transfer_config.backend,
         "dtype": str(config.model_config.dtype),
     }

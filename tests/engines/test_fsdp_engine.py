@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from grpo_dist.algorithms import policy_objective
 from grpo_dist.engines.fsdp_engine import FSDPEngine
@@ -87,7 +88,9 @@ def one_rank(rank: int, path: str) -> dict[str, Any]:
             "log_probs": [[row.numpy().copy() for row in column.rows()] for column in before],
         }
     frozen = FSDPEngine(ModelSettings(path, False, "fp32", "fp32", False, True), device="cpu", temperature=TEMPERATURE)
+    mixed = FSDPEngine(ModelSettings(path, False, "fp32", "bf16", False, True), device="cpu", temperature=TEMPERATURE)
     out["frozen"] = {
+        "sharded": [isinstance(each.model, FSDPModule) for each in (frozen, mixed, engine)],
         "trainable": [name for name, p in frozen.model.named_parameters() if p.requires_grad],
         "log_probs": frozen.compute_log_probs(data, micro_batch_size=4).values.numpy(),
         "bf16": {str(tensor.dtype) for _, tensor in frozen.full_parameters("bfloat16")},
@@ -145,6 +148,9 @@ def test_entropy_is_a_bonus_of_its_own_metric(alone: dict[str, Any]) -> None:
 def test_a_frozen_engine_gives_the_same_log_probs(alone: dict[str, Any]) -> None:
     frozen = alone["frozen"]
     assert frozen["trainable"] == []
+    assert frozen["sharded"] == [False, True, True], (
+        "FSDP2 would hold its weights twice; it casts those of another type"
+    )
     rows = torch.cat([torch.from_numpy(row) for row in alone[CASES[0]]["log_probs"][1]])
     torch.testing.assert_close(torch.from_numpy(frozen["log_probs"]), rows, atol=1e-6, rtol=0)
     assert frozen["bf16"] == {"torch.bfloat16"}

@@ -51,9 +51,10 @@ def move(rank: int, path: str, folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("model", ["tied", "untied"])
-def test_two_ranks(random_models: dict[str, str], model: str, tmp_path: Path) -> None:
-    ranks = run_ranks(2, move, random_models[model], tmp_path)
+@pytest.mark.parametrize(("model", "size"), [("tied", 2), ("untied", 2), ("tied", 1)])
+def test_it_moves_and_is_read_again(random_models: dict[str, str], model: str, size: int, tmp_path: Path) -> None:
+    """On two ranks, and on one, which holds it whole."""
+    ranks = run_ranks(size, move, random_models[model], tmp_path)
     for rank in ranks:
         for name, first in rank["first"].items():
             np.testing.assert_allclose(rank["mixed"][name], 0.75 * first + 0.5, rtol=1e-6, atol=1e-6)

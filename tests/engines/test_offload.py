@@ -89,3 +89,13 @@ def test_values_survive_the_move() -> None:
     move_states(optimizer, torch.device("cpu"))
     for name, value in before.items():
         assert torch.equal(optimizer.state[model.weight][name], value)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_on_a_shared_gpu_what_is_free_is_given_back(monkeypatch: pytest.MonkeyPatch, *, shares: bool) -> None:
+    """Also where nothing is offloaded."""
+    given_back = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
+    with Offload(nn.Linear(2, 2), None, torch.device("cuda"), shares_device=shares).on_device():
+        assert not given_back, "only at the end of a phase"
+    assert given_back == [True] * shares

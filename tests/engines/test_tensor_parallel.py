@@ -40,7 +40,14 @@ ROUNDING = 1e-4
 def split_settings(path: str, transport: str) -> EngineSettings:
     extension = {"worker_extension_cls": f"{SpoiledWorker.__module__}.{SpoiledWorker.__name__}"}
     one = engine_settings(path, 0)
-    return replace(one, tensor_parallel_size=SIZE, weight_transport=transport, engine_kwargs=extension)
+    timeout = int(TIMEOUT_S)
+    return replace(
+        one,
+        tensor_parallel_size=SIZE,
+        weight_transport=transport,
+        engine_kwargs=extension,
+        collective_timeout_s=timeout,
+    )
 
 
 def engine_processes(rollout: WorkerGroup) -> list[psutil.Process]:

@@ -21,7 +21,9 @@ ROLLOUT = "actor_rollout_ref.rollout"
 RUNS = {
     "eight": ["cluster=node8"],
     "one": ["cluster=single_gpu"],
-    "split": ["cluster=node8", f"{ROLLOUT}.tensor_model_parallel_size=2"],
+    "asleep": ["cluster=single_gpu", f"{ROLLOUT}.free_cache_engine=true"],
+    "unheeded": ["cluster=node8", f"{ROLLOUT}.free_cache_engine=true"],
+    "split": ["cluster=node8", f"{ROLLOUT}.tensor_model_parallel_size=2", "actor_rollout_ref.nccl_timeout=77"],
     "eager": ["cluster=node8", f"{ROLLOUT}.enforce_eager=true", f"{ROLLOUT}.max_num_seqs=32"],
     "unchunked": [
         "cluster=node8",
@@ -72,8 +74,13 @@ def test_one_gpu_leaves_memory_to_the_other_roles(on_gpus) -> None:
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization
     assert 0 < share <= 0.5
     assert on_gpus["one"]["gpu_memory_utilization"] == share
-    assert on_gpus["one"]["weights"] == "grpo_dist_shared_memory", "NCCL takes no two processes on one GPU"
-    assert on_gpus["one"] | {"gpu_memory_utilization": 0.8, "weights": "grpo_dist_broadcast"} == on_gpus["eight"]
+    assert on_gpus["one"] | {"gpu_memory_utilization": 0.8} == on_gpus["eight"]
+
+
+def test_an_engine_that_shares_its_gpu_can_give_its_memory_back(on_gpus) -> None:
+    assert on_gpus["asleep"] == on_gpus["one"] | {"sleep_mode": True}
+    assert on_gpus["unheeded"] == on_gpus["eight"], "its GPU is its own"
+    assert not on_gpus["eight"]["sleep_mode"]
 
 
 def test_several_gpus_are_processes_of_the_engine_also_in_a_placement_group(on_gpus) -> None:
@@ -81,7 +88,8 @@ def test_several_gpus_are_processes_of_the_engine_also_in_a_placement_group(on_g
     split, one = on_gpus["split"], on_gpus["eight"]
     assert (split["executor"], split["executor_class"], split["processes"]) == ("mp", "MultiprocExecutor", 2)
     assert (one["executor"], one["executor_class"], one["processes"]) == ("uni", "UniProcExecutor", 1)
-    same = {"executor", "executor_class", "processes"}
+    assert (split["timeouts"], one["timeouts"]) == ([77, 77], [None, None]), "of NCCL's groups and of gloo's"
+    same = {"executor", "executor_class", "processes", "timeouts"}
     assert {k: v for k, v in split.items() if k not in same} == {k: v for k, v in one.items() if k not in same}
 
 
@@ -92,7 +100,8 @@ def test_what_the_config_says_is_what_vllm_does(on_gpus) -> None:
     assert not unchunked["chunked_prefill"]
     assert unchunked["max_num_batched_tokens"] == 128, "the longest sequence: prompts are not cut"
     assert unchunked["kv_cache_memory_bytes"] == 3 << 29
-    assert (unchunked["gpu_memory_utilization"], unchunked["dtype"]) == (0.5, "torch.float16")
+    assert unchunked["gpu_memory_utilization"] == 0.01, "or vLLM would not start where half of the GPU is not free"
+    assert unchunked["dtype"] == "torch.float16"
     assert on_gpus["own"]["cuda_graphs"] == "PIECEWISE"
 
 

@@ -18,6 +18,7 @@ import torch
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm_weight_update import WeightUpdater
 from grpo_dist.engines.weight_buckets import pack
+from grpo_dist.errors import WeightSyncError
 from grpo_dist.protocol import DataProto
 from grpo_dist.workers.group import Call, WorkerGroup
 from tests.engines.test_vllm_engine import (
@@ -66,6 +67,66 @@ def test_pausing_takes_as_long_as_responses_do_and_is_done_once(partial: bool, m
 
     asyncio.run(pause_twice())
     assert llm.pauses == [{"mode": mode, "clear_cache": True}]
+
+
+class Sleeper:
+    """vLLM with weights that reach it; writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.receipt = {"loaded": 3, "fault": ""}
+
+    async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
+        return [self.receipt]
+
+    def __getattr__(self, name: str) -> Any:
+        async def ask(*args: Any, **options: Any) -> None:
+            plain = [arg for arg in args if isinstance(arg, (list, str))]
+            self.asked.append((name, *plain, *options.values()))
+
+        return ask
+
+
+def asleep() -> tuple[WeightUpdater, Sleeper]:
+    common = ("model", "cuda", "bfloat16", False, 1, 96, 64, 128, 0.8, None, True, False, 0)
+    llm = Sleeper()
+    return WeightUpdater(llm, call, settings=EngineSettings(*common, free_cache_engine=True)), llm
+
+
+UPDATE = [("wake_up", ["weights"]), ("start_weight_update",), ("update_weights",), ("finish_weight_update",)]
+
+
+def test_an_engine_that_sleeps_has_its_cache_again_only_after_the_sync() -> None:
+    """And is asked to pause no more: it has. The next sync finds it awake."""
+    weights, llm = asleep()
+
+    async def run() -> None:
+        await weights.sleep()
+        await weights.pause()
+        await weights.receive(0)
+        await weights.receive(1)
+
+    asyncio.run(run())
+    first, later = llm.asked[: len(UPDATE) + 4], llm.asked[len(UPDATE) + 4 :]
+    woken = [("wake_up", ["kv_cache"]), ("update_weight_version", "0"), ("resume_generation",)]
+    assert first == [("sleep", 1, "wait"), *UPDATE, *woken]
+    awake = [("pause_generation", "keep", True), *UPDATE[1:], ("update_weight_version", "1"), ("resume_generation",)]
+    assert later == awake
+    assert weights.version == 1
+
+
+def test_an_engine_that_slept_keeps_its_weights_if_none_come() -> None:
+    """vLLM has brought them back from CPU memory before it was to load others."""
+    weights, llm = asleep()
+    llm.receipt = {"loaded": 0, "fault": "weight bucket 0 is damaged"}
+
+    async def run() -> None:
+        await weights.sleep()
+        await weights.receive(0)
+
+    with pytest.raises(WeightSyncError, match="weight bucket 0 is damaged; the engine keeps version -1"):
+        asyncio.run(run())
+    assert llm.asked == [("sleep", 1, "wait"), *UPDATE, ("wake_up", ["kv_cache"]), ("resume_generation",)]
 
 
 # --- real engines -------------------------------------------------------------------------------------------------

@@ -37,13 +37,13 @@ class Peer:
         dist.broadcast_object_list(port, SENDER)
         self.port = port[0]
 
-    def join(self, generation: int, world_size: int, limit: float = 20.0) -> WeightGroup:
-        address = GroupAddress("127.0.0.1", self.port, generation, world_size, limit)
+    def join(self, generation: int, world_size: int, limit: float = 20.0, **options: Any) -> WeightGroup:
+        address = GroupAddress("127.0.0.1", self.port, generation, world_size, limit, **options)
         return WeightGroup(address, self.rank, CPU, self.store)
 
     def sync(self, group: WeightGroup, tensors: Any, version: int, loaded: dict | None = None) -> Any:
         """The sender's error or "sent"; a receiver's receipt, with what it loaded put into `loaded`."""
-        if self.rank != SENDER:
+        if self.rank >= group.address.num_senders:
             keep = {} if loaded is None else loaded
             return receive(group, version=version, load=lambda part: keep.update((n, t.clone()) for n, t in part))
         try:

@@ -210,7 +210,8 @@ def test_the_overlong_buffer_is_off_unless_asked_for() -> None:
     ("overrides", "transport"),
     [
         ([], "object_store"),
-        (["cluster=single_gpu"], "object_store"),  # NCCL takes no two processes on one GPU
+        (["cluster=single_gpu"], "ipc"),  # NCCL takes no two processes on one GPU
+        (["actor_rollout_ref.rollout.checkpoint_engine.backend=ipc"], "ipc"),
         (["cluster=node8"], "broadcast"),
         (["cluster=node8", "actor_rollout_ref.rollout.checkpoint_engine.backend=naive"], "broadcast"),
         (["cluster=node8", "actor_rollout_ref.rollout.checkpoint_engine.backend=object_store"], "object_store"),

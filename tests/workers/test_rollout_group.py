@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 import ray
 
-from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.vllm_engine import EngineLoad
+from grpo_dist.engines.vllm_memory import Footprint
 from grpo_dist.errors import ConfigError, EngineError, GrpoDistError, WeightSyncError, WorkerError
 from grpo_dist.workers.batch_ref import Label
 from grpo_dist.workers.group import finished
@@ -23,6 +25,7 @@ from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.rollout_group import Member, RolloutGroup
 from grpo_dist.workers.weight_transport import Outcomes, outcomes
 from tests.processes import spawned
+from tests.workers.test_weight_transport import Scripted, engine_settings
 
 pytestmark = pytest.mark.ray
 
@@ -264,3 +267,47 @@ def test_the_number_in_flight_has_an_upper_bound() -> None:
     member = Member(max_num_seqs=64, limit=70)
     member.adapt(64, 0, group_size=4)
     assert member.limit == 72
+
+
+class Engines(Scripted):
+    """Engines that are none, and that can be replaced."""
+
+    def call_home(self) -> list:
+        return []
+
+    def respawn(self, rank: int) -> None:
+        self.handles[rank] = object()
+        self.asked.append(("respawn", rank))
+
+
+def engines_of(*settings: EngineSettings, **answers: object) -> tuple[RolloutGroup, Engines]:
+    workers = Engines("rollout", len(settings), **answers)
+    group = RolloutGroup(workers, RestartBudget(1))
+    group.submit_start(settings)
+    workers.asked.clear()
+    workers.told.clear()
+    return group, workers
+
+
+def test_an_engine_that_is_replaced_takes_what_the_one_before_took() -> None:
+    """And does not let vLLM measure what is free while other roles are at work. Without GPUs nothing is noted."""
+    died = EngineError("vLLM failed")
+    plain = dataclasses.replace(engine_settings("model", 0), kv_cache_memory_gib=None, free_cache_engine=True)
+    group, workers = engines_of(plain, plain, sleep={1: died})
+    group.note_started([None, Footprint(total_gib=27.5, kv_cache_gib=20.25)])
+    group.free_memory()
+    (start,) = [told for told in workers.told if told[0] == "start"]
+    assert start == ("start", 1, dataclasses.replace(plain, footprint_gib=27.5, kv_cache_memory_gib=20.25))
+    assert group.restarts.failures == ["vLLM failed"]
+    workers.asked.clear()
+    workers.answers = {"sleep": {0: died}}
+    with pytest.raises(EngineError, match="vLLM failed"):
+        group.free_memory()
+    assert workers.asked == [("sleep", 0)], "the other one starts, and the budget is spent"
+
+
+def test_engines_sleep_if_they_are_to() -> None:
+    awake = engine_settings("model", 0)
+    group, workers = engines_of(awake, dataclasses.replace(awake, free_cache_engine=True), awake)
+    group.free_memory()
+    assert workers.asked == [("sleep", 1)]

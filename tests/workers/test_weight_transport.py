@@ -1,4 +1,4 @@
-"""Both transports on real processes: an actor of two FSDP2 ranks, and vLLM engines that generate with its weights."""
+"""The transports on real processes: an actor of two FSDP2 ranks, and vLLM engines that generate with its weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import pytest
 import ray
 import torch
 
-from grpo_dist.engines.settings import EngineSettings, ModelSettings, OptimizerSettings
+from grpo_dist.engines.settings import EngineSettings, GroupAddress, ModelSettings, OptimizerSettings
 from grpo_dist.engines.weight_buckets import unpack
 from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError, WorkerLost
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.groups import PolicyGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.policy import ActorWorker, PolicySettings
+from grpo_dist.workers.process import Address
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.rollout_group import RolloutGroup
 from grpo_dist.workers.weight_sync import sync_weights
@@ -102,13 +103,15 @@ class Case:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("tied", 1), id="tied"),
-        pytest.param(("untied", 1), id="untied", marks=pytest.mark.long),
-        pytest.param(("tied", 2), id="tensor parallel", marks=pytest.mark.long),
+        pytest.param(("tied", 1, "broadcast"), id="tied"),
+        pytest.param(("untied", 1, "broadcast"), id="untied", marks=pytest.mark.long),
+        pytest.param(("tied", 2, "broadcast"), id="tensor parallel", marks=pytest.mark.long),
+        pytest.param(("tied", 1, "ipc"), id="ipc"),
+        pytest.param(("tied", 2, "ipc"), id="ipc, tensor parallel", marks=pytest.mark.long),
     ],
 )
 def case(request: pytest.FixtureRequest, local_ray: None, random_models: dict[str, str]) -> Iterator[Case]:
-    name, size = request.param
+    name, size, backend = request.param
     path = random_models[name]
     with (
         spawned("actor", actor_class(), [(0, 2), (1, 2)]) as actor,
@@ -116,10 +119,10 @@ def case(request: pytest.FixtureRequest, local_ray: None, random_models: dict[st
     ):
         calls = PolicyGroup(actor).submit_start(policy_settings(path))
         for rank in range(2):
-            settings = replace(engine_settings(path, rank), tensor_parallel_size=size)
+            settings = replace(engine_settings(path, rank), tensor_parallel_size=size, weight_transport=backend)
             calls.append(rollout.submit(rank, "start", "start", settings))
         actor.gather(calls)
-        yield Case(name, path, actor, rollout, BroadcastTransport(size, TIMEOUT_S))
+        yield Case(name, path, actor, rollout, BroadcastTransport(size, TIMEOUT_S, backend))
 
 
 def policy_settings(path: str) -> PolicySettings:
@@ -249,9 +252,11 @@ def test_transports_by_name() -> None:
     assert isinstance(
         weight_transport("object_store", workers_per_engine=2, collective_timeout_s=600.0), ObjectStoreTransport
     )
+    ipc = weight_transport("ipc", workers_per_engine=1, collective_timeout_s=600.0)
+    assert isinstance(ipc, BroadcastTransport)
     broadcast = weight_transport("broadcast", workers_per_engine=2, collective_timeout_s=600.0)
     assert isinstance(broadcast, BroadcastTransport)
-    assert broadcast.workers_per_engine == 2
+    assert (ipc.backend, broadcast.backend, broadcast.workers_per_engine) == ("ipc", "broadcast", 2)
     actor = WorkerGroup("actor", [], TimeLimits(1000.0, {"sync_weights": 9.0}))
     assert broadcast.patience_s(actor) == 4.5, "sooner than the driver gives up"
     assert broadcast.patience_s(WorkerGroup("actor", [], TimeLimits(1000.0))) == 300.0, (
@@ -264,12 +269,16 @@ class Scripted(WorkerGroup):
 
     def __init__(self, role: str, size: int, **answers: Any) -> None:
         super().__init__(role, [object() for _ in range(size)], TimeLimits(60.0))
-        self.answers, self.asked = answers, []
+        self.answers, self.asked, self.told = answers, [], []  # told: with arguments
         self.states: dict[int, str] = {}
 
     def submit(self, rank: int, stage: str, method: str, *args: Any, timed: bool = True) -> Call:
         self.asked.append((method, rank))
+        self.told.append((method, rank, *args))
         return Call(method, self, rank, stage, 0.0)  # type: ignore[arg-type]
+
+    def call(self, rank: int, stage: str, method: str, *args: Any) -> Any:
+        return self.settle([self.submit(rank, stage, method, *args)])[0]
 
     def settle(self, calls: Sequence[Call]) -> list[Any]:
         return [self.answers.get(str(call.ref), {}).get(call.rank) for call in calls]
@@ -291,6 +300,21 @@ def test_nothing_is_sent_while_an_engines_responses_end() -> None:
     assert formed(rollout).sync(actor, rollout, [0, 1], version=3, dtype="float32") == {0: 3, 1: 3}
     pauses, sends = [("pause_for_weights", rank) for rank in (0, 1)], [("broadcast_weights", rank) for rank in (0, 1)]
     assert actor.asked == [*pauses, *sends, ("receive_weights", 0), ("receive_weights", 1)]
+
+
+def test_with_ipc_every_actor_rank_joins_before_the_engines_and_all_learn_where() -> None:
+    """On GPUs that roles share each rank has engines beside it. Two engines of two workers, on two machines."""
+    host = {"open_weight_store": {0: ("10.0.0.1", 77)}}
+    here, there = (Address("host", ip, 1, "node") for ip in ("10.0.0.1", "10.0.0.2"))
+    actor, rollout = Scripted("actor", 3, **host), Scripted("rollout", 2, address={0: here, 1: there})
+    actor.note_addresses([here, here, there])
+    rollout.asked = actor.asked
+    assert BroadcastTransport(2, 300.0, "ipc")._form(actor, rollout, [0, 1], rollout.handles) == {}
+    joins = [(rank, args) for method, rank, *args in actor.told if method == "join_weight_group"]
+    assert [rank for rank, _ in joins] == [0, 1, 2]
+    assert joins[0][1] == [GroupAddress("10.0.0.1", 77, 1, 7, 30.0, "ipc", 3)], "half of what the driver waits"
+    assert [first for _, rank, _, first in rollout.told[2:]] == [3, 5]
+    assert actor.told[0] == ("open_weight_store", 0, ["10.0.0.1", "10.0.0.2", "10.0.0.1", "10.0.0.2"])
 
 
 def test_an_engine_that_dies_before_it_has_paused_is_not_sent_to() -> None:

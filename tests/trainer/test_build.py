@@ -1,0 +1,80 @@
+"""In which order roles start, and who makes room for whom, with groups that write down what they are asked."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_dist.config.load import load_config
+from grpo_dist.config.placement import placement
+from grpo_dist.engines.vllm_memory import Footprint
+from grpo_dist.trainer.build import Workers
+from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.limits import TimeLimits
+from grpo_dist.workers.process import Address
+
+TAKEN = Footprint(27.5, 20.25)
+
+
+class Noted(WorkerGroup):
+    """Processes that are none. All groups share one list of what happened."""
+
+    def __init__(self, role: str, log: list[str]) -> None:
+        super().__init__(role, [object()], TimeLimits(60.0))
+        self.log = log
+
+    def submit(self, rank: int, stage: str, method: str, *args: Any, timed: bool = True) -> Call:
+        if method == "start":
+            self.log.append(self.role)
+        return Call(method, self, rank, stage, 0.0)  # type: ignore[arg-type]
+
+    def call(self, rank: int, stage: str, method: str, *args: Any) -> Any:
+        return {"open_store": 77}[method]
+
+    def call_home(self) -> list[Address]:
+        return [Address("host", "10.0.0.1", 1, "node")]
+
+    def gather(self, calls: list[Call], timeout_s: float | None = None) -> list[Any]:  # type: ignore[override]
+        self.log.append("all are there")
+        return [TAKEN if call.group.role == "rollout" else None for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "order"),
+    [
+        # vLLM charges what other processes load while it measures to itself
+        (["cluster=single_gpu"], ["rollout", "all are there", "actor", "ref", "reward", "all are there"]),
+        ([], ["rollout", "actor", "ref", "reward", "all are there"]),
+    ],
+    ids=["one gpu", "cpu"],
+)
+def test_engines_that_share_gpus_start_before_the_others(overrides: list[str], order: list[str]) -> None:
+    config, _ = load_config(overrides)
+    workers, log = Workers.__new__(Workers), []  # type: ignore[var-annotated]
+    workers.config, workers.place = config, placement(config)
+    workers.rollout, workers.actor = Noted("rollout", log), Noted("actor", log)
+    workers.ref, workers.reward = Noted("ref", log), Noted("reward", log)
+    roles = workers.start(num_steps=1)
+    assert log == order
+    (replaced,) = roles.rollout._settings
+    assert replaced is not None
+    assert (replaced.footprint_gib, replaced.kv_cache_memory_gib) == (27.5, 20.25), "what the one before took"
+
+
+def test_engines_give_their_memory_back_before_the_update_begins() -> None:
+    order: list[str] = []
+
+    class Noting:
+        def __init__(self, **answers: Any) -> None:
+            self.answers = answers
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: order.append(name) or self.answers.get(name)
+
+    roles = SimpleNamespace(rollout=Noting(), actor=Noting(update=("batch", {})))
+    trainer = SimpleNamespace(roles=roles, objective=None, step=0, metrics={}, _mini_batches=lambda rows: [])
+    assert GRPOTrainer.update.__wrapped__(trainer, range(4)) == "batch"  # type: ignore[attr-defined]
+    assert order == ["free_memory", "update"]
