@@ -130,6 +130,8 @@ def _rollout(config: RunConfig, shape: ModelShape, tensor_parallel: int) -> Role
         sampler = 3 * 4 * rollout.max_num_seqs * shape.vocabulary
         parts["pass"] = rollout.max_num_batched_tokens * per_token + sampler
     host = {"weights being loaded": shape.largest_tensor * 4.0, "new weights": _bucket(config, shape)}
+    if rollout.free_cache_engine and placement(config).shares_gpu:
+        host["weights while it sleeps"] = weights
     host["process"] = PROCESS_GIB[config.device] * GIB
     gib, share = _kv_cache_gib(config), rollout.gpu_memory_utilization
     if gib is not None:

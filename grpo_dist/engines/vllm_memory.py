@@ -13,7 +13,6 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from grpo_dist.engines.settings import EngineSettings
@@ -121,7 +120,7 @@ def _gpu(nvml: Any, name: str) -> GPU:
     return GPU(f"GPU {name}", memory.free, memory.total, holders)
 
 
-def _told(process: SimpleNamespace) -> str:
+def _told(process: Any) -> str:
     """A process that holds memory. In a container its id may be that of another one there: so no name."""
     size = "some" if process.usedGpuMemory is None else f"{process.usedGpuMemory / GIB:.3g} GiB"
     return f"process {process.pid}: {size}"

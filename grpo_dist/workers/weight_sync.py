@@ -9,6 +9,7 @@ the engine's type. How the buckets travel is the transport's business (weight_tr
 - broadcast: once all engines have paused, each checks and loads one bucket after the other as they come in. A damaged
   first bucket is refused as above. After a later one the weights are mixed, and the engine samples nothing until a
   whole sync has come through; the transport makes a second attempt with the engines that still answer.
+- ipc: as broadcast, but each actor rank packs the buckets, and hands them to the engines on its own GPU or machine.
 
 Responses that are in flight go on under the new weights (`rollout.partial_rollout`), or are finished first. The prefix
 cache is dropped with the old ones. Every engine answers with the version it now holds; from then on each token it

@@ -100,6 +100,13 @@ def test_the_reference_waits_in_cpu_memory(tmp_path: Path) -> None:
     assert "offloaded" not in stays.host
 
 
+def test_an_engine_that_sleeps_has_its_weights_in_cpu_memory(tmp_path: Path) -> None:
+    asleep = "actor_rollout_ref.rollout.free_cache_engine=true"
+    kept, away = (plan(tmp_path, "cluster=single_gpu", *more)["rollout"] for more in ((), (asleep,)))
+    assert away.host_total - kept.host_total == pytest.approx(PARAMETERS * 2 / GIB)
+    assert plan(tmp_path, asleep)["rollout"].host == plan(tmp_path)["rollout"].host, "its GPU is its own"
+
+
 def test_qwen3_8b_fits_eight_gpus_with_room() -> None:
     """Two thirds of 80 GB, with responses of 1,024 tokens."""
     config, _ = load_config(["model=qwen3_8b", "cluster=node8", "data.max_response_length=1024",
