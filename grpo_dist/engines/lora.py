@@ -27,8 +27,10 @@ KEY = "actor_rollout_ref.model"
 def add_lora(model: Any, settings: LoraSettings) -> None:
     """Freeze a model without memory and put trainable factors beside its target modules; `draw_factors` fills them.
 
+    These are linear layers. What a model holds otherwise, such as the experts and the router of a layer, stays frozen.
+
     Raises:
-        ConfigError: peft is not installed, or no module has such a name.
+        ConfigError: peft is not installed, no linear layer has such a name, or peft would train something else.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -38,7 +40,7 @@ def add_lora(model: Any, settings: LoraSettings) -> None:
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        target_modules=_target_names(model, targets),
         exclude_modules=list(settings.exclude_modules) or None,
         bias="none",
     )
@@ -49,6 +51,11 @@ def add_lora(model: Any, settings: LoraSettings) -> None:
     except ValueError as error:
         raise ConfigError(f"{KEY}.target_modules={targets}: {error}") from None
     for name, layer in lora_layers(model).items():
+        if hasattr(layer, "parameter_name"):
+            raise ConfigError(
+                f"{KEY}.target_modules={targets}: the experts of a layer and their router take no factors, and peft "
+                "would give them some for these names; name the layers of the attention, or train all with lora_rank=0"
+            )
         if ADAPTER not in layer.lora_A:
             kind = type(layer.get_base_layer()).__name__
             raise ConfigError(
@@ -56,6 +63,28 @@ def add_lora(model: Any, settings: LoraSettings) -> None:
             )
         for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
             factor.to(layer.get_base_layer().weight.dtype)
+
+
+def _target_names(model: Any, targets: str | tuple[str, ...]) -> list[str]:
+    """The modules meant, by their whole names.
+
+    Of a mixture of experts peft would make more of "all-linear" than linear layers, and of names of its older code.
+
+    Raises:
+        ConfigError: there is none of one of the names.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    if targets == "all-linear":
+        head = model.get_output_embeddings()
+        return [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    found = {target: [n for n, _ in model.named_modules() if f".{n}".endswith(f".{target}")] for target in targets}
+    if missing := [target for target, names in found.items() if not names]:
+        raise ConfigError(
+            f"{KEY}.target_modules={targets}: this model has no module that is called {' or '.join(missing)}; experts "
+            "that a layer holds as one tensor take no factors. Name others, or all-linear"
+        )
+    return [name for names in found.values() for name in names]
 
 
 @torch.no_grad()
