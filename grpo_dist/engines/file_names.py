@@ -7,7 +7,7 @@ own; files have a tensor for each expert. The conversions that the loading has u
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -43,3 +43,14 @@ def as_in_files(model: Any, tensors: Iterable[tuple[str, Tensor]], device: str =
             held[group][name] = tensor
             if len(held[group]) == members[group]:
                 yield from revert_weight_conversion(model, held.pop(group)).items()
+
+
+def lost_names(model: Any, files: Mapping[str, Tensor]) -> list[str]:
+    """What would go out under a name, or in a shape, that the files do not have.
+
+    Args:
+        model: on the meta device, loaded from `files`.
+        files: the tensors of its files, on the meta device.
+    """
+    given = as_in_files(model, model.named_parameters(), "meta")
+    return sorted(name for name, tensor in given if name not in files or files[name].shape != tensor.shape)

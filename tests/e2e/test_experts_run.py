@@ -1,6 +1,6 @@
 """The main job with a mixture of experts: the built-in model, each of whose layers has become four equal ones.
 
-At first it computes what the built-in model does, whichever experts a token goes to, so that it learns as fast.
+At first it computes what the built-in model does, whichever experts a token goes to, so that it learns within minutes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.e2e.test_main_job import command, metrics
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
-EXPERTS, STEPS = 4, 3
+EXPERTS, STEPS = 4, 6
 
 
 def upcycled(folder: Path) -> Path:
@@ -74,7 +74,8 @@ def test_sampler_and_trainer_agree_on_the_experts(run_dir: Path) -> None:
     for row in rows:
         assert row["training/rollout_probs_diff_max"] < 1e-3, "in each step with the weights of the update before"
         assert row["actor/grad_norm"] > 0
-    assert rows[-1]["critic/score/mean"] > rows[0]["critic/score/mean"], "it learns"
+    rewards = [row["critic/score/mean"] for row in rows]
+    assert sum(rewards[3:]) > sum(rewards[:3]), "it learns"
 
 
 def test_what_was_trained_is_exported_expert_by_expert(run_dir: Path) -> None:

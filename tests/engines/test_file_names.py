@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from grpo_dist.engines.file_names import as_in_files
+from grpo_dist.engines.file_names import as_in_files, lost_names
 from tests.models import EXPERTS, random_model
 
 DEEPSEEK = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
@@ -62,3 +62,18 @@ def test_experts_are_apart(tmp_path: Path) -> None:
     assert torch.equal(found[f"{prefix}.3.gate_proj.weight"], stack[3, :48])
     assert torch.equal(found[f"{prefix}.3.up_proj.weight"], stack[3, 48:])
     assert f"{prefix}.gate_up_proj" not in found
+
+
+def test_names_that_would_be_lost(tmp_path: Path) -> None:
+    """Without a way back the stacks of two layers go out as they are, and no file has them."""
+    path = random_model("Qwen3Moe", tmp_path, **FAMILIES["Qwen3Moe"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to("meta")
+    model.tie_weights()
+    files = {name: tensor.to("meta") for name, tensor in load_file(Path(path, "model.safetensors")).items()}
+    assert lost_names(model, files) == []
+    up = "model.layers.1.mlp.experts.3.up_proj.weight"
+    assert lost_names(model, files | {up: torch.empty(49, 32, device="meta")}) == [up]
+    assert lost_names(model, {name: tensor for name, tensor in files.items() if name != up}) == [up]
+    model._weight_conversions = []
+    stacks = [f"model.layers.{i}.mlp.experts.{name}" for i in range(2) for name in ("down_proj", "gate_up_proj")]
+    assert lost_names(model, files) == stacks
