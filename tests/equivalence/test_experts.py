@@ -21,6 +21,7 @@ from grpo_dist.workers.groups import PolicyGroup
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes
 from tests.engines.test_vllm_engine import PROMPTS, assert_log_probs_equal, generate, hf_greedy, sampling, tokens
+from tests.models import EXPERTS, random_model
 from tests.processes import spawned
 from tests.workers.test_weight_transport import GREEDY, TIMEOUT_S, actor_class, engine_settings, policy_settings
 
@@ -63,9 +64,23 @@ class Case:
         assert tokens(answers) == [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)], ids=["", "tensor parallel"])
-def case(request: pytest.FixtureRequest, local_ray: None, random_models: dict[str, str]) -> Iterator[Case]:
-    path, size = random_models["experts"], request.param
+# vLLM's OLMoE has an output layer of its own, and takes the weights of the chosen experts as they are.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {"head_dim": 32},
+    "Mixtral": {"head_dim": 32},
+    "Olmoe": {"hidden_size": 64, "num_attention_heads": 2, "tie_word_embeddings": False, "norm_topk_prob": False},
+}
+CASES = [
+    pytest.param(("Qwen3Moe", 1), id="Qwen3Moe"),
+    *(pytest.param((family, 1), id=family, marks=pytest.mark.long) for family in ("Mixtral", "Olmoe")),
+    pytest.param(("Qwen3Moe", 2), id="tensor parallel", marks=pytest.mark.long),
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    family, size = request.param
+    path = random_model(family, tmp_path_factory.mktemp(family), **EXPERTS | FAMILIES[family])
     with (
         spawned("actor", actor_class(), [(0, 2), (1, 2)]) as actor,
         spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as rollout,
