@@ -105,17 +105,35 @@ def test_a_target_that_is_not_there(random_models: dict[str, str], model: str, n
         add_lora(whole, LoraSettings(2, 4.0, ("q_proj", name)))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("gate", "router"), ("experts", "Experts"), ("gate_proj", "router")])
-def test_experts_and_their_router_take_no_factors(random_models: dict[str, str], name: str, kind: str) -> None:
-    """Nor where other layers have names that peft knows from the files of such models."""
+# Targets of the tiny Qwen3-MoE, its layers without experts, and what the message says of it. peft knows the names in such
+# a model's files: those of an ordinary layer it would take for the experts', and leave the layer out.
+OF_EXPERTS: list[tuple[Any, list[int], str]] = [
+    (("gate",), [], "router"),
+    (("experts",), [], "Experts"),
+    (("gate_proj", "up_proj"), [0], "peft takes some of these names for theirs"),
+    ("all-linear", [0, 1], "peft takes some of these names for theirs"),
+]
+
+
+@pytest.mark.parametrize(("targets", "ordinary", "words"), OF_EXPERTS)
+def test_experts_and_their_router_take_no_factors(
+    random_models: dict[str, str], targets: Any, ordinary: list[int], words: str
+) -> None:
     import transformers
 
-    changes = {"mlp_only_layers": [0]} if name == "gate_proj" else {}
-    config = transformers.AutoConfig.from_pretrained(random_models["experts"], **changes)
+    config = transformers.AutoConfig.from_pretrained(random_models["experts"], mlp_only_layers=ordinary)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ConfigError, match=rf"target_modules=\(.*{name}.*\): (.|\n)*{kind}"):
-        add_lora(model, LoraSettings(2, 4.0, ("gate_proj", "up_proj") if name == "gate_proj" else (name,)))
+    with pytest.raises(ConfigError, match=rf"target_modules=[^:]*: (.|\n)*{words}"):
+        add_lora(model, LoraSettings(2, 4.0, targets))
+
+
+def test_something_is_left_to_train(random_models: dict[str, str]) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
+    with pytest.raises(ConfigError, match=r"exclude_modules=\('q_proj',\): leaves out all of \('q_proj',\)"):
+        add_lora(model, LoraSettings(2, 4.0, ("q_proj",), ("q_proj",)))
 
 
 def test_a_target_that_is_not_linear(random_models: dict[str, str]) -> None:
