@@ -41,19 +41,27 @@ def main_run(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 @pytest.fixture(scope="session")
 def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders of two random models with a tokenizer: "tied" and "untied" embeddings. vLLM takes them too."""
-    return {name: _random_model(tmp_path_factory.mktemp(name), tied=name == "tied") for name in ("tied", "untied")}
+    """Folders of random models with a tokenizer: "tied" and "untied" embeddings, and "experts", a Qwen3-MoE with tied
+    ones. vLLM takes them too.
+    """
+    from tests.models import EXPERTS
+
+    kinds = {
+        "tied": ("Qwen3", {}),
+        "untied": ("Qwen3", {"tie_word_embeddings": False}),
+        "experts": ("Qwen3Moe", EXPERTS),
+    }
+    return {name: _random_model(tmp_path_factory.mktemp(name), *kind) for name, kind in kinds.items()}
 
 
-def _random_model(folder: Path, *, tied: bool) -> str:
+def _random_model(folder: Path, family: str, changes: dict[str, Any]) -> str:
     import torch
     import transformers
 
-    from tests.models import random_qwen3
+    from tests.models import random_model
 
-    config = transformers.AutoConfig.from_pretrained(random_qwen3(folder))
-    config.head_dim = 32  # the smallest that vLLM's CPU attention has
-    config.tie_word_embeddings = tied
+    # the smallest head that vLLM's CPU attention has
+    config = transformers.AutoConfig.from_pretrained(random_model(family, folder, head_dim=32, **changes))
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():  # the default init is so small that every distribution is uniform

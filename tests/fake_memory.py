@@ -128,7 +128,8 @@ def fake_engine(shape: dict[str, Any], settings: ModelSettings, ranks: int, *, t
     """A rank's engine of a model of this config.json, whose tensors are fake and count as those on a GPU."""
 
     def build(settings: ModelSettings, device: str) -> UnloadedModel:
-        config = transformers.Qwen3Config(**shape)
+        family = transformers.Qwen3MoeConfig if "num_experts" in shape else transformers.Qwen3Config
+        config = family(**shape)
         attention._register(attention.FLEX, _attention)
         options = {"dtype": DTYPES[settings.model_dtype], "attn_implementation": attention.FLEX}
         return UnloadedModel(transformers.AutoModelForCausalLM.from_config(config, **options).eval(), settings, [], "")

@@ -35,7 +35,11 @@ MODELS = {
     "Qwen3-8B": qwen3(4096, 36, 32, 12288),
     "Qwen3-14B": qwen3(5120, 40, 40, 17408),
     "Qwen3-32B": qwen3(5120, 64, 64, 25600),
-}
+    "Qwen3-30B-A3B": qwen3(2048, 48, 32, 6144) | {
+        "model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True,
+    },
+}  # fmt: skip
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 FSDP = f"{ACTOR}.fsdp_config"
 NO_CHECKPOINTING = f"{MODEL}.enable_gradient_checkpointing=false"
@@ -68,9 +72,13 @@ CELLS = {
     "32B, 16 GPUs": Cell("Qwen3-32B", 16),
     "32B, 8 GPUs, LoRA": Cell("Qwen3-32B", 8, (f"{MODEL}.lora_rank=32",)),
     "1.7B, reference on 1 GPU": Cell("Qwen3-1.7B", 1, role="ref"),
+    "30B-A3B, 16 GPUs": Cell("Qwen3-30B-A3B", 16),
+    "30B-A3B, 16 GPUs, no checkpointing": Cell("Qwen3-30B-A3B", 16, (NO_CHECKPOINTING,)),
+    "30B-A3B, 8 GPUs, LoRA": Cell("Qwen3-30B-A3B", 8, (f"{MODEL}.lora_rank=32", f"{FSDP}.model_dtype=bf16")),
+    "30B-A3B, reference on 8 GPUs": Cell("Qwen3-30B-A3B", 8, role="ref"),
     "8B, reference on 2 GPUs": Cell("Qwen3-8B", 2, role="ref"),
 }  # fmt: skip
-QUICK = ("0.6B, 1 GPU", "0.6B, 4 GPUs, no checkpointing", "1.7B, reference on 1 GPU")
+QUICK = ("0.6B, 1 GPU", "1.7B, reference on 1 GPU")
 
 
 def run_config(cell: Cell, folder: Path) -> RunConfig:

@@ -12,6 +12,9 @@ from grpo_dist.engines.settings import LoraSettings, ModelSettings, ObjectiveSet
 from grpo_dist.protocol import DataProto, Ragged
 
 VOCAB = 96
+# Of a mixture of experts; vLLM pads the width of an expert on CPU.
+EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+EXPERTS |= {"norm_topk_prob": True}
 
 
 def random_qwen3(folder: Path) -> str:

@@ -126,10 +126,10 @@ def _rollout(config: RunConfig, shape: ModelShape, tensor_parallel: int) -> Role
     weights = shape.num_parameters * size / tensor_parallel
     parts = {"weights": weights}
     if config.device == "cuda":
-        per_token = (4 * shape.hidden + 3 * shape.width / tensor_parallel) * size
+        per_token = (4 * shape.hidden + 3 * shape.width / tensor_parallel + shape.copies) * size
         sampler = 3 * 4 * rollout.max_num_seqs * shape.vocabulary
         parts["pass"] = rollout.max_num_batched_tokens * per_token + sampler
-    host = {"weights being loaded": shape.largest_tensor * 4.0, "new weights": _bucket(config, shape)}
+    host = {"weights being loaded": shape.largest * 4.0, "new weights": _bucket(config, shape)}
     if rollout.free_cache_engine and placement(config).shares_gpu:
         host["weights while it sleeps"] = weights
     host["process"] = PROCESS_GIB[config.device] * GIB
@@ -168,7 +168,7 @@ def _rollout_dtype(config: RunConfig) -> str:
 def _host(config: RunConfig, rank: Rank, held: Parts, *, exports: bool) -> Mapping[str, float]:
     """CPU memory of a training rank: what waits there, and the larger of what loading, saving and export take."""
     shape = rank.shape
-    loading = shape.largest_tensor * rank.master + (rank.weights if rank.device == "cuda" else 0.0)
+    loading = shape.largest * rank.master + (rank.weights if rank.device == "cuda" else 0.0)
     moments = {"weights being loaded": loading, "a copy for a checkpoint": held.get("a copy for a checkpoint", 0.0)}
     if exports:  # by rank 0
         moments["export"] = min(EXPORT_BYTES, shape.num_parameters * rank.master)
@@ -188,7 +188,7 @@ def _stored(config: RunConfig, shape: ModelShape) -> float:
 def _bucket(config: RunConfig, shape: ModelShape) -> float:
     """The piece of the new weights that an engine holds on their way."""
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
-    largest = shape.largest_tensor * _BYTES[_rollout_dtype(config)]
+    largest = shape.largest * _BYTES[_rollout_dtype(config)]
     return 2.0 * max(engine.update_weights_bucket_megabytes << 20, largest) if _stored(config, shape) else 0.0
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from grpo_dist.config.memory import memory_estimate
 from grpo_dist.config.memory_rules import memory_problems
-from grpo_dist.config.model_shape import count, text_config
-from grpo_dist.config.problems import Problem
+from grpo_dist.config.model_shape import MLP_NAMES, count, num_experts, text_config
+from grpo_dist.config.problems import Problem, problem_between
 from grpo_dist.config.schema import RunConfig
 
-_ROLLOUT = "actor_rollout_ref.rollout"
+_ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _LENGTHS = "data.max_prompt_length", "data.max_response_length"
 # Where config.json files say how long a sequence may be; vLLM takes the smallest.
 _POSITIONS = (
@@ -30,6 +30,8 @@ _POSITIONS = (
     "max_seq_length",
     "seq_len",
 )
+# Entries of a config.json by which a model with experts has layers of the ordinary kind too.
+_ORDINARY_TOO = ("mlp_only_layers", "first_k_dense_replace", "n_shared_experts", "shared_expert_intermediate_size")
 # Scaled rotary embeddings whose config.json has the scaled length already; of others vLLM multiplies it by `factor`.
 _ALREADY_SCALED = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default"}
 
@@ -54,13 +56,17 @@ def model_problems(
         return
     found = {**model_config, **config.actor_rollout_ref.model.override_config}
     yield from _tensor_parallel_divides_heads(config, found)
+    yield from _tensor_parallel_divides_experts(config, found)
     yield from _positions_hold_the_longest_sequence(config, found)
+    yield from _experts_train_by_the_objective_alone(config, found)
+    yield from _experts_take_no_factors(config, found)
 
-    def heads_split(changed: RunConfig) -> bool:
-        return not any(_tensor_parallel_divides_heads(changed, found))
+    def splits(changed: RunConfig) -> bool:
+        rules = (_tensor_parallel_divides_heads, _tensor_parallel_divides_experts)
+        return not any(problem for rule in rules for problem in rule(changed, found))
 
     estimate = functools.partial(memory_estimate, model_config=found, num_parameters=num_parameters)
-    yield from memory_problems(config, estimate, memory_gib, host_gib, valid=heads_split)
+    yield from memory_problems(config, estimate, memory_gib, host_gib, valid=splits)
 
 
 def max_positions(model_config: Mapping[str, Any]) -> tuple[str, int] | None:
@@ -110,6 +116,47 @@ def _tensor_parallel_divides_heads(config: RunConfig, model_config: Mapping[str,
         f"{size} {what}; set it to {' or '.join(map(str, fitting))}",
         (key, "actor_rollout_ref.model.path"),
     )
+
+
+def _tensor_parallel_divides_experts(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Each process of an engine holds a part of every expert."""
+    size, key = config.actor_rollout_ref.rollout.tensor_model_parallel_size, f"{_ROLLOUT}.tensor_model_parallel_size"
+    text = text_config(model_config)
+    width = count(text, "moe_intermediate_size") or count(text, "intermediate_size")
+    if num_experts(text) and width % size:
+        why = f"the experts of {config.actor_rollout_ref.model.path} are {width} wide, which does not split over {size}"
+        yield problem_between(config, f"{why}; set a divisor", key)
+
+
+def _experts_train_by_the_objective_alone(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """The loss is the objective's: an auxiliary one that balances the router would be computed, and dropped."""
+    text, changes = text_config(model_config), config.actor_rollout_ref.model.override_config
+    key, path = f"{_MODEL}.override_config", config.actor_rollout_ref.model.path
+    why = "the router's auxiliary loss is no part of the objective (as in verl), and would have no effect"
+    if text.get("output_router_logits") is True:
+        yield Problem(
+            f"{_MODEL}.path={path}: its config has output_router_logits=true: {why}; set "
+            f"{key}.output_router_logits=false",
+            (f"{_MODEL}.path", key),
+        )
+    elif changes.get("router_aux_loss_coef"):
+        yield Problem(
+            f"{key}.router_aux_loss_coef={changes['router_aux_loss_coef']}: {why}; leave it out",
+            (key,),
+        )
+
+
+def _experts_take_no_factors(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """LoRA is for linear layers, and the experts of a layer are held as one tensor."""
+    model, text = config.actor_rollout_ref.model, text_config(model_config)
+    asked = [name for name in model.target_modules if name in MLP_NAMES]
+    if not (model.lora_rank and asked and num_experts(text)) or any(text.get(name) for name in _ORDINARY_TOO):
+        return
+    why = (
+        f"{model.path} has {', '.join(asked)} in its experts only, which take no factors; name layers of the "
+        "attention, such as q_proj and v_proj, or all-linear, or train all of it with lora_rank=0"
+    )
+    yield problem_between(config, why, f"{_MODEL}.target_modules")
 
 
 def _positions_hold_the_longest_sequence(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:

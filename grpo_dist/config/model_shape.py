@@ -16,6 +16,8 @@ from grpo_dist.errors import ConfigError
 
 # Model types whose feed-forward layers are two matrices; those of the others are three, one of them a gate.
 _UNGATED = {"gpt_neox", "phi", "starcoder2", "nemotron", "opt", "persimmon"}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
@@ -27,19 +29,23 @@ class ModelShape:
         num_layers: decoder layers.
         hidden: hidden size.
         width: of the MLP; of an expert's times the experts that a token goes to.
+        copies: hidden states of a token, one for each expert that it goes to, in numbers; 0: there are no experts.
         query_width: heads * head size.
         key_width: key-value heads * head size.
         layer: parameters of a layer, an FSDP unit.
         matrix: of the embedding, and of the output layer: vocabulary * hidden size.
         vocabulary: tokens.
         tied: whether embedding and output layer are one.
-        linears: inputs + outputs of a layer's matrices, by the names that LoRA's target_modules give them.
+        linears: inputs + outputs of a layer's matrices, by the names that LoRA's target_modules give them. Experts are
+            not among them.
+        largest: numbers in its largest tensor: the embedding, a matrix, or those of all experts of a layer.
         counted: parameters in the model's files; 0: not known.
     """
 
     num_layers: int
     hidden: int
     width: int
+    copies: int
     query_width: int
     key_width: int
     layer: int
@@ -47,6 +53,7 @@ class ModelShape:
     vocabulary: int
     tied: bool
     linears: Mapping[str, int]
+    largest: int
     counted: int = 0
 
     @property
@@ -58,11 +65,6 @@ class ModelShape:
     def num_parameters(self) -> int:
         """All of them; tied embeddings once."""
         return self.counted or self.num_layers * self.layer + self.root
-
-    @property
-    def largest_tensor(self) -> int:
-        """Numbers in it."""
-        return max(self.matrix, self.hidden * self.width)
 
     @property
     def kv_values_per_token(self) -> int:
@@ -90,15 +92,17 @@ def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> Mod
     hidden, layers, heads, width, vocabulary = needed
     head_dim = count(text, "head_dim") or hidden // heads
     query, key = heads * head_dim, (count(text, "num_key_value_heads") or heads) * head_dim
-    experts = count(text, "num_experts") or count(text, "num_local_experts") or 1
-    expert_width = count(text, "moe_intermediate_size") or width
+    experts = num_experts(text)
+    expert_width = (count(text, "moe_intermediate_size") if experts else 0) or width
+    chosen = (count(text, "num_experts_per_tok") or 1) if experts else 0
     attention = 2 * hidden * (query + key)
     matrices = 2 if str(text.get("model_type")) in _UNGATED else 3
-    mlp = matrices * hidden * expert_width * experts + (hidden * experts if experts > 1 else 0)
+    mlp = matrices * hidden * expert_width * max(1, experts) + hidden * experts  # and the router
     return ModelShape(
         num_layers=layers,
         hidden=hidden,
-        width=expert_width * (count(text, "num_experts_per_tok") or 1 if experts > 1 else 1),
+        width=expert_width * max(1, chosen),
+        copies=chosen * hidden,
         query_width=query,
         key_width=key,
         layer=attention + mlp + 2 * hidden,
@@ -110,10 +114,18 @@ def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> Mod
             "k_proj": hidden + key,
             "v_proj": hidden + key,
             "o_proj": query + hidden,
-            **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), experts * (hidden + expert_width)),
+            **dict.fromkeys(() if experts else MLP_NAMES, hidden + width),
         },
+        # of experts two of the three matrices are one tensor
+        largest=max(vocabulary * hidden, hidden * width, 2 * experts * hidden * expert_width),
         counted=num_parameters,
     )
+
+
+def num_experts(text: Mapping[str, Any]) -> int:
+    """Experts of a layer that tokens are sent to; 0 where a config.json has none."""
+    found = next(filter(None, (count(text, name) for name in _EXPERTS)), 0)
+    return found if found > 1 else 0
 
 
 def text_config(model_config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from grpo_dist.config.model_shape import model_config_at_hand, num_experts, text_config
 from grpo_dist.config.names import SEQUENCE_LOSSES
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
@@ -13,7 +14,17 @@ _ACTOR = "actor_rollout_ref.actor"
 
 def config_notes(config: RunConfig) -> list[str]:
     """All of them."""
-    return [*_method(config), *_without_effect(config), *_run(config)]
+    return [*_method(config), *_experts(config), *_without_effect(config), *_run(config)]
+
+
+def _experts(config: RunConfig) -> Iterator[str]:
+    """On a model of experts, where its config.json is at hand."""
+    model = config.actor_rollout_ref.model
+    if model.lora_rank and num_experts(text_config(model_config_at_hand(model.path) or {})):
+        yield (
+            f"actor_rollout_ref.model.lora_rank={model.lora_rank}: {model.path} is a mixture of experts; linear "
+            "layers get factors, the experts and their router stay as they are"
+        )
 
 
 def _method(config: RunConfig) -> Iterator[str]:

@@ -21,6 +21,8 @@ _LAYOUT: dict[str, tuple[Any, str]] = {
     "pipeline_parallel_size": (1, f"an engine is not split by layers, since it lies in one machine; {_MORE_GPUS}"),
     "prefill_context_parallel_size": (1, f"an engine is not split by sequences; {_MORE_GPUS}"),
     "data_parallel_size": (1, "engines are counted by cluster.rollout_world_size; raise that"),
+    "enable_expert_parallel": (False, "experts are split by their width, as other layers are; leave it out"),
+    "enable_eplb": (False, "experts do not move between GPUs; leave it out"),
     "nnodes": (1, f"an engine lies in one machine; {_MORE_GPUS}"),
     "distributed_executor_backend": (
         "mp",

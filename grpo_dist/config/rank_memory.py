@@ -70,11 +70,14 @@ class Rank:
         return float(self.shape.num_parameters * self.compute)
 
     def layer_activations(self, tokens: int) -> float:
-        """What a layer keeps for its backward pass: norms in float32, as Qwen3 has four, and inputs of the matrices."""
+        """What a layer keeps for its backward pass: norms in float32, as Qwen3 has four, and inputs of the matrices;
+        and of each expert of a token what comes from it and, where experts train, what goes to it.
+        """
         shape, compute = self.shape, self.compute
         attention = shape.query_width + shape.key_width
         per_token = 2 * shape.hidden * (4 + 2 * compute) + attention * (4 + 3 * compute) + 4 * shape.width * compute
-        return tokens * per_token
+        copies = shape.copies * (1 if self.factors else 2)
+        return tokens * (per_token + copies * compute)
 
     def chunk(self, responses: int) -> float:
         """Logits that exist at once, in float32."""
@@ -88,7 +91,7 @@ class Rank:
     def forward(self, tokens: int, responses: int) -> Parts:
         """The peak of a pass without gradients: its start, a layer's widest moment, or logits and their softmax."""
         shape = self.shape
-        layer = tokens * (3 * shape.width + 4 * shape.hidden) * self.compute
+        layer = tokens * (3 * shape.width + 4 * shape.hidden + 4 * shape.copies) * self.compute
         logits = tokens * shape.hidden * self.compute + 2 * self.chunk(responses)
         start, later = (self.gathering(), 0.0), (self.gathered(2), max(layer, logits))
         gathered, activations = max(start, later, key=sum)
@@ -143,7 +146,7 @@ class MiniBatch:
     def _layer(self) -> Parts:
         """The backward pass of the last layer, with the weights of the one before it on their way."""
         matrix, unit = self.shape.matrix * self.trains_all, self.shape.layer * self.trains_all
-        flow = self.tokens * (2 * self.shape.width + 4 * self.shape.hidden) * self.compute
+        flow = self.tokens * (2 * self.shape.width + 4 * self.shape.hidden + 2 * self.shape.copies) * self.compute
         return {
             **self.kept,
             "gathered weights": self.rank.gathered(3),

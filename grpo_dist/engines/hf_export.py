@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_dist.engines.durable import flush_path, flush_tree
+from grpo_dist.engines.file_names import as_in_files
 from grpo_dist.engines.fsdp_engine import FSDPEngine
 from grpo_dist.engines.fsdp_model import full_parameters
-from grpo_dist.engines.lora import merged_names
 from grpo_dist.engines.model_loading import DTYPES
 from grpo_dist.errors import CheckpointError
 
@@ -86,35 +85,6 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
     temporary.rename(folder)
     flush_path(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def as_in_files(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """A model's tensors as its files had them: transformers' renamings and conversions are undone.
-
-    Args:
-        model: loaded by `model_loading`.
-        tensors: all of its parameters by name, one after the other. What belongs together in a file's tensor is held
-            until it is complete. Buffers that its files have come at the end.
-    """
-    from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
-
-    back = [conversion.reverse_transform() for conversion in reversed(model._weight_conversions)]
-    renamings = [step for step in back if isinstance(step, WeightRenaming)]
-    others = [step for step in back if not isinstance(step, WeightRenaming)]
-
-    def group_of(name: str) -> str:
-        return rename_source_key(name, renamings, others, reverse=True)[0]
-
-    computed = {name for name, _ in model.named_non_persistent_buffers()}
-    buffers = [(name, buffer.cpu()) for name, buffer in model.named_buffers() if name not in computed]
-    members = Counter(group_of(name) for name in (*merged_names(model), *(name for name, _ in buffers)))
-    held: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
-    for source in (tensors, buffers):
-        for name, tensor in source:
-            group = group_of(name)
-            held[group][name] = tensor
-            if len(held[group]) == members[group]:
-                yield from revert_weight_conversion(model, held.pop(group)).items()
 
 
 def _save_safetensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,19 +27,20 @@ KEY = "actor_rollout_ref.model"
 def add_lora(model: Any, settings: LoraSettings) -> None:
     """Freeze a model without memory and put trainable factors beside its target modules; `draw_factors` fills them.
 
+    These are linear layers. What a model holds otherwise, such as the experts and the router of a layer, stays frozen.
+
     Raises:
-        ConfigError: peft is not installed, or no module has such a name.
+        ConfigError: peft is not installed, no linear layer has such a name, or peft would train something else.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(f"{KEY}.lora_rank={settings.rank}: needs peft ({error}); pip install -e '.[lora]'") from None
-    targets = settings.target_modules
+    targets, names = settings.target_modules, _target_names(model, settings)
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]
-        target_modules=targets if isinstance(targets, str) else list(targets),
-        exclude_modules=list(settings.exclude_modules) or None,
+        target_modules=names,
         bias="none",
     )
     try:
@@ -48,7 +49,13 @@ def add_lora(model: Any, settings: LoraSettings) -> None:
             inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
     except ValueError as error:
         raise ConfigError(f"{KEY}.target_modules={targets}: {error}") from None
-    for name, layer in lora_layers(model).items():
+    layers = lora_layers(model)
+    if layers.keys() != set(names) or any(hasattr(layer, "parameter_name") for layer in layers.values()):
+        raise ConfigError(
+            f"{KEY}.target_modules={targets}: the experts of a layer and their router take no factors, and peft takes "
+            "some of these names for theirs; name the layers of the attention, or train all with lora_rank=0"
+        )
+    for name, layer in layers.items():
         if ADAPTER not in layer.lora_A:
             kind = type(layer.get_base_layer()).__name__
             raise ConfigError(
@@ -56,6 +63,38 @@ def add_lora(model: Any, settings: LoraSettings) -> None:
             )
         for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
             factor.to(layer.get_base_layer().weight.dtype)
+
+
+def _target_names(model: Any, settings: LoraSettings) -> list[str]:
+    """The modules meant, by their whole names.
+
+    Of a mixture of experts peft would make more of "all-linear" than linear layers, and of names of its older code.
+
+    Raises:
+        ConfigError: there is none of one of the names, or all are left out.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    targets, modules = settings.target_modules, dict(model.named_modules())
+    if targets == "all-linear":
+        head = model.get_output_embeddings()
+        found = [name for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    else:
+        found = [name for name in modules if _is_called(name, targets)]
+        if missing := [target for target in targets if not any(_is_called(name, (target,)) for name in found)]:
+            raise ConfigError(
+                f"{KEY}.target_modules={targets}: this model has no module that is called {' or '.join(missing)}; "
+                "experts that a layer holds as one tensor take no factors. Name others, or all-linear"
+            )
+    names = [name for name in found if not _is_called(name, settings.exclude_modules)]
+    if not names:
+        raise ConfigError(f"{KEY}.exclude_modules={settings.exclude_modules}: leaves out all of {targets}; name fewer")
+    return names
+
+
+def _is_called(name: str, ends: Iterable[str]) -> bool:
+    """Whether a module's name ends in one of these, at a dot."""
+    return any(f".{name}".endswith(f".{end}") for end in ends)
 
 
 @torch.no_grad()

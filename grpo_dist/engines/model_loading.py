@@ -24,6 +24,7 @@ from torch import nn
 
 from grpo_dist.assets.model_folder import read_header, weight_files
 from grpo_dist.engines.attention import attention_implementation
+from grpo_dist.engines.file_names import lost_names
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.sharded import num_shards, own_part, place
 from grpo_dist.errors import ConfigError, DataError
@@ -72,6 +73,11 @@ def open_model(settings: ModelSettings, device: str) -> UnloadedModel:
         }
         report = _convert(probe, headers, get_model_conversion_mapping(probe), "meta")
         _check_names(report, setting)
+        if lost := lost_names(probe, headers):
+            raise DataError(
+                f"{setting}: its weights do not come back from the model as they were in the files: {_some(lost)}; "
+                "engines and exported folders would get what they cannot read, so this model cannot be trained here"
+            )
         whole_because = _why_whole(probe, num_shards(settings))
         model, types = _build(settings, device), {name: weight.dtype for name, weight in probe.named_parameters()}
         for name, weight in model.named_parameters():  # some models keep some weights in float32

@@ -8,7 +8,9 @@ every tensor, and says in a receipt how it fared.
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,11 @@ class LayerwiseWeightTransferEngine(WeightTransferEngine):
     """Loads tensors through vLLM's layerwise reload, so fused names and tensor parallel shards are vLLM's business."""
 
     receipt = Receipt()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.device.type == "cpu":
+            pack_experts_at_each_load(self.model)
 
     def start_weight_update(self) -> None:
         """Begin a reload of all layers."""
@@ -161,6 +168,24 @@ def repack_tied_embeddings(model: Any) -> None:
         if len(modules) > 1:
             for module in modules:
                 dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def pack_experts_at_each_load(model: Any) -> None:
+    """Have layers of experts make their kernel anew whenever they have been loaded.
+
+    On CPU vLLM pads and packs the weights of experts when it makes the kernel, which is at the first load only. What a
+    reload brings would stay as it came, and be read as if it were packed.
+    """
+
+    def process(method: Any, packs: Callable[[Any], None], layer: Any) -> None:
+        method.moe_kernel = None
+        packs(layer)
+
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            packs = method.process_weights_after_loading
+            method.process_weights_after_loading = functools.partial(process, method, packs)
 
 
 class WorkerExtension:

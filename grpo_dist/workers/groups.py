@@ -142,7 +142,7 @@ class ReferenceGroup(PolicyGroup):
     def move_towards(self, actor: ActorGroup, share: float) -> None:
         """Take `share` of the actor's weights, and the rest of its own."""
         self.has_moved = True
-        buckets = actor.workers.call_all("sync_reference", "export_weights", "float32")[0]
+        buckets = actor.workers.call_all("sync_reference", "export_parameters")[0]
         self.workers.call_all("sync_reference", "load_weights", buckets, share)
 
     def load_checkpoint(self, folder: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,8 @@ from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.process import Process, keep_freed_memory, use_threads
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from grpo_dist.engines.checkpoint import ShardWriter
     from grpo_dist.engines.durable import FileDigest
     from grpo_dist.engines.fsdp_engine import FSDPEngine
@@ -293,10 +295,22 @@ class ActorWorker(PolicyWorker):
 
     @on_device()
     def export_weights(self, dtype: str) -> list[ray.ObjectRef]:
-        """Put the whole weights into the object store, bucket by bucket; rank 0 returns the references."""
-        from grpo_dist.engines.weight_buckets import pack
+        """Put the whole weights into the object store as the model's files have them, for engines; rank 0 returns them
+        bucket by bucket.
+        """
+        from grpo_dist.engines.file_names import as_in_files
 
         tensors = self.engine.full_parameters(dtype)
+        return self._put(as_in_files(self.engine.model, tensors) if self.rank == 0 else tensors)
+
+    @on_device()
+    def export_parameters(self) -> list[ray.ObjectRef]:
+        """The same in float32 under the names that they have in the model, for a reference."""
+        return self._put(self.engine.full_parameters("float32"))
+
+    def _put(self, tensors: Iterable[tuple[str, Tensor]]) -> list[ray.ObjectRef]:
+        from grpo_dist.engines.weight_buckets import pack
+
         if self.rank != 0:
             for _ in tensors:  # gathering is collective: the other ranks take part and drop the result
                 pass
@@ -334,14 +348,17 @@ class ActorWorker(PolicyWorker):
     @on_device()
     def broadcast_weights(self, dtype: str, version: int) -> None:
         """Send the whole weights to the group, bucket by bucket."""
+        from grpo_dist.engines.file_names import as_in_files
         from grpo_dist.engines.weight_broadcast import send
 
-        tensors = self.engine.full_parameters(dtype, self.settings.device)
+        device = self.settings.device
+        tensors = self.engine.full_parameters(dtype, device)
         if self._weight_group is None or not self._weight_group.sends:
-            for _ in tensors:  # as in `export_weights`
+            for _ in tensors:  # as in `_put`
                 pass
             return
-        send(self._weight_group, tensors, version=version, bucket_bytes=self.settings.weight_bucket_bytes)
+        sent = as_in_files(self.engine.model, tensors, device)
+        send(self._weight_group, sent, version=version, bucket_bytes=self.settings.weight_bucket_bytes)
 
     @on_device(optimizer=True)
     def begin_save(self, folder: str) -> None:

@@ -127,3 +127,49 @@ def test_a_sequence_longer_than_the_models_positions_is_refused(*BATCH, model, m
 def test_the_memory_of_gpus_says_nothing_about_a_run_without_them(model) -> None:
     _, notes = load_config([*BATCH, model(), f"{GPU}=0.001"])
     assert f"{GPU}=0.001 has no effect on CPU" in notes
+
+
+# --- a mixture of experts ------------------------------------------------------------------------------------------
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+OVERRIDE, TARGETS = f"{MODEL}.override_config", f"{MODEL}.target_modules"
+
+
+def test_a_loss_of_the_router_is_neither_dropped_nor_added(model) -> None:
+    load_config([*BATCH, model(**EXPERTS, output_router_logits=False, router_aux_loss_coef=0.001)])
+    path = model(**EXPERTS, output_router_logits=True)
+    text = refused(*BATCH, path)
+    assert text.endswith(f"would have no effect; set {OVERRIDE}.output_router_logits=false")
+    assert "output_router_logits=true: the router's auxiliary loss is no part of the objective" in text
+    load_config([*BATCH, path, f"{OVERRIDE}.output_router_logits=false"])
+    text = refused(*BATCH, model(**EXPERTS), f"{OVERRIDE}.router_aux_loss_coef=0.01")
+    assert text.startswith(f"{OVERRIDE}.router_aux_loss_coef=0.01: the router's auxiliary loss is no part")
+    load_config([*BATCH, model(**EXPERTS), f"{OVERRIDE}.router_aux_loss_coef=0"])
+
+
+def test_lora_of_experts(model) -> None:
+    rank = f"{MODEL}.lora_rank=4"
+    text = refused(*BATCH, model(**EXPERTS), rank, f"{TARGETS}=[q_proj,gate_proj,down_proj]")
+    assert text.startswith(f"{TARGETS}=[q_proj,gate_proj,down_proj]: ")
+    assert "has gate_proj, down_proj in its experts only, which take no factors; name layers of the attention" in text
+    load_config([*BATCH, model(**EXPERTS), rank, f"{TARGETS}=[q_proj,v_proj]"])
+    load_config([*BATCH, model(**EXPERTS), f"{TARGETS}=[gate_proj]"])  # without LoRA it says nothing
+    load_config([*BATCH, model(), rank, f"{TARGETS}=[gate_proj]"])
+    for entry in ({"n_shared_experts": 1}, {"mlp_only_layers": [0]}):  # those are linear layers
+        load_config([*BATCH, model(**EXPERTS, **entry), rank, f"{TARGETS}=[gate_proj]"])
+
+
+def test_lora_says_what_of_a_mixture_of_experts_it_trains(model) -> None:
+    note = "is a mixture of experts; linear layers get factors, the experts and their router stay as they are"
+    for entries, lora, expected in ((EXPERTS, 4, True), (EXPERTS, 0, False), ({}, 4, False)):
+        _, notes = load_config([*BATCH, model(**entries), f"{MODEL}.lora_rank={lora}"])
+        assert any(note in each for each in notes) == expected
+
+
+@pytest.mark.parametrize(("size", "fits"), [(1, True), (8, True), (16, False)])
+def test_tensor_parallel_divides_the_experts(model, size: int, fits: bool) -> None:
+    """40 wide; there are 16 attention heads."""
+    run = (*BATCH, f"{TP}={size}", "cluster.rollout_world_size=16", model(**EXPERTS))
+    if fits:
+        load_config([*run])
+        return
+    assert refused(*run).startswith(f"{TP}=16: the experts of ")

@@ -196,6 +196,8 @@ def test_engines_of_several_processes_are_taken(where):
         ("pipeline_parallel_size=2", f"raise {ROLLOUT}.tensor_model_parallel_size"),
         ("prefill_context_parallel_size=2", f"raise {ROLLOUT}.tensor_model_parallel_size"),
         ("data_parallel_size=2", "raise that"),
+        ("enable_expert_parallel=true", "experts are split by their width"),
+        ("enable_eplb=true", "leave it out"),
         ("nnodes=2", f"raise {ROLLOUT}.tensor_model_parallel_size"),
         ("distributed_executor_backend=ray", "leave it out"),
         ("distributed_executor_backend=uni", "leave it out"),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from grpo_dist.engines.checkpoint import (
     RANDOM_STATES,
@@ -22,6 +23,7 @@ from grpo_dist.engines.durable import FileDigest, digest_file
 from grpo_dist.engines.fsdp_engine import FSDPEngine
 from grpo_dist.engines.hf_export import export_hf_model
 from grpo_dist.engines.settings import ModelSettings, OptimizerSettings
+from grpo_dist.engines.sharded import own_part
 from grpo_dist.errors import CheckpointError
 from grpo_dist.protocol import metric_values
 from tests.models import objective, random_batch
@@ -191,6 +193,11 @@ def test_the_export_loads_in_transformers(runs: dict, folder: Path, name: str) -
     assert ("lm_head.weight" in weights) == (name == "untied")
     for key, parameter in model.named_parameters():
         np.testing.assert_array_equal(parameter.detach().numpy(), weights[key], err_msg=key)
+    assert_log_probs(model, log_probs)
+
+
+def assert_log_probs(model: Any, log_probs: np.ndarray) -> None:
+    """Of each sequence alone, by transformers."""
     data = random_batch(num_groups=2, n=1)
     rows = []
     with torch.no_grad():
@@ -261,3 +268,46 @@ def test_a_learning_rate_that_was_changed_holds(runs: dict, random_models: dict[
     assert (result["group"]["weight_decay"], result["group"]["betas"]) == (0.5, (0.8, 0.9))
     norm = runs["uninterrupted"][0]["metrics"]["actor/grad_norm"]
     assert result["first"]["actor/grad_norm"] == pytest.approx(norm, rel=1e-4), "the weights are the saved ones"
+
+
+# --- a mixture of experts ------------------------------------------------------------------------------------------
+def experts(rank: int, path: str, folder: Path) -> dict[str, Any]:
+    """Steps 0 and 1, save, step 2, export; and a fresh engine that loads and takes step 2."""
+    engine = engine_with_schedule(path)
+    stack = engine.model.get_parameter("model.layers.0.mlp.experts.gate_up_proj")
+    for number in range(2):
+        step(engine, rank, 2, number)
+    save_engine(engine, folder / "checkpoint")
+    again = engine_with_schedule(path)
+    load_engine(again, folder / "checkpoint")
+    metrics = [step(each, rank, 2, 2) for each in (engine, again)]
+    export_hf_model(engine, folder / "export", "fp32")
+    log_probs = engine.compute_log_probs(random_batch(num_groups=2, n=1), micro_batch_size=2).values
+    return {
+        "units": [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule)],
+        "held": (tuple(stack.shape), tuple(own_part(stack).shape)),
+        "metrics": metrics,
+        "weights": (weights(engine), weights(again)),
+        "log_probs": log_probs.numpy(),
+    }
+
+
+def test_experts_go_on_bit_by_bit_and_are_exported(random_models: dict[str, str], tmp_path: Path) -> None:
+    """A layer with all of its experts is gathered at once; of the stack each of two ranks holds whole experts."""
+    import transformers
+
+    path = random_models["experts"]
+    for result in run_ranks(2, experts, path, tmp_path):
+        assert result["units"] == ["", "model.layers.0", "model.layers.1"]
+        assert result["held"] == ((8, 96, 32), (4, 96, 32))
+        assert result["metrics"][0] == result["metrics"][1]
+        went_on, resumed = result["weights"]
+        for name, weight in went_on.items():
+            np.testing.assert_array_equal(resumed[name], weight, err_msg=name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert_log_probs(model, result["log_probs"])
+    before = dict(transformers.AutoModelForCausalLM.from_pretrained(path).named_parameters())
+    for name, parameter in model.named_parameters():
+        np.testing.assert_array_equal(parameter.detach().numpy(), went_on[name], err_msg=name)
+        if "mlp" in name:
+            assert (parameter != before[name]).any(), f"{name} has been trained"

@@ -57,13 +57,15 @@ def train(rank: int, path: str, folder: str) -> dict[str, Any]:
     [
         ("Qwen3", 1, ("_proj.weight",)),
         ("Qwen3", 2, ("_proj.weight",)),
+        ("Qwen3Moe", 2, ("_proj.weight",)),  # of the attention: experts are no layers, and have no such names
         ("GPT2", 2, ("c_attn.weight", "c_proj.weight", "c_fc.weight")),  # Conv1D: transposed weights
     ],
 )
 def test_training_moves_the_factors_and_merging_them_gives_the_same_model(
     family: str, ranks: int, targets: tuple[str, ...], random_models: dict[str, str], tmp_path: Any
 ) -> None:
-    path = random_models["tied"] if family == "Qwen3" else random_model(family, tmp_path / "model")
+    known = {"Qwen3": "tied", "Qwen3Moe": "experts"}
+    path = random_models[known[family]] if family in known else random_model(family, tmp_path / "model")
     for found in run_ranks(ranks, train, path, str(tmp_path / "merged")):
         assert found["same names"]
         assert found["start"] < 1e-6, "B starts at 0"
@@ -91,12 +93,47 @@ def test_targets_by_name(random_models: dict[str, str]) -> None:
     assert not lora_layers(transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"]))
 
 
-def test_a_target_that_is_not_there(random_models: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("tied", "c_attn"), ("tied", "j_proj"), ("experts", "gate_proj"), ("experts", "gate_up_proj")],
+)
+def test_a_target_that_is_not_there(random_models: dict[str, str], model: str, name: str) -> None:
+    import transformers
+
+    whole = transformers.AutoModelForCausalLM.from_pretrained(random_models[model])
+    with pytest.raises(ConfigError, match=rf"target_modules=\('q_proj', '{name}'\): .* is called {name}; "):
+        add_lora(whole, LoraSettings(2, 4.0, ("q_proj", name)))
+
+
+# Targets of the tiny Qwen3-MoE, its layers without experts, and what the message says of it. peft knows the names in such
+# a model's files: those of an ordinary layer it would take for the experts', and leave the layer out.
+OF_EXPERTS: list[tuple[Any, list[int], str]] = [
+    (("gate",), [], "router"),
+    (("experts",), [], "Experts"),
+    (("gate_proj", "up_proj"), [0], "peft takes some of these names for theirs"),
+    ("all-linear", [0, 1], "peft takes some of these names for theirs"),
+]
+
+
+@pytest.mark.parametrize(("targets", "ordinary", "words"), OF_EXPERTS)
+def test_experts_and_their_router_take_no_factors(
+    random_models: dict[str, str], targets: Any, ordinary: list[int], words: str
+) -> None:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(random_models["experts"], mlp_only_layers=ordinary)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=rf"target_modules=[^:]*: (.|\n)*{words}"):
+        add_lora(model, LoraSettings(2, 4.0, targets))
+
+
+def test_something_is_left_to_train(random_models: dict[str, str]) -> None:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
-    with pytest.raises(ConfigError, match=r"target_modules=\('c_attn',\): "):
-        add_lora(model, LoraSettings(2, 4.0, ("c_attn",)))
+    with pytest.raises(ConfigError, match=r"exclude_modules=\('q_proj',\): leaves out all of \('q_proj',\)"):
+        add_lora(model, LoraSettings(2, 4.0, ("q_proj",), ("q_proj",)))
 
 
 def test_a_target_that_is_not_linear(random_models: dict[str, str]) -> None:

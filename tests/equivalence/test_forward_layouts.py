@@ -9,15 +9,17 @@ import pytest
 import torch
 
 from grpo_dist.protocol import DataProto, merge_metrics, metric_values
-from tests.models import objective, random_batch, random_model, trainable_engine
+from tests.models import EXPERTS, objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": False},
     "Qwen2": {},  # biases in attention
     "Qwen3": {"head_dim": 8},  # norms of queries and keys
+    "Qwen3Moe": {"head_dim": 8, **EXPERTS},  # tokens choose experts: their neighbours must not change that
 }
 LR = 0.1
+TEMPERATURE = 0.7  # the engine's
 # layout, sequences per micro-batch, token budget
 WAYS: dict[str, tuple[str, int, int | None]] = {
     "padded": ("padded", 100, None),
@@ -94,6 +96,24 @@ def test_every_layout_gives_the_padded_numbers(alone: dict[str, Any], family: st
     for name, values in expected["columns"].items():
         np.testing.assert_allclose(found["columns"][name], values, atol=1e-5, rtol=0, err_msg=name)
     assert_same_training(found, expected, [found["metrics"]])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_log_probs_are_those_of_transformers(alone: dict[str, Any], paths: dict[str, str], family: str) -> None:
+    """One sequence after the other, and one expert after the other, without a group of matrix products for all."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        paths[family], dtype=torch.float32, experts_implementation="eager"
+    )
+    expected = []
+    data = batch()
+    for prompt, response in zip(data["prompts"].rows(), data["responses"].rows(), strict=True):
+        logits = model(input_ids=torch.cat([prompt, response]).long().unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
+        log_probs = torch.log_softmax(logits / TEMPERATURE, -1)
+        expected.append(log_probs.gather(-1, response.long().unsqueeze(-1)).squeeze(-1))
+    np.testing.assert_allclose(alone[f"{family} shared"]["columns"]["log_probs"], torch.cat(expected), atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,120 @@
+"""A mixture of experts, trained on two ranks, is what the engines sample from, whichever way the weights travel.
+
+On CPU vLLM packs the experts' weights when it loads a model, and on its own would read what a sync brings as if it were
+packed: log-probs that are off by nats, or, where it pads them, an engine that dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from grpo_dist.engines.weight_buckets import unpack
+from grpo_dist.errors import WeightSyncError
+from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.groups import PolicyGroup
+from grpo_dist.workers.rollout import RolloutWorker
+from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes
+from tests.engines.test_vllm_engine import PROMPTS, assert_log_probs_equal, generate, hf_greedy, sampling, tokens
+from tests.models import EXPERTS, random_model
+from tests.processes import spawned
+from tests.workers.test_weight_transport import GREEDY, TIMEOUT_S, actor_class, engine_settings, policy_settings
+
+pytestmark = pytest.mark.ray
+
+TRANSPORTS = ("broadcast", "object_store")  # by rank of the engine
+
+
+@dataclass
+class Case:
+    """An actor of two ranks, and an engine for each transport."""
+
+    path: str
+    actor: WorkerGroup
+    rollout: WorkerGroup
+    broadcast: BroadcastTransport
+    version: int = -1
+
+    def sync(self, rank: int) -> Any:
+        self.version += 1
+        transport = (self.broadcast, ObjectStoreTransport())[rank]
+        (outcome,) = transport.sync(self.actor, self.rollout, [rank], version=self.version, dtype="float32").values()
+        return outcome
+
+    def hugging_face(self) -> Any:
+        """Hugging Face's model with the actor's weights, under the names that they have in it."""
+        import transformers
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
+        own = dict(model.named_parameters())
+        for bucket in ray.get(self.actor.call_all("test", "export_parameters")[0]):
+            for name, tensor in unpack(bucket.data, bucket.entries):
+                own.pop(name).data.copy_(tensor)
+        assert not own
+        return model
+
+    def samples_from(self, rank: int, model: Any) -> None:
+        assert_log_probs_equal(model, generate(self.rollout, rank, PROMPTS, sampling(ignore_eos=True)))
+        answers = generate(self.rollout, rank, PROMPTS, GREEDY)
+        assert tokens(answers) == [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+
+
+# vLLM's OLMoE has an output layer of its own, and takes the weights of the chosen experts as they are.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {"head_dim": 32},
+    "Mixtral": {"head_dim": 32},
+    "Olmoe": {"hidden_size": 64, "num_attention_heads": 2, "tie_word_embeddings": False, "norm_topk_prob": False},
+}
+CASES = [
+    pytest.param(("Qwen3Moe", 1), id="Qwen3Moe"),
+    *(pytest.param((family, 1), id=family, marks=pytest.mark.long) for family in ("Mixtral", "Olmoe")),
+    pytest.param(("Qwen3Moe", 2), id="tensor parallel", marks=pytest.mark.long),
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    family, size = request.param
+    path = random_model(family, tmp_path_factory.mktemp(family), **EXPERTS | FAMILIES[family])
+    with (
+        spawned("actor", actor_class(), [(0, 2), (1, 2)]) as actor,
+        spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as rollout,
+    ):
+        calls = PolicyGroup(actor).submit_start(policy_settings(path))
+        for rank, transport in enumerate(TRANSPORTS):
+            settings = replace(engine_settings(path, rank), weight_transport=transport, tensor_parallel_size=size)
+            calls.append(rollout.submit(rank, "start", "start", settings))
+        actor.gather(calls)
+        yield Case(path, actor, rollout, BroadcastTransport(size, TIMEOUT_S))
+
+
+def test_engines_sample_from_the_experts_that_were_trained(case: Case) -> None:
+    before = case.hugging_face()
+    for rank in range(2):
+        case.samples_from(rank, before)
+    for seed in range(2):  # the second update comes upon what the first one has packed
+        case.actor.call_all("test", "perturb", seed)
+        model = case.hugging_face()
+        for rank in range(2):
+            assert case.sync(rank) == case.version
+            case.samples_from(rank, model)
+        with pytest.raises(AssertionError):
+            case.samples_from(0, before)
+
+
+def test_experts_outlive_a_sync_of_which_nothing_was_loaded(case: Case) -> None:
+    assert case.sync(0) == case.version
+    before = case.hugging_face()
+    case.actor.call_all("test", "perturb", 7)
+    case.actor.call(0, "test", "damage", 0)
+    call = case.rollout.submit(0, "test", "receive_weights", case.version + 1)
+    case.actor.call_all("test", "broadcast_weights", "float32", case.version + 1)
+    error = outcomes({0: call})[0]
+    assert isinstance(error, WeightSyncError)
+    assert "weight bucket 0 (" in str(error)
+    case.samples_from(0, before)
