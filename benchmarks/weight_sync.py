@@ -30,7 +30,7 @@ def _compare(name: str, path: str, threads: int, rounds: int) -> list[dict[str, 
         engines[way] = spawn("rollout", RolloutWorker, (), threads, max_concurrency=10)
         calls.append(engines[way].submit(0, "start", "start", engine_settings(path, weight_transport=way)))
     actor.gather(calls)
-    transports = {way: weight_transport(way, workers_per_engine=1) for way in TRANSPORTS}
+    transports = {way: weight_transport(way, workers_per_engine=1, collective_timeout_s=240.0) for way in TRANSPORTS}
     num_bytes = _num_bytes(path)
     times: dict[str, list[float]] = {way: [] for way in (*TRANSPORTS, "copy")}
     for version in range(rounds + 1):  # the first one warms up, and forms the group

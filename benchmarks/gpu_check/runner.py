@@ -1,0 +1,147 @@
+"""Part by part: each in a process of its own, its result in a file, so that a check that was cut off goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_check.gpu import gpu_facts
+from benchmarks.gpu_check.parts import PARTS, PATIENCE, Part
+from benchmarks.gpu_check.results import Result, read_result, write_json, write_result
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("torch", "transformers", "safetensors", "triton", "vllm", "ray")
+# A part that is told to end gets so long to end what it has started.
+GRACE_S = 20.0
+LAST_LINES = 5  # of the log of a part that ended without a word
+
+
+@dataclass(frozen=True)
+class Check:
+    """A run of the check.
+
+    Attributes:
+        out: its folder: results.json, and for each setup a folder of parts.
+        setup: what it runs on.
+        say: takes a line of progress.
+    """
+
+    out: Path
+    setup: dict[str, Any]
+    say: Callable[[str], None]
+
+    @property
+    def folder(self) -> Path:
+        """Of the parts on this device at this scale."""
+        return self.out / f"{self.setup['device']}-{self.setup['scale']}"
+
+    def run(self, parts: Sequence[Part], *, fresh: bool) -> list[Result]:
+        """Run what has no result yet. What was skipped or has failed is tried again; a memory that was full is not.
+
+        Returns:
+            The results of these parts, in their order.
+        """
+        if fresh:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self._model, ignore_errors=True)  # of a check that was cut off: it may be half of one
+        results = []
+        try:
+            for part in parts:
+                results.append(self._result(part))
+                write_json(self.out / "results.json", self._record(results))
+        finally:
+            shutil.rmtree(self._model, ignore_errors=True)
+            shutil.rmtree(self.folder / "export", ignore_errors=True)
+        return results
+
+    @property
+    def _model(self) -> Path:
+        return self.folder / "model"
+
+    def _result(self, part: Part) -> Result:
+        found = read_result(self.folder, part.name, self.setup)
+        if found is not None and found.status in ("done", "out of memory"):
+            self.say(f"{part.name}: has its result")
+            return found
+        if part.needs_model and not part.not_installed() and not self._model.is_dir():
+            made = self._start(next(each for each in PARTS if each.name == "model"))
+            if made.status != "done":
+                reason = f"there is no model for it: {made.reason}"
+                result = Result(part.name, made.status, self.setup, reason)
+                write_result(self.folder, result)
+                return result
+        return self._start(part)
+
+    def _start(self, part: Part) -> Result:
+        """Run a part in a process, and wait for it as long as it may take."""
+        self.say(f"{part.name}: {part.measures} (about {part.seconds} s)")
+        (self.folder / f"{part.name}.json").unlink(missing_ok=True)
+        log, started = self.folder / f"{part.name}.log", time.monotonic()
+        command = [sys.executable, "-m", "benchmarks.gpu_check.process", part.name]
+        command += ["--folder", str(self.folder.resolve()), "--setup", json.dumps(self.setup)]
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+        environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+        with log.open("w", encoding="utf-8") as stream:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=stream, stderr=stream, start_new_session=True
+            )
+            try:
+                code = str(process.wait(timeout=PATIENCE * part.seconds))
+            except subprocess.TimeoutExpired:
+                code = f"none after {PATIENCE * part.seconds} s, and was ended"
+            finally:
+                _end(process)
+        result = read_result(self.folder, part.name, self.setup)
+        if result is None:
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+            reason = f"its process's exit code is {code}; {log} ends: {' | '.join(lines)}"
+            result = Result(part.name, "failed", self.setup, reason, time.monotonic() - started)
+            write_result(self.folder, result)
+        self.say(
+            f"{part.name}: {result.status} after {time.monotonic() - started:.0f} s {result.reason[:100]}".rstrip()
+        )
+        return result
+
+    def _record(self, results: Sequence[Result]) -> dict[str, Any]:
+        from dataclasses import asdict
+
+        return {"setup": self.setup, "parts": [asdict(result) for result in results]}
+
+
+def find_setup(device: str, scale: str) -> dict[str, Any]:
+    """What the check runs on: results of another GPU or of other packages do not count."""
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    facts = gpu_facts() if device == "cuda" else {}
+    return {"device": device, "scale": scale, "python": platform.python_version(), **versions, **facts}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a part's process and what it has started, which is its session: politely first, while it still runs."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            pass
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
