@@ -18,7 +18,7 @@ HEAD_TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
 
 def context(work: Work) -> None:
     """GPU memory of a process that asks for the GPU's properties, as the driver does, and of one that computes."""
-    before = used_gib()
+    before = work.used_before
     if before is None:
         raise RuntimeError("nvidia-smi does not say how much memory of the GPU is used")
     torch.cuda.get_device_properties(0)
@@ -51,7 +51,7 @@ def product_rate(work: Work, rows: int, inner: int, columns: int) -> float:
     dtype = DTYPES[work.compute]
     a = torch.randn(rows, inner, device=work.device, dtype=dtype)
     b = torch.randn(columns, inner, device=work.device, dtype=dtype)
-    seconds = median_seconds(lambda: a @ b.t(), work.device, rounds=4 * work.scale.rounds, warm_ups=3)
+    seconds = median_seconds(lambda: a @ b.t(), work.device, rounds=4 * work.scale.rounds, warm_ups=10)
     return 2 * rows * inner * columns / seconds
 
 
@@ -64,13 +64,13 @@ def matmul(work: Work) -> None:
     query, key = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     shapes = [(hidden, query), (hidden, key), (hidden, key), (query, hidden), (hidden, width), (hidden, width)]
     shapes.append((width, hidden))
-    for name, group in work.scale.passes.items():
-        work_done = [group.tokens * inner * columns for inner, columns in shapes]
-        times = [done / product_rate(work, group.tokens, *shape) for done, shape in zip(work_done, shapes, strict=True)]
-        rate = sum(work_done) / sum(times)
-        work.found.note(f"a layer's matrices, {group.tokens:,} tokens", rate / 1e12, "TFLOP/s")
-        head = product_rate(work, min(group.tokens, 2048), hidden, config["vocab_size"])
-        work.found.note(f"output layer, {min(group.tokens, 2048):,} tokens ({name})", head / 1e12, "TFLOP/s")
+    for group in work.scale.passes.values():
+        sizes = [group.tokens * inner * columns for inner, columns in shapes]
+        times = [size / product_rate(work, group.tokens, *shape) for size, shape in zip(sizes, shapes, strict=True)]
+        work.found.note(f"a layer's matrices, {group.tokens:,} tokens", sum(sizes) / sum(times) / 1e12, "TFLOP/s")
+    rows = min(2048, work.scale.head_tokens)
+    rate = product_rate(work, rows, hidden, config["vocab_size"])
+    work.found.note(f"output layer, {rows:,} tokens", rate / 1e12, "TFLOP/s")
 
 
 def head(work: Work) -> None:

@@ -19,8 +19,8 @@ from grpo_dist.engines.forward import TOLERANCE
 from grpo_dist.engines.micro_batch import make_micro_batch
 from grpo_dist.engines.model_loading import DTYPES
 
-# Graphs that changing lengths may take: two for masks, three for the kernel (gradients or none, a first fixed length).
-MOST_GRAPHS = 6
+# Graphs that all lengths together may take, of masks and of the kernel. Dynamo gives up at as many of either.
+MOST_GRAPHS = 8
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_check.gpu import used_gib
 from benchmarks.gpu_check.parts import PARTS, Part
 from benchmarks.gpu_check.results import Findings, Result, Status, write_result
 from benchmarks.gpu_check.scale import SCALES
@@ -35,7 +36,8 @@ def run_part(part: Part, folder: Path, setup: dict[str, Any]) -> Result:
     """The result of a part."""
     started = time.monotonic()
     device, scale = setup["device"], setup["scale"]
-    work = Work(device, SCALES[scale], folder, Findings(holds=device == "cuda" and scale == "full"))
+    findings = Findings(holds=device == "cuda" and scale == "full")
+    work = Work(device, SCALES[scale], folder, findings, used_gib() if device == "cuda" else None)
     status, reason = _run(part, work)
     return Result(part.name, status, setup, reason, time.monotonic() - started, tuple(work.found.figures))
 

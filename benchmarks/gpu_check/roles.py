@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ FREED_S = 30.0
 # Of the engine's share of the GPU: what is freed at least when it is gone.
 LEAST_FREED = 0.8
 ROUNDS = 3
+# One for the actor, one for the engine.
+TWO_GPUS = ("cluster=node8", "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.use_kl_loss=false")
 OURS = "our rollout group: tokens"
 
 
@@ -35,22 +38,25 @@ def roles(work: Work) -> None:
 
 def broadcast(work: Work) -> None:
     """Weight sync where actor and engine have a GPU each: NCCL."""
-    cluster = ["cluster=node8", "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.use_kl_loss=false"]
-    with _started(work, _config(work, cluster)) as (config, workers, started):
+    with _started(work, _config(work, TWO_GPUS)) as (config, workers, started):
         _sync(work, config, workers, started)
 
 
 def vllm_alone(work: Work) -> None:
     """The `LLM` of vLLM with the settings of our engine, on the same prompts."""
+    from grpo_dist.config.placement import placement
     from grpo_dist.engines.vllm_args import quiet_environment
 
-    quiet_environment(work.device)  # before torch is imported
+    config = _config(work)
+    place = placement(config)
+    quiet_environment(work.device)  # this and the threads: before torch is imported
+    if work.device == "cpu":
+        os.environ["OMP_NUM_THREADS"] = str(place.num_threads["rollout"])
     from benchmarks.throughput import Load, Offline
-    from grpo_dist.config.placement import placement
     from grpo_dist.trainer.settings import engine_settings
 
-    config, load = _config(work), Load(*astuple(work.scale.rollout))
-    alone = Offline(engine_settings(config, placement(config), 0), load)
+    load = Load(*astuple(work.scale.rollout))
+    alone = Offline(engine_settings(config, place, 0), load)
     alone.run()
     rate = load.tokens / min(alone.run() for _ in range(ROUNDS))
     work.found.note("vLLM alone: tokens", rate, "/s")
@@ -61,14 +67,12 @@ def vllm_alone(work: Work) -> None:
         work.found.note("our rollout group, of vLLM alone", ours / rate)
 
 
-def _config(work: Work, cluster: list[str] | None = None) -> RunConfig:
+def _config(work: Work, cluster: Sequence[str] = ()) -> RunConfig:
     from grpo_dist.config.load import load_config
 
     sizes = work.scale.rollout
-    if cluster is None:
-        cluster = ["cluster=single_gpu" if work.device == "cuda" else "cluster=cpu"]
     overrides = [
-        *cluster,
+        *(cluster or ["cluster=single_gpu" if work.device == "cuda" else "cluster=cpu"]),
         f"actor_rollout_ref.model.path={work.model}",
         f"actor_rollout_ref.rollout.n={sizes.n}",
         f"data.max_prompt_length={sizes.prompt}",
@@ -150,9 +154,11 @@ def _kill_engine(work: Work, config: RunConfig, workers: Workers) -> None:
         work.found.missing("GPU memory freed", "nvidia-smi does not say" if work.device == "cuda" else "on a GPU only")
         return
     share = config.actor_rollout_ref.rollout.gpu_memory_utilization * float(gpu_facts()["gpu_mib"]) / 1024
-    freed = 0.0
-    while freed < LEAST_FREED * share and time.perf_counter() - begun < FREED_S:
-        time.sleep(0.2)
+    deadline = time.perf_counter() + FREED_S
+    while True:
         freed = before - (used_gib() or 0.0)
+        if freed >= LEAST_FREED * share or time.perf_counter() > deadline:
+            break
+        time.sleep(0.2)
     work.found.at_least("GPU memory freed, of the engine's share", freed / share, LEAST_FREED)
     work.found.note("until it is freed", time.perf_counter() - begun, "s")

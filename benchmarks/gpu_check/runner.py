@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "transformers", "safetensors", "triton", "vllm", "ray")
 # A part that is told to end gets so long to end what it has started.
 GRACE_S = 20.0
+# Folders in which parts leave what is too large to keep.
+LARGE = ("model", "model.tmp", "export", "export.tmp", "run")
 LAST_LINES = 5  # of the log of a part that ended without a word
 
 
@@ -35,11 +37,13 @@ class Check:
         out: its folder: results.json, and for each setup a folder of parts.
         setup: what it runs on.
         say: takes a line of progress.
+        program: the module that runs a part.
     """
 
     out: Path
     setup: dict[str, Any]
     say: Callable[[str], None]
+    program: str = "benchmarks.gpu_check.process"
 
     @property
     def folder(self) -> Path:
@@ -55,15 +59,14 @@ class Check:
         if fresh:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self._model, ignore_errors=True)  # of a check that was cut off: it may be half of one
         results = []
         try:
             for part in parts:
                 results.append(self._result(part))
                 write_json(self.out / "results.json", self._record(results))
         finally:
-            shutil.rmtree(self._model, ignore_errors=True)
-            shutil.rmtree(self.folder / "export", ignore_errors=True)
+            for name in LARGE:
+                shutil.rmtree(self.folder / name, ignore_errors=True)
         return results
 
     @property
@@ -89,7 +92,7 @@ class Check:
         self.say(f"{part.name}: {part.measures} (about {part.seconds} s)")
         (self.folder / f"{part.name}.json").unlink(missing_ok=True)
         log, started = self.folder / f"{part.name}.log", time.monotonic()
-        command = [sys.executable, "-m", "benchmarks.gpu_check.process", part.name]
+        command = [sys.executable, "-m", self.program, part.name]
         command += ["--folder", str(self.folder.resolve()), "--setup", json.dumps(self.setup)]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
         environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
@@ -115,8 +118,6 @@ class Check:
         return result
 
     def _record(self, results: Sequence[Result]) -> dict[str, Any]:
-        from dataclasses import asdict
-
         return {"setup": self.setup, "parts": [asdict(result) for result in results]}
 
 

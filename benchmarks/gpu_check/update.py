@@ -38,7 +38,6 @@ def update_16k(work: Work) -> None:
 
 def _update(work: Work, name: str) -> None:
     sizes = work.scale.passes[name]
-    before = used_gib() or 0.0
     workload.join_process_group(work.device)
     engine = workload.engine(str(work.model), "shared", work.device, gradient_checkpointing=True)
     vocabulary = work.scale.model["vocab_size"]
@@ -59,10 +58,10 @@ def _update(work: Work, name: str) -> None:
     useful = workload.useful_flops(engine.model, data) / seconds
     work.found.note("useful operations", useful / 1e12, "TFLOP/s")
     work.found.at_least("of the matrix product's rate (MFU)", useful / rate, LEAST_MFU)
-    _memory(work, engine, sizes.tokens, sizes.n * sizes.response, before)
+    _memory(work, sizes.tokens, sizes.n * sizes.response)
 
 
-def _memory(work: Work, engine: FSDPEngine, tokens: int, responses: int, before: float) -> None:
+def _memory(work: Work, tokens: int, responses: int) -> None:
     """The peak against the plan, and the guesses of what is taken besides tensors."""
     plan = planned_gib(work, tokens, responses)
     host = host_gib("VmRSS")
@@ -75,10 +74,10 @@ def _memory(work: Work, engine: FSDPEngine, tokens: int, responses: int, before:
     work.found.within("of the plan", peak / plan, LEAST_PEAK, MOST_PEAK)
     work.found.note("peak that the allocator reserved", torch.cuda.max_memory_reserved() / GIB, "GiB")
     used = used_gib()
-    if used is None:
+    if used is None or work.used_before is None:
         work.found.missing("GPU memory besides tensors", "nvidia-smi does not say what is used")
     else:
-        besides = used - before - torch.cuda.memory_reserved() / GIB
+        besides = used - work.used_before - torch.cuda.memory_reserved() / GIB
         work.found.at_most("GPU memory besides tensors", besides, CUDA_GIB, "GiB", note="against the plan's CUDA_GIB")
     work.found.at_most("CPU memory of the process", host, PROCESS_GIB["cuda"], "GiB", note="the plan's PROCESS_GIB")
 

@@ -20,12 +20,14 @@ class Work:
         scale: of everything.
         folder: of the model, and for what a part writes besides its result.
         found: where its figures go.
+        used_before: GiB of the GPU that were taken before this process had loaded anything; None: not known.
     """
 
     device: str
     scale: Scale
     folder: Path
     found: Findings
+    used_before: float | None = None
 
     @property
     def model(self) -> Path:
