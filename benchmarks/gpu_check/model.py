@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from typing import Any
 
 from benchmarks.gpu_check.work import Work
 
@@ -33,7 +34,7 @@ def write_model(work: Work) -> None:
     work.found.note("draw and write", time.perf_counter() - started, "s")
 
 
-def _tokenizer(vocab_size: int) -> object:
+def _tokenizer(vocab_size: int) -> Any:
     """One token per word: the roles load a tokenizer, and an export copies it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
