@@ -20,7 +20,8 @@ def context(work: Work) -> None:
     """GPU memory of a process that asks for the GPU's properties, as the driver does, and of one that computes."""
     before = work.used_before
     if before is None:
-        raise RuntimeError("nvidia-smi does not say how much memory of the GPU is used")
+        work.found.missing("GPU memory of a process", "nvidia-smi does not say how much is used")
+        return
     torch.cuda.get_device_properties(0)
     asked = _used() - before
     work.found.at_most("GPU memory of asking for the GPU's properties", asked, NO_CONTEXT_GIB, "GiB")

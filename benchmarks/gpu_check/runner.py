@@ -63,7 +63,7 @@ class Check:
         try:
             for part in parts:
                 results.append(self._result(part))
-                write_json(self.out / "results.json", self._record(results))
+                write_json(self.out / "results.json", self._record(parts))
         finally:
             for name in LARGE:
                 shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -117,8 +117,11 @@ class Check:
         )
         return result
 
-    def _record(self, results: Sequence[Result]) -> dict[str, Any]:
-        return {"setup": self.setup, "parts": [asdict(result) for result in results]}
+    def _record(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """All that has been found on this setup, also by earlier checks of other parts."""
+        names = dict.fromkeys(part.name for part in (*PARTS, *parts))
+        found = [result for name in names if (result := read_result(self.folder, name, self.setup)) is not None]
+        return {"setup": self.setup, "parts": [asdict(result) for result in found]}
 
 
 def find_setup(device: str, scale: str) -> dict[str, Any]:

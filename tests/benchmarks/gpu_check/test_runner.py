@@ -43,6 +43,16 @@ def test_a_check_goes_on_where_it_was(tmp_path: Path) -> None:
     assert written["setup"] == SETUP
 
 
+def test_the_record_has_what_earlier_checks_have_found(tmp_path: Path) -> None:
+    check(tmp_path, "weights")
+    check(tmp_path, "matmul")
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert [found["part"] for found in written["parts"]] == ["matmul", "weights"]
+    check(tmp_path, "matmul", setup=SETUP | {"torch": "2"})
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert [found["part"] for found in written["parts"]] == ["matmul"]
+
+
 def test_fresh_forgets_and_another_setup_does_not_count(tmp_path: Path) -> None:
     check(tmp_path, "a")
     check(tmp_path, "a", setup=SETUP | {"torch": "2"})
