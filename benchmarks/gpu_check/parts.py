@@ -11,8 +11,8 @@ NEEDED: dict[Layer, tuple[str, ...]] = {
     "engine": ("torch", "transformers", "safetensors"),
     "whole": ("torch", "transformers", "safetensors", "ray", "vllm", "hydra", "pydantic"),
 }
-# A part that takes this many times what it should is ended.
-PATIENCE = 3
+# A part that takes this many times what it should is ended, and none sooner than after so many seconds.
+PATIENCE, LEAST_LIMIT_S = 3, 120
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,11 @@ class Part:
     asks_gpu: bool = False
     needs_model: bool = False
     gpus: int = 1
+
+    @property
+    def limit_s(self) -> int:
+        """Seconds after which it is ended."""
+        return max(PATIENCE * self.seconds, LEAST_LIMIT_S)
 
     def not_installed(self) -> list[str]:
         """Packages that it needs and this environment has not."""

@@ -21,6 +21,10 @@ def main() -> None:
     asked = parser.parse_args()
     with (asked.folder / "starts").open("a") as starts:
         starts.write(f"{asked.part}\n")
+    once = asked.folder / "model fails once"
+    if asked.part == "model" and once.exists():
+        once.unlink()
+        sys.exit(1)
     if asked.part == "model":
         (asked.folder / "model").mkdir()
     elif asked.part == "reads the model":
