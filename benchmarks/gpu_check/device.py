@@ -6,6 +6,7 @@ import torch
 
 from benchmarks import head as ways
 from benchmarks.gpu_check.gpu import host_gib, median_seconds, used_gib
+from benchmarks.gpu_check.results import largest
 from benchmarks.gpu_check.work import Work
 from grpo_dist.config.rank_memory import CUDA_GIB, GIB
 from grpo_dist.engines.model_loading import DTYPES
@@ -93,7 +94,7 @@ def head(work: Work) -> None:
             work.found.missing(f"{name}: {tokens:,} tokens", "the GPU's memory is not enough")
     if len(found) == 2:
         pairs = zip(found["chunked"], found["plain logits"], strict=True)
-        off = max(float((a - b).float().norm() / b.float().norm()) for a, b in pairs)
+        off = largest(float((a - b).float().norm() / b.float().norm()) for a, b in pairs)
         work.found.right("difference of the two, relative", off, HEAD_TOLERANCE[work.compute])
 
 

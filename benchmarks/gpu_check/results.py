@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +53,12 @@ class Result:
     reason: str = ""
     seconds: float = 0.0
     figures: tuple[Figure, ...] = ()
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest; nan if any is, which `max` might pass over."""
+    found = list(values)
+    return next((value for value in found if value != value), max(found))
 
 
 @dataclass

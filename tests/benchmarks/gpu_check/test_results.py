@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from benchmarks.gpu_check.results import (
     Findings,
     Result,
     all_well,
+    largest,
     read_result,
     table,
     write_json,
@@ -35,6 +37,13 @@ def test_speeds_are_held_against_a_gpu_only_and_correctness_always() -> None:
     assert [figure.met for figure in findings(holds=False)] == [False, False, None, None, None]
     assert [figure.expected for figure in findings(holds=True)] == ["<= 0.1", "<= 0.1", ">= 0.25", "<= 1", "0.9 to 1.1"]
     assert [figure.expected for figure in findings(holds=False)] == ["<= 0.1", "<= 0.1", "", "", ""]
+
+
+def test_nan_is_the_largest() -> None:
+    """`max` gives 0.2 here."""
+    assert largest([0.1, 0.3, 0.2]) == 0.3
+    assert max([0.2, float("nan")]) == 0.2
+    assert math.isnan(largest([0.2, float("nan")]))
 
 
 def test_one_miss_is_enough() -> None:
