@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu_check"), help="folder of the results")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--scale", choices=tuple(SCALES), default="full", help="small: shows on CPU that it works")
-    parser.add_argument("--fresh", action="store_true", help="forget the results that there are")
+    parser.add_argument("--fresh", action="store_true", help="forget what these parts have found")
     asked = parser.parse_args(arguments)
     parts = [part for part in asked.parts or PARTS if asked.layer in (None, part.layer)]
     if not parts:

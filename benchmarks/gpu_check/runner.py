@@ -56,9 +56,9 @@ class Check:
         Returns:
             The results of these parts, in their order.
         """
-        if fresh:
-            shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True, exist_ok=True)
+        for part in parts if fresh else ():
+            (self.folder / f"{part.name}.json").unlink(missing_ok=True)
         results = []
         try:
             for part in parts:

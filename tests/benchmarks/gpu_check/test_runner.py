@@ -56,8 +56,11 @@ def test_fresh_forgets_and_another_setup_does_not_count(tmp_path: Path) -> None:
     check(tmp_path, "a")
     check(tmp_path, "a", setup=SETUP | {"torch": "2"})
     assert starts(tmp_path) == ["a", "a"]
-    check(tmp_path, "a", fresh=True)
-    assert starts(tmp_path) == ["a"]
+    check(tmp_path, "b", setup=SETUP | {"torch": "2"})
+    check(tmp_path, "a", fresh=True, setup=SETUP | {"torch": "2"})
+    assert starts(tmp_path) == ["a", "a", "b", "a"]
+    check(tmp_path, "a", "b", setup=SETUP | {"torch": "2"})
+    assert starts(tmp_path) == ["a", "a", "b", "a"], "b was not forgotten"
 
 
 def test_a_part_that_dies_is_reported_and_the_rest_goes_on(tmp_path: Path) -> None:
