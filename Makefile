@@ -3,12 +3,15 @@
 # make test-long    what takes too long for `make test`, but for the next
 # make chaos        kill and stop every role at every moment of a run; resume on other ranks (40 minutes)
 # make smollm2      train SmolLM2-135M-Instruct for a few steps on GSM8K and on arithmetic
+# make gpu-check    what a machine with one NVIDIA GPU shows: kernels, updates, memory, the main job (under 9 minutes; what
+#                   was cut off goes on). CHECK='--layer engine' and other arguments: docs/performance.md
 # make check        what every change must pass: format, lint, types, layers, fast tests
 # make format       let ruff format and fix; make clean removes caches and builds
 #
 # DEVICE=cpu or gpu says what is set up; without it, gpu where nvidia-smi finds a GPU. The tests run on CPU: DEVICE=cpu for
 # them on a machine with GPUs. CUDA=12 is for NVIDIA drivers before 580 (default: 13). PYTHON names the interpreter that
-# .venv is made with (3.11 or 3.12). `make constraints` writes constraints/*.txt, the versions of all packages, anew.
+# .venv is made with (3.11 or 3.12), and that runs gpu-check where .venv is not for GPUs. `make constraints` writes
+# constraints/*.txt, the versions of all packages, anew.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -16,7 +19,7 @@ CODE := $(wildcard grpo_dist tests scripts benchmarks examples)
 
 export PYTHON DEVICE CUDA
 
-.PHONY: help constraints setup quickstart smollm2 test test-long chaos check format clean
+.PHONY: help constraints setup quickstart smollm2 test test-long chaos gpu-check check format clean
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
@@ -44,6 +47,10 @@ test-long: setup
 
 chaos: setup
 	$(BIN)/python -m pytest -m long tests/chaos -s
+
+# Sets nothing up: a part that lacks something says so.
+gpu-check:
+	$$(grep -qs '^gpu' .venv/.setup && echo $(BIN)/python || echo $(PYTHON)) -m benchmarks.gpu_check $(CHECK)
 
 check: setup
 	$(BIN)/ruff format --check $(CODE)

@@ -49,7 +49,7 @@ def plain(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 def chunked(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """As the engine does."""
-    request = HeadRequest(torch.arange(len(targets)), targets, 1.0)
+    request = HeadRequest(torch.arange(len(targets), device=targets.device), targets, 1.0)
     return response_values(states, weight, None, request).log_probs.sum()
 
 

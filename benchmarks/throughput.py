@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -21,27 +21,48 @@ from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.rollout_group import RolloutGroup
 
-PROMPTS, N, PROMPT_LENGTH, RESPONSE_LENGTH, HF_BATCH = 32, 4, 32, 64, 32
+HF_BATCH = 32
 MAX_NUM_SEQS = 64
 TIMEOUT_S = 1800.0
+
+
+class Load(NamedTuple):
+    """What is sampled: n responses to each prompt, all of a length; lengths in tokens."""
+
+    prompts: int
+    n: int
+    prompt_length: int
+    response_length: int
+
+    @property
+    def tokens(self) -> int:
+        """Sampled in all."""
+        return self.prompts * self.n * self.response_length
+
+    def token_ids(self) -> list[list[int]]:
+        """Of the prompts."""
+        rng = np.random.default_rng(0)
+        return [[int(i) for i in rng.integers(10, 100, self.prompt_length)] for _ in range(self.prompts)]
+
+
+LOAD = Load(prompts=32, n=4, prompt_length=32, response_length=64)
 
 
 def compare(models: dict[str, str], threads: int, rounds: int) -> list[dict[str, Any]]:
     """For each model the best of some rounds, taken in turns."""
     rows = []
     for name, path in models.items():
-        ways = {"ours": _ours(path, threads), "vllm": _remote(Offline, path, threads)}
-        ways["hf"] = _remote(HuggingFace, path, threads)
+        ways = {"ours": _ours(path, threads), "vllm": _remote(Offline, threads, engine_settings(path), LOAD)}
+        ways["hf"] = _remote(HuggingFace, threads, path, threads)
         for run in ways.values():
             run()  # warms up
         times: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(rounds):
             for way, run in ways.items():
                 times[way].append(run())
-        tokens = PROMPTS * N * RESPONSE_LENGTH
-        rates = {f"{way} tokens/s": tokens / min(each) for way, each in times.items()}
+        rates = {f"{way} tokens/s": LOAD.tokens / min(each) for way, each in times.items()}
         rates |= {"of vllm": min(times["vllm"]) / min(times["ours"]), "of hf": min(times["hf"]) / min(times["ours"])}
-        rows.append({"model": name, "responses": PROMPTS * N, "tokens": tokens, **rates})
+        rows.append({"model": name, "responses": LOAD.prompts * LOAD.n, "tokens": LOAD.tokens, **rates})
     return rows
 
 
@@ -62,11 +83,6 @@ def spawn(role: str, worker_class: type, args: tuple[Any, ...], threads: int, **
     )
 
 
-def _prompts() -> list[list[int]]:
-    rng = np.random.default_rng(0)
-    return [[int(i) for i in rng.integers(10, 100, PROMPT_LENGTH)] for _ in range(PROMPTS)]
-
-
 class _NoReward:
     """Scores nothing: only generation is measured."""
 
@@ -77,12 +93,17 @@ def _ours(path: str, threads: int) -> Callable[[], float]:
     workers = spawn("rollout", RolloutWorker, (), threads, max_concurrency=1000)
     group = RolloutGroup(workers)
     workers.gather(group.submit_start([engine_settings(path)]))
+    return runs_of(group, LOAD)
+
+
+def runs_of(group: RolloutGroup, load: Load) -> Callable[[], float]:
+    """A function that has started engines sample the load, and returns the seconds that it took."""
     reward: RewardPool = _NoReward()  # type: ignore[assignment]
     pump = RolloutPump(group, reward, {}, reward_timeout_s=TIMEOUT_S)
-    sampling = SamplingSettings(N, 1.0, 1.0, -1, RESPONSE_LENGTH, None, ignore_eos=True)
+    sampling = SamplingSettings(load.n, 1.0, 1.0, -1, load.response_length, None, ignore_eos=True)
 
     def run() -> float:
-        prompts = [np.array(prompt, np.int32) for prompt in _prompts()]
+        prompts = [np.array(prompt, np.int32) for prompt in load.token_ids()]
         requests = [GroupRequest(f"p{i}", prompt, sampling, Task("", "", {})) for i, prompt in enumerate(prompts)]
         started = time.perf_counter()
         job = pump.submit(requests)
@@ -92,39 +113,45 @@ def _ours(path: str, threads: int) -> Callable[[], float]:
     return run
 
 
-def _remote(worker_class: type, path: str, threads: int) -> Callable[[], float]:
-    worker = spawn(worker_class.__name__, worker_class, (path, threads), threads)
+def _remote(worker_class: type, threads: int, *args: Any) -> Callable[[], float]:
+    worker = spawn(worker_class.__name__, worker_class, args, threads)
     return lambda: float(worker.call(0, "run", "run"))
 
 
 class Offline:
     """vLLM's `LLM`, as one would use it without us."""
 
-    def __init__(self, path: str, threads: int) -> None:
+    def __init__(self, settings: EngineSettings, load: Load) -> None:
         from grpo_dist.engines.vllm_args import quiet_environment
 
-        quiet_environment("cpu")
+        quiet_environment(settings.device)
         from vllm import LLM, SamplingParams
 
+        options: dict[str, Any] = {
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
+            "enforce_eager": settings.enforce_eager,
+            "enable_chunked_prefill": settings.enable_chunked_prefill,
+        }
+        if settings.device == "cpu":  # as our engine has it there
+            options = {"block_size": 32, "kv_cache_memory_bytes": 1 << 30}
+            options |= {"enforce_eager": True, "enable_chunked_prefill": False}
         self.llm = LLM(
-            model=path,
-            dtype="float32",
-            max_model_len=128,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=8192,
-            enforce_eager=True,
-            enable_chunked_prefill=False,
-            block_size=32,
-            kv_cache_memory_bytes=1 << 30,
+            model=settings.model_path,
+            dtype=settings.dtype,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
             skip_tokenizer_init=True,
+            **options,
         )
+        self.load = load
         self.sampling = SamplingParams(
-            n=N, max_tokens=RESPONSE_LENGTH, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False
+            n=load.n, max_tokens=load.response_length, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False
         )
 
     def run(self) -> float:
         """Seconds of all prompts."""
-        prompts = [{"prompt_token_ids": prompt} for prompt in _prompts()]
+        prompts = [{"prompt_token_ids": prompt} for prompt in self.load.token_ids()]
         started = time.perf_counter()
         self.llm.generate(prompts, self.sampling, use_tqdm=False)
         return time.perf_counter() - started
@@ -144,8 +171,8 @@ class HuggingFace:
         """Seconds of all prompts."""
         import torch
 
-        ids = torch.tensor(_prompts()).repeat_interleave(N, 0)
-        lengths = {"max_new_tokens": RESPONSE_LENGTH, "min_new_tokens": RESPONSE_LENGTH}
+        ids = torch.tensor(LOAD.token_ids()).repeat_interleave(LOAD.n, 0)
+        lengths = {"max_new_tokens": LOAD.response_length, "min_new_tokens": LOAD.response_length}
         started = time.perf_counter()
         for part in ids.split(HF_BATCH):
             self.model.generate(part, attention_mask=torch.ones_like(part), do_sample=True, **lengths)

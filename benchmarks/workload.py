@@ -57,10 +57,22 @@ def write_llama(folder: Path, sizes: dict[str, Any]) -> str:
     return str(folder)
 
 
-def engine(path: str, layout: str, device: str) -> FSDPEngine:
-    """A trainable engine: float32 on CPU, bf16 compute on GPU."""
-    model = ModelSettings(path, False, "fp32", "bf16" if device == "cuda" else "fp32", False, False, layout)
-    optimizer = OptimizerSettings(1e-6, 0.01, (0.9, 0.999), "constant", 0, 1, 0.0)
+def engine(
+    path: str,
+    layout: str,
+    device: str,
+    *,
+    compute: str | None = None,
+    trains: bool = True,
+    gradient_checkpointing: bool = False,
+    optimizer_offload: bool = False,
+) -> FSDPEngine:
+    """An engine, trainable unless told otherwise; None: float32 on CPU, bf16 compute on GPU."""
+    compute = compute or ("bf16" if device == "cuda" else "fp32")
+    model = ModelSettings(
+        path, False, "fp32", compute, gradient_checkpointing, False, layout, optimizer_offload=optimizer_offload
+    )
+    optimizer = OptimizerSettings(1e-6, 0.01, (0.9, 0.999), "constant", 0, 1, 0.0) if trains else None
     return FSDPEngine(model, device=device, temperature=1.0, optimizer=optimizer, grad_clip=1.0)
 
 

@@ -11,15 +11,10 @@ from typing import Any
 
 from grpo_dist.config.model_shape import ModelShape, model_shape
 from grpo_dist.config.placement import placement
-from grpo_dist.config.rank_memory import MiniBatch, Parts, Rank, pass_tokens
+from grpo_dist.config.rank_memory import GIB, PROCESS_GIB, MiniBatch, Parts, Rank, pass_tokens
 from grpo_dist.config.schema import RunConfig
 
-GIB = 2**30
 CPU_KV_CACHE_GIB = 1.0  # the engine's own choice where kv_cache_memory_gib is null; a test keeps the two equal
-# GiB of a GPU for a process besides its tensors: CUDA's context, NCCL's buffers, what the allocator cannot use.
-CUDA_GIB = 1.0
-# GiB of CPU memory for a process besides its tensors: Python and its libraries, on a GPU CUDA's too.
-PROCESS_GIB = {"cpu": 0.5, "cuda": 3.0}
 EXPORT_BYTES = 5e9  # safetensors files of the exported model are no larger
 _BYTES = {"fp32": 4, "bf16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -85,8 +80,9 @@ def _actor(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
         reshards=fsdp.reshard_after_forward,
         factors=shape.lora_parameters(roles.model),
     )
-    validates = config.trainer.val_only  # then there are neither gradients nor states
-    states, peak = (0.0, {"weights": rank.weights}) if validates else (rank.states, MiniBatch(config, rank).peak())
+    states, peak = rank.states, _mini_batch(config, rank).peak()
+    if config.trainer.val_only:  # then there are neither gradients nor states
+        states, peak = 0.0, {"weights": rank.weights}
     if roles.actor.use_kl_loss and roles.actor.kl_loss_type == "full":
         peak["reference's output layer"] = shape.matrix * rank.compute
     rollout = roles.rollout
@@ -102,6 +98,18 @@ def _actor(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
         forward=(sum(forward.values()) + (0.0 if fsdp.optimizer_offload else states)) / GIB,
         between=(waits if frees else sum(peak.values())) / GIB,
         host=_host(config, rank, host, exports=True),
+    )
+
+
+def _mini_batch(config: RunConfig, rank: Rank) -> MiniBatch:
+    actor = config.actor_rollout_ref.actor
+    return MiniBatch(
+        rank,
+        *pass_tokens(config, actor.ppo_micro_batch_size_per_gpu, actor.max_token_len),
+        recomputes=config.actor_rollout_ref.model.enable_gradient_checkpointing,
+        entropies=actor.entropy_coeff != 0,
+        defers=actor.fsdp_config.defer_grad_sync,
+        offloads=actor.fsdp_config.optimizer_offload,
     )
 
 

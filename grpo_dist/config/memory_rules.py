@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from grpo_dist.config.memory import CUDA_GIB, RoleMemory
+from grpo_dist.config.memory import RoleMemory
 from grpo_dist.config.placement import placement
 from grpo_dist.config.placement_rules import PLACEMENT_RULES
 from grpo_dist.config.problems import Problem, shown, value_of, with_value
+from grpo_dist.config.rank_memory import CUDA_GIB
 from grpo_dist.config.schema import RunConfig
 
 Estimate = Callable[[RunConfig], list[RoleMemory] | None]

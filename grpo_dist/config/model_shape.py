@@ -7,12 +7,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_dist.assets import BUILTIN, resolve_model_path
 from grpo_dist.assets.paths import expanded, is_folder
-from grpo_dist.config.schema_roles import ModelConfig
 from grpo_dist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grpo_dist.config.schema_roles import ModelConfig
 
 # Model types whose feed-forward layers are two matrices; those of the others are three, one of them a gate.
 _UNGATED = {"gpt_neox", "phi", "starcoder2", "nemotron", "opt", "persimmon"}

@@ -8,11 +8,19 @@ tests/config/test_memory.py holds it against torch's memory tracker, which sees 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from grpo_dist.config.model_shape import ModelShape
-from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_roles import Device
 
+if TYPE_CHECKING:  # the plan is counted from plain numbers, also where nothing that reads configs is installed
+    from grpo_dist.config.schema import RunConfig
+    from grpo_dist.config.schema_roles import Device
+
+GIB = 2**30
+# GiB of a GPU for a process besides its tensors: CUDA's context, NCCL's buffers, what the allocator cannot use.
+CUDA_GIB = 1.0
+# GiB of CPU memory for a process besides its tensors: Python and its libraries, on a GPU CUDA's too.
+PROCESS_GIB = {"cpu": 0.5, "cuda": 3.0}
 ADAM_STATES = 2  # AdamW's two running means, in the type of the weights
 CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}  # engines/head.py's, which needs torch; a test keeps the two equal
 
@@ -99,24 +107,43 @@ class Rank:
 
 
 class MiniBatch:
-    """What a training rank holds at the moments of a mini-batch that may be its peak."""
+    """What a training rank holds at the moments of a mini-batch that may be its peak.
 
-    def __init__(self, config: RunConfig, rank: Rank) -> None:
-        model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    Args:
+        rank: which.
+        tokens: of the largest micro-batch.
+        responses: response tokens of it.
+        recomputes: whether layers keep their inputs only (gradient checkpointing).
+        entropies: whether the loss takes entropies.
+        defers: whether gradients wait whole for the last micro-batch.
+        offloads: whether the optimizer's states are there only while a step is taken.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        tokens: int,
+        responses: int,
+        *,
+        recomputes: bool,
+        entropies: bool = False,
+        defers: bool = False,
+        offloads: bool = False,
+    ) -> None:
         self.rank, self.shape, self.compute = rank, rank.shape, rank.compute
-        self.tokens, responses = pass_tokens(config, actor.ppo_micro_batch_size_per_gpu, actor.max_token_len)
+        self.tokens = tokens
         self.inputs = self.tokens * rank.shape.hidden * rank.compute
-        layer, recomputes = rank.layer_activations(self.tokens), model.enable_gradient_checkpointing
+        layer = rank.layer_activations(self.tokens)
         self.kept_by_layers = rank.shape.num_layers * (self.inputs if recomputes else layer)
         self.recomputed = layer if recomputes else 0.0
-        self.chunk, self.entropies = rank.chunk(responses), actor.entropy_coeff != 0
+        self.chunk, self.entropies = rank.chunk(responses), entropies
         self.trains_all = rank.factors == 0
         # Gradients wait unsharded, in float32, for the last micro-batch.
-        self.whole = actor.fsdp_config.defer_grad_sync or rank.shards == 1
+        self.whole = defers or rank.shards == 1
         sharded = rank.trained * rank.master / rank.shards
         self.kept = {"weights": rank.weights, "gradients": rank.trained * 4.0 if self.whole else sharded}
         self.step = {"weights": rank.weights, "gradients": sharded, "optimizer": rank.states}
-        if not actor.fsdp_config.optimizer_offload:
+        if not offloads:
             self.kept["optimizer"] = rank.states
 
     def peak(self) -> Parts:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.config.load import load_config
-from grpo_dist.config.memory import CUDA_GIB, memory_estimate
+from grpo_dist.config.memory import memory_estimate
 from grpo_dist.config.model_rules import model_problems
+from grpo_dist.config.rank_memory import CUDA_GIB
 from tests.config.refusals import refused
 from tests.memory_cells import MODELS
 

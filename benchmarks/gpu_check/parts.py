@@ -1,0 +1,75 @@
+"""The parts, in the order in which they run. Loads neither torch nor Ray: each part runs in a process of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
+
+Layer = Literal["engine", "whole"]
+NEEDED: dict[Layer, tuple[str, ...]] = {
+    "engine": ("torch", "transformers", "safetensors"),
+    "whole": ("torch", "transformers", "safetensors", "ray", "vllm", "hydra", "pydantic"),
+}
+# A part that takes this many times what it should is ended, and none sooner than after so many seconds.
+PATIENCE, LEAST_LIMIT_S = 3, 120
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process's work.
+
+    Attributes:
+        name: of the part, and of its file in the state folder.
+        layer: what has to be installed.
+        function: `module:function` of this package, called with a `Job`.
+        seconds: what it should take on an H100, its process's start included: an estimate.
+        measures: what it does, in a line.
+        asks_gpu: whether there is nothing to ask on CPU.
+        needs_model: whether it reads the model that the part "model" writes.
+        gpus: how many it takes; with more than one there is nothing to ask on CPU.
+    """
+
+    name: str
+    layer: Layer
+    function: str
+    seconds: int
+    measures: str
+    asks_gpu: bool = False
+    needs_model: bool = False
+    gpus: int = 1
+
+    @property
+    def limit_s(self) -> int:
+        """Seconds after which it is ended."""
+        return max(PATIENCE * self.seconds, LEAST_LIMIT_S)
+
+    def not_installed(self) -> list[str]:
+        """Packages that it needs and this environment has not."""
+        return [name for name in NEEDED[self.layer] if find_spec(name) is None]
+
+
+PARTS = (
+    Part("model", "engine", "model:write_model", 20, "writes Qwen3-0.6B's shape with random weights"),
+    Part(
+        "context", "engine", "device:context", 15, "what a process takes of the GPU before its tensors", asks_gpu=True
+    ),
+    Part("matmul", "engine", "device:matmul", 15, "the rate that everything else is held against"),
+    Part("head", "engine", "device:head", 20, "the output layer in chunks against all logits at once"),
+    Part("attention", "engine", "kernels:attention", 65, "FlexAttention against SDPA, and how often it is compiled"),
+    Part(
+        "layouts", "engine", "kernels:layouts", 50, "log-probs of shared, packed and padded sequences", needs_model=True
+    ),
+    Part("update_2k", "engine", "update:update_2k", 35, "updates in micro-batches of 2,048 tokens", needs_model=True),
+    Part(
+        "update_16k", "engine", "update:update_16k", 35, "updates in micro-batches of 16,384 tokens", needs_model=True
+    ),
+    Part("layout_speed", "engine", "update:layout_speed", 40, "the same update in each layout", needs_model=True),
+    Part(
+        "weights", "engine", "weights:weights", 30, "loading, export, optimizer states out and back", needs_model=True
+    ),
+    Part("main_job", "whole", "main_job:main_job", 90, "the main job: its reward rises, and it ends well"),
+    Part("roles", "whole", "roles:roles", 75, "weight sync, tokens/s, kill -9 of the engine", needs_model=True),
+    Part("broadcast", "whole", "roles:broadcast", 60, "weight sync between two GPUs (NCCL)", needs_model=True, gpus=2),
+    Part("vllm_alone", "whole", "roles:vllm_alone", 45, "tokens/s of vLLM without us", needs_model=True),
+)

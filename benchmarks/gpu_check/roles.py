@@ -1,0 +1,164 @@
+"""The processes of a run, started as a run starts them: weight sync, generation, and an engine that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple
+from typing import TYPE_CHECKING
+
+from benchmarks.gpu_check.gpu import gpu_facts, used_gib
+from benchmarks.gpu_check.work import Work
+
+if TYPE_CHECKING:
+    from grpo_dist.config.schema import RunConfig
+    from grpo_dist.trainer.build import Workers
+    from grpo_dist.trainer.roles import Roles
+
+# How long the kernel and the driver may take to clear up after a process.
+FREED_S = 30.0
+# Of the engine's share of the GPU: what is freed at least when it is gone.
+LEAST_FREED = 0.8
+ROUNDS = 3
+# One for the actor, one for the engine.
+TWO_GPUS = ("cluster=node8", "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.use_kl_loss=false")
+OURS = "our rollout group: tokens"
+
+
+def roles(work: Work) -> None:
+    """All roles on one GPU: sync, tokens per second, then kill -9 of the engine."""
+    with _started(work, _config(work)) as (config, workers, started):
+        _sync(work, config, workers, started)
+        _generate(work, started)
+        _kill_engine(work, config, workers)
+
+
+def broadcast(work: Work) -> None:
+    """Weight sync where actor and engine have a GPU each: NCCL."""
+    with _started(work, _config(work, TWO_GPUS)) as (config, workers, started):
+        _sync(work, config, workers, started)
+
+
+def vllm_alone(work: Work) -> None:
+    """The `LLM` of vLLM with the settings of our engine, on the same prompts."""
+    from grpo_dist.config.placement import placement
+    from grpo_dist.engines.vllm_args import quiet_environment
+
+    config = _config(work)
+    place = placement(config)
+    quiet_environment(work.device)  # this and the threads: before torch is imported
+    if work.device == "cpu":
+        os.environ["OMP_NUM_THREADS"] = str(place.num_threads["rollout"])
+    from benchmarks.throughput import Load, Offline
+    from grpo_dist.trainer.settings import engine_settings
+
+    load = Load(*astuple(work.scale.rollout))
+    alone = Offline(engine_settings(config, place, 0), load)
+    alone.run()
+    rate = load.tokens / min(alone.run() for _ in range(ROUNDS))
+    work.found.note("vLLM alone: tokens", rate, "/s")
+    ours = work.figure_of("roles", OURS)
+    if ours is None:
+        work.found.missing("our rollout group, of vLLM alone", "the part roles has not measured it")
+    else:
+        work.found.note("our rollout group, of vLLM alone", ours / rate)
+
+
+def _config(work: Work, cluster: Sequence[str] = ()) -> RunConfig:
+    from grpo_dist.config.load import load_config
+
+    sizes = work.scale.rollout
+    overrides = [
+        *(cluster or ["cluster=single_gpu" if work.device == "cuda" else "cluster=cpu"]),
+        f"actor_rollout_ref.model.path={work.model}",
+        f"actor_rollout_ref.rollout.n={sizes.n}",
+        f"data.max_prompt_length={sizes.prompt}",
+        f"data.max_response_length={sizes.response}",
+        f"data.train_batch_size={sizes.groups}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={sizes.groups}",
+    ]
+    return load_config(overrides)[0]
+
+
+@contextmanager
+def _started(work: Work, config: RunConfig) -> Iterator[tuple[RunConfig, Workers, Roles]]:
+    """The roles of a run on a Ray of their own, ended behind the block."""
+    from grpo_dist.workers.cluster import connect, set_local_environment
+
+    set_local_environment()  # before Ray is imported
+    import ray
+
+    from grpo_dist.trainer.build import Workers
+
+    connect("local", None)
+    started = time.perf_counter()
+    workers = Workers(config)
+    try:
+        ready = workers.start(1)
+        work.found.note("from the first process to all roles ready", time.perf_counter() - started, "s")
+        yield config, workers, ready
+    finally:
+        workers.shutdown()
+        ray.shutdown()
+
+
+def _sync(work: Work, config: RunConfig, workers: Workers, started: Roles) -> None:
+    from benchmarks.gpu_check.weights import num_bytes
+    from grpo_dist.trainer.settings import engine_settings
+    from grpo_dist.workers.weight_sync import sync_weights
+    from grpo_dist.workers.weight_transport import weight_transport
+
+    settings = engine_settings(config, workers.place, 0)
+    way = weight_transport(
+        settings.weight_transport,
+        workers_per_engine=workers.place.tensor_parallel,
+        collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
+    )
+    times = []
+    for version in range(ROUNDS + 1):  # the first one warms up
+        begun = time.perf_counter()
+        sync_weights(workers.actor, started.rollout, version=version, dtype=settings.dtype, transport=way)
+        times.append(time.perf_counter() - begun)
+    seconds = sorted(times[1:])[ROUNDS // 2]
+    size = num_bytes(work.model) * (2 if settings.dtype == "float32" else 1)  # its files are bfloat16
+    name = f"weight sync, {settings.weight_transport}, {settings.dtype}"
+    work.found.note(name, seconds, "s", note=f"{size / 1e9:.3g} GB")
+    work.found.note(name, size / 1e9 / seconds, "GB/s")
+
+
+def _generate(work: Work, started: Roles) -> None:
+    from benchmarks.throughput import Load, runs_of
+
+    load = Load(*astuple(work.scale.rollout))
+    run = runs_of(started.rollout, load)
+    run()
+    seconds = min(run() for _ in range(ROUNDS))
+    work.found.note(OURS, load.tokens / seconds, "/s")
+
+
+def _kill_engine(work: Work, config: RunConfig, workers: Workers) -> None:
+    """SIGKILL the rollout worker, and see what its processes and the GPU's memory do."""
+    import psutil
+
+    process = psutil.Process(workers.rollout.call(0, "report", "address").pid)
+    family = [process, *process.children(recursive=True)]
+    before, begun = used_gib(), time.perf_counter()
+    process.send_signal(signal.SIGKILL)
+    _, left = psutil.wait_procs(family, timeout=FREED_S)
+    work.found.right(f"of {len(family)} processes of a killed engine still there", len(left), 0)
+    work.found.note("until they are gone", time.perf_counter() - begun, "s")
+    if before is None:
+        work.found.missing("GPU memory freed", "nvidia-smi does not say" if work.device == "cuda" else "on a GPU only")
+        return
+    share = config.actor_rollout_ref.rollout.gpu_memory_utilization * float(gpu_facts()["gpu_mib"]) / 1024
+    deadline = time.perf_counter() + FREED_S
+    while True:
+        freed = before - (used_gib() or 0.0)
+        if freed >= LEAST_FREED * share or time.perf_counter() > deadline:
+            break
+        time.sleep(0.2)
+    work.found.at_least("GPU memory freed, of the engine's share", freed / share, LEAST_FREED)
+    work.found.note("until it is freed", time.perf_counter() - begun, "s")
