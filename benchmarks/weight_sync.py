@@ -14,7 +14,7 @@ from grpo_dist.workers.policy import ActorWorker, PolicySettings
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.weight_transport import weight_transport
 
-TRANSPORTS = ("object_store", "broadcast", "ipc")
+TRANSPORTS = ("object_store", "broadcast")
 
 
 def compare(models: dict[str, str], threads: int, rounds: int) -> list[dict[str, Any]]:
