@@ -105,8 +105,8 @@ def test_a_target_that_is_not_there(random_models: dict[str, str], model: str, n
         add_lora(whole, LoraSettings(2, 4.0, ("q_proj", name)))
 
 
-# Targets of the tiny Qwen3-MoE, its layers without experts, and what the message says of it. peft knows the names in such
-# a model's files: those of an ordinary layer it would take for the experts', and leave the layer out.
+# Targets of the tiny Qwen3-MoE, its layers without experts, and what the message says of it. peft knows the names in
+# the files of such a model: those of an ordinary layer it would take for the experts', and leave the layer out.
 OF_EXPERTS: list[tuple[Any, list[int], str]] = [
     (("gate",), [], "router"),
     (("experts",), [], "Experts"),
