@@ -20,7 +20,7 @@ def test_the_whole_layer_runs_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert main(["--device", "cpu", "--scale", "small", "--layer", "whole", "--out", str(tmp_path)]) == 0
     parts = {part["part"]: part for part in json.loads((tmp_path / "results.json").read_text())["parts"]}
     asked = {name: part["status"] for name, part in parts.items()}
-    assert asked == {"main_job": "done", "roles": "done", "broadcast": "skipped", "vllm_alone": "done"}
+    assert asked == {"model": "done", "main_job": "done", "roles": "done", "broadcast": "skipped", "vllm_alone": "done"}
     found = {name: {figure["what"]: figure for figure in part["figures"]} for name, part in parts.items()}
     assert found["main_job"]["exit code"]["value"] == 0
     assert any(what.startswith("weight sync, object_store, float32") for what in found["roles"])
