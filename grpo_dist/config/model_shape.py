@@ -35,6 +35,7 @@ class ModelShape:
         query_width: heads * head size.
         key_width: key-value heads * head size.
         layer: parameters of a layer, an FSDP unit.
+        active: of a layer's matrices, the parameters that a token meets: of experts those that it goes to.
         matrix: of the embedding, and of the output layer: vocabulary * hidden size.
         vocabulary: tokens.
         tied: whether embedding and output layer are one.
@@ -51,6 +52,7 @@ class ModelShape:
     query_width: int
     key_width: int
     layer: int
+    active: int
     matrix: int
     vocabulary: int
     tied: bool
@@ -99,7 +101,7 @@ def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> Mod
     chosen = (count(text, "num_experts_per_tok") or 1) if experts else 0
     attention = 2 * hidden * (query + key)
     matrices = 2 if str(text.get("model_type")) in _UNGATED else 3
-    mlp = matrices * hidden * expert_width * max(1, experts) + hidden * experts  # and the router
+    expert, router = matrices * hidden * expert_width, hidden * experts
     return ModelShape(
         num_layers=layers,
         hidden=hidden,
@@ -107,7 +109,8 @@ def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> Mod
         copies=chosen * hidden,
         query_width=query,
         key_width=key,
-        layer=attention + mlp + 2 * hidden,
+        layer=attention + expert * max(1, experts) + router + 2 * hidden,
+        active=attention + expert * max(1, chosen) + router,
         matrix=vocabulary * hidden,
         vocabulary=vocabulary,
         tied=bool(text.get("tie_word_embeddings", True)),  # files that do not say are of families that tie

@@ -92,7 +92,7 @@ class _Work:
         self.prompts, self.sequences = data.train_batch_size, data.train_batch_size * roles.rollout.n
         shared = roles.model.use_remove_padding and roles.actor.use_prefix_grouper
         self.tokens = self.sequences * self.response + self.prompt * (self.prompts if shared else self.sequences)
-        matrices = shape.num_layers * shape.layer + shape.matrix
+        matrices = shape.num_layers * shape.active + shape.matrix
         attention = shape.num_layers * shape.query_width * (self.prompt + self.response)
         self.forward = 2.0 * matrices + 2.0 * attention  # operations for a token
         self.bytes = float(shape.num_parameters * _BF16)

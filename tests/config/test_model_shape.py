@@ -28,6 +28,7 @@ def test_a_mixture_of_experts() -> None:
     assert shape.layer == attention + experts + 128 * 2048 + 2 * 2048 == 623_120_384
     assert shape.num_parameters == 30_532_122_624 - 48 * 2 * 128
     assert (shape.width, shape.copies) == (8 * 768, 8 * 2048), "a token goes to 8 of 128"
+    assert 48 * shape.active + shape.matrix == pytest.approx(3.04e9, rel=1e-3), "3 of 30 thousand million"
     assert shape.largest == 128 * 2 * 768 * 2048, "the first two matrices of all experts are one tensor"
     config, _ = load_config(["actor_rollout_ref.model.lora_rank=32"])
     factors = 48 * 32 * ((2048 + 4096) + 2 * (2048 + 512) + (4096 + 2048))

@@ -32,7 +32,7 @@ RUN = ("cluster=node8", "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_siz
        "actor_rollout_ref.model.override_config.max_position_embeddings=1024",
        f"{ROLLOUT}.kv_cache_memory_gib=null")  # fmt: skip
 TOKENS = 64 * 100 + 512 * 300
-FORWARD = 2.0 * (LAYER + HEAD) + 2.0 * 1024 * 400  # matrices, and attention to half of 400 tokens twice
+FORWARD = 2.0 * (LAYER - 2 * 1024 + HEAD) + 2.0 * 1024 * 400  # matrices, and attention to half of 400 tokens twice
 
 
 def estimate(*overrides: str, model: dict[str, Any] | None = None) -> StepEstimate:
@@ -64,6 +64,18 @@ def test_recomputed_layers_lora_and_epochs() -> None:
     assert lora.phases["update"] == pytest.approx(update * 2 / 3)
     assert lora.phases["reference"] == pytest.approx(update / 3), "by the actor, without its factors"
     assert estimate(size, f"{ACTOR}.ppo_epochs=2").phases["update"] == pytest.approx(2 * update)
+
+
+def test_a_token_meets_the_experts_that_it_goes_to() -> None:
+    """2 of 16 experts, and the router; all 16 are sent to the engines."""
+    experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "model_type": "qwen3_moe"}
+    big = f"{ACTOR}.ppo_micro_batch_size_per_gpu=64"
+    found = estimate(big, model=experts).phases
+    layer = 4 * 1024**2 + 2 * 3 * 1024 * 512 + 16 * 1024
+    forward = 2.0 * (layer + HEAD) + 2.0 * 1024 * 400
+    assert found["reference"] == pytest.approx(TOKENS / 4 * forward / FLOPS)
+    numbers = 4 * 1024**2 + 16 * 3 * 1024 * 512 + 16 * 1024 + 2 * 1024 + 2 * HEAD + 1024
+    assert found["weight sync"] == pytest.approx(2 * numbers / SYNC["broadcast"])
 
 
 def test_small_passes_wait_for_weights() -> None:
