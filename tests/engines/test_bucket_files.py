@@ -22,7 +22,7 @@ import torch
 from grpo_dist.engines import bucket_files as module
 from grpo_dist.engines.weight_buckets import pack
 
-module._folder = lambda: Path(sys.argv[1])
+module.shared_memory = lambda: Path(sys.argv[1])
 files = module.bucket_files(list(pack([("weight", torch.ones(64))], bucket_bytes=256)))
 next(files)
 (Path(sys.argv[1]) / "queue").touch()
@@ -33,7 +33,7 @@ os.kill(os.getpid(), 9)
 
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(module, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(module, "shared_memory", lambda: tmp_path)
     return tmp_path
 
 

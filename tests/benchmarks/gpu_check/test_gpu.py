@@ -143,7 +143,7 @@ def test_what_the_roles_are_started_with(tmp_path: Path) -> None:
     assert (shared.world_sizes, shared.shares_gpu) == ({"actor": 1, "rollout": 1, "ref": 1}, True)
     config = roles._config(work, roles.TWO_GPUS)
     apart = placement(config)
-    assert (apart.world_sizes, apart.gpus_per_worker) == ({"actor": 1, "rollout": 1, "ref": 0}, 1.0)
+    assert (apart.world_sizes, apart.num_gpus("actor")) == ({"actor": 1, "rollout": 1, "ref": 0}, 1.0)
     assert engine_settings(config, apart, 0).weight_transport == "broadcast"
 
 
