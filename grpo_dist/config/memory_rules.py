@@ -31,6 +31,7 @@ _REMEDIES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     (f"{_MODEL}.enable_gradient_checkpointing", (True,)),
     (f"{_ACTOR}.ppo_micro_batch_size_per_gpu", (16, 8, 4, 2, 1)),
     (f"{_ACTOR}.ppo_max_token_len_per_gpu", (65536, 32768, 16384, 8192, 4096, 2048, 1024)),
+    (f"{_ROLLOUT}.free_cache_engine", (True,)),
     (f"{_ROLLOUT}.gpu_memory_utilization", (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2)),
     (f"{_ROLLOUT}.kv_cache_memory_gib", (32.0, 16.0, 8.0, 4.0, 2.0, 1.0, 0.5)),
     (f"{_ROLLOUT}.tensor_model_parallel_size", (2, 4, 8)),
@@ -114,7 +115,7 @@ def _on_a_shared_gpu(config: RunConfig, roles: Mapping[str, RoleMemory], gib: fl
     rollout, engine = config.actor_rollout_ref.rollout, roles.get("rollout")
     shares = engine is not None and rollout.kv_cache_memory_gib is None  # which counts its CUDA in
     held = 0.0 if engine is None else _share(config, gib)[0] if shares else engine.total
-    asleep = 0.0 if rollout.free_cache_engine else held
+    asleep = (CUDA_GIB if shares else 0.0) if rollout.free_cache_engine else held
     passes = max(actor.forward if config.needs_old_log_probs else 0.0, actor.between)
     moments = [
         {"rollout": asleep, "actor": actor.total, "ref": ref.total if config.trainer.max_staleness else ref.between},

@@ -122,8 +122,9 @@ def _run(config: RunConfig) -> Iterator[str]:
     if config.actor_rollout_ref.rollout.free_cache_engine and not placement(config).shares_gpu:
         where = "on CPU" if config.device == "cpu" else "where engines have GPUs of their own"
         yield f"actor_rollout_ref.rollout.free_cache_engine=true has no effect {where}"
-    if placement(config).shares_gpu and share > 0.5:
+    asleep = config.actor_rollout_ref.rollout.free_cache_engine
+    if placement(config).shares_gpu and share > 0.5 and not asleep:
         yield (
-            f"actor_rollout_ref.rollout.gpu_memory_utilization={share}: the actor shares this GPU; "
-            "cluster=single_gpu sets a smaller share"
+            f"actor_rollout_ref.rollout.gpu_memory_utilization={share}: the actor shares the GPU; set 0.5 or less, or "
+            "actor_rollout_ref.rollout.free_cache_engine=true"
         )

@@ -230,7 +230,10 @@ def _step_rows(config: RunConfig, model: Mapping[str, Any] | None) -> Rows:
     phases = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in found.phases.items())
     rows = [
         ("tokens", f"responses of {config.data.max_response_length // 2:,}, half of the longest; prompts likewise"),
-        ("seconds", f"{phases}; together {_seconds(found.total)}, since some run side by side"),
+        (
+            "seconds",
+            f"{phases}; together {_seconds(found.total)}{', since some run side by side' * bool(found.waiting)}",
+        ),
     ]
     if found.waiting:
         rows.append(("GPUs wait", ", ".join(f"{role} {share:.0%} of it" for role, share in found.waiting.items())))

@@ -33,8 +33,9 @@ _MIGRATION = """## Coming from verl
 
 A verl script for FSDP and vLLM runs with `verl.trainer.main_ppo` replaced by `grpo_dist.main`. What differs:
 
-- Roles have GPUs of their own: `cluster.actor_world_size`, `rollout_world_size` and `ref_world_size` split what
-  `trainer.nnodes * trainer.n_gpus_per_node` gives, and have sensible defaults.
+- Engines have GPUs of their own, and the reference lies beside the actor's ranks, unless `cluster.colocate` says
+  otherwise (`all` is verl's way): `cluster.actor_world_size` and `rollout_world_size` split what `trainer.nnodes *
+  trainer.n_gpus_per_node` gives, and have sensible defaults.
 - Defaults are those of a GRPO script where verl's are those of PPO: `algorithm.adv_estimator=grpo`, `rollout.n=8`,
   `actor.use_kl_loss=true`. What a script sets counts as in verl.
 - `trainer.logger` knows console, jsonl, tensorboard and wandb.

@@ -51,13 +51,14 @@ def _best(
     memory = functools.partial(memory_estimate, model_config=model_config)
     gib, found = config.cluster.gpu_memory_gib or GPU_GIB, []
     for changes in kind:
-        changed = with_value(config, "cluster.gpu_memory_gib", None)  # what does not fit is left out without a remedy
+        changed = config
         for key, value in changes.items():
             changed = with_value(changed, key, value)
         estimate = step_estimate(changed, model_config)
-        if estimate is None or estimate.total > now * (1 - LEAST_SAVING) or rule_problems(changed):
+        if estimate is None or estimate.total > now * (1 - LEAST_SAVING):
             continue
-        if fits(changed, memory, gib):
+        unsized = with_value(changed, "cluster.gpu_memory_gib", None)  # what does not fit is left out without a remedy
+        if not rule_problems(unsized) and fits(changed, memory, gib):
             new = [f"{key}={shown(value)}" for key, value in changes.items() if value != value_of(config, key)]
             found.append((estimate.total, " and ".join(new)))
     return sorted(found)[:1]

@@ -94,6 +94,7 @@ class _Work:
         self.tokens = self.sequences * self.response + self.prompt * (self.prompts if shared else self.sequences)
         matrices = shape.num_layers * shape.active + shape.matrix
         attention = shape.num_layers * shape.query_width * (self.prompt + self.response)
+        self.met = float(matrices * _BF16)  # bytes of the weights that a token meets
         self.forward = 2.0 * matrices + 2.0 * attention  # operations for a token
         self.bytes = float(shape.num_parameters * _BF16)
 
@@ -107,7 +108,8 @@ class _Work:
         at_once = max(1.0, min(rollout.max_num_seqs, sequences, cache / kv))
 
         def step(running: float) -> float:
-            reading, computing = (self.bytes + running * kv) / BANDWIDTH, running * self.forward / FLOPS
+            read = min(self.bytes, running * self.met) if self.shape.copies else self.bytes  # experts that are met
+            reading, computing = (read + running * kv) / BANDWIDTH, running * self.forward / FLOPS
             return max(reading, computing) / gpus + DECODE_OVERHEAD_S
 
         prefill = self.prompts / place.num_engines * self.prompt * self.forward / (gpus * FLOPS)

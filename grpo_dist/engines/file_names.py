@@ -52,5 +52,7 @@ def lost_names(model: Any, files: Mapping[str, Tensor]) -> list[str]:
         model: on the meta device, loaded from `files`.
         files: the tensors of its files, on the meta device.
     """
+    prefix = f"{model.base_model_prefix}."  # files of a model without its head lack it, which loading allows for
+    shapes = {name.removeprefix(prefix): tensor.shape for name, tensor in files.items()}
     given = as_in_files(model, model.named_parameters(), "meta")
-    return sorted(name for name, tensor in given if name not in files or files[name].shape != tensor.shape)
+    return sorted(name for name, tensor in given if shapes.get(name.removeprefix(prefix)) != tensor.shape)

@@ -13,7 +13,10 @@ ACTOR_ROOM = (
     "set actor_rollout_ref.actor.fsdp_config.optimizer_offload=true and param_offload=true, or take more GPUs "
     "(trainer.n_gpus_per_node, trainer.nnodes)"
 )
-REF_ROOM = "raise cluster.ref_world_size, or set actor_rollout_ref.ref.fsdp_config.param_offload=true"
+REF_ROOM = (
+    "set actor_rollout_ref.ref.fsdp_config.param_offload=true, or give the reference GPUs of its own, or more of them "
+    "(cluster.ref_world_size)"
+)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ Asked is NVML, through vLLM's copy of its bindings: torch would take memory itse
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class GPU:
-    """One of an engine's GPUs, memory in bytes; `holders` says who holds some."""
+    """One of an engine's GPUs, memory in bytes; `holders` says who holds some, where that can be found out."""
 
     name: str
     free: int
@@ -43,8 +44,19 @@ class GPU:
 
 
 def gpus(count: int) -> list[GPU]:
-    """The first GPUs that this process sees, as they are now."""
+    """The first GPUs that this process sees, as they are now.
+
+    Raises:
+        EngineError: NVML does not tell.
+    """
     nvml = _nvml()
+    try:
+        return _gpus(nvml, count)
+    except nvml.NVMLError as error:
+        raise EngineError(f"the driver does not say how much memory of the GPUs is free (NVML: {error})") from None
+
+
+def _gpus(nvml: Any, count: int) -> list[GPU]:
     nvml.nvmlInit()
     try:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
@@ -115,7 +127,9 @@ def _nvml() -> Any:
 def _gpu(nvml: Any, name: str) -> GPU:
     handle = nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    processes = [_told(each) for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+    processes = []
+    with contextlib.suppress(nvml.NVMLError):  # not everybody may ask, and it is for a message alone
+        processes = [_told(each) for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
     holders = f" (held by {', '.join(processes)})" if processes else ""
     return GPU(f"GPU {name}", memory.free, memory.total, holders)
 

@@ -20,7 +20,7 @@ import numpy as np
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.errors import EngineError, GrpoDistError, WorkerError
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.group import Call, WorkerGroup, finished
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import Task
 from grpo_dist.workers.weight_transport import Outcomes, outcomes
@@ -219,18 +219,26 @@ class RolloutGroup:
     def free_memory(self) -> None:
         """Have the engines give their GPUs' memory back until they take weights, if they are to (`free_cache_engine`).
 
+        One that is being replaced starts first: beside the update there is no room for it.
+
         Raises:
             GrpoDistError: too many workers have failed.
         """
-        sleeping = [
-            rank
-            for rank, (member, settings) in enumerate(zip(self._members, self._settings, strict=True))
-            if settings is not None and settings.free_cache_engine and member.starting is None
-        ]
-        before = list(self.workers.handles)
-        for rank, answer in outcomes({r: self.workers.submit(r, "update_actor", "sleep") for r in sleeping}).items():
-            if isinstance(answer, GrpoDistError) and before[rank] is self.workers.handles[rank]:
-                self._replace(rank, answer)
+        awake = [rank for rank, each in enumerate(self._settings) if each is not None and each.free_cache_engine]
+        while awake:
+            self._wait_for_starts()
+            before = list(self.workers.handles)
+            answers = outcomes({rank: self.workers.submit(rank, "update_actor", "sleep") for rank in awake})
+            for rank, answer in answers.items():
+                if isinstance(answer, GrpoDistError) and before[rank] is self.workers.handles[rank]:
+                    self._replace(rank, answer)
+            awake = [rank for rank in awake if before[rank] is not self.workers.handles[rank]]
+
+    def _wait_for_starts(self) -> None:
+        while starting := [member.starting for member in self._members if member.starting is not None]:
+            for call in finished(starting, self.workers.background):
+                self.collect(call)
+            self.check_deadlines()
 
     def catch_up(self) -> None:
         """Give workers that were replaced the weights in force. The actor must still hold them.

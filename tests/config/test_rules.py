@@ -236,7 +236,7 @@ def test_hub_names_are_not_looked_up():
         (["data.sampler.class_path=json", "data.sampler.class_name=A"], "no effect on the order"),
         (["trainer.resume_from_path=x"], "has no effect with resume_mode=auto"),
         (["custom_reward_function.reward_kwargs.a=1"], "has no effect"),
-        (["cluster=single_gpu", f"{ROLLOUT}.gpu_memory_utilization=0.8"], "the actor shares this GPU"),
+        (["cluster=single_gpu", f"{ROLLOUT}.gpu_memory_utilization=0.8"], "the actor shares the GPU"),
     ],
 )
 def test_notes(overrides, part):

@@ -60,6 +60,8 @@ def run_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         f"trainer.test_freq={STEPS}",
         "trainer.save_freq=-1",
         "cluster.actor_world_size=2",
+        *(f"actor_rollout_ref.{role}.fsdp_config.dtype=fp32" for role in ("actor", "ref")),
+        "actor_rollout_ref.rollout.dtype=float32",
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={request.param}",
         f"cluster.rollout_world_size={request.param}",
     ]

@@ -113,6 +113,9 @@ class NVML:
         self.open = 0
         self.names = {"GPU-ab": 2, "GPU-cd": 0}
 
+    class NVMLError(Exception):
+        """As the bindings'."""
+
     def nvmlInit(self) -> None:
         self.open += 1
 
@@ -155,8 +158,25 @@ def test_the_gpus_of_an_engine_of_two_processes(visible, found, monkeypatch: pyt
     assert nvml.open == 0
 
 
+def test_a_driver_that_does_not_tell_who_holds_memory_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not tell how much is free is not."""
+    nvml = NVML()
+
+    def refuse(handle: int) -> None:
+        raise NVML.NVMLError("Insufficient Permissions")
+
+    monkeypatch.setattr(vllm_memory, "_nvml", lambda: nvml)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    monkeypatch.setattr(nvml, "nvmlDeviceGetComputeRunningProcesses", refuse)
+    assert gpus(1) == [GPU("GPU 2", 3 * GIB, 8 * GIB, "")]
+    monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", refuse)
+    with pytest.raises(EngineError, match=r"how much memory .* free \(NVML: Insufficient Permissions\)"):
+        gpus(1)
+    assert nvml.open == 0
+
+
 def test_vllm_brings_the_bindings() -> None:
     """With the functions that are called."""
     found = vllm_memory._nvml()
-    for name in (each for each in vars(NVML) if each.startswith("nvml")):
+    for name in (each for each in vars(NVML) if each.lower().startswith("nvml")):
         assert callable(getattr(found, name)), name

@@ -15,7 +15,6 @@ import pytest
 import ray
 
 from grpo_dist.errors import GrpoDistError, OutOfMemory, RewardError, WorkerError, WorkerLost
-from grpo_dist.workers import group as group_module
 from grpo_dist.workers.group import Call, WorkerGroup, finished
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Address, Process
@@ -354,10 +353,7 @@ def member_class() -> type:
 @pytest.mark.parametrize(
     "stopped", [pytest.param(False, id="sleeps"), pytest.param(True, id="stopped", marks=pytest.mark.long)]
 )
-def test_the_rank_that_others_wait_for_is_named(
-    local_ray: None, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, stopped: bool
-) -> None:
-    monkeypatch.setattr(group_module, "COLLECTIVE_GRACE_S", 3.0)
+def test_the_rank_that_others_wait_for_is_named(local_ray: None, gate: Gate, tmp_path: Path, *, stopped: bool) -> None:
     with reserved(actor=3) as bundles:
         limits = TimeLimits(240.0)
         group = WorkerGroup.spawn("actor", member_class(), bundles["actor"], args=[(0,), (1,), (2,)], limits=limits)

@@ -17,8 +17,9 @@ from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.vllm_engine import EngineLoad
 from grpo_dist.engines.vllm_memory import Footprint
 from grpo_dist.errors import ConfigError, EngineError, GrpoDistError, WeightSyncError, WorkerError
+from grpo_dist.workers import rollout_group
 from grpo_dist.workers.batch_ref import Label
-from grpo_dist.workers.group import finished
+from grpo_dist.workers.group import Call, finished
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.restarts import RestartBudget
@@ -278,6 +279,10 @@ class Engines(Scripted):
     def respawn(self, rank: int) -> None:
         self.handles[rank] = object()
         self.asked.append(("respawn", rank))
+        self.answers.get("sleep", {}).pop(rank, None)  # the new process sleeps as it should
+
+    def resolve(self, call: Call) -> object:
+        return self.settle([call])[0]
 
 
 def engines_of(*settings: EngineSettings, **answers: object) -> tuple[RolloutGroup, Engines]:
@@ -289,7 +294,13 @@ def engines_of(*settings: EngineSettings, **answers: object) -> tuple[RolloutGro
     return group, workers
 
 
-def test_an_engine_that_is_replaced_takes_what_the_one_before_took() -> None:
+@pytest.fixture
+def starts_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start has ended whenever it is waited for."""
+    monkeypatch.setattr(rollout_group, "finished", lambda calls, background: calls)
+
+
+def test_an_engine_that_is_replaced_takes_what_the_one_before_took(starts_end: None) -> None:
     """And does not let vLLM measure what is free while other roles are at work. Without GPUs nothing is noted."""
     died = EngineError("vLLM failed")
     plain = dataclasses.replace(engine_settings("model", 0), kv_cache_memory_gib=None, free_cache_engine=True)
@@ -299,11 +310,23 @@ def test_an_engine_that_is_replaced_takes_what_the_one_before_took() -> None:
     (start,) = [told for told in workers.told if told[0] == "start"]
     assert start == ("start", 1, dataclasses.replace(plain, footprint_gib=27.5, kv_cache_memory_gib=20.25))
     assert group.restarts.failures == ["vLLM failed"]
+    assert workers.asked == [("sleep", 0), ("sleep", 1), ("respawn", 1), ("start", 1), ("sleep", 1)], (
+        "it starts and sleeps before the update has the memory"
+    )
     workers.asked.clear()
     workers.answers = {"sleep": {0: died}}
     with pytest.raises(EngineError, match="vLLM failed"):
         group.free_memory()
-    assert workers.asked == [("sleep", 0)], "the other one starts, and the budget is spent"
+    assert workers.asked == [("sleep", 0), ("sleep", 1)], "the budget is spent"
+
+
+def test_an_engine_that_is_starting_when_others_sleep_starts_first(starts_end: None) -> None:
+    settings = dataclasses.replace(engine_settings("model", 0), free_cache_engine=True)
+    group, workers = engines_of(settings, settings)
+    group._replace(1, EngineError("it died while it sampled"))
+    group.free_memory()
+    assert workers.asked == [("respawn", 1), ("start", 1), ("sleep", 0), ("sleep", 1)]
+    assert group._members[1].starting is None
 
 
 def test_engines_sleep_if_they_are_to() -> None:
