@@ -136,8 +136,8 @@ def test_a_reference_beside_the_actor_takes_turns_with_it(folder) -> None:
 
 
 def test_an_engine_that_sleeps_leaves_its_share_to_the_update(folder) -> None:
-    """Of 12 GiB the engine has 4.2, asleep 1; the update takes 8.9, CUDA of the others 2; before it the actor holds 2.2, the
-    reference 2.1.
+    """Of 12 GiB the engine has 4.2, asleep 1; the update takes 8.9, CUDA of the others 2. Before it the actor holds
+    2.2, the reference 2.1.
     """
     run = [*RUN, "cluster=single_gpu", folder("Qwen3-0.6B"), f"{GPU}=12"]
     asleep = f"{ROLLOUT}.free_cache_engine=true"

@@ -142,6 +142,9 @@ class FakeActorWorker(FakePolicyWorker):
         label, old = self.compute_log_probs(rows.reorder(mini_batches[0]))
         return (metrics, label), old
 
+    def export_parameters(self) -> list:
+        return self.export_weights("float32")
+
     def export_weights(self, dtype: str) -> list:
         return []
 

@@ -10,7 +10,8 @@ import pytest
 from grpo_dist.config.load import load_config
 from grpo_dist.config.placement import placement
 from grpo_dist.engines.vllm_memory import Footprint
-from grpo_dist.trainer.build import Workers
+from grpo_dist.trainer.build import Workers, on_gpus_of
+from grpo_dist.trainer.settings import engine_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
@@ -78,3 +79,12 @@ def test_engines_give_their_memory_back_before_the_update_begins() -> None:
     trainer = SimpleNamespace(roles=roles, objective=None, step=0, metrics={}, _mini_batches=lambda rows: [])
     assert GRPOTrainer.update.__wrapped__(trainer, range(4)) == "batch"  # type: ignore[attr-defined]
     assert order == ["free_memory", "update"]
+
+
+def test_engines_that_share_gpus_are_told_those_of_as_many_actor_ranks() -> None:
+    """Two engines of two processes on four GPUs, two on each machine."""
+    sizes = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+    config, _ = load_config(["cluster=multi_node", "trainer.nnodes=2", "cluster.colocate=all", *sizes])
+    engines = [engine_settings(config, placement(config), index) for index in range(2)]
+    actor = [Address("host", f"10.0.0.{node}", 1, "node", (gpu,)) for node in (1, 2) for gpu in ("1", "GPU-ab")]
+    assert [each.gpus for each in on_gpus_of(engines, actor)] == [("1", "GPU-ab"), ("1", "GPU-ab")]

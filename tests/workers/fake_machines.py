@@ -138,7 +138,7 @@ def main(nodes: int, overrides: list[str]) -> None:
         report["two"] = layout(["trainer.nnodes=2", *overrides])[2]
         report["gpus"] = {
             "actor_ref": gpus(["trainer.n_gpus_per_node=2"]),
-            "all": gpus(["trainer.n_gpus_per_node=4", "cluster.colocate=all", f"{TENSOR_PARALLEL}=2", NO_KL]),
+            "all": gpus(["trainer.n_gpus_per_node=2", f"{TENSOR_PARALLEL}=2", NO_KL]),
         }
         report["cpu"] = layout(["trainer.nnodes=3", "trainer.n_gpus_per_node=0", "cluster.actor_world_size=4"])[2]
     sys.stdout.write("\n" + json.dumps(report) + "\n")  # what Ray writes here may not have ended its line
