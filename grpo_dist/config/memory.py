@@ -76,7 +76,7 @@ def _actor(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
         config.device,
         master=_BYTES[fsdp.model_dtype],
         compute=_BYTES[fsdp.resolved_dtype(config.default_dtype)],
-        shards=ranks if fsdp.fsdp_size < 0 else min(fsdp.fsdp_size, ranks),
+        shards=fsdp.num_shards(ranks),
         reshards=fsdp.reshard_after_forward,
         factors=shape.lora_parameters(roles.model),
     )

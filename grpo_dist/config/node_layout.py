@@ -44,7 +44,8 @@ class Slot:
 
 def slots(config: RunConfig) -> list[Slot]:
     """All processes of a run, roles in their order and ranks in theirs; see `node_layout` for where they are."""
-    place, cpus = placement(config), placement(config).num_cpus_per_worker
+    place = placement(config)
+    cpus = place.num_cpus_per_worker
     sizes = {"rollout": place.tensor_parallel}
     needs = {role: (cpus * sizes.get(role, 1), place.num_gpus(role)) for role in ("actor", "rollout", "ref")}
     alone = slots_of(node_layout(config), needs | {"reward": (cpus, 0.0)})

@@ -207,8 +207,7 @@ def pass_tokens(config: RunConfig, sequences: int, limit: int | None) -> tuple[i
     """All tokens, and response tokens, of the largest pass of so many sequences, or of so many tokens."""
     roles, data = config.actor_rollout_ref, config.data
     n, longest = roles.rollout.n, data.max_response_length
-    shared = roles.model.use_remove_padding and roles.actor.use_prefix_grouper
     if limit is not None:
         return limit, limit
-    prompts = -(-sequences // n) if shared else sequences
+    prompts = -(-sequences // n) if roles.shares_prompts else sequences
     return prompts * data.max_prompt_length + sequences * longest, sequences * longest

@@ -104,6 +104,10 @@ class FSDPConfig(ForwardConfig):
     defer_grad_sync: bool
     optimizer_offload: bool
 
+    def num_shards(self, ranks: int) -> int:
+        """Of so many ranks those that hold one copy of the weights together."""
+        return ranks if self.fsdp_size < 0 else min(self.fsdp_size, ranks)
+
 
 class CheckpointConfig(Section):
     """`actor_rollout_ref.actor.checkpoint`: how checkpoints are written."""
@@ -271,3 +275,8 @@ class ActorRolloutRefConfig(Section):
     actor: ActorConfig
     rollout: RolloutConfig
     ref: RefConfig
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the responses of a group are one sequence behind their prompt."""
+        return self.model.use_remove_padding and self.actor.use_prefix_grouper

@@ -14,9 +14,9 @@ from typing import Any
 
 from grpo_dist.config.model_shape import ModelShape, model_shape
 from grpo_dist.config.placement import Placement, placement
+from grpo_dist.config.rank_memory import GIB
 from grpo_dist.config.schema import RunConfig
 
-GIB = 2**30
 # An H100 (80 GB): what is reached of 989 TFLOP/s in bf16, and of 3.35 TB/s.
 GPU_GIB = 79.0
 FLOPS, BANDWIDTH = 0.4 * 989e12, 0.6 * 3.35e12
@@ -90,8 +90,9 @@ class _Work:
         self.config, self.shape = config, shape
         self.prompt, self.response = data.max_prompt_length / 2, data.max_response_length / 2
         self.prompts, self.sequences = data.train_batch_size, data.train_batch_size * roles.rollout.n
-        shared = roles.model.use_remove_padding and roles.actor.use_prefix_grouper
-        self.tokens = self.sequences * self.response + self.prompt * (self.prompts if shared else self.sequences)
+        self.tokens = self.sequences * self.response + self.prompt * (
+            self.prompts if roles.shares_prompts else self.sequences
+        )
         matrices = shape.num_layers * shape.active + shape.matrix
         attention = shape.num_layers * shape.query_width * (self.prompt + self.response)
         self.met = float(matrices * _BF16)  # bytes of the weights that a token meets
@@ -128,8 +129,7 @@ class _Work:
         steps = self.config.data.train_batch_size // roles.actor.ppo_mini_batch_size
         passes = steps * self._passes(self.sequences / steps / ranks, roles.actor.ppo_micro_batch_size_per_gpu)
         gradients = 0.0 if roles.model.lora_rank else 2 * self.bytes  # reduced in float32
-        fsdp = roles.actor.fsdp_config
-        shards = ranks if fsdp.fsdp_size < 0 else min(fsdp.fsdp_size, ranks)
+        shards = roles.actor.fsdp_config.num_shards(ranks)
         exchanged = passes * self._exchange(shards, 2 * self.bytes + gradients)
         return roles.actor.ppo_epochs * max(times * self.tokens / ranks * self.forward / FLOPS, exchanged)
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from grpo_dist.config.load import load_config
+from grpo_dist.config.rank_memory import GIB
 from grpo_dist.config.step_estimate import (
     BANDWIDTH,
     DECODE_OVERHEAD_S,
     FLOPS,
-    GIB,
     GPU_GIB,
     NETWORK,
     NVLINK,
