@@ -10,8 +10,9 @@ from grpo_dist.data import load_prompts, load_tokenizer, tokenize_prompts
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import ModelSettings, SamplingSettings
 from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.event_loop import run
+from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.groups import PolicyGroup
 from grpo_dist.workers.policy import PolicySettings, PolicyWorker
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.rollout_group import RolloutGroup
@@ -27,12 +28,12 @@ def compare(path: str, threads: int) -> list[dict[str, Any]]:
 
 def _compare(path: str, threads: int, dtype: str) -> dict[str, Any]:
     engine = spawn("rollout", RolloutWorker, (), threads, max_concurrency=1000)
-    engine.gather(RolloutGroup(engine).submit_start([engine_settings(path, dtype=DTYPES[dtype])]))
+    run(RolloutGroup(engine).start([engine_settings(path, dtype=DTYPES[dtype])]))
     sampled = _sample(engine, _prompts(path))
     rank = spawn("ref", PolicyWorker, (0, 1), threads)
-    trainer = PolicyGroup(rank)
-    rank.gather(trainer.submit_start(_policy_settings(path, threads, dtype)))
-    computed = trainer.collect_log_probs(trainer.submit_log_probs("log_probs", sampled))
+    trainer = Gang(rank)
+    run(trainer.start(_policy_settings(path, threads, dtype)))
+    computed = run(trainer.compute_log_probs("log_probs", sampled))
     of_engine = sampled.fetch(("rollout_log_probs",))["rollout_log_probs"].values
     of_trainer = computed.fetch(("ref_log_probs",))["ref_log_probs"].values
     kill([engine, rank])

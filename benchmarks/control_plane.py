@@ -17,16 +17,16 @@ from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
 from grpo_dist.engines.vllm_engine import EngineLoad, Response
 from grpo_dist.protocol import DataProto, Mean, Ragged
 from grpo_dist.trainer.pump import RolloutPump
-from grpo_dist.trainer.rollout_job import GroupRequest
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
+from grpo_dist.workers.event_loop import run
+from grpo_dist.workers.gang import ActorGroup
 from grpo_dist.workers.group import DATA_STAYS_IN_STORE, WorkerGroup
-from grpo_dist.workers.groups import ActorGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.reward import Task, on_last_token
 from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
-from grpo_dist.workers.rollout_group import RolloutGroup
+from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
 
 N, PROMPT_LENGTH, LENGTHS = 8, 64, (32, 256)
 PROCESSES = {"rollout": 4, "reward": 2, "actor": 1}
@@ -83,23 +83,23 @@ def measure(num_workers: int, samples: int) -> list[dict[str, Any]]:
     rows = []
     for length in LENGTHS:
         rollout.call_all("set_length", "set_length", length)
-        rows.append({"workers": num_workers, "response tokens": length, **_step(pump, ActorGroup(actor), samples)})
+        rows.append({"workers": num_workers, "response tokens": length, **run(_step(pump, ActorGroup(actor), samples))})
     return rows
 
 
-def _step(pump: RolloutPump, actor: ActorGroup, samples: int) -> dict[str, float]:
+async def _step(pump: RolloutPump, actor: ActorGroup, samples: int) -> dict[str, float]:
     sampling = SamplingSettings(N, 1.0, 1.0, -1, 1, 0)
     prompt = np.arange(PROMPT_LENGTH, dtype=np.int32)
     task = Task("arithmetic", "579", {"index": 0}, [{"role": "user", "content": "123+456=?"}])
     requests = [GroupRequest(f"step1-prompt{i}", prompt, sampling, task) for i in range(samples // N)]
     wall, cpu, before = time.perf_counter(), time.process_time(), _resident_mib()
     job = pump.submit(requests)
-    pump.wait(lambda: job.done)
+    await job.finished()
     batch = DataProtoRef.concat(job.results())
     rollout_wall, rollout_cpu = time.perf_counter() - wall, time.process_time() - cpu
     mask = DataProtoRef.put(_advantages(batch), small=())
     batch = batch.union(mask)
-    actor.update(batch, [np.arange(len(batch))], OBJECTIVE, 1)
+    await actor.update(batch, [np.arange(len(batch))], OBJECTIVE, 1)
     return {
         "rollout s": rollout_wall,
         "driver's processor s": rollout_cpu,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,15 +12,13 @@ import ray
 
 from grpo_dist.config.node_layout import slots_of
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
-from grpo_dist.trainer.pump import RolloutPump
-from grpo_dist.trainer.rollout_job import GroupRequest
+from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.reward import Task
-from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout import RolloutWorker
-from grpo_dist.workers.rollout_group import RolloutGroup
+from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
 
 HF_BATCH = 32
 MAX_NUM_SEQS = 64
@@ -54,12 +53,12 @@ def compare(models: dict[str, str], threads: int, rounds: int) -> list[dict[str,
     for name, path in models.items():
         ways = {"ours": _ours(path, threads), "vllm": _remote(Offline, threads, engine_settings(path), LOAD)}
         ways["hf"] = _remote(HuggingFace, threads, path, threads)
-        for run in ways.values():
-            run()  # warms up
+        for sample in ways.values():
+            sample()  # warms up
         times: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(rounds):
-            for way, run in ways.items():
-                times[way].append(run())
+            for way, sample in ways.items():
+                times[way].append(sample())
         rates = {f"{way} tokens/s": LOAD.tokens / min(each) for way, each in times.items()}
         rates |= {"of vllm": min(times["vllm"]) / min(times["ours"]), "of hf": min(times["hf"]) / min(times["ours"])}
         rows.append({"model": name, "responses": LOAD.prompts * LOAD.n, "tokens": LOAD.tokens, **rates})
@@ -83,34 +82,28 @@ def spawn(role: str, worker_class: type, args: tuple[Any, ...], threads: int, **
     )
 
 
-class _NoReward:
-    """Scores nothing: only generation is measured."""
-
-    has_free, starting = False, ()
-
-
 def _ours(path: str, threads: int) -> Callable[[], float]:
     workers = spawn("rollout", RolloutWorker, (), threads, max_concurrency=1000)
     group = RolloutGroup(workers)
-    workers.gather(group.submit_start([engine_settings(path)]))
+    run(group.start([engine_settings(path)]))
     return runs_of(group, LOAD)
 
 
 def runs_of(group: RolloutGroup, load: Load) -> Callable[[], float]:
     """A function that has started engines sample the load, and returns the seconds that it took."""
-    reward: RewardPool = _NoReward()  # type: ignore[assignment]
-    pump = RolloutPump(group, reward, {}, reward_timeout_s=TIMEOUT_S)
     sampling = SamplingSettings(load.n, 1.0, 1.0, -1, load.response_length, None, ignore_eos=True)
 
-    def run() -> float:
+    async def sample(requests: list[GroupRequest]) -> None:
+        await asyncio.gather(*(group.generate(request) for request in requests))
+
+    def seconds() -> float:
         prompts = [np.array(prompt, np.int32) for prompt in load.token_ids()]
         requests = [GroupRequest(f"p{i}", prompt, sampling, Task("", "", {})) for i, prompt in enumerate(prompts)]
         started = time.perf_counter()
-        job = pump.submit(requests)
-        pump.wait(lambda: len(job.groups) == len(requests))
+        run(sample(requests))
         return time.perf_counter() - started
 
-    return run
+    return seconds
 
 
 def _remote(worker_class: type, threads: int, *args: Any) -> Callable[[], float]:

@@ -9,7 +9,8 @@ import numpy as np
 
 from benchmarks.throughput import engine_settings, kill, spawn
 from grpo_dist.engines.settings import ModelSettings, OptimizerSettings
-from grpo_dist.workers.groups import PolicyGroup
+from grpo_dist.workers.event_loop import run
+from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.policy import ActorWorker, PolicySettings
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.weight_transport import weight_transport
@@ -24,19 +25,18 @@ def compare(models: dict[str, str], threads: int, rounds: int) -> list[dict[str,
 
 def _compare(name: str, path: str, threads: int, rounds: int) -> list[dict[str, Any]]:
     actor = spawn("actor", ActorWorker, (0, 1), threads)
-    calls = PolicyGroup(actor).submit_start(_policy_settings(path, threads))
+    run(Gang(actor).start(_policy_settings(path, threads)))
     engines = {}
     for way in TRANSPORTS:
         engines[way] = spawn("rollout", RolloutWorker, (), threads, max_concurrency=10)
-        calls.append(engines[way].submit(0, "start", "start", engine_settings(path, weight_transport=way)))
-    actor.gather(calls)
+        engines[way].call(0, "start", "start", engine_settings(path, weight_transport=way))
     transports = {way: weight_transport(way, workers_per_engine=1, collective_timeout_s=240.0) for way in TRANSPORTS}
     num_bytes = _num_bytes(path)
     times: dict[str, list[float]] = {way: [] for way in (*TRANSPORTS, "copy")}
     for version in range(rounds + 1):  # the first one warms up, and forms the group
         for way in TRANSPORTS:
             started = time.perf_counter()
-            confirmed = transports[way].sync(actor, engines[way], [0], version=version, dtype="float32")
+            confirmed = run(transports[way].sync(actor, engines[way], [0], version=version, dtype="float32"))
             times[way].append(time.perf_counter() - started)
             assert confirmed == {0: version}, confirmed
         times["copy"].append(_copy_seconds(num_bytes))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 
 from grpo_dist.config.node_layout import slots_of
+from grpo_dist.workers.event_loop import blocking
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.resources import Bundle, release, reserve
@@ -57,3 +60,9 @@ def spawned(
         yield WorkerGroup.spawn(
             role, worker_class, bundles[role], args=args, limits=TimeLimits(240.0), env=env, max_concurrency=concurrency
         )
+
+
+@blocking
+async def start_together(*starts: Coroutine[Any, Any, Any]) -> None:
+    """Start several roles at the same time."""
+    await asyncio.gather(*starts)

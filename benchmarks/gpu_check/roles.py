@@ -108,6 +108,7 @@ def _started(work: Work, config: RunConfig) -> Iterator[tuple[RunConfig, Workers
 def _sync(work: Work, config: RunConfig, workers: Workers, started: Roles) -> None:
     from benchmarks.gpu_check.weights import num_bytes
     from grpo_dist.trainer.settings import engine_settings
+    from grpo_dist.workers.event_loop import run
     from grpo_dist.workers.weight_sync import sync_weights
     from grpo_dist.workers.weight_transport import weight_transport
 
@@ -120,7 +121,7 @@ def _sync(work: Work, config: RunConfig, workers: Workers, started: Roles) -> No
     times = []
     for version in range(ROUNDS + 1):  # the first one warms up
         begun = time.perf_counter()
-        sync_weights(workers.actor, started.rollout, version=version, dtype=settings.dtype, transport=way)
+        run(sync_weights(workers.actor, started.rollout, version=version, dtype=settings.dtype, transport=way))
         times.append(time.perf_counter() - begun)
     seconds = sorted(times[1:])[ROUNDS // 2]
     size = num_bytes(work.model) * (2 if settings.dtype == "float32" else 1)  # its files are bfloat16

@@ -6,6 +6,7 @@ share GPUs with others start first, since vLLM measures what is free.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
-from grpo_dist.trainer.metrics import ask_for_peaks, take_peaks
+from grpo_dist.trainer.metrics import ask_for_peak, take_peaks
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.run_prompts import Prompts
 from grpo_dist.trainer.settings import (
@@ -32,8 +33,9 @@ from grpo_dist.trainer.settings import (
 )
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.environment import shared_environment
+from grpo_dist.workers.event_loop import blocking
+from grpo_dist.workers.gang import ActorGroup, ReferenceGroup, find_model
 from grpo_dist.workers.group import DATA_STAYS_IN_STORE, WorkerGroup
-from grpo_dist.workers.groups import ActorGroup, ReferenceGroup, find_model
 from grpo_dist.workers.policy import ActorWorker, PolicyWorker
 from grpo_dist.workers.process import Address
 from grpo_dist.workers.resources import release, reserve
@@ -75,34 +77,37 @@ class Workers:
         """All of them."""
         return [g for g in (self.rollout, self.actor, self.ref, self.reward) if g is not None]
 
-    def start(self, num_steps: int) -> Roles:
+    @blocking
+    async def start(self, num_steps: int) -> Roles:
         """Load models and engines, and wait until every process is ready."""
         config, place = self.config, self.place
         if config.trainer.nnodes > 1:
-            find_model(self.groups, config.actor_rollout_ref.model.path)
+            await find_model(self.groups, config.actor_rollout_ref.model.path)
         restarts = RestartBudget(config.trainer.max_worker_restarts)
         ref = ReferenceGroup(self.ref, restarts) if self.ref is not None else None
         rollout = RolloutGroup(self.rollout, restarts)
         roles = Roles(ActorGroup(self.actor), rollout, RewardPool(self.reward, restarts), ref, restarts)
         engines = [engine_settings(config, place, i) for i in range(place.num_engines)]
         if place.shares_gpu and place.tensor_parallel > 1:
-            engines = on_gpus_of(engines, self.actor.call_home())
-        engine_calls = roles.rollout.submit_start(engines)
-        # vLLM would take for its own what others load meanwhile.
-        first = self.rollout.gather(engine_calls) if place.shares_gpu else []
-        calls = [] if first else engine_calls
-        calls += roles.actor.submit_start(policy_settings(config, place, num_steps))
-        calls += ref.submit_start(reference_settings(config, place)) if ref is not None else []
-        calls += roles.reward.submit_start(reward_settings(config))
-        answers = first + self.actor.gather(calls)
-        roles.rollout.note_started(answers[: len(engines)])
+            engines = on_gpus_of(engines, await self.actor.call_home())
+        starting = asyncio.ensure_future(rollout.start(engines))
+        if place.shares_gpu:  # vLLM would take for its own what others load meanwhile
+            await starting
+        others = [roles.actor.start(policy_settings(config, place, num_steps))]
+        others += [ref.start(reference_settings(config, place))] if ref is not None else []
+        footprints, *_ = await asyncio.gather(
+            starting, roles.reward.start([reward_settings(config)] * len(self.reward)), *others
+        )
+        rollout.note_started(footprints)
         return roles
 
-    def peak_memory(self) -> dict[str, float]:
+    @blocking
+    async def peak_memory(self) -> dict[str, float]:
         """Peak memory in GiB of the largest process of each role, resident and on GPU."""
         peaks: dict[str, float] = {}
         for group in self.groups:
-            for parts in group.gather(ask_for_peaks(group), timeout_s=MEMORY_TIMEOUT_S):
+            calls = [ask_for_peak(group, rank) for rank in range(len(group))]
+            for parts in await group.answers(calls, MEMORY_TIMEOUT_S):
                 take_peaks(peaks, group.role, parts)
         return peaks
 

@@ -6,13 +6,15 @@ reference's log-probs are not kept: they are computed again, which costs little 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.engines.durable import FileDigest
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
-from grpo_dist.workers.reward_pool import RewardPool, Writing
+from grpo_dist.workers.reward_pool import RewardPool
 
 FOLDER = "groups"
 
@@ -32,8 +34,8 @@ class FinishedGroups:
     name: str
     groups: Mapping[str, Group]
 
-    def begin_write(self, folder: Path, reward: RewardPool) -> Writing:
-        """Have them written into a checkpoint's folder, without waiting."""
+    def begin_write(self, folder: Path, reward: RewardPool) -> asyncio.Task[dict[str, FileDigest]]:
+        """Have them written into a checkpoint's folder, without waiting; the files by name."""
         responses, scores = self._handles()
         return reward.write_groups(responses.union(scores), str(folder / FOLDER / self.name))
 
@@ -49,7 +51,7 @@ class FinishedGroups:
         return DataProtoRef.concat(responses), DataProtoRef.concat(scores)
 
 
-def read_finished(folder: Path, described: Sequence[Mapping[str, Any]], reward: RewardPool) -> dict[str, Group]:
+async def read_finished(folder: Path, described: Sequence[Mapping[str, Any]], reward: RewardPool) -> dict[str, Group]:
     """The groups that a checkpoint holds, by uid, as if they had just been sampled and scored.
 
     Raises:
@@ -59,7 +61,7 @@ def read_finished(folder: Path, described: Sequence[Mapping[str, Any]], reward: 
     for each in described:
         rows: dict[str, int] = each["rows"]
         names = [*each["responses"]["small"], *each["scores"]["small"]]
-        small, data = reward.read_groups(str(folder / FOLDER / each["name"]), names)
+        small, data = await reward.read_groups(str(folder / FOLDER / each["name"]), names)
         parts = []
         for label in (each["responses"], each["scores"]):
             own = {name: small[name] for name in label["small"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ import numpy as np
 
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.group import Call, WorkerGroup, finished
+from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.reward import EXTRA
 
 # By what `Process.peak_memory_gib` tells; a role's name follows.
@@ -84,23 +85,24 @@ class PeakMemory:
 
     def __init__(self, groups: Sequence[WorkerGroup]) -> None:
         self._groups = groups
-        self._calls: list[Call] = []
+        self._asking: asyncio.Future[list[None]] | None = None
         self._peaks: dict[str, float] = {}
 
     def latest(self) -> dict[str, float]:
-        """`PEAK_MEMORY` by role, in GiB, of the answers that are there."""
-        for call in finished(self._calls, None, 0.0):
-            self._calls.remove(call)
-            with contextlib.suppress(GrpoDistError):  # it is gone, which others find out
-                take_peaks(self._peaks, call.group.role, call.result())
-        if not self._calls:
-            self._calls = [call for group in self._groups for call in ask_for_peaks(group)]
+        """`PEAK_MEMORY` by role, in GiB, of the answers that are there. To be called on the driver's event loop."""
+        if self._asking is None or self._asking.done():
+            asked = [self._ask(group, rank) for group in self._groups for rank in range(len(group))]
+            self._asking = asyncio.ensure_future(asyncio.gather(*asked))
         return dict(self._peaks)
 
+    async def _ask(self, group: WorkerGroup, rank: int) -> None:
+        with contextlib.suppress(GrpoDistError):  # it is gone, which others find out
+            take_peaks(self._peaks, group.role, await ask_for_peak(group, rank).answer())
 
-def ask_for_peaks(group: WorkerGroup) -> list[Call]:
-    """Ask the processes of a role for their peak memory, without waiting."""
-    return [group.submit(rank, "memory", "peak_memory_gib", timed=False) for rank in range(len(group))]
+
+def ask_for_peak(group: WorkerGroup, rank: int) -> Call:
+    """Ask a process for its peak memory, without waiting."""
+    return group.submit(rank, "memory", "peak_memory_gib")
 
 
 def take_peaks(peaks: dict[str, float], role: str, parts: Mapping[str, float]) -> None:

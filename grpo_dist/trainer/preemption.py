@@ -44,12 +44,3 @@ class Preemption:
         self.held = False
         if self.asked:
             raise Terminated
-
-    def give_way(self) -> None:
-        """The run is where it can be saved, and goes on at once.
-
-        Raises:
-            Terminated: one has been waiting.
-        """
-        self.release()
-        self.hold()

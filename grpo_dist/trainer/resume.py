@@ -33,7 +33,7 @@ def run_state(trainer: GRPOTrainer) -> tuple[RunState, list[FinishedGroups]]:
     return state, groups
 
 
-def resume(trainer: GRPOTrainer) -> Path | None:
+async def resume(trainer: GRPOTrainer) -> Path | None:
     """Go on from a checkpoint, if the config and the run directory say so.
 
     Returns:
@@ -50,14 +50,14 @@ def resume(trainer: GRPOTrainer) -> Path | None:
         return None
     state, where = read_state(folder), folder.absolute()
     trainer.changes = check_changes(folder, state, trainer.config, trainer.prompts.identity, trainer.code)
-    roles.actor.load_checkpoint(str(where / "actor"))
+    await roles.actor.load_checkpoint(str(where / "actor"))
     if roles.ref is not None and (where / "ref").is_dir():
-        roles.ref.load_checkpoint(str(where / "ref"))
-        trainer.refresh_reference_head()
+        await roles.ref.load_checkpoint(str(where / "ref"))
+        await trainer.refresh_reference_head()
     trainer.prompts.sampler.load_state_dict(state.sampler)
     trainer.sampler.load_state_dict(state.ledger)
     if not trainer.changes:
-        trainer.sampler.restored = read_finished(where, state.finished, roles.reward)
+        trainer.sampler.restored = await read_finished(where, state.finished, roles.reward)
     elif num_groups := sum(len(each["rows"]) for each in state.finished):
         trainer.changes.append(f"so {num_groups} finished groups of coming steps are not used, but sampled again")
     trainer.step, trainer.weight_version = state.step, state.weight_version - 1

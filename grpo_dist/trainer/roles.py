@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from grpo_dist.workers.gang import ActorGroup, ReferenceGroup
 from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.groups import ActorGroup, ReferenceGroup
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout_group import RolloutGroup

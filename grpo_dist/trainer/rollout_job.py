@@ -1,39 +1,15 @@
-"""What is asked of the rollout pump, and what has become of it."""
+"""Groups that were asked of the rollout pump together, and what has become of them."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.reward import Task
-
-
-@dataclass(frozen=True)
-class GroupRequest:
-    """One prompt to sample for: its group id, token ids, sampling, what the reward function is told, and whether
-    log-probs of it are wanted (of whoever gives them for its job).
-    """
-
-    uid: str
-    token_ids: np.ndarray
-    sampling: SamplingSettings
-    task: Task
-    needs_log_probs: bool = True
-
-
-@dataclass
-class LogProbPass:
-    """Some groups of a job whose log-probs are computed together, once all of them are generated."""
-
-    groups: list[int]
-    queued: bool = False
-    done: bool = False
+from grpo_dist.workers.rollout_group import GroupRequest
 
 
 @dataclass
@@ -42,35 +18,60 @@ class RolloutJob:
 
     Attributes:
         requests: what was asked for.
-        passes: by giver of log-probs.
         groups: handles of what was generated.
         scores: handles of the scores.
-        log_probs: by giver, handles of its log-probs.
+        log_probs: by source of log-probs, handles of its log-probs.
         cancelled: groups that are not wanted any more.
         timings: seconds from the first prompt sent until the last group was generated (`gen`) and scored (`reward`),
             and those that log-probs took beyond that (`ref`, `old_log_prob`).
         failures: why responses could not be scored, a text for each.
+        flows: by position, what generates and scores a group that is not there from the beginning.
+        passes: what computes log-probs.
     """
 
     requests: Sequence[GroupRequest]
-    passes: dict[str, list[LogProbPass]]
     groups: dict[int, DataProtoRef] = field(default_factory=dict)
     scores: dict[int, DataProtoRef] = field(default_factory=dict)
     log_probs: dict[str, dict[int, DataProtoRef]] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
     timings: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    started: float | None = None
+    flows: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    passes: list[asyncio.Task[None]] = field(default_factory=list)
+    _started: float | None = None
 
-    @property
-    def done(self) -> bool:
-        """Whether every group that was not cancelled has everything."""
-        return len(self.scores) + len(self.cancelled) == len(self.requests) and self.done_passes
+    async def finished(self) -> None:
+        """Wait until every group that is not cancelled has everything.
 
-    @property
-    def done_passes(self) -> bool:
-        """Whether all log-probs are there."""
-        return all(part.done for parts in self.passes.values() for part in parts)
+        Raises:
+            GrpoDistError: a worker failed; RewardError if too many responses could not be scored.
+        """
+        if tasks := [*self.flows.values(), *self.passes]:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                if not task.cancelled():
+                    task.result()
+
+    async def scored(self, enough: Callable[[], bool]) -> None:
+        """Wait until there are enough scores, or all.
+
+        Raises:
+            GrpoDistError: as `finished`.
+        """
+        if enough():
+            return
+        for flow in asyncio.as_completed(self.flows.values()):
+            await flow
+            if enough():
+                return
+
+    def cancel(self, groups: Iterable[int]) -> None:
+        """End the work on those of these groups that have no scores yet."""
+        late = [i for i in groups if i not in self.scores]
+        self.cancelled.update(late)
+        for i in late:
+            if i in self.flows:
+                self.flows[i].cancel()
 
     def results(self) -> list[DataProtoRef]:
         """All groups with everything, in the order of the requests, less the cancelled ones."""
@@ -91,9 +92,14 @@ class RolloutJob:
             for found in (self.groups, self.scores, *self.log_probs.values()):
                 found.pop(i, None)
 
-    def elapsed(self) -> float:
-        """Seconds since its first prompt was sent."""
-        return 0.0 if self.started is None else time.perf_counter() - self.started
+    def begin(self) -> None:
+        """A prompt is sent; from the first one on `timings` count."""
+        self._started = time.perf_counter() if self._started is None else self._started
+
+    def note(self, kind: str, since: float = 0.0) -> None:
+        """The last work of its kind is done now, as far as is known."""
+        elapsed = 0.0 if self._started is None else time.perf_counter() - self._started
+        self.timings[kind] = max(elapsed - since, 0.0)
 
 
 def timings(jobs: Sequence[RolloutJob]) -> dict[str, float]:

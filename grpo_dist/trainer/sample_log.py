@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_dist.config.schema import TrainerConfig
-from grpo_dist.trainer.rollout_job import GroupRequest
 from grpo_dist.trainer.validation import shown_rows
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.reward_pool import RewardPool, Writing
+from grpo_dist.workers.reward_pool import RewardPool
+from grpo_dist.workers.rollout_group import GroupRequest
 
 
 @dataclass
@@ -24,28 +25,28 @@ class SampleLog:
 
     config: TrainerConfig
     reward: RewardPool
-    _writing: list[Writing] = field(default_factory=list)
+    _writing: list[asyncio.Task[None]] = field(default_factory=list)
 
-    def write(self, folder: str, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> None:
+    async def write(self, folder: str, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> None:
         """Write a batch to FOLDER/STEP.jsonl of the run directory; at most one file behind, so failures show."""
-        self.collect()
+        await self.collect()
         if self.config.log_rollouts:
             path = str((self.config.record_dir / folder / f"{step}.jsonl").absolute())
             self._writing.append(self.reward.write_samples(batch, path, step, _ground_truths(requests)))
 
-    def collect(self) -> None:
+    async def collect(self) -> None:
         """Wait until what was begun is written."""
         for writing in self._writing:
-            self.reward.finish(writing)
+            await writing
         self._writing.clear()
 
-    def read_some(self, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> list[dict[str, Any]]:
+    async def read_some(self, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> list[dict[str, Any]]:
         """`log_val_generations` rows, the same ones each time, as text."""
         count = self.config.log_val_generations
         if not count:
             return []
         rows = batch.reorder(shown_rows(len(batch), count, self.config.seed))
-        return self.reward.read_samples(rows, step, _ground_truths(requests))
+        return await self.reward.read_samples(rows, step, _ground_truths(requests))
 
 
 def _ground_truths(requests: Sequence[GroupRequest]) -> dict[str, Any]:

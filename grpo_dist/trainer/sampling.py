@@ -8,15 +8,16 @@ their prompts come first in the next batch that is drawn. A group that cannot tr
 prompts is complete: until then the passes for log-probs, whose shares are fixed, need it.
 
 A step is opened when its prompts may be sampled (`trainer.max_staleness` steps ahead of the update) and goes on in the
-background until its batch is full. Prompts are drawn step by step, so no prompt is skipped or taken twice.
+background until its batch is full (`_fill`). Prompts are drawn step by step, so no prompt is skipped or taken twice.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +30,11 @@ from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import DataError, GrpoDistError, RewardError
 from grpo_dist.trainer.finished_groups import FinishedGroups, Group
 from grpo_dist.trainer.pump import RolloutPump
-from grpo_dist.trainer.rollout_job import GroupRequest, RolloutJob, timings
+from grpo_dist.trainer.rollout_job import RolloutJob, timings
 from grpo_dist.trainer.seeds import group_seed
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.reward import EXTRA, Task
+from grpo_dist.workers.rollout_group import GroupRequest
 
 
 @dataclass
@@ -70,7 +72,7 @@ class OpenStep:
         num_learned: batches whose scores the order of the prompts knows, from before a resume.
         num_filtered: groups whose responses are all equal.
         num_surplus: other groups than those, beyond the batch.
-        full: whether the batch is there.
+        filling: what samples until the batch is there.
     """
 
     drawn: list[list[int]] = field(default_factory=list)
@@ -81,7 +83,7 @@ class OpenStep:
     num_learned: int = 0
     num_filtered: int = 0
     num_surplus: int = 0
-    full: bool = False
+    filling: asyncio.Task[None] | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -105,7 +107,7 @@ class TrainingSampler:
         prompts: the training prompts.
         order: the order they are taken in; it is told the scores of every group.
         sampling: how to sample; a seed that is not None is replaced by one per group.
-        givers: who computes log-probs of groups while others are generated.
+        sources: what computes log-probs of groups while others are generated.
     """
 
     def __init__(
@@ -115,36 +117,32 @@ class TrainingSampler:
         prompts: Sequence[TokenizedPrompt],
         order: Curriculum,
         sampling: SamplingSettings,
-        givers: Sequence[str] = (),
+        sources: Sequence[str] = (),
     ) -> None:
         self.config, self.pump, self.prompts, self.order = config, pump, prompts, order
-        self.sampling, self.givers = sampling, tuple(givers)
+        self.sampling, self.sources = sampling, tuple(sources)
         self.open: dict[int, OpenStep] = {}
         self.backlog: list[int] = []  # prompts that were drawn and not sampled to their end
         self.learned: Counter[int] = Counter()  # those that will be sampled again though the order knows their scores
         self.restored: dict[str, Group] = {}  # by uid: groups of open steps that a checkpoint holds
-        pump.on_progress = self._advance
 
     def open_steps(self, first: int, last: int) -> None:
         """Begin to sample all steps from `first` to `last` that are not open yet, in order."""
         for step in range(first, last + 1):
             state = self.open.setdefault(step, OpenStep())
-            if not state.jobs:
-                self._send_batch(step, state)
+            if state.filling is None:
+                state.filling = self.pump.spawn(self._fill(step, state, self._send_batch(step, state)))
 
-    def rollout(self, step: int, give_way: Callable[[], None] = lambda: None) -> Rollout:
+    async def rollout(self, step: int) -> Rollout:
         """Wait for the batch of `step`, which it opens if need be. The step stays open until it is `close`d.
-
-        Args:
-            step: number of the training step.
-            give_way: called now and then, where `state_dict` is whole; may raise to end the wait.
 
         Raises:
             GrpoDistError: a worker failed, or too few groups with different rewards were found.
         """
         self.open_steps(step, step)
         state = self.open[step]
-        self.pump.wait(lambda: state.full, give_way)
+        assert state.filling is not None
+        await asyncio.shield(state.filling)  # it goes on if the wait is cancelled
         requests, groups = zip(*state.kept, strict=True)
         result = Rollout(DataProtoRef.concat(groups), list(requests))
         result.timings = timings(state.jobs)
@@ -205,13 +203,28 @@ class TrainingSampler:
         found = []
         for step, state in self.open.items():
             for attempt, job in enumerate(state.jobs):
-                there = {job.requests[i].uid: (job.groups[i], job.scores[i]) for i in sorted(job.scores)}
-                if there:
-                    found.append(FinishedGroups(f"step{step}-try{attempt + 1}", there))
+                groups = {job.requests[i].uid: (job.groups[i], job.scores[i]) for i in sorted(job.scores)}
+                if groups:
+                    found.append(FinishedGroups(f"step{step}-try{attempt + 1}", groups))
         return found
 
     # --- parts -------------------------------------------------------------------------------------------------
-    def _send_batch(self, step: int, state: OpenStep) -> None:
+    async def _fill(self, step: int, state: OpenStep, job: RolloutJob) -> None:
+        """Sample batches of prompts, of which `job` is the first, until the step's batch is full.
+
+        Raises:
+            GrpoDistError: a worker failed, or too few groups with different rewards were found.
+        """
+        while True:
+            if self.num_spare and state.num_complete not in state.dropped:
+                await self._end_the_slowest(state, job)
+            await job.finished()
+            self._take_in(step, state, job)
+            if len(state.kept) == self.config.data.train_batch_size:
+                return
+            job = self._send_batch(step, state)
+
+    def _send_batch(self, step: int, state: OpenStep) -> RolloutJob:
         """Sample the step's next batch of prompts: one that was drawn before, or a new one."""
         attempt = len(state.jobs)
         if attempt == len(state.drawn):
@@ -219,8 +232,9 @@ class TrainingSampler:
         requests = self._requests(state.drawn[attempt], step, attempt)
         greedy = list(self._greedy(requests)) if self.config.algorithm.adv_estimator == "remax" else []
         requests += greedy
-        there = {i: self.restored.pop(each.uid) for i, each in enumerate(requests) if each.uid in self.restored}
-        state.jobs.append(self.pump.submit(requests, givers=self.givers, there=there))
+        finished = {i: self.restored.pop(each.uid) for i, each in enumerate(requests) if each.uid in self.restored}
+        state.jobs.append(self.pump.submit(requests, sources=self.sources, finished=finished))
+        return state.jobs[-1]
 
     def _draw(self) -> list[int]:
         """The prompts of the next batch, none twice; those that were left over come first.
@@ -246,32 +260,21 @@ class TrainingSampler:
         self.backlog = again + self.backlog
         return batch
 
-    def _advance(self) -> None:
-        """What follows from the groups that have come in; the pump calls it."""
-        for step, state in list(self.open.items()):
-            while state.jobs and not state.full:  # after a resume several batches may be there at once
-                job = state.jobs[-1]
-                if self.num_spare:
-                    self._end_the_slowest(state, job)
-                if not job.done:
-                    break
-                self._take_in(step, state, job)
-
-    def _end_the_slowest(self, state: OpenStep, job: RolloutJob) -> None:
+    async def _end_the_slowest(self, state: OpenStep, job: RolloutJob) -> None:
         """Once enough groups are there, cancel the others; their prompts come first in the next batch that is drawn."""
         drawn, wanted = state.drawn[state.num_complete], self.config.data.train_batch_size
-        if state.num_complete in state.dropped:
-            return
-        there = [i for i in range(len(drawn)) if all(each in job.scores for each in _requests_of(i, drawn, job))]
-        if len(there) < wanted:
-            return
-        late = set(range(len(drawn))) - set(there[:wanted])
+
+        def complete() -> list[int]:
+            return [i for i in range(len(drawn)) if all(each in job.scores for each in _requests_of(i, drawn, job))]
+
+        await job.scored(lambda: len(complete()) >= wanted)
+        late = set(range(len(drawn))) - set(complete()[:wanted])
         state.dropped[state.num_complete] = late
         self.backlog = [drawn[i] for i in sorted(late)] + self.backlog
-        self.pump.cancel(job, {each for i in late for each in _requests_of(i, drawn, job)})
+        job.cancel({each for i in late for each in _requests_of(i, drawn, job)})
 
     def _take_in(self, step: int, state: OpenStep, job: RolloutJob) -> None:
-        """Keep the groups of a complete batch that train, let go of the others; if those are too few, sample more.
+        """Keep the groups of a complete batch that train, and let go of the others.
 
         Raises:
             GrpoDistError: too few groups with different rewards were found.
@@ -293,16 +296,13 @@ class TrainingSampler:
         dropped = state.dropped[number] = set(range(len(drawn))) - set(kept)
         job.release(each for i in dropped for each in _requests_of(i, drawn, job))
         state.num_complete += 1
-        state.full = len(state.kept) == wanted
-        if state.full:
-            return
-        if filtering.enable and state.num_complete == filtering.max_num_gen_batches:
+        is_last = filtering.enable and state.num_complete == filtering.max_num_gen_batches
+        if is_last and len(state.kept) < wanted:
             raise GrpoDistError(
                 f"algorithm.filter_groups.max_num_gen_batches={state.num_complete}: of {state.num_sampled} groups for "
                 f"step {step} only {len(state.kept)} of the {wanted} needed have responses that differ in "
                 f"{filtering.metric}: the prompts are too easy, too hard, or their reward says too little"
             )
-        self._send_batch(step, state)
 
     def _learn(self, scores: Mapping[int, np.ndarray]) -> None:
         """Tell the order the scores of a batch, less those of prompts whose scores it knows from before a resume."""

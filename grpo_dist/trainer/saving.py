@@ -6,6 +6,7 @@ end of the run, wait for it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,9 +27,8 @@ from grpo_dist.trainer.checkpoint import (
 from grpo_dist.trainer.config_changes import saved_config
 from grpo_dist.trainer.finished_groups import FOLDER, FinishedGroups
 from grpo_dist.trainer.roles import Roles
-from grpo_dist.workers.group import finished
-from grpo_dist.workers.groups import PolicyGroup
-from grpo_dist.workers.reward_pool import Writing
+from grpo_dist.workers.event_loop import run
+from grpo_dist.workers.gang import Gang
 
 
 @dataclass
@@ -37,8 +37,8 @@ class _Pending:
 
     folder: Path
     state: RunState
-    roles: Mapping[str, PolicyGroup]
-    groups: list[Writing]
+    roles: Mapping[str, Gang]
+    groups: list[asyncio.Task[dict[str, FileDigest]]]
 
     def ends_with(self, error: GrpoDistError) -> bool:
         """Whether it cannot be completed after this error."""
@@ -78,7 +78,7 @@ class CheckpointSaver:
         minutes = self.config.trainer.save_interval_minutes
         return minutes is not None and time.monotonic() - self._last >= 60 * minutes
 
-    def begin(self, state: RunState, groups: Sequence[FinishedGroups] = ()) -> None:
+    async def begin(self, state: RunState, groups: Sequence[FinishedGroups] = ()) -> None:
         """Begin to write a checkpoint; waits until the workers have copied what goes into it.
 
         Args:
@@ -88,34 +88,34 @@ class CheckpointSaver:
         Raises:
             CheckpointError: the disk refuses, this one or the one before.
         """
-        self.finish()
+        await self.finish()
         self._last, self.step = time.monotonic(), state.step
         folder = begin_checkpoint(self.run_dir, state.step)
-        roles: dict[str, PolicyGroup] = {"actor": self.roles.actor}
+        roles: dict[str, Gang] = {"actor": self.roles.actor}
         if self.roles.ref is not None and self.roles.ref.has_moved:
             roles["ref"] = self.roles.ref
         pending = _Pending(folder, state, roles, [])
         with self._giving_up(pending):
             pending.groups = [each.begin_write(folder, self.roles.reward) for each in groups]
             for name, role in roles.items():
-                role.begin_save(str(folder / name))
+                await role.begin_save(str(folder / name))
         self._pending = pending
 
-    def poll(self) -> None:
+    async def poll(self) -> None:
         """Publish the checkpoint if everybody has written their part of it. Waits only without `async_save`.
 
         Raises:
             CheckpointError: the disk refuses.
         """
-        self._publish(wait=not self.config.actor_rollout_ref.actor.checkpoint.async_save)
+        await self._publish(wait=not self.config.actor_rollout_ref.actor.checkpoint.async_save)
 
-    def finish(self) -> None:
+    async def finish(self) -> None:
         """Wait for the checkpoint that is being written, and publish it.
 
         Raises:
             CheckpointError: the disk refuses.
         """
-        self._publish(wait=True)
+        await self._publish(wait=True)
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
@@ -125,27 +125,25 @@ class CheckpointSaver:
         except GrpoDistError as error:
             if self._pending is not None and not self._pending.ends_with(error):
                 with contextlib.suppress(GrpoDistError):  # the first error is the one to show
-                    self.finish()
+                    run(self.finish())
             raise
-        self.finish()
+        run(self.finish())
 
-    def _publish(self, *, wait: bool) -> None:
+    async def _publish(self, *, wait: bool) -> None:
         pending = self._pending
         if pending is None:
             return
         with self._giving_up(pending):
             written: dict[str, FileDigest] = {}
             for name, role in pending.roles.items():
-                files = role.finished_save(wait=wait)
+                files = await role.finished_save(wait=wait)
                 if files is None:
                     return
                 written |= {f"{name}/{file}": digest for file, digest in files.items()}
-            calls = [writing.call for writing in pending.groups]
-            if not wait and len(finished(calls, None, 0)) < len(calls):
+            if not wait and not all(writing.done() for writing in pending.groups):
                 return
             for writing in pending.groups:
-                files = self.roles.reward.finish(writing)
-                written |= {f"{FOLDER}/{file}": digest for file, digest in files.items()}
+                written |= {f"{FOLDER}/{file}": digest for file, digest in (await writing).items()}
             self.last = publish_checkpoint(pending.folder, pending.state, saved_config(self.config), written)
         self._pending = None
         trainer = self.config.trainer
@@ -153,14 +151,10 @@ class CheckpointSaver:
 
     @contextlib.contextmanager
     def _giving_up(self, pending: _Pending) -> Iterator[None]:
-        """Where the disk or a writer fails, the checkpoint comes to nothing. Where other work does, which goes on while
-        the driver waits, one that all writers have begun can still be completed.
-        """
+        """Where the disk or a writer fails, the checkpoint is abandoned."""
         try:
             yield
         except GrpoDistError as error:
-            if self._pending is pending and not pending.ends_with(error):
-                raise
             self._pending = None
             discard_checkpoint(pending.folder)
             if isinstance(error, CheckpointError) and not str(error).startswith("cannot write"):

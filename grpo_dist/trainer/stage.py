@@ -1,26 +1,30 @@
 """@stage: what every step of the loop has in common, in one place.
 
-A stage names the batch columns it needs and the ones it adds. The decorator checks both, measures the time, tells the
-progress display which phase runs, and notes stage and step on any error. The loop itself then holds only the algorithm.
+A stage is a coroutine; called, it runs on the driver's event loop, and the training loop waits for it in the main
+thread. It names the batch columns it needs and the ones it adds. The decorator checks both, measures the time, tells
+the progress display which phase runs, and notes stage and step on any error. The loop itself then holds only the
+algorithm.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.protocol.fields import require
 from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.event_loop import run
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def stage(
     name: str, *, needs: tuple[str, ...] = (), adds: tuple[str, ...] = (), counted: bool = False
-) -> Callable[[Method], Method]:
+) -> Callable[[Callable[P, Coroutine[Any, Any, T]]], Callable[P, T]]:
     """Decorate a method of the trainer as a stage.
 
     The trainer has `step` (int), `timings` (dict of seconds by stage) and `progress`. A batch, if the stage takes one,
@@ -30,25 +34,26 @@ def stage(
         BatchError: a needed column is missing before, or a promised one after.
     """
 
-    def decorate(method: Method) -> Method:
+    def decorate(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
         @functools.wraps(method)
-        def run(self: Any, *args: Any) -> Any:
+        def wait(*args: P.args, **kwargs: P.kwargs) -> T:
+            trainer: Any = args[0]
             if needs:
-                require(name, args[0].columns, needs)
-            self.progress.phase(name)
+                require(name, args[1].columns, needs)  # type: ignore[attr-defined]
+            trainer.progress.phase(name)
             started = time.perf_counter()
             try:
-                result = method(self, *args)
+                result = run(method(*args, **kwargs))
             except GrpoDistError as error:
-                error.add_note(f"in stage {name!r} of step {self.step + (not counted)}")
+                error.add_note(f"in stage {name!r} of step {trainer.step + (not counted)}")
                 raise
-            self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - started
+            trainer.timings[name] = trainer.timings.get(name, 0.0) + time.perf_counter() - started
             if adds:
                 assert isinstance(result, DataProtoRef)
                 require(f"{name} (its result)", result.columns, adds)
             return result
 
-        run.stage = (name, needs, adds)  # type: ignore[attr-defined]
-        return run  # type: ignore[return-value]
+        wait.stage = (name, needs, adds)  # type: ignore[attr-defined]
+        return wait
 
     return decorate

@@ -1,27 +1,27 @@
 """WorkerGroup: the processes of one role. The only place where Ray actors are made and awaited.
 
-A worker is a plain class; `spawn` runs one instance of it in each process. Calls return values in rank order. Whatever
-goes wrong in a worker comes out as one `GrpoDistError`: an error of ours as it is, anything else as a `WorkerError`
-with role, rank, node and stage; a `WorkerLost` if the process died or does not answer. The first failure ends the wait:
-other ranks may never answer once a peer is gone. Where the loss of one rank shows as an error of another (a broken
-connection, a collective operation that it did not come to), or makes all of them late, the one that is lost is named.
-
-Every wait of the driver is `finished`, and while it waits for one thing the `Background` goes on: groups of responses
-move from role to role during an update.
+A worker is a plain class; `spawn` runs one instance of it in each process. `submit` sends a call; coroutines wait for
+the answers, in rank order. Whatever goes wrong in a worker comes out as one `GrpoDistError`: an error of ours as it is,
+anything else as a `WorkerError` with role, rank, node and stage; a `WorkerLost` if the process died or does not answer
+within its time limit. Where ranks work together (`answers`), the first failure ends the wait: other ranks may never
+answer once a peer is gone. Where the loss of one rank shows as an error of another (a broken connection, a collective
+operation that it did not come to), or makes all of them late, the one that is lost is named.
 """
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import ray
 from ray.exceptions import (
-    GetTimeoutError,
     NodeDiedError,
     OutOfMemoryError,
     RayActorError,
@@ -36,6 +36,7 @@ from grpo_dist.errors import GrpoDistError, OutOfMemory, WorkerError, WorkerLost
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.busy import BusyClock
 from grpo_dist.workers.environment import in_environment
+from grpo_dist.workers.event_loop import blocking
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.probe import LOST, probe
 from grpo_dist.workers.process import Address
@@ -48,8 +49,6 @@ TRACEBACK_CHARS = 4000
 DATA_STAYS_IN_STORE = {"RAY_max_direct_call_object_size": "4096"}
 # A new process imports torch, transformers or vLLM before it answers, and others do so beside it.
 PROCESS_START_S = 600.0
-# How often a wait looks at its time limits while nothing finishes.
-POLL_S = 0.5
 # Ranks that wait in the same collective operation fail within moments of each other; a rank that does not answer for so
 # long after the first failure is the one that they waited for.
 COLLECTIVE_GRACE_S = 10.0
@@ -57,10 +56,12 @@ COLLECTIVE_GRACE_S = 10.0
 _COLLECTIVE_ERRORS = ("gloo/transport/", "gloo/rendezvous/", "ProcessGroupNCCL", "NCCL error", "NCCL communicator")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
-    """A call in flight: who was asked to do what, since when. `process` is the actor handle that was asked, `data` what
-    it returns besides its answer (see `WorkerGroup.submit_for_data`).
+    """A call that was sent: who was asked to do what, since when, and how many seconds it may take.
+
+    `process` is the actor handle that was asked, `data` what it returns besides its answer (see
+    `WorkerGroup.submit_for_data`).
     """
 
     ref: ray.ObjectRef
@@ -68,17 +69,21 @@ class Call:
     rank: int
     stage: str
     started: float
+    limit_s: float
     process: Any = None
     data: ray.ObjectRef | None = None
-    is_timed: bool = True
 
-    def result(self) -> Any:
-        """The value of a finished call.
+    async def answer(self) -> Any:
+        """Wait for the value.
 
         Raises:
-            GrpoDistError: the call failed, or its worker died.
+            GrpoDistError: the call failed, its worker died, or it took longer than it may.
         """
-        return self.group.resolve(self)
+        try:
+            async with asyncio.timeout(self.limit_s - (time.monotonic() - self.started)):
+                return await self.group.value(self)
+        except TimeoutError:
+            raise await self.group.late([self], self.limit_s) from None
 
     def handle(self, label: Label) -> DataProtoRef:
         """The handle of the data that came with the answer."""
@@ -86,52 +91,13 @@ class Call:
         return DataProtoRef.stored(self.data, label)
 
     @property
-    def limit_s(self) -> float:
-        """Seconds it may take."""
-        return self.group.limits.of(self.stage)
-
-    def is_late(self, limit_s: float | None = None) -> bool:
-        """Whether it has been running for longer than `limit_s` seconds, or else than it may."""
-        return time.monotonic() - self.started > (self.limit_s if limit_s is None else limit_s)
-
-
-class Background(Protocol):
-    """What goes on while the driver waits for something else. It never waits itself."""
-
-    @property
-    def in_flight(self) -> list[Call]:
-        """Its calls."""
-
-    def collect(self, call: Call) -> None:
-        """Take in one of them that has finished, and start what follows from it."""
-
-    def tick(self) -> None:
-        """Look at time limits and queues."""
-
-
-def finished(calls: Sequence[Call], background: Background | None, timeout_s: float = POLL_S) -> list[Call]:
-    """Those of `calls` that have finished; waits up to `timeout_s` seconds for one of them or of the background's."""
-    others = background.in_flight if background is not None else []
-    by_ref = {call.ref: call for call in (*calls, *others)}
-    done: Sequence[ray.ObjectRef] = ()
-    if by_ref:
-        done, _ = ray.wait(list(by_ref), num_returns=1, timeout=timeout_s, fetch_local=False)
-    if done:  # what else is there already comes along: one look at many calls costs as much as at one
-        done, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0, fetch_local=False)
-    mine = set(calls)
-    if background is not None:
-        for ref in done:
-            if by_ref[ref] not in mine:
-                background.collect(by_ref[ref])
-        background.tick()
-    return [by_ref[ref] for ref in done if by_ref[ref] in mine]
+    def is_current(self) -> bool:
+        """Whether the process that was asked has not been replaced."""
+        return self.process is self.group.handles[self.rank]
 
 
 class WorkerGroup:
     """The workers of one role.
-
-    Attributes:
-        background: what goes on while this group is waited for.
 
     Args:
         role: "actor", "rollout", "ref" or "reward".
@@ -146,8 +112,8 @@ class WorkerGroup:
         self.role, self.handles, self.limits = role, list(handles), limits
         self._addresses: dict[int, Address] = {}
         self._expected: dict[int, ray.ObjectRef] = {}  # addresses of new processes that may not be up yet, by rank
-        self.background: Background | None = None
         self._make = list(make)
+        self._waits: list[set[asyncio.Future[Any]]] = [set() for _ in self.handles]  # for answers, by rank
         self._busy = [BusyClock() for _ in self.handles]
 
     @classmethod
@@ -183,8 +149,14 @@ class WorkerGroup:
         return cls(role, [start() for start in make], limits, make)
 
     def respawn(self, rank: int) -> None:
-        """End a worker's process, if it still lives, and start a new one in its place, without waiting."""
+        """End a worker's process, if it still lives, and start a new one in its place, without waiting.
+
+        Whoever waits for an answer of the old process gets a `WorkerLost`.
+        """
         ray.kill(self.handles[rank])
+        for wait in self._waits[rank]:
+            if not wait.done():
+                wait.set_exception(self.lost(rank, "start", "its process was replaced"))
         self._addresses.pop(rank, None)
         self.handles[rank] = self._make[rank]()
         self._expected[rank] = self.handles[rank].address.remote()  # it answers this as soon as it is up
@@ -208,119 +180,130 @@ class WorkerGroup:
                 self._addresses[refs[ref]] = ray.get(ref)
         return self._addresses
 
-    def call_home(self) -> list[Address]:
+    async def call_home(self) -> list[Address]:
         """Wait until every process is there, and note where."""
         limit = max(self.limits.of("start"), PROCESS_START_S)
-        return self.note_addresses(self.gather(self.submit_all("start", "address"), timeout_s=limit))
+        return self.note_addresses(await self.answers(self.submit_all("start", "address"), limit))
 
     def note_addresses(self, addresses: Sequence[Address]) -> list[Address]:
         """Note where the processes are, in rank order."""
         self._addresses, self._expected = dict(enumerate(addresses)), {}
         return list(addresses)
 
-    def submit(self, rank: int, stage: str, method: str, *args: Any, timed: bool = True) -> Call:
-        """Call a method on one worker, without waiting; `timed` if it counts as something to do."""
+    # --- asking ------------------------------------------------------------------------------------------------
+    def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
+        """Call a method on one worker, without waiting."""
         handle = self.handles[rank]
-        if timed:
-            self._busy[rank].begin()
-        return Call(getattr(handle, method).remote(*args), self, rank, stage, time.monotonic(), handle, is_timed=timed)
+        self._busy[rank].begin()
+        ref = getattr(handle, method).remote(*args)
+        return Call(ref, self, rank, stage, time.monotonic(), self.limits.of(stage), handle)
 
-    def submit_for_data(self, rank: int, stage: str, method: str, *args: Any) -> Call:
+    def submit_for_data(self, rank: int, stage: str, method: str, *args: Any, limit_s: float | None = None) -> Call:
         """Call a method that returns (answer, data), without waiting.
 
         `Call.data` refers to the data, which stays in the object store. Unlike what a worker puts there itself it
-        outlives the worker: it belongs to this process.
+        outlives the worker: it belongs to this process. `limit_s` replaces the stage's time limit.
         """
-        handle = self.handles[rank]
+        handle, limit = self.handles[rank], self.limits.of(stage) if limit_s is None else limit_s
         self._busy[rank].begin()
         answer, data = getattr(handle, method).options(num_returns=2).remote(*args)
-        return Call(answer, self, rank, stage, time.monotonic(), handle, data)
+        return Call(answer, self, rank, stage, time.monotonic(), limit, handle, data)
 
     def tell(self, rank: int, method: str, *args: Any) -> None:
         """Call a method whose answer nobody waits for."""
         getattr(self.handles[rank], method).remote(*args)
 
-    def call(self, rank: int, stage: str, method: str, *args: Any) -> Any:
-        """Call a method on one worker and wait."""
-        return self.gather([self.submit(rank, stage, method, *args)])[0]
-
     def submit_all(self, stage: str, method: str, *args: Any) -> list[Call]:
         """Call a method with the same arguments on every worker, without waiting."""
         return [self.submit(rank, stage, method, *args) for rank in range(len(self))]
 
-    def call_all(self, stage: str, method: str, *args: Any) -> list[Any]:
+    async def ask(self, rank: int, stage: str, method: str, *args: Any) -> Any:
+        """Call a method on one worker and wait."""
+        return (await self.answers([self.submit(rank, stage, method, *args)]))[0]
+
+    async def ask_all(self, stage: str, method: str, *args: Any) -> list[Any]:
         """Call a method with the same arguments on every worker; values in rank order."""
-        return self.gather(self.submit_all(stage, method, *args))
+        return await self.answers(self.submit_all(stage, method, *args))
 
-    def call_each(self, stage: str, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+    async def ask_each(self, stage: str, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a method on every worker, each with arguments of its own; values in rank order."""
-        return self.gather([self.submit(rank, stage, method, *a) for rank, a in enumerate(args)])
+        return await self.answers([self.submit(rank, stage, method, *a) for rank, a in enumerate(args)])
 
-    def gather(self, calls: Sequence[Call], timeout_s: float | None = None) -> list[Any]:
-        """Wait for all calls; values in the order of `calls`.
+    async def answers(self, calls: Sequence[Call], timeout_s: float | None = None) -> list[Any]:
+        """Wait for calls of ranks that work together; values in the order of `calls`.
 
         Raises:
             GrpoDistError: the first failure of any of them, or no answer in time.
         """
-        values = {}
-        for call, value in self._outcomes(calls, timeout_s):
-            if isinstance(value, GrpoDistError):
-                others = [each for each in calls if each.group is call.group and each.ref not in values]
-                raise call.group.root_cause(value, [each for each in others if each is not call])
-            values[call.ref] = value
-        return [values[call.ref] for call in calls]
-
-    def settle(self, calls: Sequence[Call]) -> list[Any]:
-        """Wait until every call has a value or has failed; values and errors in the order of `calls`."""
-        values = {call.ref: value for call, value in self._outcomes(calls, None)}
-        return [values[call.ref] for call in calls]
-
-    def _outcomes(self, calls: Sequence[Call], timeout_s: float | None) -> Iterator[tuple[Call, Any]]:
-        """Each call with its value or error, as they finish; a call that is late has failed."""
-        limit = max((call.limit_s for call in calls), default=0.0) if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit
-        waiting = dict.fromkeys(calls)
-        while waiting:
-            left = deadline - time.monotonic()
-            done = finished(list(waiting), self.background, min(max(left, 0), POLL_S))
-            if not done and left <= 0:
-                group = next(iter(waiting)).group
-                late = [call for call in waiting if call.group is group]
-                lost = group.late(late, limit)
-                call = next(call for call in late if call.rank == lost.rank)
-                del waiting[call]
-                yield call, lost
-            for call in done:
-                del waiting[call]
-                try:
-                    yield call, call.result()
-                except GrpoDistError as error:
-                    yield call, error
-
-    def resolve(self, call: Call) -> Any:
-        """The value of a finished call; see `Call.result`."""
-        if call.is_timed and call.process is self.handles[call.rank]:
-            self._busy[call.rank].end()
+        if not calls:
+            return []
+        limit = max(call.limit_s for call in calls) if timeout_s is None else timeout_s
+        values = {call: asyncio.ensure_future(call.group.value(call)) for call in calls}
         try:
-            return ray.get(call.ref, timeout=call.limit_s)
-        except RayTaskError as error:
+            done, waiting = await asyncio.wait(values.values(), timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+            unanswered = {call: value for call, value in values.items() if value in waiting}
+            for call, value in values.items():
+                if value in done and (error := value.exception()) is not None:
+                    raise await call.group.root_cause(error, unanswered) if isinstance(error, GrpoDistError) else error
+            if unanswered:
+                group = next(iter(unanswered)).group
+                raise await group.late([call for call in unanswered if call.group is group], limit)
+            return [value.result() for value in values.values()]
+        finally:
+            for value in values.values():
+                value.cancel()
+            await asyncio.gather(*values.values(), return_exceptions=True)
+
+    async def outcomes(self, calls: Sequence[Call]) -> list[Any]:
+        """Wait until every call has a value or has failed; values and errors in the order of `calls`."""
+        found = await asyncio.gather(*(call.answer() for call in calls), return_exceptions=True)
+        for each in found:
+            if isinstance(each, BaseException) and not isinstance(each, GrpoDistError):
+                raise each
+        return list(found)
+
+    # For code outside the driver's loop: the same, but not as coroutines.
+    call, call_all, call_each = blocking(ask), blocking(ask_all), blocking(ask_each)
+    gather, settle = blocking(answers), blocking(outcomes)
+
+    async def value(self, call: Call) -> Any:
+        """Wait for the value of a call, however long it takes; errors as `Call.answer`."""
+        loop = asyncio.get_running_loop()
+        wait = loop.create_future()
+        self._waits[call.rank].add(wait)
+        call.ref.future().add_done_callback(lambda done: loop.call_soon_threadsafe(self._note_answer, call, wait, done))
+        try:
+            done: concurrent.futures.Future[Any] = await wait
+            return done.result()
+        except RayError as error:
+            raise self._failure(call, error) from None
+        finally:
+            self._waits[call.rank].discard(wait)
+
+    def _note_answer(self, call: Call, wait: asyncio.Future[Any], done: concurrent.futures.Future[Any]) -> None:
+        if call.is_current:
+            self._busy[call.rank].end()
+        if not wait.done():
+            wait.set_result(done)
+
+    # --- failures ----------------------------------------------------------------------------------------------
+    def _failure(self, call: Call, error: RayError) -> GrpoDistError:
+        """What to say of a call that Ray answers with an error."""
+        if isinstance(error, RayTaskError):
             cause = error.cause
             if isinstance(cause, WorkerError):
                 cause.locate(self.role, call.rank, self._node(call.rank), call.stage)
             if isinstance(cause, GrpoDistError):
-                raise cause from None
+                return cause
             text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
-            raise self.error(call.rank, call.stage, text, str(error)[-TRACEBACK_CHARS:]) from None
-        except (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError) as error:
+            return self.error(call.rank, call.stage, text, str(error)[-TRACEBACK_CHARS:])
+        if isinstance(error, RayActorError | WorkerCrashedError | NodeDiedError | OutOfMemoryError):
             tell = self.error if getattr(error, "actor_init_failed", False) else self.lost  # it would fail again
-            raise tell(call.rank, call.stage, f"its process died ({_cause_of_death(error)})") from None
-        except UnserializableException as error:  # its text ends with the original traceback
+            return tell(call.rank, call.stage, f"its process died ({_cause_of_death(error)})")
+        if isinstance(error, UnserializableException):  # its text ends with the original traceback
             text = str(error).strip()
-            raise self.error(call.rank, call.stage, text.splitlines()[-1], text[-TRACEBACK_CHARS:]) from None
-        except GetTimeoutError:
-            raise self.lost(call.rank, call.stage, f"its answer did not come within {call.limit_s:g} s") from None
-        except RayError as error:
-            raise self.error(call.rank, call.stage, f"{type(error).__name__}: {str(error).splitlines()[0]}") from None
+            return self.error(call.rank, call.stage, text.splitlines()[-1], text[-TRACEBACK_CHARS:])
+        return self.error(call.rank, call.stage, f"{type(error).__name__}: {str(error).splitlines()[0]}")
 
     def error(self, rank: int, stage: str, message: str, remote_traceback: str = "") -> WorkerError:
         """A WorkerError of one of these workers."""
@@ -334,58 +317,57 @@ class WorkerGroup:
         address = self.addresses.get(rank)
         return "?" if address is None else address.host
 
-    def late(self, calls: Sequence[Call], limit_s: float | None = None) -> WorkerLost:
+    async def late(self, calls: Sequence[Call], limit_s: float) -> WorkerLost:
         """What to say of these workers' calls that were not answered in time: names the one that is stuck."""
-        limit_s = calls[0].limit_s if limit_s is None else limit_s
-        states = self._states([call.rank for call in calls])
+        states = await self._states([call.rank for call in calls])
         worst = next((call for call in calls if states.get(call.rank) in LOST), calls[0])
         state = f": its process is {states[worst.rank]}" if worst.rank in states else ""
         others = len(calls) - 1
         also = f"; ranks that are late too, and may wait for it: {others}" if others else ""
         return self.lost(worst.rank, worst.stage, f"no answer within {limit_s:g} s{state}{also}")
 
-    def root_cause(self, error: GrpoDistError, unanswered: Sequence[Call] = ()) -> GrpoDistError:
+    async def root_cause(
+        self, error: GrpoDistError, unanswered: Mapping[Call, asyncio.Future[Any]] = MappingProxyType({})
+    ) -> GrpoDistError:
         """`error`, or, if it is one rank's and another rank is gone or hangs, the loss of that one.
 
         Args:
             error: what came out first.
-            unanswered: the calls of other ranks for the same that have no answer yet.
+            unanswered: the calls of other ranks for the same that have no answer yet, and what waits for them.
         """
         if not isinstance(error, WorkerError) or isinstance(error, OutOfMemory) or len(self) == 1:
             return error
-        states = self._states([rank for rank in range(len(self)) if rank != error.rank])
+        states = await self._states([rank for rank in range(len(self)) if rank != error.rank])
         # NCCL ends the process of a rank that has waited too long: others may be dead for the same reason
         culprits = ("stopped",) if isinstance(error, WorkerLost) else LOST
         lost = None
         if gone := [rank for rank, state in states.items() if state in culprits]:
             lost = self.lost(gone[0], error.stage, f"its process is {states[gone[0]]}")
-        elif any(text in error.message for text in _COLLECTIVE_ERRORS) and (hung := _still_unanswered(unanswered)):
-            others = f"; so did {len(hung) - 1} more, of which one may be the cause" if len(hung) > 1 else ""
-            state = states.get(hung[0].rank, "unknown")
-            why = f"it did not come to an operation in which rank {error.rank} waited for it (its process: {state})"
-            lost = self.lost(hung[0].rank, hung[0].stage, why + others)
+        elif any(text in error.message for text in _COLLECTIVE_ERRORS) and unanswered:
+            _, waiting = await asyncio.wait(unanswered.values(), timeout=COLLECTIVE_GRACE_S)
+            if hung := [call for call, value in unanswered.items() if value in waiting]:
+                others = f"; so did {len(hung) - 1} more, of which one may be the cause" if len(hung) > 1 else ""
+                state = states.get(hung[0].rank, "unknown")
+                why = f"it did not come to an operation in which rank {error.rank} waited for it (its process: {state})"
+                lost = self.lost(hung[0].rank, hung[0].stage, why + others)
         if lost is None:
             return error
         lost.add_note(f"it showed as: {error}")
         return lost
 
-    def _states(self, ranks: Sequence[int]) -> dict[int, str]:
+    async def _states(self, ranks: Sequence[int]) -> dict[int, str]:
         addresses = self.addresses
-        return probe({rank: addresses[rank] for rank in ranks if rank in addresses})
+        known = {rank: addresses[rank] for rank in ranks if rank in addresses}
+        return await asyncio.to_thread(probe, known)
 
-    def kill(self) -> None:
-        """End all processes at once."""
-        for handle in self.handles:
+    async def end(self) -> None:
+        """End all processes at once; nobody waits for their answers any more."""
+        for handle, waits in zip(self.handles, self._waits, strict=True):
             ray.kill(handle)
+            for wait in waits:
+                wait.cancel()
 
-
-def _still_unanswered(calls: Sequence[Call]) -> list[Call]:
-    """Those without an answer when others in the same operation have failed too."""
-    deadline, waiting = time.monotonic() + COLLECTIVE_GRACE_S, list(calls)
-    while waiting and (left := deadline - time.monotonic()) > 0:
-        done = finished(waiting, None, min(left, POLL_S))
-        waiting = [call for call in waiting if call not in done]
-    return waiting
+    kill = blocking(end)
 
 
 def _cause_of_death(error: RayError) -> str:

@@ -16,9 +16,9 @@ cache is dropped with the old ones. Every engine answers with the version it now
 samples carries it.
 
 A rollout worker that fails on the way is replaced and does not hold up the others (rollout_group.py). It takes part
-again once it holds the weights in force, by the next sync or, where the driver waits for responses, by one of its own:
-the actor stands still then. No response is taken from an engine whose version was not confirmed. If an actor rank
-fails, the sync raises and the run stops.
+again once it holds the weights in force, by the next sync or, while the actor still holds them, by one of its own. No
+response is taken from an engine whose version was not confirmed. If an actor rank fails, the sync raises and the run
+stops.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from grpo_dist.workers.rollout_group import RolloutGroup
 from grpo_dist.workers.weight_transport import ObjectStoreTransport, Outcomes, WeightTransport
 
 
-def sync_weights(
+async def sync_weights(
     actor: WorkerGroup, rollout: RolloutGroup, *, version: int, dtype: str, transport: WeightTransport | None = None
 ) -> None:
     """Bring the actor's weights, as weight version `version`, to all rollout engines.
@@ -47,7 +47,7 @@ def sync_weights(
     """
     way = transport or ObjectStoreTransport()
 
-    def bring(ranks: Sequence[int]) -> Outcomes:
-        return way.sync(actor, rollout.workers, ranks, version=version, dtype=dtype)
+    async def bring(ranks: Sequence[int]) -> Outcomes:
+        return await way.sync(actor, rollout.workers, ranks, version=version, dtype=dtype)
 
-    rollout.take_weights(bring, version)
+    await rollout.take_weights(bring, version)

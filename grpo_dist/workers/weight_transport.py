@@ -28,7 +28,7 @@ Outcomes = dict[int, Any]
 class WeightTransport(Protocol):
     """Brings the actor's weights to engines."""
 
-    def sync(
+    async def sync(
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
     ) -> Outcomes:
         """Bring the weights, cast to `dtype`, to the engines in `ranks`, as version `version`.
@@ -44,14 +44,14 @@ class WeightTransport(Protocol):
 class ObjectStoreTransport:
     """Buckets in Ray's object store."""
 
-    def sync(
+    async def sync(
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
     ) -> Outcomes:
         """See `WeightTransport.sync`."""
         before = list(rollout.handles)
-        buckets = actor.call_all(STAGE, "export_weights", dtype)[0]
+        buckets = (await actor.ask_all(STAGE, "export_weights", dtype))[0]
         same = [rank for rank in ranks if rollout.handles[rank] is before[rank]]  # one may have been replaced meanwhile
-        return outcomes({rank: rollout.submit(rank, STAGE, "load_weights", buckets, version) for rank in same})
+        return await outcomes({rank: rollout.submit(rank, STAGE, "load_weights", buckets, version) for rank in same})
 
 
 class BroadcastTransport:
@@ -72,51 +72,53 @@ class BroadcastTransport:
         self.generation = 0
         self._members: list[Any] = []
 
-    def sync(
+    async def sync(
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
     ) -> Outcomes:
         """See `WeightTransport.sync`. Engines that live when another one has died get a second attempt without it."""
-        found = self._attempt(actor, rollout, ranks, version, dtype)
+        found = await self._attempt(actor, rollout, ranks, version, dtype)
         again = [rank for rank, outcome in found.items() if isinstance(outcome, WeightSyncError)]
-        return found | self._attempt(actor, rollout, again, version, dtype) if again else found
+        return found | await self._attempt(actor, rollout, again, version, dtype) if again else found
 
     def patience_s(self, actor: WorkerGroup) -> float:
         """Seconds a rank waits for another one: it gives up sooner than the driver does."""
         return min(self.timeout_s, actor.limits.of(STAGE) / 2)
 
-    def _attempt(
+    async def _attempt(
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], version: int, dtype: str
     ) -> Outcomes:
         members = [rollout.handles[rank] for rank in ranks]
         if members != self._members:
-            failed = self._form(actor, rollout, ranks, members)
+            failed = await self._form(actor, rollout, ranks, members)
             if failed:
                 return failed
         self._members = []  # until all has gone well
         # Responses may have to end first, which takes longer than a rank waits for another one: nobody sends meanwhile.
         problem = "the weights were not sent: one of the engines is dead"
-        _, failed = _ask_engines(rollout, ranks, members, "pause_for_weights", problem)
+        _, failed = await _ask_engines(rollout, ranks, members, "pause_for_weights", problem)
         if failed:
             return failed
         sends = actor.submit_all(STAGE, "broadcast_weights", dtype, version)
         loads = {rank: rollout.submit(rank, STAGE, "receive_weights", version) for rank in ranks}
-        found = outcomes(loads)
-        sent = outcomes(dict(enumerate(sends)))
-        _raise_first(actor, (outcome for outcome in sent.values() if not isinstance(outcome, WeightSyncError)))
+        found = await outcomes(loads)
+        sent = await outcomes(dict(enumerate(sends)))
+        await _raise_first(actor, (outcome for outcome in sent.values() if not isinstance(outcome, WeightSyncError)))
         if all(outcome == version for outcome in found.values()):
-            _raise_first(actor, sent.values())
+            await _raise_first(actor, sent.values())
             self._members = members
         return found
 
-    def _form(self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], members: Sequence[Any]) -> Outcomes:
+    async def _form(
+        self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], members: Sequence[Any]
+    ) -> Outcomes:
         """Have the senders and the engines form a group; if that fails, what came of it by engine."""
         problem = "the weight group was not formed: one of its engines is dead"
-        found, failed = _ask_engines(rollout, ranks, members, "address", problem)
+        found, failed = await _ask_engines(rollout, ranks, members, "address", problem)
         if failed:
             return failed
         senders = range(len(actor)) if self.backend == "ipc" else [SENDER]
         ips = [found[rank].ip for rank in ranks] + [actor.addresses[rank].ip for rank in senders[1:]]
-        host, port = actor.call(SENDER, STAGE, "open_weight_store", ips)
+        host, port = await actor.ask(SENDER, STAGE, "open_weight_store", ips)
         self.generation += 1
         workers = self.workers_per_engine
         address = GroupAddress(
@@ -133,9 +135,9 @@ class BroadcastTransport:
             rank: rollout.submit(rank, STAGE, "join_weight_group", address, len(senders) + place * workers)
             for place, rank in enumerate(ranks)
         }
-        joined, sent = outcomes(joins), outcomes(sending)
+        joined, sent = await outcomes(joins), await outcomes(sending)
         if not any(isinstance(outcome, GrpoDistError) for outcome in joined.values()):
-            _raise_first(actor, sent.values())
+            await _raise_first(actor, sent.values())
             return {}
         unformed = WeightSyncError("the weight group was not formed")
         return {rank: outcome or unformed for rank, outcome in joined.items()}
@@ -150,15 +152,15 @@ def weight_transport(name: str, *, workers_per_engine: int, collective_timeout_s
     return BroadcastTransport(workers_per_engine, collective_timeout_s / 2, name)
 
 
-def outcomes(calls: Mapping[int, Call]) -> Outcomes:
+async def outcomes(calls: Mapping[int, Call]) -> Outcomes:
     """Wait for all calls, of one group, within its time limit: their values, or the errors that came instead."""
     if not calls:
         return {}
     group = next(iter(calls.values())).group
-    return dict(zip(calls, group.settle(list(calls.values())), strict=True))
+    return dict(zip(calls, await group.outcomes(list(calls.values())), strict=True))
 
 
-def _ask_engines(
+async def _ask_engines(
     rollout: WorkerGroup, ranks: Sequence[int], members: Sequence[Any], method: str, problem: str
 ) -> tuple[Outcomes, Outcomes]:
     """Call a method on the engines `ranks`, whose processes were `members`.
@@ -166,7 +168,7 @@ def _ask_engines(
     Returns:
         (what they answered; if not all have, what came of the sync: their errors, and `problem` for those who have).
     """
-    found = outcomes({rank: rollout.submit(rank, STAGE, method) for rank in ranks})
+    found = await outcomes({rank: rollout.submit(rank, STAGE, method) for rank in ranks})
     for rank, handle in zip(ranks, members, strict=True):
         if rollout.handles[rank] is not handle:  # its new process starts first, and would be waited for
             found[rank] = rollout.error(rank, STAGE, "its process was replaced")
@@ -174,8 +176,8 @@ def _ask_engines(
     return found, {rank: errors.get(rank) or WeightSyncError(problem) for rank in ranks} if errors else {}
 
 
-def _raise_first(group: WorkerGroup, found: Iterable[Any]) -> None:
+async def _raise_first(group: WorkerGroup, found: Iterable[Any]) -> None:
     """Raise the first error, or the loss of the rank that has made it."""
     for outcome in found:
         if isinstance(outcome, GrpoDistError):
-            raise group.root_cause(outcome)
+            raise await group.root_cause(outcome)

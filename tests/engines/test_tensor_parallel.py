@@ -20,7 +20,7 @@ from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.weight_buckets import pack
 from grpo_dist.errors import EngineError, WeightSyncError, WorkerError
 from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.groups import PolicyGroup
+from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.weight_transport import BroadcastTransport, outcomes
 from tests.engines.split_rollout import SplitRolloutWorker, SpoiledWorker
 from tests.engines.test_vllm_engine import PROMPTS, generate, hf_greedy, perturbed, sampling, tokens
@@ -65,7 +65,7 @@ def engines(local_ray: None, random_models: dict[str, str]) -> Iterator[tuple[Ca
         spawned("rollout", SplitRolloutWorker, [()], env=env) as rollout,
         spawned("rollout", SplitRolloutWorker, [()], env=env) as one,
     ):
-        calls = PolicyGroup(actor).submit_start(policy_settings(path))
+        calls = Gang(actor).submit_start(policy_settings(path))
         calls += [rollout.submit(0, "start", "start", split_settings(path, "broadcast"))]
         calls += [one.submit(0, "start", "start", engine_settings(path, 0))]
         actor.gather(calls)

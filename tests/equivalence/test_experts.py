@@ -17,7 +17,7 @@ import torch
 from grpo_dist.engines.weight_buckets import unpack
 from grpo_dist.errors import WeightSyncError
 from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.groups import PolicyGroup
+from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes
 from tests.engines.test_vllm_engine import PROMPTS, assert_log_probs_equal, generate, hf_greedy, sampling, tokens
@@ -85,7 +85,7 @@ def case(request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: pyte
         spawned("actor", actor_class(), [(0, 2), (1, 2)]) as actor,
         spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as rollout,
     ):
-        calls = PolicyGroup(actor).submit_start(policy_settings(path))
+        calls = Gang(actor).submit_start(policy_settings(path))
         for rank, transport in enumerate(TRANSPORTS):
             settings = replace(engine_settings(path, rank), weight_transport=transport, tensor_parallel_size=size)
             calls.append(rollout.submit(rank, "start", "start", settings))

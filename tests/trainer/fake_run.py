@@ -11,7 +11,7 @@ from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.groups import ActorGroup, ReferenceGroup
+from grpo_dist.workers.gang import ActorGroup, ReferenceGroup
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout_group import RolloutGroup

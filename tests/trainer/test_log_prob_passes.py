@@ -16,7 +16,7 @@ from grpo_dist.trainer.pump import RolloutPump
 from grpo_dist.trainer.rollout_job import GroupRequest, LogProbPass, RolloutJob
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.group import WorkerGroup, finished
-from grpo_dist.workers.groups import ReferenceGroup
+from grpo_dist.workers.gang import ReferenceGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.restarts import RestartBudget

@@ -22,7 +22,7 @@ from grpo_dist.trainer.pump import SCORER_RESTART_S, SCORER_START_S, RolloutPump
 from grpo_dist.trainer.rollout_job import GroupRequest, RolloutJob
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
-from grpo_dist.workers.groups import PolicyGroup
+from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import Task
 from grpo_dist.workers.reward_pool import RewardPool
@@ -83,7 +83,7 @@ def make_pump(groups: dict[str, WorkerGroup], engines: WorkerGroup, most: int = 
     groups["reward"].gather(reward.submit_start(reward_settings(load_config([])[0])))
     rollout = RolloutGroup(engines, RestartBudget(most))
     engines.gather(rollout.submit_start([None] * len(engines)))
-    reference = Giver(functools.partial(PolicyGroup(groups["ref"]).submit_log_probs, "ref_log_prob"))
+    reference = Giver(functools.partial(Gang(groups["ref"]).submit_log_probs, "ref_log_prob"))
     return RolloutPump(rollout, reward, {"ref": reference}, reward_timeout_s=TIMEOUT_S)
 
 

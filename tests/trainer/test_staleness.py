@@ -27,7 +27,7 @@ from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.groups import ActorGroup
+from grpo_dist.workers.gang import ActorGroup
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import RewardWorker
 from grpo_dist.workers.reward_pool import RewardPool

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import os
 import re
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
 
 from grpo_dist.errors import GrpoDistError, OutOfMemory, RewardError, WorkerError, WorkerLost
-from grpo_dist.workers.group import Call, WorkerGroup, finished
+from grpo_dist.workers.event_loop import run
+from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Address, Process
 from tests.processes import reserved
@@ -116,6 +120,10 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
     gate.open()
 
 
+def is_answered(call: Call) -> bool:
+    return bool(ray.wait([call.ref], timeout=0)[0])
+
+
 # --- values ------------------------------------------------------------------------------------------------------
 def test_values_come_in_rank_order(group: WorkerGroup) -> None:
     assert len(group) == 2
@@ -132,44 +140,42 @@ def test_every_rank_is_a_process_of_its_own_with_the_given_environment(group: Wo
     assert group.call_all("environment", "environment", "COLOUR") == ["blue", "blue"]
 
 
-def test_what_is_finished_is_told_apart_from_the_rest(group: WorkerGroup, gate: Gate) -> None:
-    slow, fast = group.submit(0, "slow", "wait_for", str(gate)), group.submit(1, "fast", "add", 1)
-    while not (done := finished([slow, fast], None)):
-        pass
-    assert done == [fast]
-    assert fast.result() == 101
-    assert finished([slow], None, timeout_s=0) == []
-    gate.open()
-    assert group.gather([slow]) == [0]
+def test_coroutines_wait_side_by_side(group: WorkerGroup, gate: Gate) -> None:
+    """What one of them waits for comes only when the other one has had two answers."""
+    values: list[int] = []
+
+    async def others() -> None:
+        for number in (1, 2):
+            values.append(await group.submit(1, "background", "add", number).answer())
+        gate.open()
+
+    async def both() -> int:
+        return (await asyncio.gather(group.ask(0, "slow", "wait_for", str(gate)), others()))[0]
+
+    assert run(both()) == 0
+    assert values == [101, 102]
 
 
-class Counting:
-    """A background that is given two calls, one after the other. Then what the foreground waits for may come."""
+def test_a_wait_that_is_cancelled_leaves_the_call(group: WorkerGroup, gate: Gate) -> None:
+    async def cancelled() -> int:
+        call = group.submit(0, "slow", "wait_for", str(gate))
+        first = asyncio.create_task(call.answer())
+        await asyncio.sleep(0)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        gate.open()
+        return await call.answer()
 
-    def __init__(self, group: WorkerGroup, gate: Gate) -> None:
-        self.group, self.gate, self.values, self.ticks = group, gate, [], 0
-        self.in_flight = [group.submit(1, "background", "add", 1)]
-
-    def collect(self, call: Call) -> None:
-        self.values.append(call.result())
-        self.in_flight.remove(call)
-        if len(self.values) < 2:
-            self.in_flight.append(self.group.submit(1, "background", "add", 2))
-        else:
-            self.gate.open()
-
-    def tick(self) -> None:
-        self.ticks += 1
+    assert run(cancelled()) == 0
 
 
-def test_the_background_goes_on_while_a_call_is_waited_for(group: WorkerGroup, gate: Gate) -> None:
-    background = group.background = Counting(group, gate)
-    try:
-        group.call(0, "slow", "wait_for", str(gate))
-    finally:
-        group.background = None
-    assert background.values == [101, 102]
-    assert background.ticks >= 2
+def test_a_loop_does_not_wait_for_itself(group: WorkerGroup) -> None:
+    async def wrong() -> int:
+        return group.call(0, "add", "add", 1)
+
+    with pytest.raises(AssertionError, match="await"):
+        run(wrong())
 
 
 def test_settle_waits_for_all_and_gives_failures_as_values(group: WorkerGroup) -> None:
@@ -218,7 +224,7 @@ def test_any_other_error_names_the_worker_and_does_not_wait_for_its_peers(group:
     waiting = group.submit(0, "add", "wait_for", str(gate))
     with pytest.raises(WorkerError) as caught:
         group.gather([waiting, group.submit(1, "update", "fail")])
-    assert finished([waiting], None, timeout_s=0) == []
+    assert not is_answered(waiting)
     error = caught.value
     assert (error.role, error.rank, error.node, error.stage) == ("actor", 1, "node1", "update")
     assert error.message == "KeyError: 'the key'"
@@ -248,19 +254,17 @@ def test_no_answer_in_time(group: WorkerGroup, gate: Gate) -> None:
     waiting, answered = impatient.submit(0, "add", "wait_for", str(gate)), impatient.submit(1, "add", "add", 1)
     with pytest.raises(WorkerError, match=r"actor worker 0 on node0, stage 'add': no answer within 4 s"):
         impatient.gather([waiting, answered])
-    assert finished([waiting], None, timeout_s=0) == []
+    assert not is_answered(waiting)
     with pytest.raises(WorkerError, match=r"no answer within 0\.1 s"):
         group.gather([group.submit(0, "add", "add", 1)], timeout_s=0.1)
 
 
 def test_the_deadline_of_a_call(group: WorkerGroup, gate: Gate) -> None:
+    """It counts from when the call was sent; the process answers one after the other."""
     patient, hasty = group.submit(1, "score", "wait_for", str(gate)), group.submit(1, "hasty", "add", 1)
-    time.sleep(0.2)
     assert (patient.limit_s, hasty.limit_s) == (240.0, 0.1)
-    assert not patient.is_late()
-    assert patient.is_late(0.1)
-    assert hasty.is_late()
-    assert str(group.late([hasty])).startswith("actor worker 1 on node1, stage 'hasty': no answer within 0.1 s")
+    with pytest.raises(WorkerLost, match=r"^actor worker 1 on node1, stage 'hasty': no answer within 0\.1 s"):
+        run(hasty.answer())
     with pytest.raises(WorkerLost, match=r"stage 'hasty': no answer within 0\.1 s"):
         group.call(0, "hasty", "wait_for", str(gate))
     gate.open()
@@ -276,7 +280,7 @@ def test_a_dead_process_is_told_while_others_hang(bundles: Mapping[str, list], g
         hanging = [group.submit(rank, "update", "wait_for", str(gate)) for rank in (0, 2)]
         with pytest.raises(WorkerError, match="its process died") as caught:
             group.gather([*hanging, group.submit(1, "update", "exit")])
-        assert finished(hanging, None, timeout_s=0) == []
+        assert not any(is_answered(call) for call in hanging)
         assert (caught.value.rank, caught.value.node) == (1, "node1")
         os.kill(victim, 9)
         with pytest.raises(WorkerError, match="actor worker 2 on node2, stage 'add': its process died"):
@@ -303,6 +307,25 @@ def test_the_process_that_takes_anothers_place_is_known(bundles: Mapping[str, li
     ray.kill(group.handles[0])
     with pytest.raises(WorkerError, match=r"actor worker 0 on \?, .*: its process died"):  # never up
         group.call(0, "add", "address")
+
+
+def test_who_waits_for_a_process_that_is_replaced_or_ended_need_not_wait_for_ray(group: WorkerGroup) -> None:
+    """A node that is gone is found out by Ray much later. Nobody waits for a role that has ended."""
+    never = SimpleNamespace(remote=lambda *args: SimpleNamespace(future=concurrent.futures.Future))
+    handle = SimpleNamespace(work=never, address=never)
+
+    async def waiting(ends: bool) -> list[Any]:
+        workers = WorkerGroup("rollout", [handle], TimeLimits(240.0), [lambda: handle])
+        answers = [asyncio.create_task(workers.submit(0, "generate", "work").answer()) for _ in range(2)]
+        await asyncio.sleep(0)
+        await workers.end() if ends else workers.respawn(0)
+        return await asyncio.gather(*answers, return_exceptions=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "kill", lambda handle: None)
+        lost, ended = run(waiting(False)), run(waiting(True))
+    assert [(type(each), each.rank) for each in lost] == [(WorkerLost, 0)] * 2
+    assert [type(each) for each in ended] == [asyncio.CancelledError] * 2
 
 
 def test_a_worker_that_cannot_be_built_says_why(bundles: Mapping[str, list]) -> None:
@@ -357,7 +380,7 @@ def test_the_rank_that_others_wait_for_is_named(local_ray: None, gate: Gate, tmp
     with reserved(actor=3) as bundles:
         limits = TimeLimits(240.0)
         group = WorkerGroup.spawn("actor", member_class(), bundles["actor"], args=[(0,), (1,), (2,)], limits=limits)
-        group.call_home()
+        run(group.call_home())
         port = group.call(0, "start", "open")
         group.call_all("start", "join", port)
         there = tmp_path / "there"
@@ -386,10 +409,14 @@ def test_a_dead_rank_is_not_blamed_where_another_one_is_stopped(group: WorkerGro
     """NCCL ends the processes of ranks that have waited too long."""
     states = {0: "waiting", 1: "stopped"}
     watched = WorkerGroup("actor", group.handles, group.limits)
-    watched._states = lambda ranks: {rank: states[rank] for rank in ranks}  # type: ignore[method-assign]
+
+    async def known(ranks: Sequence[int]) -> dict[int, str]:
+        return {rank: states[rank] for rank in ranks}
+
+    watched._states = known  # type: ignore[method-assign]
     died = watched.lost(0, "update", "its process died (SIGABRT)")
-    found = watched.root_cause(died)
+    found = run(watched.root_cause(died))
     assert isinstance(found, WorkerLost)
     assert (found.rank, found.message) == (1, "its process is stopped")
     states[1] = "dead"
-    assert watched.root_cause(died) is died, "both may have waited for each other"
+    assert run(watched.root_cause(died)) is died, "both may have waited for each other"

@@ -10,7 +10,7 @@ import ray
 
 from grpo_dist.engines.settings import LoraSettings, ModelSettings, OptimizerSettings
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.groups import ActorGroup
+from grpo_dist.workers.gang import ActorGroup
 from grpo_dist.workers.policy import ActorWorker, PolicySettings
 from tests.models import objective, random_batch
 from tests.processes import spawned

@@ -1,12 +1,11 @@
+import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +13,8 @@ from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.errors import RewardError, WorkerLost
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
-from grpo_dist.workers.group import Call, WorkerGroup, finished
+from grpo_dist.workers.event_loop import run
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.probe import process_state
 from grpo_dist.workers.process import Process
@@ -24,6 +24,7 @@ from grpo_dist.workers.reward_pool import RewardPool
 from tests.processes import spawned
 
 pytestmark = pytest.mark.ray
+TASK = Task("", "", {})
 GROUP = {name: Ragged.from_rows([[5], [6]], torch.int32) for name in ("responses", "response_mask")}
 
 
@@ -60,9 +61,10 @@ class Fragile(Process):
 def make(local_ray: None, tmp_path: Path) -> Iterator[Callable[[int], RewardPool]]:
     with ExitStack() as processes:
 
-        def make(most: int) -> RewardPool:
-            pool = RewardPool(processes.enter_context(spawned("reward", Fragile, [()])), RestartBudget(most))
-            pool.workers.gather(pool.submit_start(str(tmp_path / "trap")))  # type: ignore[arg-type]
+        def make(most: int, size: int = 1) -> RewardPool:
+            workers = processes.enter_context(spawned("reward", Fragile, [()] * size))
+            pool = RewardPool(workers, RestartBudget(most))
+            run(pool.start([str(tmp_path / "trap")] * size))
             return pool
 
         yield make
@@ -72,19 +74,15 @@ def group() -> DataProtoRef:
     return DataProtoRef.put(DataProto.from_dict(dict(GROUP)), small=())
 
 
-def score(pool: RewardPool) -> tuple[DataProtoRef, list[str]]:
-    """As the pump does."""
-    while True:
-        call = pool.submit(group(), Task("", "", {})) if pool.has_free else pool.starting[0]
-        found = pool.collect(wait(call))
-        if found is not None:
-            return found
+def scored_batch() -> DataProtoRef:
+    """With all columns that targets and samples are made of."""
+    columns = ("uid", "token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs")
+    data = DataProto.from_dict({name: torch.zeros(2) for name in (*columns, "prompts", "responses", "score")})
+    return DataProtoRef.put(data, small=())
 
 
-def wait(call: Call) -> Call:
-    while not finished([call], None):
-        pass
-    return call
+def score(pool: RewardPool, limit_s: float = 240.0) -> tuple[DataProtoRef, list[str]]:
+    return run(pool.score(group(), TASK, limit_s))
 
 
 def test_a_process_that_dies_is_replaced_and_its_data_outlives_it(make: Callable, tmp_path: Path) -> None:
@@ -102,43 +100,57 @@ def test_a_process_that_dies_is_replaced_and_its_data_outlives_it(make: Callable
 
 
 def test_a_process_that_hangs_is_replaced_once(make: Callable, tmp_path: Path) -> None:
-    """The late call is asked again; what else it was asked for does not count as another loss."""
+    """What else it was asked for is asked again too, and does not count as another loss."""
     pool = make(1)
     (tmp_path / "trap").write_text("SIGSTOP")
-    call = pool.submit(group(), Task("", "", {}))
-    other = pool.workers.submit(0, "score", "score", group(), Task("", "", {}))
-    while process_state(pool.workers.addresses[0].pid) != "stopped":
-        time.sleep(0.05)
-    pool.replace(call, call.group.late([call], 0.1))
-    pool.replace(other, WorkerLost("gone too"))
-    assert "no answer within 0.1 s: its process is stopped" in pool.restarts.failures[0]
+    batch = scored_batch()
+
+    async def both() -> list[Any]:
+        scoring = asyncio.create_task(pool.score(group(), TASK, 8.0))
+        while process_state(pool.workers.addresses[0].pid) != "stopped":
+            await asyncio.sleep(0.05)
+        return list(await asyncio.gather(scoring, pool.compute_targets(batch, TargetSettings("grpo"), 0.0, 0)))
+
+    run(pool.workers.call_home())
+    (scores, _), (targets, _) = run(both())
+    assert scores["score"].tolist() == [0, 1]
+    assert targets.fetch(("advantages",))["advantages"].tolist() == [1, 1]
+    assert "no answer within 8 s: its process is stopped" in pool.restarts.failures[0]
     assert len(pool.restarts.failures) == 1
-    assert score(pool)[0]["score"].tolist() == [0, 1]
 
 
-def test_an_answer_that_is_taken_in_after_its_process_is_gone_counts_and_frees_nobody(make: Callable) -> None:
-    """A whole batch asked of the same process has shown that it is gone."""
-    pool = make(1)
-    call = wait(pool.submit(group(), Task("", "", {})))
-    pool.replace(call, WorkerLost("gone"))
-    assert pool.collect(call)[0]["score"].tolist() == [0, 1]
-    assert not pool.has_free, "its new process starts"
-    pool.collect(wait(pool.starting[0]))
-    pool.submit(group(), Task("", "", {}))
-    assert not pool.has_free, "one process, one group at a time"
+def test_each_process_has_one_group_at_a_time_and_a_cancelled_one_keeps_its_process_busy(make: Callable) -> None:
+    """The process is at work on it until it answers, whether anybody wants that or not."""
+    pool, sent = make(0, size=2), []
+    submit = pool.workers.submit_for_data
+    pool.workers.submit_for_data = lambda *args, **kw: sent.append(submit(*args, **kw)) or sent[-1]  # type: ignore[method-assign]
+
+    async def scenario() -> None:
+        tasks = [asyncio.create_task(pool.score(group(), TASK, 240.0)) for _ in range(4)]
+        await asyncio.sleep(0)
+        assert sorted(call.rank for call in sent) == [0, 1]
+        tasks[0].cancel()
+        tasks[2].cancel()
+        await asyncio.gather(tasks[0], tasks[2], return_exceptions=True)
+        assert len(sent) == 2, "nobody has answered yet"
+        assert [await tasks[i] for i in (1, 3)]
+        assert len(sent) == 3, "one was cancelled before it was sent"
+
+    run(scenario())
+    assert [member.taken for member in pool.members] == [0, 0]
 
 
 def test_whole_batches_are_asked_again(make: Callable, tmp_path: Path) -> None:
-    pool = make(2)
-    batch = DataProtoRef(small={"uid": np.array(["a", "b"])}, num_rows=2)
-    columns = ("uid", "token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs")
-    data = DataProto.from_dict({name: torch.zeros(2) for name in (*columns, "prompts", "responses", "score")})
-    batch = DataProtoRef.put(data, small=())
+    pool, batch = make(2), scored_batch()
     (tmp_path / "trap").write_text("SIGKILL")
-    targets, _ = pool.compute_targets(batch, TargetSettings("grpo"), 0.0, 0)
+    targets, _ = run(pool.compute_targets(batch, TargetSettings("grpo"), 0.0, 0))
     assert targets.fetch(("advantages",))["advantages"].tolist() == [1, 1]
+
+    async def write() -> None:
+        await pool.write_samples(batch, str(tmp_path / "7.jsonl"), 7, {})
+
     (tmp_path / "trap").write_text("SIGKILL")
-    pool.finish(pool.write_samples(batch, str(tmp_path / "7.jsonl"), 7, {}))
+    run(write())
     assert (tmp_path / "7.jsonl").read_text() == "7"
     assert len(pool.restarts.failures) == 2
 
@@ -154,10 +166,6 @@ def test_the_functions_own_mistake_is_shown_at_once(make: Callable, tmp_path: Pa
 def test_what_the_reward_function_prints_is_told_once_and_not_at_length() -> None:
     pool = RewardPool(WorkerGroup("reward", [None, None], TimeLimits(1.0)))
     for number in range(2):
-        answer = "label", [], ([f"line {number}"] * 7, 100)
-        call = SimpleNamespace(
-            rank=number, process=None, result=lambda answer=answer: answer, handle=lambda label: label
-        )
-        assert pool.collect(call) == ("label", [])  # type: ignore[arg-type]
+        pool.note_printed([f"line {number}"] * 7, 100)
     assert pool.take_printed() == ["line 0"] * 7 + ["line 1"] * 3 + ["... and 204 more lines"]
     assert pool.take_printed() == []

@@ -16,8 +16,9 @@ import torch
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, ModelSettings, OptimizerSettings
 from grpo_dist.engines.weight_buckets import unpack
 from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError, WorkerLost
+from grpo_dist.workers.event_loop import run
+from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.group import Call, WorkerGroup
-from grpo_dist.workers.groups import PolicyGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.policy import ActorWorker, PolicySettings
 from grpo_dist.workers.process import Address
@@ -26,7 +27,7 @@ from grpo_dist.workers.rollout_group import RolloutGroup
 from grpo_dist.workers.weight_sync import sync_weights
 from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes, weight_transport
 from tests.engines.test_vllm_engine import PROMPTS, RANKS, generate, hf_greedy, sampling, tokens
-from tests.processes import open_to_others, spawned
+from tests.processes import open_to_others, spawned, start_together
 
 pytestmark = pytest.mark.ray
 
@@ -75,9 +76,8 @@ class Case:
 
     def sync(self, dtype: str = "float32") -> None:
         self.version += 1
-        sync_weights(
-            self.actor, RolloutGroup(self.rollout), version=self.version, dtype=dtype, transport=self.transport
-        )
+        roles = self.actor, RolloutGroup(self.rollout)
+        run(sync_weights(*roles, version=self.version, dtype=dtype, transport=self.transport))
 
     def buckets(self, dtype: str = "float32") -> list[ray.ObjectRef]:
         return self.actor.call_all("test", "export_weights", dtype)[0]
@@ -117,11 +117,11 @@ def case(request: pytest.FixtureRequest, local_ray: None, random_models: dict[st
         spawned("actor", actor_class(), [(0, 2), (1, 2)]) as actor,
         spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as rollout,
     ):
-        calls = PolicyGroup(actor).submit_start(policy_settings(path))
-        for rank in range(2):
-            settings = replace(engine_settings(path, rank), tensor_parallel_size=size, weight_transport=backend)
-            calls.append(rollout.submit(rank, "start", "start", settings))
-        actor.gather(calls)
+        engines = [
+            replace(engine_settings(path, rank), tensor_parallel_size=size, weight_transport=backend)
+            for rank in range(2)
+        ]
+        start_together(Gang(actor).start(policy_settings(path)), RolloutGroup(rollout).start(engines))
         yield Case(name, path, actor, rollout, BroadcastTransport(size, TIMEOUT_S, backend))
 
 
@@ -161,7 +161,7 @@ def test_all_engines_generate_with_the_actors_weights(case: Case, rollouts: Work
         seen.append(expected)
     assert case.transport.generation == 1, "one group for all syncs"
     rank, version = RANKS[case.name], next(VERSIONS)
-    through_store = ObjectStoreTransport().sync(case.actor, rollouts, [rank], version=version, dtype="float32")
+    through_store = run(ObjectStoreTransport().sync(case.actor, rollouts, [rank], version=version, dtype="float32"))
     assert through_store == {rank: version}
     assert tokens(generate(rollouts, rank, PROMPTS, GREEDY)) == seen[-1]
 
@@ -181,7 +181,7 @@ def spoiled_sync(case: Case, bucket: int) -> dict[int, Any]:
     case.actor.call(0, "test", "damage", bucket)
     calls = [case.rollout.submit(rank, "test", "receive_weights", case.version + 1) for rank in range(2)]
     case.actor.call_all("test", "broadcast_weights", "float32", case.version + 1)
-    return outcomes(dict(enumerate(calls)))
+    return run(outcomes(dict(enumerate(calls))))
 
 
 def test_a_damaged_first_bucket_leaves_the_weights_in_force(case: Case) -> None:
@@ -231,14 +231,15 @@ def test_an_engine_that_dies_during_a_sync_does_not_take_the_other_along(case: C
     time.sleep(0.5)  # it waits for the sender, and so does nobody on rank 0
     ray.kill(case.rollout.handles[0])
     started = time.monotonic()
-    sent = outcomes(dict(enumerate(case.actor.submit_all("test", "broadcast_weights", "float32", case.version + 1))))
+    sends = case.actor.submit_all("test", "broadcast_weights", "float32", case.version + 1)
+    sent = run(outcomes(dict(enumerate(sends))))
     assert isinstance(sent[0], WeightSyncError), "rank 0 sends"
     assert sent[1] is None, "the other rank only gathers, and is not held up"
-    assert isinstance(outcomes(calls)[1], WeightSyncError)
+    assert isinstance(run(outcomes(calls))[1], WeightSyncError)
     assert time.monotonic() - started < 2 * TIMEOUT_S
     groups, case.version = case.transport.generation, case.version + 1
     case.transport._members = []  # as after a failure of its own
-    found = case.transport.sync(case.actor, case.rollout, [0, 1], version=case.version, dtype="float32")
+    found = run(case.transport.sync(case.actor, case.rollout, [0, 1], version=case.version, dtype="float32"))
     assert isinstance(found[0], WorkerError), "its process died"
     assert found[1] == case.version
     assert case.transport.generation == groups + 1, "a group without it"
@@ -265,25 +266,25 @@ def test_transports_by_name() -> None:
 
 
 class Scripted(WorkerGroup):
-    """Processes that are none: each method's answers by rank, None where none are given. Notes what was asked."""
+    """Processes that are none: each method's results by rank, None where none are given. Notes what was asked."""
 
-    def __init__(self, role: str, size: int, **answers: Any) -> None:
+    def __init__(self, role: str, size: int, **results: Any) -> None:
         super().__init__(role, [object() for _ in range(size)], TimeLimits(60.0))
-        self.answers, self.asked, self.told = answers, [], []  # told: with arguments
+        self.results, self.asked, self.told = results, [], []  # told: with arguments
         self.states: dict[int, str] = {}
 
-    def submit(self, rank: int, stage: str, method: str, *args: Any, timed: bool = True) -> Call:
+    def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
         self.asked.append((method, rank))
         self.told.append((method, rank, *args))
-        return Call(method, self, rank, stage, 0.0)  # type: ignore[arg-type]
+        return Call(method, self, rank, stage, time.monotonic(), 60.0, self.handles[rank])  # type: ignore[arg-type]
 
-    def call(self, rank: int, stage: str, method: str, *args: Any) -> Any:
-        return self.settle([self.submit(rank, stage, method, *args)])[0]
+    async def value(self, call: Call) -> Any:
+        result = self.results.get(str(call.ref), {}).get(call.rank)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
-    def settle(self, calls: Sequence[Call]) -> list[Any]:
-        return [self.answers.get(str(call.ref), {}).get(call.rank) for call in calls]
-
-    def _states(self, ranks: Sequence[int]) -> dict[int, str]:
+    async def _states(self, ranks: Sequence[int]) -> dict[int, str]:
         return {rank: self.states.get(rank, "running") for rank in ranks}
 
 
@@ -297,7 +298,8 @@ def formed(rollout: WorkerGroup) -> BroadcastTransport:
 def test_nothing_is_sent_while_an_engines_responses_end() -> None:
     actor, rollout = Scripted("actor", 2), Scripted("rollout", 2, receive_weights={0: 3, 1: 3})
     rollout.asked = actor.asked  # one list of both
-    assert formed(rollout).sync(actor, rollout, [0, 1], version=3, dtype="float32") == {0: 3, 1: 3}
+    sync = formed(rollout).sync(actor, rollout, [0, 1], version=3, dtype="float32")
+    assert run(sync) == {0: 3, 1: 3}
     pauses, sends = [("pause_for_weights", rank) for rank in (0, 1)], [("broadcast_weights", rank) for rank in (0, 1)]
     assert actor.asked == [*pauses, *sends, ("receive_weights", 0), ("receive_weights", 1)]
 
@@ -309,7 +311,7 @@ def test_with_ipc_every_actor_rank_joins_before_the_engines_and_all_learn_where(
     actor, rollout = Scripted("actor", 3, **host), Scripted("rollout", 2, address={0: here, 1: there})
     actor.note_addresses([here, here, there])
     rollout.asked = actor.asked
-    assert BroadcastTransport(2, 300.0, "ipc")._form(actor, rollout, [0, 1], rollout.handles) == {}
+    assert run(BroadcastTransport(2, 300.0, "ipc")._form(actor, rollout, [0, 1], rollout.handles)) == {}
     joins = [(rank, args) for method, rank, *args in actor.told if method == "join_weight_group"]
     assert [rank for rank, _ in joins] == [0, 1, 2]
     assert joins[0][1] == [GroupAddress("10.0.0.1", 77, 1, 7, 30.0, "ipc", 3)], "half of what the driver waits"
@@ -320,7 +322,7 @@ def test_with_ipc_every_actor_rank_joins_before_the_engines_and_all_learn_where(
 def test_an_engine_that_dies_before_it_has_paused_is_not_sent_to() -> None:
     lost = WorkerLost("its process died", "rollout", 0, "node", "sync_weights")
     actor, rollout = Scripted("actor", 1), Scripted("rollout", 2, pause_for_weights={0: lost})
-    found = formed(rollout)._attempt(actor, rollout, [0, 1], 3, "float32")
+    found = run(formed(rollout)._attempt(actor, rollout, [0, 1], 3, "float32"))
     assert found[0] is lost
     assert isinstance(found[1], WeightSyncError), "it gets a second attempt"
     assert not actor.asked
@@ -331,4 +333,4 @@ def test_an_actor_rank_that_is_lost_is_named_and_not_the_one_whose_connection_br
     actor, rollout = Scripted("actor", 2, broadcast_weights={0: broken}), Scripted("rollout", 1)
     actor.states = {1: "gone"}
     with pytest.raises(WorkerLost, match=r"actor worker 1 .*: its process is gone"):
-        formed(rollout).sync(actor, rollout, [0], version=3, dtype="float32")
+        run(formed(rollout).sync(actor, rollout, [0], version=3, dtype="float32"))

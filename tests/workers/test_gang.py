@@ -13,8 +13,8 @@ import torch
 
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
+from grpo_dist.workers.gang import Gang, find_model
 from grpo_dist.workers.group import Call, WorkerGroup
-from grpo_dist.workers.groups import PolicyGroup, find_model
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Address
 
@@ -45,7 +45,7 @@ def batch() -> DataProtoRef:
 
 def test_after_a_pass_its_ranks_are_idle_and_busy_again_with_the_next_call(local_ray: None) -> None:
     workers = WorkerGroup("ref", [Handle(), Handle()], TimeLimits(60.0))
-    group = PolicyGroup(workers)
+    group = Gang(workers)
     found = group.collect_log_probs(group.submit_log_probs("ref_log_prob", batch()))
     rows = found.fetch(("ref_log_probs",))["ref_log_probs"].rows()
     assert [row.tolist() for row in rows] == [[1], [2, 2], [3], [4, 4]]
