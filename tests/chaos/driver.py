@@ -94,14 +94,12 @@ def victim(role: str) -> int | None:
 
 def install(timetable: Timetable) -> None:
     """Hook the timetable into the trainer."""
-    import ray
-
     from grpo_dist.trainer import pump
     from grpo_dist.trainer.trainer import GRPOTrainer
-    from grpo_dist.workers.reward_pool import RewardPool
+    from grpo_dist.workers.group import Call, WorkerGroup
 
     step = [0]
-    report, submit, wait = GRPOTrainer.report, RewardPool.submit, ray.wait
+    report, submit, value = GRPOTrainer.report, WorkerGroup.submit_for_data, WorkerGroup.value
 
     def reported(self: GRPOTrainer) -> None:
         report(self)
@@ -109,24 +107,25 @@ def install(timetable: Timetable) -> None:
         timetable.strike()
         time.sleep(0.2)
 
-    def submitted(self: RewardPool, *args: Any) -> Any:
-        call = submit(self, *args)
-        timetable.come("scoring", step[0])
-        timetable.strike()
+    def submitted(self: WorkerGroup, rank: int, stage: str, *args: Any, **kwargs: Any) -> Call:
+        call = submit(self, rank, stage, *args, **kwargs)
+        if stage == "score":
+            timetable.come("scoring", step[0])
+            timetable.strike()
         return call
 
-    def waited(*args: Any, **kwargs: Any) -> Any:
+    async def awaited(self: WorkerGroup, call: Call) -> Any:
         """The stage's calls are in flight, and what they answer is not taken in before the signal is out."""
         if timetable.due:
             time.sleep(DELAY_S)
             timetable.strike()
-        return wait(*args, **kwargs)
+        return await value(self, call)
 
     for moment, name in STAGES.items():
         hook_stage(GRPOTrainer, name, moment, timetable, step)
     GRPOTrainer.report = reported  # type: ignore[method-assign]
-    RewardPool.submit = submitted  # type: ignore[method-assign]
-    ray.wait = waited
+    WorkerGroup.submit_for_data = submitted  # type: ignore[method-assign]
+    WorkerGroup.value = awaited  # type: ignore[method-assign]
     pump.SCORER_START_S, pump.SCORER_RESTART_S = 15.0, 0.0  # a stopped reward process is noticed within the test
 
 

@@ -30,6 +30,7 @@ from grpo_dist.trainer.seeds import group_seed
 from grpo_dist.trainer.settings import objective_settings, sampling_settings, target_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.reward import Task
 from grpo_dist.workers.weight_sync import sync_weights
@@ -69,7 +70,7 @@ class Lab:
         return np.concatenate([bucket.data for bucket in buckets])
 
     def train(self, prepare: Callable[[GRPOTrainer], None] = lambda trainer: None) -> GRPOTrainer:
-        self.roles.actor.load_checkpoint(self.start)
+        run(self.roles.actor.load_checkpoint(self.start))
         trainer = record(
             build_trainer(self.config, self.roles, load_run_prompts(self.config, check_model(self.config))[0], STEPS)
         )
@@ -87,8 +88,8 @@ def lab(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
     workers = Workers(config)
     try:
         roles = workers.start(num_steps=STEPS)
-        roles.actor.begin_save(str(folder / "start"))
-        roles.actor.finished_save(wait=True)
+        run(roles.actor.begin_save(str(folder / "start")))
+        run(roles.actor.finished_save(wait=True))
         yield Lab(config, roles, str(folder / "start"))
     finally:
         workers.shutdown()
@@ -111,13 +112,13 @@ def plain_loop(lab: Lab) -> list[dict[str, float]]:
     )
     for step in range(1, STEPS + 1):
         lab.version += 1
-        sync_weights(roles.actor.workers, roles.rollout, version=lab.version, dtype="float32")
+        run(sync_weights(roles.actor.workers, roles.rollout, version=lab.version, dtype="float32"))
         groups = [sample(lab, prompts.train[int(i)], step) for i in prompts.sampler.next_batch()]
         batch = DataProtoRef.concat(groups).union(reference_log_probs(lab, groups))
         seed = group_seed(config.trainer.seed, step, -1)
-        computed, metrics = roles.reward.compute_targets(batch, targets, 0.0, seed)
+        computed, metrics = run(roles.reward.compute_targets(batch, targets, 0.0, seed))
         batch = batch.replace(computed)
-        _, update = roles.actor.update(batch, [np.arange(len(batch))], objective, step)
+        _, update = run(roles.actor.update(batch, [np.arange(len(batch))], objective, step))
         scores = {"critic/score/mean": float(batch["score"].mean())}
         rows.append(metrics | scores | metric_values(update))
     return rows
@@ -128,8 +129,8 @@ def reference_log_probs(lab: Lab, groups: Sequence[DataProtoRef], passes: int = 
     assert lab.roles.ref is not None
     computed = []
     for part in np.array_split(np.arange(len(groups)), passes):
-        job = lab.roles.ref.submit_log_probs("ref", DataProtoRef.concat([groups[i] for i in part]))
-        computed.append(lab.roles.ref.collect_log_probs(job))
+        batch = DataProtoRef.concat([groups[i] for i in part])
+        computed.append(run(lab.roles.ref.compute_log_probs("ref", batch)))
     return DataProtoRef.concat(computed)
 
 
@@ -154,7 +155,7 @@ def sample(lab: Lab, prompt: Any, step: int) -> DataProtoRef:
 def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undisturbed: tuple) -> None:
     rows, weights = undisturbed
     assert rows[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-6), "before its first step the policy is the reference"
-    lab.roles.actor.load_checkpoint(lab.start)
+    run(lab.roles.actor.load_checkpoint(lab.start))
     before = lab.weights()
     plain = plain_loop(lab)
     assert (lab.weights() == weights).all()
@@ -189,17 +190,17 @@ def test_an_engine_killed_while_it_generates_changes_nothing(lab: Lab, undisturb
     """It has answered one group by then, which is scored after its death, and is at work on others."""
 
     def prepare(trainer: GRPOTrainer) -> None:
-        rollout = trainer.roles.rollout
-        collect, process = rollout.collect, rollout.workers.call(0, "test", "address").pid
+        workers = trainer.roles.rollout.workers
+        value, process = workers.value, workers.call(0, "test", "address").pid
 
-        def then_kill(call: Call) -> DataProtoRef | None:
-            group = collect(call)
-            if group is not None and call.rank == 0:
-                rollout.collect = collect  # type: ignore[method-assign]
+        async def then_kill(call: Call) -> Any:
+            answer = await value(call)
+            if call.stage == "generate" and call.rank == 0:
+                workers.value = value  # type: ignore[method-assign]
                 os.kill(process, signal.SIGKILL)
-            return group
+            return answer
 
-        rollout.collect = then_kill  # type: ignore[method-assign]
+        workers.value = then_kill  # type: ignore[method-assign]
 
     restarts = len(lab.roles.restarts.failures)
     trainer = lab.train(prepare)
@@ -212,14 +213,14 @@ class Deadly(ObjectStoreTransport):
 
     syncs = 0
 
-    def sync(
+    async def sync(
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
     ) -> Outcomes:
         self.syncs += 1
         if self.syncs == 2:
-            process = rollout.call(ranks[-1], "test", "address").pid
+            process = (await rollout.ask(ranks[-1], "test", "address")).pid
             os.kill(process, signal.SIGKILL)  # maybe the only one: the other may still be starting
-        return super().sync(actor, rollout, ranks, version=version, dtype=dtype)
+        return await super().sync(actor, rollout, ranks, version=version, dtype=dtype)
 
 
 @pytest.mark.long  # tests/workers/test_weight_transport.py kills one in a sync, too

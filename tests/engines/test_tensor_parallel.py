@@ -19,13 +19,14 @@ from grpo_dist.engines.bucket_files import clear_left_behind
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.weight_buckets import pack
 from grpo_dist.errors import EngineError, WeightSyncError, WorkerError
-from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.gang import Gang
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.weight_transport import BroadcastTransport, outcomes
 from tests.engines.split_rollout import SplitRolloutWorker, SpoiledWorker
 from tests.engines.test_vllm_engine import PROMPTS, generate, hf_greedy, perturbed, sampling, tokens
 from tests.observed import alive_as, command_line
-from tests.processes import open_to_others, spawned
+from tests.processes import open_to_others, spawned, start_together
 from tests.workers.test_weight_transport import TIMEOUT_S, Case, actor_class, engine_settings, policy_settings
 
 pytestmark = pytest.mark.ray
@@ -65,11 +66,12 @@ def engines(local_ray: None, random_models: dict[str, str]) -> Iterator[tuple[Ca
         spawned("rollout", SplitRolloutWorker, [()], env=env) as rollout,
         spawned("rollout", SplitRolloutWorker, [()], env=env) as one,
     ):
-        calls = Gang(actor).submit_start(policy_settings(path))
-        calls += [rollout.submit(0, "start", "start", split_settings(path, "broadcast"))]
-        calls += [one.submit(0, "start", "start", engine_settings(path, 0))]
-        actor.gather(calls)
-        rollout.call_home()
+        start_together(
+            Gang(actor).start(policy_settings(path)),
+            rollout.ask(0, "start", "start", split_settings(path, "broadcast")),
+            one.ask(0, "start", "start", engine_settings(path, 0)),
+        )
+        run(rollout.call_home())
         yield Case("tied", path, actor, rollout, BroadcastTransport(SIZE, TIMEOUT_S)), one
 
 
@@ -125,7 +127,7 @@ def test_a_bucket_that_one_process_reads_wrong_is_found_and_mended(case: Case, b
     case.actor.call_all("test", "perturb", 10 + bucket)
     call = case.rollout.submit(0, "test", "receive_weights", case.version + 1)
     case.actor.call_all("test", "broadcast_weights", "float32", case.version + 1)
-    error = outcomes({0: call})[0]
+    error = run(outcomes({0: call}))[0]
     assert isinstance(error, WeightSyncError)
     assert f"tensor parallel rank 1: weight bucket {bucket} (" in str(error)
     assert f"mixed of versions {case.version} and {case.version + 1}" in str(error)
@@ -185,7 +187,7 @@ def test_a_core_of_its_own_ends_with_the_engine_too(
 ) -> None:
     with spawned("rollout", SplitRolloutWorker, [()], env={"OMP_NUM_THREADS": "1"}) as rollout:
         rollout.call(0, "start", "start_as_on_gpus", split_settings(random_models["tied"], "broadcast"))
-        rollout.call_home()
+        run(rollout.call_home())
         assert any("EngineCore" in command_line(p) for p in psutil.Process(rollout.addresses[0].pid).children())
         assert len(engine_processes(rollout)) == SIZE
         assert len(tokens(generate(rollout, 0, PROMPTS, GREEDY))) == len(PROMPTS)

@@ -16,13 +16,14 @@ import torch
 
 from grpo_dist.engines.weight_buckets import unpack
 from grpo_dist.errors import WeightSyncError
-from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.gang import Gang
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes
 from tests.engines.test_vllm_engine import PROMPTS, assert_log_probs_equal, generate, hf_greedy, sampling, tokens
 from tests.models import EXPERTS, random_model
-from tests.processes import spawned
+from tests.processes import spawned, start_together
 from tests.workers.test_weight_transport import GREEDY, TIMEOUT_S, actor_class, engine_settings, policy_settings
 
 pytestmark = pytest.mark.ray
@@ -43,7 +44,8 @@ class Case:
     def sync(self, rank: int) -> Any:
         self.version += 1
         transport = (self.broadcast, ObjectStoreTransport())[rank]
-        (outcome,) = transport.sync(self.actor, self.rollout, [rank], version=self.version, dtype="float32").values()
+        sync = transport.sync(self.actor, self.rollout, [rank], version=self.version, dtype="float32")
+        (outcome,) = run(sync).values()
         return outcome
 
     def hugging_face(self) -> Any:
@@ -85,11 +87,12 @@ def case(request: pytest.FixtureRequest, local_ray: None, tmp_path_factory: pyte
         spawned("actor", actor_class(), [(0, 2), (1, 2)]) as actor,
         spawned("rollout", RolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as rollout,
     ):
-        calls = Gang(actor).submit_start(policy_settings(path))
-        for rank, transport in enumerate(TRANSPORTS):
-            settings = replace(engine_settings(path, rank), weight_transport=transport, tensor_parallel_size=size)
-            calls.append(rollout.submit(rank, "start", "start", settings))
-        actor.gather(calls)
+        settings = [
+            replace(engine_settings(path, rank), weight_transport=transport, tensor_parallel_size=size)
+            for rank, transport in enumerate(TRANSPORTS)
+        ]
+        engines = rollout.ask_each("start", "start", [(each,) for each in settings])
+        start_together(Gang(actor).start(policy_settings(path)), engines)
         yield Case(path, actor, rollout, BroadcastTransport(size, TIMEOUT_S))
 
 
@@ -114,7 +117,7 @@ def test_experts_outlive_a_sync_of_which_nothing_was_loaded(case: Case) -> None:
     case.actor.call(0, "test", "damage", 0)
     call = case.rollout.submit(0, "test", "receive_weights", case.version + 1)
     case.actor.call_all("test", "broadcast_weights", "float32", case.version + 1)
-    error = outcomes({0: call})[0]
+    error = run(outcomes({0: call}))[0]
     assert isinstance(error, WeightSyncError)
     assert "weight bucket 0 (" in str(error)
     case.samples_from(0, before)

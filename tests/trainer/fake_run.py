@@ -10,8 +10,9 @@ from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.trainer import GRPOTrainer
-from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.gang import ActorGroup, ReferenceGroup
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout_group import RolloutGroup
@@ -47,7 +48,7 @@ def make_trainer(
     )
     restarts = RestartBudget(config.trainer.max_worker_restarts)
     pool = RewardPool(groups["reward"], restarts)
-    groups["reward"].gather(pool.submit_start(reward_settings(config)))
+    run(pool.start([reward_settings(config)]))
     groups["rollout"].call_all("test", "set_length", length)
     groups["actor"].call_all("test", "forget")
     ref = ReferenceGroup(groups["ref"], restarts)

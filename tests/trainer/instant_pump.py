@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Coroutine
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +16,11 @@ from grpo_dist.config.load import load_config
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.trainer.finished_groups import Group
-from grpo_dist.trainer.rollout_job import GroupRequest, RolloutJob
+from grpo_dist.trainer.rollout_job import RolloutJob
 from grpo_dist.trainer.sampling import TrainingSampler
 from grpo_dist.workers.batch_ref import DataProtoRef, Frame
+from grpo_dist.workers.event_loop import blocking
+from grpo_dist.workers.rollout_group import GroupRequest
 
 N = 4
 
@@ -39,11 +43,11 @@ class InstantPump:
         self.objects: list[tuple[str, weakref.ref]] = []
 
     def submit(
-        self, requests: list[GroupRequest], *, givers: tuple[str, ...], there: dict[int, Group] | None = None
+        self, requests: list[GroupRequest], *, sources: tuple[str, ...], finished: dict[int, Group] | None = None
     ) -> RolloutJob:
-        there = there or {}
-        self.requests += [request for i, request in enumerate(requests) if i not in there]
-        job = RolloutJob(requests, {}, timings={"gen": 1.0})
+        finished = finished or {}
+        self.requests += [request for i, request in enumerate(requests) if i not in finished]
+        job = RolloutJob(requests, timings={"gen": 1.0})
         for i, request in enumerate(requests):
             greedy = request.sampling.temperature == 0
             index = request.task.extra_info["index"]
@@ -54,23 +58,26 @@ class InstantPump:
             job.scores[i] = DataProtoRef((stored("token_level_scores", rows),), small, rows)
             handles = job.groups[i], job.scores[i]
             self.objects += [(request.uid, weakref.ref(handle.frames[0].blocks[0])) for handle in handles]
-        for i, (group, scores) in there.items():
+        for i, (group, scores) in finished.items():
             job.groups[i], job.scores[i] = group, scores
         for i in self.late:
             del job.scores[i]
         return job
 
-    def wait(self, done: Callable[[], bool], give_way: object = None) -> None:
-        while not done():
-            self.on_progress()
-
-    def cancel(self, job: RolloutJob, groups: set[int]) -> None:
-        job.cancelled |= groups - job.scores.keys()
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return asyncio.create_task(coroutine)
 
     def held(self) -> list[str]:
         """Groups of which responses or scores are held."""
         gc.collect()
         return list(dict.fromkeys(uid for uid, found in self.objects if found() is not None))
+
+
+@blocking
+async def open_steps(sampler: TrainingSampler, first: int, last: int) -> None:
+    """Open steps, and sample all that they need."""
+    sampler.open_steps(first, last)
+    await asyncio.gather(*(each.filling for each in sampler.open.values() if each.filling is not None))
 
 
 def make_sampler(scores: dict[int, list[float]], *overrides: str) -> TrainingSampler:

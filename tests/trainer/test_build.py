@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from grpo_dist.engines.vllm_memory import Footprint
 from grpo_dist.trainer.build import Workers, on_gpus_of
 from grpo_dist.trainer.settings import engine_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Address
@@ -27,40 +30,42 @@ class Noted(WorkerGroup):
         super().__init__(role, [object()], TimeLimits(60.0))
         self.log = log
 
-    def submit(self, rank: int, stage: str, method: str, *args: Any, timed: bool = True) -> Call:
+    def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
         if method == "start":
             self.log.append(self.role)
-        return Call(method, self, rank, stage, 0.0)  # type: ignore[arg-type]
+        return Call(method, self, rank, stage, time.monotonic(), 60.0)  # type: ignore[arg-type]
 
-    def call(self, rank: int, stage: str, method: str, *args: Any) -> Any:
-        return {"open_store": 77}[method]
+    async def value(self, call: Call) -> Any:
+        if str(call.ref) == "open_store":
+            return 77
+        for _ in range(100):  # all that can go on does
+            await asyncio.sleep(0)
+        self.log.append(f"{self.role} is there")
+        return TAKEN if self.role == "rollout" else None
 
-    def call_home(self) -> list[Address]:
+    async def call_home(self) -> list[Address]:
         return [Address("host", "10.0.0.1", 1, "node")]
-
-    def gather(self, calls: list[Call], timeout_s: float | None = None) -> list[Any]:  # type: ignore[override]
-        self.log.append("all are there")
-        return [TAKEN if call.group.role == "rollout" else None for call in calls]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "order"),
+    ("overrides", "first"),
     [
         # vLLM charges what other processes load while it measures to itself
-        (["cluster=single_gpu"], ["rollout", "all are there", "actor", "ref", "reward", "all are there"]),
-        ([], ["rollout", "actor", "ref", "reward", "all are there"]),
+        (["cluster=single_gpu"], ["rollout", "rollout is there"]),
+        ([], ["rollout"]),
     ],
     ids=["one gpu", "cpu"],
 )
-def test_engines_that_share_gpus_start_before_the_others(overrides: list[str], order: list[str]) -> None:
+def test_engines_that_share_gpus_start_before_the_others(overrides: list[str], first: list[str]) -> None:
     config, _ = load_config(overrides)
     workers, log = Workers.__new__(Workers), []  # type: ignore[var-annotated]
     workers.config, workers.place = config, placement(config)
     workers.rollout, workers.actor = Noted("rollout", log), Noted("actor", log)
     workers.ref, workers.reward = Noted("ref", log), Noted("reward", log)
     roles = workers.start(num_steps=1)
-    assert log == order
-    (replaced,) = roles.rollout._settings
+    assert log[: len(first)] == first
+    assert sorted(log[len(first) : len(first) + 3]) == ["actor", "ref", "reward"], "these start together"
+    (replaced,) = roles.rollout.settings
     assert replaced is not None
     assert (replaced.footprint_gib, replaced.kv_cache_memory_gib) == (27.5, 20.25), "what the one before took"
 
@@ -73,12 +78,16 @@ def test_engines_give_their_memory_back_before_the_update_begins() -> None:
             self.answers = answers
 
         def __getattr__(self, name: str) -> Any:
-            return lambda *args: order.append(name) or self.answers.get(name)
+            async def note(*args: Any) -> Any:
+                order.append(name)
+                return self.answers.get(name)
+
+            return note
 
     roles = SimpleNamespace(rollout=Noting(), actor=Noting(update=("batch", {})))
     trainer = SimpleNamespace(roles=roles, objective=None, step=0, metrics={}, _mini_batches=lambda rows: [])
-    assert GRPOTrainer.update.__wrapped__(trainer, range(4)) == "batch"  # type: ignore[attr-defined]
-    assert order == ["free_memory", "update"]
+    assert run(GRPOTrainer.update.__wrapped__(trainer, range(4))) == "batch"  # type: ignore[attr-defined]
+    assert order == ["begin_update", "update"]
 
 
 def test_engines_that_share_gpus_are_told_those_of_as_many_actor_ranks() -> None:

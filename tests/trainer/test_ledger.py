@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from grpo_dist.trainer.pump import RolloutPump
 from grpo_dist.trainer.sampling import TrainingSampler
-from tests.trainer.instant_pump import EQUAL, FILTER, MIXED, N, RecordingOrder, make_sampler, resumed_sampler
+from grpo_dist.workers.event_loop import blocking, run
+from tests.trainer.instant_pump import (
+    EQUAL,
+    FILTER,
+    MIXED,
+    N,
+    RecordingOrder,
+    make_sampler,
+    open_steps,
+    resumed_sampler,
+)
 
 
 def after_step_1(scores: dict[int, list[float]], last: int) -> TrainingSampler:
     """A sampler that had opened the steps up to `last` when step 1 ended."""
     sampler = make_sampler(scores)
-    sampler.open_steps(1, last)
-    sampler.rollout(1)
+    open_steps(sampler, 1, last)
+    run(sampler.rollout(1))
     sampler.close(1)
     return sampler
+
+
+@blocking
+async def open_unfinished(sampler: TrainingSampler, step: int, late: int) -> None:
+    """Open a step of which one group never comes."""
+    sampler.pump.late = (late,)  # type: ignore[attr-defined]
+    sampler.open_steps(step, step)
+    forever: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    sampler.open[step].jobs[0].flows[late] = asyncio.ensure_future(asyncio.wait_for(forever, None))
+    await asyncio.sleep(0)
 
 
 def test_what_a_filter_dropped_is_not_sampled_again_after_a_resume() -> None:
     """Prompts 0, 1 | 2, 3 | 4, 5: three groups are equal, and prompt 5 is one too many."""
     scores = {0: EQUAL, 1: MIXED, 2: EQUAL, 3: EQUAL, 4: MIXED, 5: MIXED}
     before = make_sampler(scores, FILTER)
-    sampled = before.rollout(1)
+    sampled = run(before.rollout(1))
     ledger = before.state_dict()
     assert ledger["open"] == {"1": [[1], [], [4]]}
     assert (ledger["num_filtered"], ledger["num_surplus"]) == ({"1": 3}, {"1": 1})
@@ -33,7 +55,7 @@ def test_what_a_filter_dropped_is_not_sampled_again_after_a_resume() -> None:
     after = resumed_sampler(before, scores, FILTER)
     after.restored = {uid: pair for each in finished for uid, pair in each.groups.items()}
     after.order.update = lambda scores: pytest.fail("it was told")  # type: ignore[method-assign]
-    result = after.rollout(1)
+    result = run(after.rollout(1))
     assert after.pump.requests == []
     assert [request.uid for request in result.requests] == [request.uid for request in sampled.requests]
     assert result.metrics == sampled.metrics
@@ -43,14 +65,12 @@ def test_batches_that_a_checkpoint_holds_follow_one_another_without_a_worker() -
     """Of three batches of prompts one has no group left; nothing is in flight that would wake the pump between them."""
     scores = {0: EQUAL, 1: MIXED, 2: EQUAL, 3: EQUAL, 4: MIXED, 5: EQUAL}
     before = make_sampler(scores, FILTER)
-    sampled = before.rollout(1)
+    sampled = run(before.rollout(1))
     after = resumed_sampler(before, scores, FILTER)
     after.restored = {uid: pair for each in before.finished_groups() for uid, pair in each.groups.items()}
-    idle = SimpleNamespace(in_flight=[], has_room=False, catch_up=lambda: None, check_deadlines=lambda: None)
-    idle.take_lost = list
-    pump = RolloutPump(idle, SimpleNamespace(starting=[], has_free=False), {}, reward_timeout_s=1.0)  # type: ignore[arg-type]
-    after.pump, pump.on_progress = pump, after._advance
-    assert [request.uid for request in after.rollout(1).requests] == [request.uid for request in sampled.requests]
+    nobody: Any = SimpleNamespace()  # any question to engines or reward processes would fail
+    after.pump = RolloutPump(nobody, nobody, {}, reward_timeout_s=1.0)
+    assert [request.uid for request in run(after.rollout(1)).requests] == [request.uid for request in sampled.requests]
 
 
 def test_the_ledger_brings_back_what_was_drawn_and_has_not_trained() -> None:
@@ -68,8 +88,8 @@ def test_the_ledger_brings_back_what_was_drawn_and_has_not_trained() -> None:
     after = make_sampler(dict.fromkeys(range(8), MIXED))
     after.order.load_state_dict(before.order.state_dict())
     after.load_state_dict(ledger)
-    after.open_steps(2, 4)
-    resumed = [request for step in (2, 3, 4) for request in after.rollout(step).requests]
+    open_steps(after, 2, 4)
+    resumed = [request for step in (2, 3, 4) for request in run(after.rollout(step)).requests]
     assert [request.uid for request in resumed] == [f"step{2 + i // 2}-prompt{2 + i}" for i in range(6)]
     assert [r.sampling.seed for r in resumed[:4]] == [r.sampling.seed for r in before.pump.requests[2:]]
 
@@ -77,15 +97,14 @@ def test_the_ledger_brings_back_what_was_drawn_and_has_not_trained() -> None:
 def test_finished_groups_of_open_steps_are_not_sampled_again() -> None:
     scores = dict.fromkeys(range(8), MIXED)
     before = after_step_1(scores, 3)
-    before.pump.late = (1,)  # of step 4 only prompt 6 is there
-    before.open_steps(4, 4)
+    open_unfinished(before, 4, 1)  # of step 4 only prompt 6 is there
     finished = before.finished_groups()
     assert [each.name for each in finished] == ["step2-try1", "step3-try1", "step4-try1"]
     assert list(finished[2].groups) == ["step4-prompt6"]
     after = resumed_sampler(before, scores)
     after.restored = {uid: (group, score) for each in finished for uid, (group, score) in each.groups.items()}
     kept = after.restored["step3-prompt5"]
-    results = [after.rollout(step) for step in (2, 3, 4)]
+    results = [run(after.rollout(step)) for step in (2, 3, 4)]
     assert [request.uid for request in after.pump.requests] == ["step4-prompt7"]
     assert after.restored == {}
     uids = [request.uid for result in results for request in result.requests]
@@ -97,14 +116,14 @@ def test_a_batch_that_is_there_and_has_not_trained_is_in_the_ledger() -> None:
     """A run that ends between sampling and training: the same prompts come again, and nothing is sampled anew."""
     scores = dict.fromkeys(range(8), MIXED)
     before = make_sampler(scores)
-    sampled = before.rollout(1)
+    sampled = run(before.rollout(1))
     finished = before.finished_groups()
     after = resumed_sampler(before, scores)
     after.restored = {uid: pair for each in finished for uid, pair in each.groups.items()}
-    assert [r.uid for r in after.rollout(1).requests] == [r.uid for r in sampled.requests]
+    assert [r.uid for r in run(after.rollout(1)).requests] == [r.uid for r in sampled.requests]
     assert after.pump.requests == []
     after.close(1)
-    assert [r.uid for r in after.rollout(2).requests] == ["step2-prompt2", "step2-prompt3"]
+    assert [r.uid for r in run(after.rollout(2)).requests] == ["step2-prompt2", "step2-prompt3"]
 
 
 def test_other_batch_sizes_lose_no_drawn_prompt() -> None:
@@ -114,7 +133,7 @@ def test_other_batch_sizes_lose_no_drawn_prompt() -> None:
     size = ("data.train_batch_size=3", "actor_rollout_ref.actor.ppo_mini_batch_size=3")
     after = resumed_sampler(before, scores, *size)
     assert (after.open, after.backlog) == ({}, [2, 3, 4, 5])
-    trained = [[r.task.extra_info["index"] for r in after.rollout(step).requests] for step in (2, 3)]
+    trained = [[r.task.extra_info["index"] for r in run(after.rollout(step)).requests] for step in (2, 3)]
     assert trained == [[2, 3, 4], [5, 6, 7]]
 
 
@@ -122,19 +141,15 @@ def test_an_order_learns_from_each_batch_once_with_other_batch_sizes_too() -> No
     """Batches of two: step 2 with prompts 2 and 3 was told, step 3 with 4 and 5 was not. Then batches are of three."""
     scores = dict.fromkeys(range(9), MIXED)
     before = after_step_1(scores, 2)
-    before.pump.late = (1,)
-    before.open_steps(3, 3)
-    before.pump.on_progress()
+    open_unfinished(before, 3, 1)
     size = ("data.train_batch_size=3", "actor_rollout_ref.actor.ppo_mini_batch_size=3")
     after = resumed_sampler(before, scores, *size)
-    after.pump.late = (1,)
-    after.open_steps(3, 3)
-    after.pump.on_progress()
+    open_unfinished(after, 3, 1)
     assert (after.open[3].drawn, after.backlog) == ([[2, 3, 4]], [5])
     again = resumed_sampler(after, scores, *size)  # stopped once more before that batch was done
     again.order = RecordingOrder([6, 7, 8], [2, 3, 4])  # type: ignore[assignment]
     for step in (3, 4, 5):
-        again.rollout(step)
+        run(again.rollout(step))
         again.close(step)
     told = [list(each) for each in again.order.told]
     assert told == [[4], [5, 6, 7], [8, 2, 3]], "2 and 3 again once the order has chosen them again"
@@ -147,9 +162,9 @@ def test_an_order_learns_from_each_batch_once() -> None:
     assert before.state_dict()["num_learned"] == {"2": 1}
     after = resumed_sampler(before, scores)
     after.order = RecordingOrder()  # type: ignore[assignment]
-    after.rollout(2)
+    run(after.rollout(2))
     assert after.order.told == []
-    assert after.rollout(3) is not None
+    assert run(after.rollout(3)) is not None
     assert len(after.order.told) == 1
 
 
@@ -157,7 +172,6 @@ def test_over_sampling_is_in_the_ledger_once() -> None:
     """Prompt 1 was ended in step 1 and waits; the checkpoint has it in one place."""
     sampler = make_sampler(dict.fromkeys(range(8), MIXED), "actor_rollout_ref.rollout.over_sample_rate=0.5")
     sampler.pump.late = (1,)
-    sampler.open_steps(1, 1)
-    sampler.pump.on_progress()
+    open_steps(sampler, 1, 1)
     ledger = sampler.state_dict()
     assert (ledger["open"], ledger["backlog"]) == ({"1": [[0, 2]]}, [1, 3])

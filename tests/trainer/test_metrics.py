@@ -1,4 +1,6 @@
 import ast
+import asyncio
+import functools
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,9 +10,9 @@ import pytest
 
 import grpo_dist
 from grpo_dist.errors import WorkerLost
-from grpo_dist.trainer import metrics
 from grpo_dist.trainer.health_rules import RULES
-from grpo_dist.trainer.metrics import performance_metrics, zero_variance_share
+from grpo_dist.trainer.metrics import PeakMemory, performance_metrics, zero_variance_share
+from grpo_dist.workers.event_loop import run
 from tests.trainer.metrics_page import PAGE, documented_names, undocumented
 
 PACKAGE = Path(grpo_dist.__file__).parent
@@ -39,34 +41,41 @@ class Asked:
     answers = ({"resident": 1.0, "gpu": 3.0}, {"resident": 2.0}, WorkerLost("gone"))
 
     def __init__(self) -> None:
-        self.calls: list[SimpleNamespace] = []
+        self.calls: list[asyncio.Event] = []
 
     def __len__(self) -> int:
         return len(self.answers)
 
-    def submit(self, rank: int, stage: str, method: str, *, timed: bool) -> SimpleNamespace:
-        assert (method, timed) == ("peak_memory_gib", False)
-        self.calls.append(SimpleNamespace(rank=rank, group=self, result=lambda: self.answer(rank)))
-        return self.calls[-1]
+    def submit(self, rank: int, stage: str, method: str) -> SimpleNamespace:
+        assert method == "peak_memory_gib"
+        self.calls.append(asyncio.Event())
+        return SimpleNamespace(answer=functools.partial(self.answer, self.calls[-1], rank))
 
-    def answer(self, rank: int) -> dict[str, float]:
+    async def answer(self, there: asyncio.Event, rank: int) -> dict[str, float]:
+        await there.wait()
         answer = self.answers[rank]
         if isinstance(answer, dict):
             return answer
         raise answer
 
 
-def test_peak_memory_is_that_of_the_largest_process_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    there: set[int] = set()
-    monkeypatch.setattr(metrics, "finished", lambda calls, *rest: [call for call in calls if call.rank in there])
+def test_peak_memory_is_that_of_the_largest_process_and_nobody_waits_for_it() -> None:
     group = Asked()
-    memory = metrics.PeakMemory([group])  # type: ignore[list-item]
-    assert memory.latest() == memory.latest() == {}
+    memory = PeakMemory([group])  # type: ignore[list-item]
+
+    async def latest(*answered: int) -> dict[str, float]:
+        for rank in answered:
+            group.calls[rank].set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return memory.latest()
+
+    assert run(latest()) == run(latest()) == {}
     assert len(group.calls) == 3
-    there.add(1)
-    assert memory.latest() == {"perf/max_memory_resident_gb/actor": 2.0}
-    there |= {0, 2}
-    assert memory.latest() == {"perf/max_memory_resident_gb/actor": 2.0, "perf/max_memory_gpu_gb/actor": 3.0}
+    assert run(latest(1)) == {"perf/max_memory_resident_gb/actor": 2.0}
+    assert len(group.calls) == 3, "two have not answered"
+    assert run(latest(0, 2)) == {"perf/max_memory_resident_gb/actor": 2.0, "perf/max_memory_gpu_gb/actor": 3.0}
+    run(latest())
     assert len(group.calls) == 6, "they are asked again once all have answered"
 
 

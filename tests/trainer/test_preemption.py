@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 from grpo_dist.errors import Terminated, WorkerLost
 from grpo_dist.trainer.checkpoint import read_state
 from grpo_dist.trainer.preemption import Preemption
+from grpo_dist.trainer.sampling import Rollout
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.group import WorkerGroup
 from tests.trainer.fake_run import make_trainer
@@ -41,21 +45,10 @@ def test_the_second_one_does_not_wait() -> None:
         preemption.handle(signal.SIGTERM, None)
 
 
-def test_it_is_given_way_to_where_nothing_is_under_way() -> None:
-    preemption = Preemption()
-    preemption.hold()
-    preemption.give_way()
-    preemption.handle(signal.SIGTERM, None)
-    with pytest.raises(Terminated):
-        preemption.give_way()
-    assert not preemption.held
-
-
 def test_without_it_nothing_happens() -> None:
     preemption = Preemption()
     for _ in range(2):
         preemption.hold()
-        preemption.give_way()
         preemption.release()
     assert not preemption.asked
 
@@ -80,22 +73,35 @@ def trained(run_dir: Path, step: int) -> list[str]:
     return [json.loads(line)["uid"] for line in (run_dir / f"rollouts/{step}.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture
+def sigterm() -> Iterator[None]:
+    """SIGTERM to this process reaches the run that is at work."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 def terminated_in_the_rollout(trainer: GRPOTrainer, *, step: int, num_scored: int) -> None:
     """Run until SIGTERM comes in a step's rollout, when so many groups are scored."""
-    advance = trainer.pump.on_progress
+    rollout = trainer.sampler.rollout
 
-    def advanced() -> None:
-        if step not in trainer.sampler.open:
-            advance()
-        elif len(trainer.sampler.open[step].jobs[0].scores) >= num_scored and not trainer.preemption.asked:
-            trainer.preemption.handle(signal.SIGTERM, None)
+    async def interrupted(number: int) -> Rollout:
+        sampling = asyncio.ensure_future(rollout(number))
+        await asyncio.sleep(0)
+        if number == step:
+            while len(trainer.sampler.open[step].jobs[0].scores) < num_scored:
+                await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return await sampling
 
-    trainer.pump.on_progress = advanced
+    trainer.sampler.rollout = interrupted  # type: ignore[method-assign]
+    signal.signal(signal.SIGTERM, trainer.preemption.handle)
     with pytest.raises(Terminated):
         trainer.fit()
 
 
 @pytest.mark.ray
+@pytest.mark.usefixtures("sigterm")
 def test_a_batch_that_is_sampled_and_has_not_trained_is_not_lost(
     tmp_path: Path, groups: dict[str, WorkerGroup]
 ) -> None:
@@ -112,6 +118,7 @@ def test_a_batch_that_is_sampled_and_has_not_trained_is_not_lost(
 
 
 @pytest.mark.ray
+@pytest.mark.usefixtures("sigterm")
 def test_a_draw_is_not_cut_in_two(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """SIGTERM comes when the order has moved on and the prompts are not yet written down."""
     overrides = ("trainer.save_freq=100", "trainer.val_before_train=false", "data.val_files=null")
@@ -122,10 +129,11 @@ def test_a_draw_is_not_cut_in_two(tmp_path: Path, groups: dict[str, WorkerGroup]
     def interrupted() -> list[int]:
         drawn = draw()
         if trainer.step == 1:
-            trainer.preemption.handle(signal.SIGTERM, None)
+            os.kill(os.getpid(), signal.SIGTERM)
         return drawn
 
     trainer.sampler._draw = interrupted  # type: ignore[method-assign]
+    signal.signal(signal.SIGTERM, trainer.preemption.handle)
     with pytest.raises(Terminated):
         trainer.fit()
     resumed = make_trainer(tmp_path / "b", groups, *overrides)
@@ -137,6 +145,7 @@ def test_a_draw_is_not_cut_in_two(tmp_path: Path, groups: dict[str, WorkerGroup]
 
 
 @pytest.mark.ray
+@pytest.mark.usefixtures("sigterm")
 def test_the_checkpoint_knows_the_validation_of_its_step(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """Also one that is written in the rollout after it: `keep_best_metric` looks there."""
     trainer = make_trainer(tmp_path, groups, "trainer.save_freq=100", "trainer.test_freq=1")
@@ -146,6 +155,7 @@ def test_the_checkpoint_knows_the_validation_of_its_step(tmp_path: Path, groups:
 
 
 @pytest.mark.ray
+@pytest.mark.usefixtures("sigterm")
 def test_a_checkpoint_that_cannot_be_written_is_told(
     tmp_path: Path, groups: dict[str, WorkerGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +164,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told(
     said: list[str] = []
     monkeypatch.setattr(trainer.progress, "message", said.append)
 
-    def begin(*args: Any) -> None:
+    async def begin(*args: Any) -> None:
         raise WorkerLost("its process died", "actor", 0)
 
     monkeypatch.setattr(trainer.saver, "begin", begin)

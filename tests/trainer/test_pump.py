@@ -5,85 +5,133 @@ Every rollout in test_trainer.py and test_staleness.py goes through it too.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from grpo_dist.config.load import load_config
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import WorkerError, WorkerLost
+from grpo_dist.errors import WorkerError
 from grpo_dist.trainer.build import reward_settings
-from grpo_dist.trainer.log_prob_passes import Giver
 from grpo_dist.trainer.pump import SCORER_RESTART_S, SCORER_START_S, RolloutPump
-from grpo_dist.trainer.rollout_job import GroupRequest, RolloutJob
+from grpo_dist.trainer.rollout_job import RolloutJob
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.gang import Gang
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import Task
 from grpo_dist.workers.reward_pool import RewardPool
-from grpo_dist.workers.rollout_group import RolloutGroup
-from tests.processes import spawned
+from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
+from tests.processes import spawned, start_together
 from tests.trainer.fakes import HeldRolloutWorker
 
 N, TIMEOUT_S = 8, 30.0
-# A function that hangs on every response of a group: each is killed, and the scorer started again for the next.
-HANGS_ON_ALL_S = N * (TIMEOUT_S + SCORER_RESTART_S) + SCORER_START_S
 
 
-class Late:
-    """A group of workers that knows of one thing only."""
+def test_a_process_whose_function_hangs_on_every_response_may_finish() -> None:
+    """Each hung scorer is killed, and started again for the next response; the first one may have to start, too."""
+    limits: list[float] = []
 
-    def late(self, calls: list[Call], limit_s: float) -> WorkerLost:
-        return WorkerLost("late")
+    async def score(group: DataProtoRef, task: Task, limit_s: float) -> tuple[DataProtoRef, list[str]]:
+        limits.append(limit_s)
+        return group, []
+
+    pump = RolloutPump(AnswersAtOnce(), SimpleNamespace(score=score), {}, reward_timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
+    sampling = SamplingSettings(N, 1.0, 1.0, -1, 8, None)
+    run(finished(pump, [GroupRequest("a", np.array([1]), sampling, Task("", "", {}))]))
+    assert limits == [N * (TIMEOUT_S + SCORER_RESTART_S) + SCORER_START_S]
 
 
-@pytest.mark.parametrize(("seconds", "is_replaced"), [(HANGS_ON_ALL_S - 5, False), (HANGS_ON_ALL_S + 5, True)])
-def test_a_process_whose_function_hangs_on_every_response_may_finish(seconds: float, is_replaced: bool) -> None:
-    replaced = []
-    rollout = SimpleNamespace(check_deadlines=lambda: None, take_lost=list)
-    reward = SimpleNamespace(starting=[], replace=lambda call, error: replaced.append(call))
-    pump = RolloutPump(rollout, reward, {}, reward_timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
-    request = GroupRequest("a", np.array([1]), SamplingSettings(N, 1.0, 1.0, -1, 8, None), Task("", "", {}))
-    call = Call("ref", Late(), 0, "score", time.monotonic() - seconds)  # type: ignore[arg-type]
-    pump._scoring[call] = RolloutJob([request], {}), 0
-    pump._check_deadlines()
-    assert bool(replaced) == is_replaced
-    assert (call in pump._scoring) != is_replaced
+class AnswersAtOnce:
+    """Engines whose groups have a uid only."""
+
+    async def generate(self, request: GroupRequest, **options: Any) -> DataProtoRef:
+        return DataProtoRef(small={"uid": np.array([request.uid])}, num_rows=1)
+
+
+async def finished(pump: RolloutPump, requests: list[GroupRequest]) -> RolloutJob:
+    job = pump.submit(requests)
+    await job.finished()
+    return job
 
 
 def test_a_cancelled_group_that_waits_to_be_scored_is_not() -> None:
-    """Its job was done without it, and has let it go; the one behind it is scored."""
-    asked: list[np.ndarray] = []
-    rollout = SimpleNamespace(has_room=False, abort=lambda calls: None)
-    reward = SimpleNamespace(has_free=False)
-    reward.submit = lambda group, task: asked.append(group["uid"]) or len(asked)
-    pump = RolloutPump(rollout, reward, {}, reward_timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
-    jobs = [RolloutJob(requests_for([uid]), {}) for uid in "ab"]
-    for job, uid in zip(jobs, "ab", strict=True):
-        job.groups[0] = DataProtoRef(small={"uid": np.array([uid])}, num_rows=1)
-        pump._to_score.append((job, 0))
-    pump.cancel(jobs[0], [0])
-    jobs[0].release([0])
-    assert [job.done for job in jobs] == [True, False]
-    reward.has_free = True
-    pump._dispatch()
+    """Its job is done without it, and lets it go; the one behind it is scored."""
+    asked: list[str] = []
+
+    async def scenario() -> None:
+        free = asyncio.Lock()
+
+        async def score(group: DataProtoRef, task: Task, limit_s: float) -> tuple[DataProtoRef, list[str]]:
+            async with free:
+                asked.append(group["uid"][0])
+                return group, []
+
+        pump = RolloutPump(AnswersAtOnce(), SimpleNamespace(score=score), {}, reward_timeout_s=1.0)  # type: ignore[arg-type]
+        async with free:
+            jobs = [pump.submit(requests_for([uid])) for uid in "ab"]
+            while not all(job.groups for job in jobs):
+                await asyncio.sleep(0)
+            jobs[0].cancel([0])
+            await jobs[0].finished()
+            jobs[0].release([0])
+        await jobs[1].finished()
+        assert (jobs[0].results(), len(jobs[1].results())) == ([], 1)
+
+    run(scenario())
     assert asked == ["b"]
-    assert list(pump._scoring.values()) == [(jobs[1], 0)]
+
+
+def test_a_pass_waits_for_its_share_and_leaves_out_what_was_cancelled() -> None:
+    """Also a group that was cancelled before anything of it had begun."""
+    passes: list[list[str]] = []
+
+    async def source(batch: DataProtoRef) -> DataProtoRef:
+        passes.append(batch["uid"].tolist())
+        return batch
+
+    async def scenario() -> None:
+        async def score(group: DataProtoRef, task: Task, limit_s: float) -> tuple[DataProtoRef, list[str]]:
+            await asyncio.sleep(0.01)
+            return group, []
+
+        reward: Any = SimpleNamespace(score=score)
+        pump = RolloutPump(AnswersAtOnce(), reward, {"ref": source}, reward_timeout_s=1.0)  # type: ignore[arg-type]
+        job = pump.submit(requests_for([f"{i}" for i in range(9)]), sources=["ref"])
+        job.cancel([0, 4])
+        await job.finished()
+        assert pump.tasks == set()
+
+    run(scenario())
+    assert sorted(passes) == [["1", "2"], ["3"], ["5", "6"], ["7", "8"]], "fixed shares: 0-2, 3-4, 5-6, 7-8"
+
+
+def test_the_background_ends_with_the_run() -> None:
+    async def scenario() -> None:
+        never: Any = SimpleNamespace(generate=lambda *args, **options: asyncio.sleep(1000))
+        pump = RolloutPump(never, never, {}, reward_timeout_s=1.0)
+        job = pump.submit(requests_for(["a", "b"]))
+        await asyncio.sleep(0)
+        await pump.stop()
+        assert all(flow.cancelled() for flow in job.flows.values())
+        assert pump.tasks == set()
+
+    run(scenario())
 
 
 # --- on processes ------------------------------------------------------------------------------------------------
 def make_pump(groups: dict[str, WorkerGroup], engines: WorkerGroup, most: int = 0) -> RolloutPump:
-    """With the reference as the only giver of log-probs."""
-    reward = RewardPool(groups["reward"])
-    groups["reward"].gather(reward.submit_start(reward_settings(load_config([])[0])))
-    rollout = RolloutGroup(engines, RestartBudget(most))
-    engines.gather(rollout.submit_start([None] * len(engines)))
-    reference = Giver(functools.partial(Gang(groups["ref"]).submit_log_probs, "ref_log_prob"))
+    """With the reference as the only source of log-probs."""
+    reward, rollout = RewardPool(groups["reward"]), RolloutGroup(engines, RestartBudget(most))
+    start_together(reward.start([reward_settings(load_config([])[0])]), rollout.start([None] * len(engines)))
+    reference = functools.partial(Gang(groups["ref"]).compute_log_probs, "ref_log_prob")
     return RolloutPump(rollout, reward, {"ref": reference}, reward_timeout_s=TIMEOUT_S)
 
 
@@ -92,50 +140,60 @@ def requests_for(uids: Sequence[str]) -> list[GroupRequest]:
     return [GroupRequest(uid, np.array([i], np.int32), sampling, task) for i, uid in enumerate(uids)]
 
 
-def wait(pump: RolloutPump, done: Callable[[], bool], most_s: float = 120.0) -> bool:
+async def until(done: Callable[[], bool], most_s: float = 120.0) -> bool:
     """Wait for what takes moments; whether it came."""
     deadline = time.monotonic() + most_s
-    pump.wait(lambda: done() or time.monotonic() > deadline)
+    while not done() and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
     return done()
 
 
 @pytest.mark.ray
 def test_a_group_is_scored_and_gets_its_log_probs_while_another_is_generated(groups: dict[str, WorkerGroup]) -> None:
     """The slow one ends when the test says so, and not before."""
-    with spawned("rollout", HeldRolloutWorker, [(["slow"],)]) as engines:
-        pump = make_pump(groups, engines)
-        job = pump.submit(requests_for(["slow", "fast"]), givers=["ref"])
-        assert wait(pump, lambda: set(job.scores) == set(job.log_probs["ref"]) == {1})
-        assert (set(job.groups), job.done) == ({1}, False)
-        engines.call(0, "test", "release")
-        assert wait(pump, lambda: job.done)
+
+    async def scenario(engines: WorkerGroup, pump: RolloutPump) -> None:
+        job = pump.submit(requests_for(["slow", "fast"]), sources=["ref"])
+        assert await until(lambda: set(job.scores) == set(job.log_probs["ref"]) == {1})
+        assert set(job.groups) == {1}
+        assert not job.flows[0].done()
+        await engines.ask(0, "test", "release")
+        await job.finished()
         assert set(job.scores) == set(job.log_probs["ref"]) == {0, 1}
+
+    with spawned("rollout", HeldRolloutWorker, [(["slow"],)]) as engines:
+        run(scenario(engines, make_pump(groups, engines)))
 
 
 @pytest.mark.ray
 def test_cancelled_groups_are_aborted_where_they_are_generated(groups: dict[str, WorkerGroup]) -> None:
     """The other one in flight there goes on."""
-    with spawned("rollout", HeldRolloutWorker, [(["slow", "slower"],)]) as engines:
-        pump = make_pump(groups, engines)
-        job = pump.submit(requests_for(["slower", "fast", "slow"]), givers=["ref"])
-        assert wait(pump, lambda: 1 in job.scores)
-        pump.cancel(job, [0, 1])
-        assert wait(pump, lambda: "aborted slower" in engines.call(0, "test", "seen"))
-        assert (job.cancelled, job.done) == ({0}, False), "what has scores stays"
-        engines.call(0, "test", "release")
-        assert wait(pump, lambda: job.done and not pump.in_flight)
+
+    async def scenario(engines: WorkerGroup, pump: RolloutPump) -> None:
+        job = pump.submit(requests_for(["slower", "fast", "slow"]), sources=["ref"])
+        assert await until(lambda: 1 in job.scores)
+        job.cancel([0, 1])
+        while "aborted slower" not in await engines.ask(0, "test", "seen"):
+            await asyncio.sleep(0.01)
+        assert job.cancelled == {0}, "what has scores stays"
+        assert not job.flows[2].done()
+        await engines.ask(0, "test", "release")
+        await job.finished()
         assert [group["uid"].tolist() for group in job.results()] == [["fast"] * 2, ["slow"] * 2]
         assert set(job.log_probs["ref"]) == {1, 2}
         assert pump.rollout.restarts.failures == []
+        assert await until(lambda: pump.rollout.members[0].taken == 0), "the engine has room again"
+
+    with spawned("rollout", HeldRolloutWorker, [(["slow", "slower"],)]) as engines:
+        run(scenario(engines, make_pump(groups, engines)))
 
 
 @pytest.mark.ray
 def test_an_engine_that_gives_a_group_up_again_and_again_stops_the_run(groups: dict[str, WorkerGroup]) -> None:
     with spawned("rollout", HeldRolloutWorker, [((), ["refused"])]) as engines:
         pump = make_pump(groups, engines, most=1)
-        job = pump.submit(requests_for(["refused"]))
         with pytest.raises(WorkerError, match=r"rollout worker 0 on .*gave up the group refused by itself") as caught:
-            wait(pump, lambda: job.done)
+            run(finished(pump, requests_for(["refused"])))
         assert caught.value.__notes__ == ["trainer.max_worker_restarts=1 workers were replaced before"]
         assert "engine_kwargs" in str(caught.value)
 
@@ -145,8 +203,7 @@ def test_what_one_engine_gives_up_another_one_generates(groups: dict[str, Worker
     uids = ["a", "b", "c", "d"]
     with spawned("rollout", HeldRolloutWorker, [((), ["a"]), ()]) as engines:
         pump = make_pump(groups, engines, most=1)
-        job = pump.submit(requests_for(uids))
-        assert wait(pump, lambda: job.done)
+        job = run(finished(pump, requests_for(uids)))
         assert [group["uid"].tolist() for group in job.results()] == [[uid] * 2 for uid in uids]
         assert len(pump.rollout.restarts.failures) == 1
         assert engines.call(1, "test", "seen").count("asked a") == 1

@@ -15,6 +15,7 @@ from grpo_dist.errors import CheckpointError
 from grpo_dist.trainer.checkpoint import RunState, begin_checkpoint, publish_checkpoint
 from grpo_dist.trainer.config_changes import saved_config
 from grpo_dist.trainer.resume import restore_tracker_ids, resume, run_state, tracker_ids
+from grpo_dist.workers.event_loop import run
 
 
 class Recorder:
@@ -32,8 +33,11 @@ class Recorder:
     def finished_groups(self) -> list:
         return []
 
-    def load_checkpoint(self, folder: str) -> None:
+    async def load_checkpoint(self, folder: str) -> None:
         self.loaded.append(folder)
+
+
+async def nothing() -> None: ...
 
 
 class Saver:
@@ -62,7 +66,7 @@ def make_run(run_dir: Path, *overrides: str, state: str = "") -> Any:
         changes=[],
         saver=Saver(),
         head=[],
-        refresh_reference_head=lambda: None,
+        refresh_reference_head=nothing,
     )
 
 
@@ -87,7 +91,7 @@ def test_the_state_goes_on(tmp_path: Path) -> None:
     (tmp_path / "global_step_9.tmp").mkdir()
     after = make_run(tmp_path)
     after.kl_controller.target_kl = 0.1
-    folder = resume(after)
+    folder = run(resume(after))
     assert folder == tmp_path / "global_step_4"
     assert after.changes == []
     assert (after.step, after.weight_version) == (4, 8), "the first sync makes it 9 again"
@@ -103,7 +107,7 @@ def test_the_state_goes_on(tmp_path: Path) -> None:
 def test_validation_alone_leaves_alone_what_a_run_at_work_writes(tmp_path: Path) -> None:
     saved(make_run(tmp_path))
     (tmp_path / "global_step_9.tmp").mkdir()
-    assert resume(make_run(tmp_path, "trainer.val_only=true")) is not None
+    assert run(resume(make_run(tmp_path, "trainer.val_only=true"))) is not None
     assert (tmp_path / "global_step_9.tmp").exists()
 
 
@@ -112,7 +116,7 @@ def test_a_fixed_kl_coefficient_and_a_frozen_reference_are_the_configs(tmp_path:
     before.kl_controller.coef = 0.75
     saved(before)
     after = make_run(tmp_path, "actor_rollout_ref.actor.kl_loss_coef=0.5")
-    resume(after)
+    run(resume(after))
     assert after.kl_controller.coef == 0.5
     assert after.roles.ref.loaded == []
     assert after.changes == ["actor_rollout_ref.actor.kl_loss_coef: 0.001 -> 0.5"]
@@ -122,10 +126,10 @@ def test_a_config_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_pat
     saved(make_run(tmp_path))
     after = make_run(tmp_path, "trainer.seed=2")
     with pytest.raises(CheckpointError, match=r"trainer\.seed: 1 -> 2"):
-        resume(after)
+        run(resume(after))
     assert after.roles.actor.loaded == []
     anew = make_run(tmp_path, "trainer.seed=2", "trainer.resume_mode=disable")
-    assert resume(anew) is None
+    assert run(resume(anew)) is None
 
 
 def test_trackers_go_on_in_their_runs_also_from_another_directory(tmp_path: Path) -> None:
@@ -135,7 +139,7 @@ def test_trackers_go_on_in_their_runs_also_from_another_directory(tmp_path: Path
     saved(before)
     folder = tmp_path / "a/global_step_0"
     after = make_run(tmp_path / "b", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
-    assert resume(after) == folder
+    assert run(resume(after)) == folder
     assert (tmp_path / "b/wandb/run_id").read_text() == "abc123\n"
     assert tracker_ids(tmp_path / "b") == {"wandb": "abc123"}
     restore_tracker_ids(tmp_path / "c", {})

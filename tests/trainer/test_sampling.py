@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,14 @@ import pytest
 
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.errors import DataError, GrpoDistError, RewardError
-from grpo_dist.trainer.sampling import informative, require_metric
+from grpo_dist.trainer.sampling import OpenStep, informative, require_metric
 from grpo_dist.workers.batch_ref import DataProtoRef
-from tests.trainer.instant_pump import EQUAL, FILTER, MIXED, N, RecordingOrder, make_sampler
+from grpo_dist.workers.event_loop import run
+from tests.trainer.instant_pump import EQUAL, FILTER, MIXED, N, RecordingOrder, make_sampler, open_steps
 
 
 def test_without_filtering_one_batch_is_sampled() -> None:
-    result = make_sampler({0: MIXED, 1: EQUAL}).rollout(1)
+    result = run(make_sampler({0: MIXED, 1: EQUAL}).rollout(1))
     assert [request.uid for request in result.requests] == ["step1-prompt0", "step1-prompt1"]
     assert result.batch["score"].tolist() == MIXED + EQUAL
     assert result.metrics == {}
@@ -24,7 +26,7 @@ def test_without_filtering_one_batch_is_sampled() -> None:
 def test_groups_that_teach_nothing_are_replaced() -> None:
     """Prompts 0, 1: one is equal. 2, 3: both differ, of which one fills the batch and one is too many."""
     sampler = make_sampler({0: EQUAL, 1: MIXED, 2: MIXED, 3: MIXED}, FILTER)
-    result = sampler.rollout(1)
+    result = run(sampler.rollout(1))
     assert [request.uid for request in result.requests] == ["step1-prompt1", "step1-prompt2-try2"]
     assert result.batch["score"].tolist() == MIXED + MIXED
     assert result.metrics == {"train/num_gen_batches": 2, "train/filtered_groups": 1 / 4}
@@ -35,7 +37,7 @@ def test_groups_that_teach_nothing_are_replaced() -> None:
 
 def test_a_prompt_that_comes_again_within_a_step_is_sampled_anew() -> None:
     sampler = make_sampler({0: EQUAL, 1: MIXED}, FILTER)
-    result = sampler.rollout(1)
+    result = run(sampler.rollout(1))
     assert [request.uid for request in result.requests] == ["step1-prompt1", "step1-prompt1-try2"]
     seeds = [request.sampling.seed for request in result.requests]
     assert seeds[0] != seeds[1]
@@ -46,13 +48,13 @@ def test_the_search_for_groups_has_an_end() -> None:
         {0: EQUAL, 1: MIXED, 2: EQUAL, 3: EQUAL}, FILTER, "algorithm.filter_groups.max_num_gen_batches=2"
     )
     with pytest.raises(GrpoDistError, match=r"max_num_gen_batches=2: of 4 groups for step 1 only 1 of the 2 needed"):
-        sampler.rollout(1)
+        run(sampler.rollout(1))
 
 
 def test_the_order_is_told_the_scores_of_every_group_dropped_or_not() -> None:
     sampler = make_sampler({0: EQUAL, 1: MIXED, 2: MIXED, 3: EQUAL}, FILTER)
     sampler.order = RecordingOrder()  # type: ignore[assignment]
-    result = sampler.rollout(1)
+    result = run(sampler.rollout(1))
     assert [request.uid for request in result.requests] == ["step1-prompt1", "step1-prompt2-try2"]
     assert sampler.order.told == [{1: MIXED, 0: EQUAL}, {3: EQUAL, 2: MIXED}]
 
@@ -61,18 +63,15 @@ def test_dropped_groups_are_let_go_when_their_batch_of_prompts_is_complete() -> 
     """Prompts 0, 1 | 2, 3 | 4, 5: three groups are equal, and prompt 5 is one too many."""
     scores = {0: EQUAL, 1: MIXED, 2: EQUAL, 3: EQUAL, 4: MIXED, 5: MIXED}
     sampler = make_sampler(scores, FILTER)
-    sampler.pump.late = (1,)
-    sampler.open_steps(1, 1)
-    sampler.pump.on_progress()
+    job = sampler._send_batch(1, OpenStep())
     assert sampler.pump.held() == ["step1-prompt0", "step1-prompt1"], "it may be needed by a pass over the whole batch"
+    del job
     sampler = make_sampler(scores, FILTER)
-    sampler.open_steps(1, 1)
-    for _ in range(3):
-        sampler.pump.on_progress()
+    open_steps(sampler, 1, 1)
     trains = ["step1-prompt1", "step1-prompt4-try3"]
     assert sampler.pump.held() == trains, "the step is open"
     assert [uid for each in sampler.finished_groups() for uid in each.groups] == trains
-    result = sampler.rollout(1)
+    result = run(sampler.rollout(1))
     assert [request.uid for request in result.requests] == trains
     assert result.batch["uid"].tolist() == [trains[0]] * N + [trains[1]] * N
     assert (result.num_responses, result.timings) == (6 * N, {"gen": 3.0})
@@ -86,26 +85,31 @@ def test_when_an_order_is_asked_and_told_where_the_run_samples_ahead() -> None:
     """As `trainer.max_staleness=2` opens steps: the batch of step s when step s - 3 has trained."""
     sampler = make_sampler(dict.fromkeys(range(10), MIXED))
     order = sampler.order = RecordingOrder([0, 1], [2, 3], [4, 5], [6, 7], [8, 9])  # type: ignore[assignment]
-    sampler.open_steps(1, 1)
-    sampler.pump.late = (0,)
-    sampler.open_steps(2, 2)
-    second = sampler.open[2].jobs[0]
-    sampler.pump.late = ()
-    sampler.open_steps(3, 3)
-    assert order.calls == ["ask [0, 1]", "ask [2, 3]", "ask [4, 5]"]
-    sampler.rollout(1)
-    assert order.calls[3:] == ["tell [0, 1]", "tell [4, 5]"], "step 3 was done before step 2"
-    sampler.close(1)
-    sampler.open_steps(4, 4)
-    assert order.calls[5:] == ["ask [6, 7]"], "and nothing of step 2"
-    second.scores[0] = second.scores[1]
-    sampler.rollout(2)
-    assert order.calls[6:] == ["tell [2, 3]", "tell [6, 7]"]
+    second_is_done = asyncio.Event()
+
+    async def steps() -> None:
+        sampler.open_steps(1, 1)
+        sampler.open_steps(2, 2)
+        sampler.open[2].jobs[0].flows[0] = asyncio.create_task(second_is_done.wait())  # type: ignore[arg-type]
+        sampler.open_steps(3, 3)
+        assert order.calls == ["ask [0, 1]", "ask [2, 3]", "ask [4, 5]"]
+        await sampler.rollout(1)
+        await sampler.rollout(3)
+        assert order.calls[3:] == ["tell [0, 1]", "tell [4, 5]"], "step 3 was done before step 2"
+        sampler.close(1)
+        sampler.open_steps(4, 4)
+        await sampler.rollout(4)
+        assert order.calls[5:] == ["ask [6, 7]", "tell [6, 7]"], "and nothing of step 2"
+        second_is_done.set()
+        await sampler.rollout(2)
+        assert order.calls[7:] == ["tell [2, 3]"]
+
+    run(steps())
 
 
 def test_remax_samples_every_prompt_once_more_greedily() -> None:
     sampler = make_sampler({0: MIXED, 1: EQUAL}, "algorithm.adv_estimator=remax")
-    result = sampler.rollout(1)
+    result = run(sampler.rollout(1))
     assert result.batch["reward_baseline"].tolist() == [9.0] * 2 * N
     assert len(result.batch) == 2 * N
     greedy = sampler.pump.requests[2:]
@@ -145,7 +149,7 @@ def test_a_value_that_no_response_has_ends_the_run_and_one_that_a_group_misses_d
     with pytest.raises(RewardError, match=r"metric=exact: .* score, acc\. .*'exact'.*filter_groups.metric=score"):
         require_metric(groups, "exact")
     with pytest.raises(RewardError, match=r"filter_groups.metric=fluency"):
-        make_sampler({0: MIXED, 1: MIXED}, FILTER, "algorithm.filter_groups.metric=fluency").rollout(1)
+        run(make_sampler({0: MIXED, 1: MIXED}, FILTER, "algorithm.filter_groups.metric=fluency").rollout(1))
 
 
 def test_a_batch_of_which_every_response_failed_is_dropped() -> None:
@@ -163,7 +167,7 @@ def test_a_batch_of_which_every_response_failed_is_dropped() -> None:
         return job
 
     sampler.pump.submit = fail_at_first
-    result = sampler.rollout(1)
+    result = run(sampler.rollout(1))
     assert [request.uid for request in result.requests] == ["step1-prompt2-try2", "step1-prompt3-try2"]
 
 
@@ -173,7 +177,7 @@ def test_dapo_filters_by_right_and_wrong_not_by_the_punished_score() -> None:
     sampler = make_sampler({0: right, 1: right, 2: mixed, 3: mixed}, "+recipe=dapo")
     accuracies = {0: [1.0] * 4, 1: [1.0] * 4, 2: [1.0, 0.0, np.nan, 0.0], 3: [np.nan, 0.0, 1.0, 1.0]}
     sampler.pump.accuracies = accuracies
-    result = sampler.rollout(1)
+    result = run(sampler.rollout(1))
     assert [request.uid for request in result.requests] == ["step1-prompt2-try2", "step1-prompt3-try2"]
     assert result.metrics == {"train/num_gen_batches": 2, "train/filtered_groups": 1 / 2}
 
@@ -182,17 +186,17 @@ def test_smaller_batches_are_sampled_until_there_are_enough() -> None:
     """One at a time for a batch of two."""
     sampler = make_sampler({0: MIXED, 1: EQUAL, 2: MIXED}, FILTER, "data.gen_batch_size=1")
     sampler.order = PromptSampler(3, 1, shuffle=False, seed=0)
-    result = sampler.rollout(1)
+    result = run(sampler.rollout(1))
     assert [request.uid for request in result.requests] == ["step1-prompt0", "step1-prompt2-try3"]
 
 
 def test_steps_are_opened_in_order_and_each_prompt_is_drawn_once() -> None:
     sampler = make_sampler(dict.fromkeys(range(6), MIXED))
-    sampler.open_steps(1, 3)
+    open_steps(sampler, 1, 3)
     assert [sampler.open[step].drawn for step in (1, 2, 3)] == [[[0, 1]], [[2, 3]], [[4, 5]]]
-    sampler.open_steps(1, 3)
+    open_steps(sampler, 1, 3)
     assert len(sampler.pump.requests) == 6, "open steps are not sampled again"
-    results = [sampler.rollout(step) for step in (1, 2, 3)]
+    results = [run(sampler.rollout(step)) for step in (1, 2, 3)]
     assert list(sampler.open) == [1, 2, 3], "they have not trained yet"
     for step in (1, 2, 3):
         sampler.close(step)
@@ -204,13 +208,13 @@ def test_steps_are_opened_in_order_and_each_prompt_is_drawn_once() -> None:
 def test_the_slowest_of_an_over_sampled_batch_are_ended_and_come_first_in_the_next() -> None:
     sampler = make_sampler(dict.fromkeys(range(8), MIXED), "actor_rollout_ref.rollout.over_sample_rate=0.5")
     sampler.pump.late = (1,)
-    result = sampler.rollout(1)
+    result = run(sampler.rollout(1))
     assert [request.uid for request in result.requests] == ["step1-prompt0", "step1-prompt2"]
     assert result.metrics == {"train/aborted_groups": 1}
     assert sampler.backlog == [1, 3], "1 was ended, 3 was drawn with the others"
     assert sampler.pump.held() == ["step1-prompt0", "step1-prompt2"], "3 was there, and will be sampled again"
     sampler.pump.late = ()
-    assert [request.uid for request in sampler.rollout(2).requests] == ["step2-prompt1", "step2-prompt3"]
+    assert [request.uid for request in run(sampler.rollout(2)).requests] == ["step2-prompt1", "step2-prompt3"]
     assert sampler.backlog == [4, 5], "4 was ready too, and one too many"
 
 
@@ -218,12 +222,12 @@ def test_an_over_sampled_batch_never_has_a_prompt_twice() -> None:
     """4 prompts, 2 + 1 a batch, drawn two at a time: after an epoch the backlog has prompts that come again."""
     sampler = make_sampler(dict.fromkeys(range(4), MIXED), "actor_rollout_ref.rollout.over_sample_rate=0.5")
     for step in range(1, 9):
-        sampler.open_steps(step, step)
+        open_steps(sampler, step, step)
         assert len(set(sampler.open[step].drawn[0])) == 3
-        sampler.rollout(step)
+        run(sampler.rollout(step))
     too_few = make_sampler(dict.fromkeys(range(2), MIXED), "actor_rollout_ref.rollout.over_sample_rate=0.5")
     with pytest.raises(DataError, match=r"a batch samples 3 different prompts, and the order .* gives only 2"):
-        too_few.rollout(1)
+        run(too_few.rollout(1))
 
 
 def test_over_sampling_takes_a_prompt_only_with_its_greedy_baseline() -> None:
@@ -231,7 +235,7 @@ def test_over_sampling_takes_a_prompt_only_with_its_greedy_baseline() -> None:
     overrides = ("actor_rollout_ref.rollout.over_sample_rate=0.5", "algorithm.adv_estimator=remax")
     sampler = make_sampler(dict.fromkeys(range(8), MIXED), *overrides)
     sampler.pump.late = (4,)
-    result = sampler.rollout(1)
+    result = run(sampler.rollout(1))
     uids = ["step1-prompt0", "step1-prompt2"]
     assert [request.uid for request in result.requests] == uids
     assert result.metrics == {"train/aborted_groups": 1}

@@ -13,6 +13,7 @@ from grpo_dist.engines.durable import FileDigest, digest_file
 from grpo_dist.errors import CheckpointError, GrpoDistError, RewardError, TrainingDiverged, WorkerError
 from grpo_dist.trainer.checkpoint import LATEST, find_checkpoint, read_state
 from grpo_dist.trainer.saving import CheckpointSaver
+from grpo_dist.workers.event_loop import run
 from tests.trainer.checkpoints import names, run_state
 
 
@@ -23,13 +24,13 @@ class Writer:
         self.done, self.begun, self.waits, self.has_moved = False, [], 0, False
         self.error: Exception | None = None
 
-    def begin_save(self, folder: str) -> None:
+    async def begin_save(self, folder: str) -> None:
         self.begun.append(Path(folder).name)
         Path(folder).mkdir()
         self.file = Path(folder) / "__0_0.distcp"
         self.file.write_text("weights")
 
-    def finished_save(self, *, wait: bool) -> dict[str, FileDigest] | None:
+    async def finished_save(self, *, wait: bool) -> dict[str, FileDigest] | None:
         self.waits += wait
         if self.error is not None and (wait or self.done):
             raise self.error
@@ -39,64 +40,52 @@ class Writer:
 def saved_until(saver: CheckpointSaver, step: int, error: GrpoDistError) -> None:
     """A run that begins to save a step, and fails after it."""
     with saver.completing():
-        saver.begin(run_state(step))
+        run(saver.begin(run_state(step)))
         raise error
-
-
-def polled_while(saver: CheckpointSaver, actor: Writer, step: int, error: GrpoDistError) -> None:
-    """A run in which something else fails while the writers are asked."""
-    with saver.completing():
-        saver.begin(run_state(step))
-        actor.error, actor.done = error, True
-        try:
-            saver.poll()
-        finally:
-            actor.error = None
 
 
 def make_saver(run_dir: Path, *overrides: str) -> tuple[CheckpointSaver, Writer, Writer]:
     """A saver, its actor and its reference."""
     config, _ = load_config([f"trainer.default_local_dir={run_dir}", *overrides])
     actor, ref = Writer(), Writer()
-    reward: Any = SimpleNamespace(workers=SimpleNamespace(gather=lambda calls: []))
-    roles: Any = SimpleNamespace(actor=actor, ref=ref, reward=reward)
+    roles: Any = SimpleNamespace(actor=actor, ref=ref, reward=None)
     return CheckpointSaver(config, roles, run_dir), actor, ref
 
 
 def test_training_goes_on_until_all_roles_have_written(tmp_path: Path) -> None:
     saver, actor, ref = make_saver(tmp_path)
     ref.has_moved = True
-    saver.begin(run_state(1))
+    run(saver.begin(run_state(1)))
     assert names(tmp_path) == ["global_step_1.tmp"]
     actor.done = True
-    saver.poll()
+    run(saver.poll())
     assert names(tmp_path) == ["global_step_1.tmp"], "the reference still writes"
     ref.done = True
-    saver.poll()
+    run(saver.poll())
     assert names(tmp_path) == ["global_step_1", LATEST]
     assert (actor.begun, ref.begun) == (["actor"], ["ref"])
     assert actor.waits == ref.waits == 0
     folder = find_checkpoint(tmp_path, "auto", None)
     assert folder is not None
     assert read_state(folder) == run_state(1)
-    saver.poll()
-    saver.finish()
+    run(saver.poll())
+    run(saver.finish())
 
 
 def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
     saver, actor, _ = make_saver(tmp_path)
-    saver.begin(run_state(1))
-    saver.begin(run_state(2))
+    run(saver.begin(run_state(1)))
+    run(saver.begin(run_state(2)))
     assert actor.waits == 1
     assert names(tmp_path) == ["global_step_1", "global_step_2.tmp", LATEST]
-    saver.finish()
+    run(saver.finish())
     assert names(tmp_path) == ["global_step_1", "global_step_2", LATEST]
 
 
 def test_without_async_save_it_is_waited_for(tmp_path: Path) -> None:
     saver, actor, ref = make_saver(tmp_path, "actor_rollout_ref.actor.checkpoint.async_save=false")
-    saver.begin(run_state(1))
-    saver.poll()
+    run(saver.begin(run_state(1)))
+    run(saver.poll())
     assert names(tmp_path) == ["global_step_1", LATEST]
     assert (actor.waits, ref.begun) == (1, []), "a reference that has not moved is not saved"
 
@@ -104,41 +93,41 @@ def test_without_async_save_it_is_waited_for(tmp_path: Path) -> None:
 def test_older_ones_go_only_when_the_new_one_is_there(tmp_path: Path) -> None:
     saver, _, _ = make_saver(tmp_path, "trainer.max_actor_ckpt_to_keep=1")
     for step in (1, 2):
-        saver.begin(run_state(step))
-        saver.poll()
+        run(saver.begin(run_state(step)))
+        run(saver.poll())
         assert find_checkpoint(tmp_path, "auto", None) == (tmp_path / "global_step_1" if step == 2 else None)
-        saver.finish()
+        run(saver.finish())
     assert names(tmp_path) == ["global_step_2", LATEST]
 
 
 def test_a_worker_that_cannot_write_is_told_and_nothing_is_lost(tmp_path: Path) -> None:
     saver, actor, _ = make_saver(tmp_path)
-    saver.begin(run_state(1))
-    saver.finish()
-    saver.begin(run_state(2))
+    run(saver.begin(run_state(1)))
+    run(saver.finish())
+    run(saver.begin(run_state(2)))
     actor.error, actor.done = CheckpointError("rank 1: OSError: [Errno 28] No space left on device"), True
     message = (
         rf"cannot write checkpoint {tmp_path}/global_step_2: rank 1: .*No space left.*default_local_dir={tmp_path}"
     )
     with pytest.raises(CheckpointError, match=message):
-        saver.poll()
+        run(saver.poll())
     assert names(tmp_path) == ["global_step_1", LATEST]
-    saver.poll()  # there is nothing to ask for any more
+    run(saver.poll())  # there is nothing to ask for any more
 
 
 def test_a_worker_that_dies_stays_what_it_is(tmp_path: Path) -> None:
     saver, actor, _ = make_saver(tmp_path)
-    saver.begin(run_state(1))
+    run(saver.begin(run_state(1)))
     actor.error = WorkerError("its process died", "actor", 0)
     with pytest.raises(WorkerError, match="its process died"):
-        saver.finish()
+        run(saver.finish())
     assert names(tmp_path) == []
 
 
 def test_what_was_begun_is_published_at_the_end(tmp_path: Path) -> None:
     saver, _, _ = make_saver(tmp_path)
     with saver.completing():
-        saver.begin(run_state(1))
+        run(saver.begin(run_state(1)))
     assert names(tmp_path) == ["global_step_1", LATEST]
     with pytest.raises(TrainingDiverged, match="nan"):
         saved_until(saver, 2, TrainingDiverged("nan"))
@@ -153,16 +142,16 @@ def test_a_worker_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_what_others_fail_at_meanwhile_costs_no_checkpoint(tmp_path: Path) -> None:
-    """While the driver waits for the writers, groups are sampled and scored, and their errors come up there."""
+    """Groups are sampled and scored while one is written."""
     saver, actor, _ = make_saver(tmp_path)
     for step, error in enumerate([RewardError("service down"), WorkerError("no answer", "rollout", 1)], 1):
         with pytest.raises(type(error)):
-            polled_while(saver, actor, step, error)
+            saved_until(saver, step, error)
         assert f"global_step_{step}" in names(tmp_path)
-    actor.error = RewardError("service down")
+    actor.error = WorkerError("no answer", "actor", 1)
     actor.begin_save = lambda folder: actor.finished_save(wait=True)  # type: ignore[method-assign]
-    with pytest.raises(RewardError):
-        saver.begin(run_state(3))
+    with pytest.raises(WorkerError):
+        run(saver.begin(run_state(3)))
     assert names(tmp_path) == ["global_step_1", "global_step_2", LATEST], "not all were asked for their part"
 
 
@@ -183,6 +172,6 @@ def test_the_interval_counts_from_the_last_save(tmp_path: Path, monkeypatch: pyt
     assert not saver.is_due
     now = 220.0
     assert saver.is_due
-    saver.begin(run_state(1))
+    run(saver.begin(run_state(1)))
     assert not saver.is_due
     assert not never.is_due

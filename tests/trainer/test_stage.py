@@ -19,15 +19,15 @@ class Loop:
         self.progress = Progress(1, 0, None)
 
     @stage("score", needs=("responses",), adds=("token_level_scores",))
-    def score(self, rows: DataProtoRef) -> DataProtoRef:
+    async def score(self, rows: DataProtoRef) -> DataProtoRef:
         return batch(*rows.columns, "token_level_scores")
 
     @stage("forgetful", adds=("advantages",))
-    def forgetful(self) -> DataProtoRef:
+    async def forgetful(self) -> DataProtoRef:
         return batch("responses")
 
     @stage("failing")
-    def failing(self) -> None:
+    async def failing(self) -> None:
         raise RewardError("bad")
 
 

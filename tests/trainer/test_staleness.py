@@ -26,8 +26,9 @@ from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
-from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.gang import ActorGroup
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import RewardWorker
 from grpo_dist.workers.reward_pool import RewardPool
@@ -113,7 +114,7 @@ def make_trainer(tmp_path: Path, groups: dict[str, WorkerGroup], *overrides: str
     )
     restarts = RestartBudget(config.trainer.max_worker_restarts)
     pool = RewardPool(groups["reward"], restarts)
-    groups["reward"].gather(pool.submit_start(reward_settings(config)))
+    run(pool.start([reward_settings(config)]))
     for role in ("actor", "rollout"):
         groups[role].call_all("test", "set_seconds", seconds)
     groups["actor"].call_all("test", "forget")
@@ -152,7 +153,7 @@ def test_weights_are_never_older_than_allowed_and_every_prompt_trains_once(
 ) -> None:
     trainer = make_trainer(tmp_path, groups, f"trainer.max_staleness={staleness}")
     trainer.fit()
-    assert (trainer.sampler.open, trainer.pump.in_flight) == ({}, []), "nothing is sampled in vain"
+    assert (trainer.sampler.open, trainer.pump.tasks) == ({}, set()), "nothing is sampled in vain"
     assert [row["step"] for row in history(trainer)] == list(range(1, STEPS + 1))
     oldest = [row.get("staleness/max", 0) for row in history(trainer)]
     assert max(oldest) == min(staleness, STEPS - 1)
@@ -268,6 +269,12 @@ def test_finished_groups_of_coming_steps_are_taken_from_the_checkpoint(
     assert changed.sampler.restored == {}, "at another temperature they are not what would be sampled"
 
 
+async def begin_to_sample(trainer: GRPOTrainer) -> None:
+    trainer.sampler.open_steps(1, 1)
+    while not any(member.taken for member in trainer.roles.rollout.members):
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_rollout_worker_killed_while_it_generates_costs_no_prompt(
     tmp_path: Path, groups: dict[str, WorkerGroup], staleness: int
@@ -278,7 +285,7 @@ def test_a_rollout_worker_killed_while_it_generates_costs_no_prompt(
         shown: list[str] = []
         trainer.progress.message = shown.append  # type: ignore[method-assign]
         trainer.sync_weights()
-        trainer.sampler.open_steps(1, 1)
+        run(begin_to_sample(trainer))
         mortal["rollout"].tell(0, "die")
         trainer.weight_version -= 1  # `fit` begins with a sync of its own
         trainer.fit()

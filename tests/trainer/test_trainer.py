@@ -7,7 +7,6 @@ import json
 import shutil
 import weakref
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -16,9 +15,11 @@ import pytest
 from grpo_dist.errors import BatchError, CheckpointError, ConfigError, HealthError, RewardError, WorkerError
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.trainer.checkpoint import read_state
+from grpo_dist.trainer.rollout_job import RolloutJob
 from grpo_dist.trainer.sampling import Rollout
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.group import Call, WorkerGroup
 from tests.processes import spawned
 from tests.trainer.checkpoints import reseal
@@ -95,10 +96,10 @@ def test_a_batch_that_has_trained_is_let_go_before_the_next_one_is_sampled(
         trained.append(weakref.ref(batch))
         measure(batch)
 
-    def count(*args: Any) -> Rollout:
+    async def count(step: int) -> Rollout:
         gc.collect()
         held.append(sum(batch() is not None for batch in trained))
-        return rollout(*args)
+        return await rollout(step)
 
     monkeypatch.setattr(trainer, "measure", note)
     monkeypatch.setattr(trainer.sampler, "rollout", count)
@@ -188,17 +189,17 @@ def bytes_on_driver(tmp_path: Path, groups: dict, length: int, monkeypatch: pyte
     """Bytes of everything workers returned to the driver in one step."""
     trainer = make_trainer(tmp_path, groups, "trainer.log_rollouts=false", length=length)
     received = 0
-    resolve = WorkerGroup.resolve
+    value = WorkerGroup.value
 
-    def counting(self: WorkerGroup, call: Call) -> object:
+    async def counting(self: WorkerGroup, call: Call) -> object:
         nonlocal received
-        value = resolve(self, call)
-        received += len(cloudpickle.dumps(value))
-        return value
+        answer = await value(self, call)
+        received += len(cloudpickle.dumps(answer))
+        return answer
 
     trainer.sync_weights()
     with monkeypatch.context() as patch:
-        patch.setattr(WorkerGroup, "resolve", counting)
+        patch.setattr(WorkerGroup, "value", counting)
         batch = trainer.compute_targets(trainer.rollout())
         trainer.update(batch)
     assert batch["response_length"].max() == length + 3
@@ -221,13 +222,17 @@ def test_groups_that_are_there_already_only_get_their_log_probs(groups: dict, tm
     """As after a resume: nothing is generated or scored, and the batch is whole."""
     trainer = make_trainer(tmp_path, groups)
     trainer.sync_weights()
-    trainer.sampler.open_steps(1, 1)
-    trainer.pump.wait(lambda: trainer.sampler.open[1].full)
+    run(trainer.sampler.rollout(1))
     [first] = trainer.sampler.open[1].jobs
     [finished] = trainer.sampler.finished_groups()
     there = {i: finished.groups[request.uid] for i, request in enumerate(first.requests)}
-    job = trainer.pump.submit(first.requests, givers=("ref", "old_log_prob"), there=there)
-    trainer.pump.wait(lambda: job.done)
+
+    async def once_more() -> RolloutJob:
+        job = trainer.pump.submit(first.requests, sources=("ref", "old_log_prob"), finished=there)
+        await job.finished()
+        return job
+
+    job = run(once_more())
     assert "gen" not in job.timings
     assert "reward" not in job.timings
     for before, after in zip(first.results(), job.results(), strict=True):

@@ -23,6 +23,7 @@ from grpo_dist.config.node_layout import slots, slots_of
 from grpo_dist.config.placement import placement
 from grpo_dist.trainer.build import on_gpus_of
 from grpo_dist.trainer.settings import engine_settings
+from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Process
@@ -68,17 +69,17 @@ def order() -> list[str]:
 def lose(cluster: Cluster, bundles: dict[str, list[Bundle]]) -> dict[str, Any]:
     """Lose a worker of an engine, then its whole node, for which another one comes; each time a new process starts."""
     engines = WorkerGroup.spawn("rollout", Process, bundles["rollout"], args=[()] * 2, limits=TimeLimits(LIMIT_S))
-    before = engines.call_home()
+    before = run(engines.call_home())
     ray.kill(engines.handles[1])
     engines.respawn(1)
-    replaced = engines.call_home()
+    replaced = run(engines.call_home())
     victim = before[0].node_id
     cluster.remove_node(next(node for node in cluster.worker_nodes if node.node_id == victim), allow_graceful=False)
     cluster.add_node(wait=False, **SIZE)
     cluster.wait_for_nodes(timeout=LIMIT_S)
     for rank in range(2):
         engines.respawn(rank)
-    moved = engines.call_home()
+    moved = run(engines.call_home())
     deadline = time.monotonic() + LIMIT_S
     while victim in (ids := set(placement_group_table(bundles["rollout"][0].group)["bundles_to_node_id"].values())):
         assert time.monotonic() < deadline, "Ray has not moved the group"
@@ -99,7 +100,8 @@ def gpus(overrides: list[str]) -> dict[str, list[list[str]]]:
     found = {}
     for role in [role for role, size in place.world_sizes.items() if size]:
         args: list[tuple[Any, ...]] = [()] * len(bundles[role])
-        found[role] = WorkerGroup.spawn(role, Process, bundles[role], args=args, limits=TimeLimits(LIMIT_S)).call_home()
+        workers = WorkerGroup.spawn(role, Process, bundles[role], args=args, limits=TimeLimits(LIMIT_S))
+        found[role] = run(workers.call_home())
     engines = [engine_settings(config, place, index) for index in range(place.num_engines)]
     engines = on_gpus_of(engines, found["actor"]) if place.shares_gpu else []
     release(groups)

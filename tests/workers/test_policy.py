@@ -10,6 +10,7 @@ import ray
 
 from grpo_dist.engines.settings import LoraSettings, ModelSettings, OptimizerSettings
 from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.gang import ActorGroup
 from grpo_dist.workers.policy import ActorWorker, PolicySettings
 from tests.models import objective, random_batch
@@ -36,12 +37,12 @@ def actor(local_ray: None, random_models: dict[str, str]) -> Iterator[ActorGroup
     )
     with spawned("actor", ActorWorker, [(0, 2), (1, 2)]) as workers:
         group = ActorGroup(workers)
-        workers.gather(group.submit_start(settings))
+        run(group.start(settings))
         yield group
 
 
 def log_probs(actor: ActorGroup, batch: DataProtoRef, method: str) -> np.ndarray:
-    found = actor.collect_log_probs(actor.submit_log_probs("test", batch, method))
+    found = run(actor.compute_log_probs("test", batch, method))
     return found.fetch(found.columns)[found.columns[0]].values.numpy()
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from grpo_dist.errors import WorkerError, WorkerLost
+from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.probe import LOST, probe, process_state
 from grpo_dist.workers.process import Process
@@ -29,7 +30,7 @@ class Sleeper(Process):
 @pytest.fixture(scope="module")
 def group(local_ray: None) -> Iterator[WorkerGroup]:
     with spawned("actor", Sleeper, [(), (), (), ()]) as group:
-        group.call_home()
+        run(group.call_home())
         yield group
 
 
@@ -66,7 +67,7 @@ def test_a_rank_that_is_stopped_or_gone_is_named_rather_than_those_that_wait_for
     assert states[1] == "stopped"
     assert states[2] in ("gone", "dead")
 
-    late = group.late(calls[:2], 5.0)
+    late = run(group.late(calls[:2], 5.0))
     assert isinstance(late, WorkerLost)
     assert (late.role, late.rank, late.node, late.stage) == ("actor", 1, node, "update")
     assert "no answer within 5 s: its process is stopped; ranks that are late too, and may wait for it: 1" in str(late)

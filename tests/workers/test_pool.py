@@ -1,0 +1,155 @@
+"""A pool on processes that are none; with real ones: test_reward_pool.py and test_rollout_group.py."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from grpo_dist.errors import ConfigError, WorkerLost
+from grpo_dist.workers.event_loop import blocking
+from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.limits import TimeLimits
+from grpo_dist.workers.pool import Pool
+from grpo_dist.workers.restarts import RestartBudget
+
+
+class Fakes(WorkerGroup):
+    """Processes that answer when they are told to, with the number of their life, or are lost."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__("reward", [f"{rank}-0" for rank in range(size)], TimeLimits(60.0))
+        self.answers: list[tuple[Call, asyncio.Future[Any]]] = []
+        self.lives = [0] * size
+
+    def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
+        call = Call(method, self, rank, stage, time.monotonic(), 60.0, self.handles[rank])  # type: ignore[arg-type]
+        self.answers.append((call, asyncio.get_running_loop().create_future()))
+        return call
+
+    async def value(self, call: Call) -> Any:
+        return await next(answer for each, answer in self.answers if each is call)
+
+    def respawn(self, rank: int) -> None:
+        self.lives[rank] += 1
+        for call, answer in self.answers:
+            if call.rank == rank and call.is_current and not answer.done():
+                answer.set_exception(self.lost(rank, call.stage, "its process was replaced"))
+        self.handles[rank] = f"{rank}-{self.lives[rank]}"
+
+    def open(self, method: str) -> list[tuple[int, asyncio.Future[Any]]]:
+        return [(call.rank, answer) for call, answer in self.answers if call.ref == method and not answer.done()]
+
+
+def scenario(size: int, most: int = 1) -> Callable[[Callable[[Pool, Fakes], Any]], None]:
+    """Run a test's coroutine on a pool of so many fakes."""
+
+    def decorate(test: Callable[[Pool, Fakes], Any]) -> None:
+        workers = Fakes(size)
+        blocking(test)(Pool(workers, RestartBudget(most)), workers)
+
+    return decorate
+
+
+def ask(pool: Pool, name: str, **options: Any) -> asyncio.Task[Any]:
+    def send(rank: int) -> Call:
+        return pool.workers.submit(rank, "score", name)
+
+    return asyncio.create_task(pool.ask(send, lambda call, answer: answer, **options))
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_what_was_asked_of_a_lost_worker_comes_before_what_waits() -> None:
+    @scenario(1)
+    async def _(pool: Pool, workers: Fakes) -> None:
+        first, second, urgent = ask(pool, "first"), ask(pool, "second"), ask(pool, "urgent", first=True)
+        await settle()
+        [(_, answer)] = workers.open("first")
+        answer.set_exception(WorkerLost("gone", "reward", 0))
+        await settle()
+        assert [call.ref for call, _ in workers.answers] == ["first", "start"], "it starts, and has no room"
+        workers.open("start")[0][1].set_result(None)
+        for name in ("urgent", "first", "second"):
+            await settle()
+            [(_, answer)] = workers.open(name)
+            assert not [each for each in ("urgent", "first", "second") if each != name and workers.open(each)]
+            answer.set_result(name)
+        assert await asyncio.gather(first, second, urgent) == ["first", "second", "urgent"]
+        assert pool.restarts.failures == [str(WorkerLost("gone", "reward", 0))]
+
+
+def test_a_caller_that_is_cancelled_just_as_it_is_sent_is_given_up() -> None:
+    """It has a worker and does not know yet."""
+
+    @scenario(1)
+    async def _(pool: Pool, workers: Fakes) -> None:
+        given_up: list[str] = []
+        first = ask(pool, "first")
+        second = ask(pool, "second", give_up=lambda call: given_up.append(str(call.ref)))
+        await settle()
+        workers.open("first")[0][1].set_result(1)
+        while not workers.open("second"):
+            await asyncio.sleep(0)
+        second.cancel()
+        await settle()
+        assert (first.result(), second.cancelled(), given_up) == (1, True, ["second"])
+        assert pool.members[0].taken == 1, "until it answers"
+        workers.open("second")[0][1].set_result(2)
+        await settle()
+        assert pool.members[0].taken == 0
+
+
+def test_workers_that_are_lost_in_one_look_are_replaced_once_each() -> None:
+    @scenario(2, most=2)
+    async def _(pool: Pool, workers: Fakes) -> None:
+        tasks = [ask(pool, name) for name in "ab"]
+        now = asyncio.create_task(
+            pool.ask_now(lambda rank: workers.submit(rank, "write", "now"), lambda _, answer: answer)
+        )
+        await settle()
+        for name in ("a", "b", "now"):
+            rank, answer = workers.open(name)[0]
+            answer.set_exception(WorkerLost("gone", "reward", rank))
+        await settle()
+        assert workers.lives == [1, 1]
+        for _, answer in workers.open("start"):
+            answer.set_result(None)
+        await settle()
+        for name in ("a", "b", "now"):
+            workers.open(name)[0][1].set_result(name)
+        assert await asyncio.gather(*tasks, now) == ["a", "b", "now"]
+
+
+def test_when_the_budget_is_spent_nobody_waits_for_ever() -> None:
+    @scenario(2, most=0)
+    async def _(pool: Pool, workers: Fakes) -> None:
+        tasks = [ask(pool, name) for name in "abc"]
+        await settle()
+        workers.open("a")[0][1].set_exception(WorkerLost("gone", "reward", 0))
+        await settle()
+        for task in (tasks[0], tasks[2], ask(pool, "later")):
+            with pytest.raises(WorkerLost):
+                await task
+        workers.open("b")[0][1].set_result("b")
+        assert await tasks[1] == "b", "it was sent before"
+
+
+def test_a_mistake_that_shows_in_a_restart_is_told_to_all() -> None:
+    @scenario(1)
+    async def _(pool: Pool, workers: Fakes) -> None:
+        task = ask(pool, "a")
+        await settle()
+        workers.open("a")[0][1].set_exception(WorkerLost("gone", "reward", 0))
+        await settle()
+        workers.open("start")[0][1].set_exception(ConfigError("reward.path"))
+        with pytest.raises(ConfigError, match=r"reward\.path"):
+            await task
+        with pytest.raises(ConfigError, match=r"reward\.path"):
+            await pool.started()
