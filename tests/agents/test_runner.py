@@ -193,9 +193,7 @@ def test_abort_ends_episodes_in_the_tool_and_in_the_engine(tmp_path: Path) -> No
     in_loop(engine_aborts)
 
 
-@pytest.mark.parametrize(
-    ("mode", "text"), [("broken", "OSError: no such"), ("leaving", "SystemExit: no licence")]
-)
+@pytest.mark.parametrize(("mode", "text"), [("broken", "OSError: no such"), ("leaving", "SystemExit: no licence")])
 def test_a_class_that_cannot_be_made(tmp_path: Path, mode: str, text: str) -> None:
     async def test() -> None:
         async with runner(tmp_path, Writer().generate, mode):

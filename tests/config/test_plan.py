@@ -174,10 +174,10 @@ def test_plan_of_a_local_model(tmp_path):
         " = 1.39 GiB",
         "actor, CPU memory    a copy for a checkpoint 0.752 + process 0.5 = 1.25 GiB",
         "KV cache             23,301 tokens per engine",
-        "data.val_files=x.json: no such file",
-        "model=hf is used",
+        "data.val_files=x.json",
+        "model=hf",
     ):
-        assert part in text, text
+        says(text, part)
 
 
 def test_plan_without_the_models_sizes():

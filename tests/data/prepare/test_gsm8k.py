@@ -69,14 +69,14 @@ def test_rows_are_verls(release: Path, tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"question": "q", "answer": "just 4"}', "test.jsonl, line 2: the answer has no '#### NUMBER'"),
-        ('{"question": "q"}', "test.jsonl, line 2: needs a non-empty text field 'answer'; it has question"),
-        ('{"question": " ", "answer": "#### 4"}', "non-empty text field 'question'"),
-        ("{", "test.jsonl, line 2: not valid JSON"),
+        ('{"question": "q", "answer": "just 4"}', ["test.jsonl, line 2", "answer", "'#### NUMBER'"]),
+        ('{"question": "q"}', ["test.jsonl, line 2", "'answer'", "question"]),
+        ('{"question": " ", "answer": "#### 4"}', ["non-empty text", "'question'"]),
+        ("{", ["test.jsonl, line 2", "valid JSON"]),
     ],
 )
 def test_a_bad_example_leaves_old_files_alone(
-    release: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: str
+    release: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: list[str]
 ) -> None:
     assert gsm8k(release, tmp_path) == 0
     before = (tmp_path / "train.parquet").read_bytes()
@@ -84,7 +84,7 @@ def test_a_bad_example_leaves_old_files_alone(
     (release / "test.jsonl").write_text(json.dumps(EXAMPLES[0]) + "\n" + line)
     capsys.readouterr()
     assert gsm8k(release, tmp_path) == 2
-    assert words in capsys.readouterr().err
+    says(capsys.readouterr().err, *words)
     assert (tmp_path / "train.parquet").read_bytes() == before
 
 
