@@ -208,7 +208,7 @@ INDEXES = {
     "a map of numbers": (write_index({"weight_map": {"a": 3}}), [INDEX, "of a", "folder"]),
     "a way out": (write_index({"weight_map": {"a": "../x.safetensors"}}), [INDEX, "folder"]),
     "a folder": (write_index({"weight_map": {"a": ".."}}), [INDEX, "files"]),
-    "a name too long": (write_index({"weight_map": {"a": "x" * 5000}}), [INDEX]),
+    "a name too long": (write_index({"weight_map": {"a": "x" * 5000}}), [SETTING, "long"]),
 }
 
 
