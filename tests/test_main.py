@@ -4,6 +4,7 @@ import sys
 import pytest
 
 from grpo_dist.main import main
+from tests.messages import says
 
 
 def test_help(capsys: pytest.CaptureFixture) -> None:
@@ -33,8 +34,8 @@ def test_a_dry_run_of_the_config_asks_nothing_of_this_machine(capsys: pytest.Cap
     elsewhere = ["model=qwen3_8b", "data=gsm8k", "cluster=node8", "custom_reward_function.path=gone.py"]
     assert main([*elsewhere, "trainer.dry_run=config"]) == 0
     shown = capsys.readouterr().out
-    assert "custom_reward_function.path=gone.py: no such file" in shown, "said as a note"
-    assert "checked on this machine" not in shown
+    says(shown, "custom_reward_function.path=gone.py:")  # said as a note
+    assert "this machine" not in shown
 
 
 def test_impossible_batch_arithmetic_names_the_keys(capsys: pytest.CaptureFixture) -> None:

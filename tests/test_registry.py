@@ -2,10 +2,9 @@ import json.decoder
 import sys
 from pathlib import Path
 
-import pytest
-
 from grpo_dist.errors import ConfigError
 from grpo_dist.registry import Registry, load_attribute
+from tests.messages import refuses
 
 
 def shapes() -> Registry:
@@ -31,16 +30,16 @@ def test_names_and_functions() -> None:
 
 
 def test_unknown_name_lists_the_names_and_the_nearest() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refuses(ConfigError, "draw.shape=sqare", "'square'", "circle, disc, square"):
         shapes().get("sqare")
-    assert str(caught.value) == ("draw.shape=sqare: no such shape; did you mean 'square'. Known: circle, disc, square")
-    with pytest.raises(ConfigError, match=r"draw\.shape=zzz: no such shape\. Known: "):
+    with refuses(ConfigError, "draw.shape=zzz", "circle, disc, square") as caught:
         shapes().get("zzz")
+    assert "'" not in str(caught.value), "nothing is near"
 
 
 def test_a_name_can_be_taken_once() -> None:
     registry = shapes()
-    with pytest.raises(ValueError, match="shape 'disc' is registered twice"):
+    with refuses(ValueError, "shape", "'disc'", "twice"):
         registry.register("disc")(lambda: "other")
 
 
@@ -68,12 +67,12 @@ def test_mistakes_in_custom_code_are_named(tmp_path: Path) -> None:
     file.write_text("def compute_score():\n    return 1.0\n")
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_package_at_all\n")
-    for spec, message in (
-        ("no.such.module:f", r"k=no\.such\.module:f: cannot import no\.such\.module: ModuleNotFoundError"),
-        (f"{tmp_path}/absent.py:f", "cannot import .*absent.py: FileNotFoundError: no file .*looked in"),
-        (f"{broken}:f", "ModuleNotFoundError: No module named 'no_such_package_at_all'"),
-        (f"{file}:compute_scor", "has no 'compute_scor'; did you mean 'compute_score'?"),
-        (f"{file}:zzz", "has no 'zzz'; it has compute_score"),
+    for spec, *parts in (
+        ("no.such.module:f", "import", "ModuleNotFoundError"),
+        (f"{tmp_path}/absent.py:f", "import", "absent.py: FileNotFoundError", Path.cwd()),
+        (f"{broken}:f", "ModuleNotFoundError:", "'no_such_package_at_all'"),
+        (f"{file}:compute_scor", "'compute_scor'", "'compute_score'"),
+        (f"{file}:zzz", "'zzz'", "compute_score"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with refuses(ConfigError, f"k={spec}:", *parts):
             load_attribute(spec, key="k")

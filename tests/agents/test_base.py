@@ -10,6 +10,7 @@ from grpo_dist.agents import AgentLoop, SingleTurn, load_agent_loop
 from grpo_dist.agents.base import AGENT_LOOP
 from grpo_dist.config.names import AGENT_LOOPS
 from grpo_dist.errors import ConfigError
+from tests.messages import refuses
 
 LOOPS = """
 from grpo_dist.agents import AgentLoop
@@ -51,22 +52,22 @@ def test_a_class_by_file(loops: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs", "text"),
+    ("name", "kwargs", "parts"),
     [
-        ("Other", {}, "must be a class derived from grpo_dist.agents.AgentLoop"),
-        ("NoRun", {}, r"NoRun needs `async def run\(self, episode\)`"),
-        ("NotAsync", {}, "NotAsync needs `async def run"),
-        ("NoEpisode", {}, "NoEpisode needs `async def run"),
-        ("Goood", {}, "did you mean 'Good'"),
-        ("Good", {"api_key": "SECRET123"}, r"agent_kwargs=\{'api_key': '\*\*\*'\}: Good: got an .* 'api_key'$"),
-        ("Good", {"width": 3}, r"agent_kwargs=\{'width': 3\}: Good: got an unexpected keyword argument 'width'"),
+        ("Other", {}, ["class", "grpo_dist.agents.AgentLoop"]),
+        ("NoRun", {}, ["NoRun", "`async def run(self, episode)`"]),
+        ("NotAsync", {}, ["NotAsync", "`async def run(self, episode)`"]),
+        ("NoEpisode", {}, ["NoEpisode", "`async def run(self, episode)`"]),
+        ("Goood", {}, ["'Good'"]),
+        ("Good", {"api_key": "SECRET123"}, ["agent_kwargs={'api_key': '***'}", "Good:", " 'api_key'"]),
+        ("Good", {"width": 3}, ["agent_kwargs={'width': 3}", "Good:", " 'width'"]),
     ],
 )
-def test_what_is_no_agent_loop(loops: str, name: str, kwargs: dict, text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
+def test_what_is_no_agent_loop(loops: str, name: str, kwargs: dict, parts: list[str]) -> None:
+    with refuses(ConfigError, *parts):
         load_agent_loop(f"{loops}:{name}", kwargs)
 
 
 def test_the_built_in_one_takes_no_arguments() -> None:
-    with pytest.raises(ConfigError, match=r"agent_kwargs=\{'depth': 1\}: SingleTurn"):
+    with refuses(ConfigError, "agent_kwargs={'depth': 1}", "SingleTurn"):
         load_agent_loop("single_turn_agent", {"depth": 1})

@@ -12,6 +12,7 @@ from grpo_dist.agents.episode import NO_VERSION
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.engines.vllm_engine import Response
 from tests.agents.fakes import END, Characters, Writer
+from tests.messages import refuses
 
 PROMPT = [ord(character) for character in "Q:"]
 
@@ -128,14 +129,14 @@ def test_misuse_is_named() -> None:
     async def wrong_id(episode: Episode) -> None:
         episode.append_tokens([5, 128])
 
-    for run, error, text in (
-        (nothing, RuntimeError, "without a turn, with 1 tokens put in and room for 19 more"),
-        (no_room, RuntimeError, "with 20 tokens put in and room for 0 more"),
-        (two_at_once, RuntimeError, "await it first"),
-        (no_length, ValueError, "max_tokens=0"),
-        (wrong_id, ValueError, r"5\.\.128 leave the vocabulary of 128"),
+    for run, error, parts in (
+        (nothing, RuntimeError, ["1 tokens", "19"]),
+        (no_room, RuntimeError, ["20 tokens", "0"]),
+        (two_at_once, RuntimeError, ["await"]),
+        (no_length, ValueError, ["max_tokens=0"]),
+        (wrong_id, ValueError, ["5..128", "vocabulary of 128"]),
     ):
-        with pytest.raises(error, match=text):
+        with refuses(error, *parts):
             play(make(Writer("1+1=")), run)
 
 

@@ -16,6 +16,7 @@ from grpo_dist.engines.settings import AgentSettings, SamplingSettings
 from grpo_dist.engines.vllm_engine import Response
 from grpo_dist.errors import AgentError, ConfigError, EngineError
 from tests.agents.fakes import Characters, Writer
+from tests.messages import refuses
 
 LOOPS = """
 import asyncio
@@ -122,33 +123,33 @@ def test_sampling_runs_where_run_was_called_and_costs_no_time_of_the_loop(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("mode", "timeout_s", "text"),
+    ("mode", "timeout_s", "parts"),
     [
         (
             "fail",
             30,
-            r"tool\.py:Tool: run\(\) raised KeyError: 'calculator', at .*tool\.py:\d+ \(prompt step1-prompt9, ",
+            ["tool.py:Tool: run()", "KeyError: 'calculator'", "tool.py:", "step1-prompt9"],
         ),
-        ("fail", 30, r"episode 2, after turn 1\)"),
-        ("hang", 3, r"Tool: run\(\) did not end within .*agent\.timeout_s=3 s outside the engine \(prompt step1"),
-        ("block", 3, r"Tool: run\(\) blocks its thread for more than .*timeout_s=3 s, at .*tool\.py:\d+; await"),
-        ("own_timeout", 30, r"run\(\) raised TimeoutError"),
+        ("fail", 30, ["episode 2", "turn 1"]),
+        ("hang", 3, ["Tool: run()", "agent.timeout_s=3", "step1-prompt9"]),
+        ("block", 3, ["Tool: run()", "thread", "timeout_s=3", "tool.py:", "await"]),
+        ("own_timeout", 30, ["run()", "TimeoutError"]),
         (
             "own_cancel",
             30,
-            r"run\(\) let a cancellation of its own out, CancelledError, at .*:\d+; catch it there \(pro",
+            ["run()", "CancelledError", "tool.py:", "catch"],
         ),
-        ("leave", 30, r"run\(\) raised SystemExit: 3, at .*tool\.py:\d+ \(prompt step1-prompt9, episode"),
-        ("task_leaves", 30, r"run\(\) raised SystemExit: 3, at .*tool\.py:\d+ \(prompt step1-prompt9, episode"),
+        ("leave", 30, ["run()", "SystemExit: 3", "tool.py:", "step1-prompt9", "episode"]),
+        ("task_leaves", 30, ["run()", "SystemExit: 3", "tool.py:", "step1-prompt9", "episode"]),
     ],
 )
-def test_failures_are_named_and_end_the_group(tmp_path: Path, mode: str, timeout_s: float, text: str) -> None:
+def test_failures_are_named_and_end_the_group(tmp_path: Path, mode: str, timeout_s: float, parts: list[str]) -> None:
     async def test() -> None:
         async with runner(tmp_path, Writer(*["1+1="] * 4).generate, mode, timeout_s) as made:
             await made.run(episodes())
 
     began = time.perf_counter()
-    with pytest.raises(AgentError, match=text):
+    with refuses(AgentError, *parts):
         in_loop(test)
     assert time.perf_counter() - began < 25, "the others are not waited for"
 
@@ -161,7 +162,7 @@ def test_an_error_of_the_engine_stays_what_it_is(tmp_path: Path) -> None:
         async with runner(tmp_path, dead, "answer") as made:
             await made.run(episodes())
 
-    with pytest.raises(EngineError, match="vLLM failed"):
+    with refuses(EngineError, "vLLM failed"):
         in_loop(test)
 
 
@@ -192,14 +193,11 @@ def test_abort_ends_episodes_in_the_tool_and_in_the_engine(tmp_path: Path) -> No
     in_loop(engine_aborts)
 
 
-@pytest.mark.parametrize(
-    ("mode", "text"), [("broken", "OSError: no such service"), ("leaving", "SystemExit: no licence")]
-)
+@pytest.mark.parametrize(("mode", "text"), [("broken", "OSError: no such"), ("leaving", "SystemExit: no licence")])
 def test_a_class_that_cannot_be_made(tmp_path: Path, mode: str, text: str) -> None:
     async def test() -> None:
         async with runner(tmp_path, Writer().generate, mode):
             pass
 
-    words = rf"agent_kwargs=\{{'mode': '{mode}', 'api_key': '\*\*\*'\}}: Tool\(\) raised {text}"
-    with pytest.raises(ConfigError, match=words):
+    with refuses(ConfigError, f"agent_kwargs={{'mode': '{mode}', 'api_key': '***'}}", "Tool()", *text.split(": ")):
         in_loop(test)

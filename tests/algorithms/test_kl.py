@@ -6,6 +6,7 @@ import torch
 from grpo_dist.algorithms import kl_penalty
 from grpo_dist.errors import BatchError, ConfigError
 from tests.golden import cases
+from tests.messages import refuses
 
 NAMES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 
@@ -92,9 +93,9 @@ def test_k3_stays_finite() -> None:
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"kl_loss_type=k4: no such KL estimator"):
+    with refuses(ConfigError, "kl_loss_type=k4"):
         kl_penalty("k4", torch.zeros(1, 1), torch.zeros(1, 1))
-    with pytest.raises(ConfigError, match="use full"):
+    with refuses(ConfigError, "full"):
         kl_penalty("full+", torch.zeros(1, 1, 2), torch.zeros(1, 1, 2))
-    with pytest.raises(BatchError, match="differ"):
+    with refuses(BatchError, "differ"):
         kl_penalty("k1", torch.zeros(1, 1), torch.zeros(1, 2))

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from grpo_dist.config.keys import nearest_keys
 from grpo_dist.config.load import dump_config, load_config, load_resolved
 from grpo_dist.config.usage import usage
 from grpo_dist.errors import ConfigError
+from tests.messages import refuses, says
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -56,16 +58,16 @@ def model_folder(tmp_path):
 def test_typos_suggest_the_key(written, meant):
     assert nearest_keys(written)[0] == meant
     for prefix in ("", "+", "++"):
-        assert f"{written}: no such key; did you mean {meant}" in refused(f"{prefix}{written}=1")
+        says(refused(f"{prefix}{written}=1"), f"{written}:", meant)
 
 
 def test_no_hint_where_nothing_is_near():
     assert nearest_keys("zzz.qqq") == []
-    assert "zzz.qqq: no such key; --help" in refused("zzz.qqq=1")
+    says(refused("zzz.qqq=1"), "zzz.qqq:", "--help")
 
 
 def test_unknown_keys_inside_a_mapping():
-    assert f"{ACTOR}.ppo_epoch: no such key; did you mean {ACTOR}.ppo_epochs?" in refused(f"{ACTOR}={{ppo_epoch:2}}")
+    says(refused(f"{ACTOR}={{ppo_epoch:2}}"), f"{ACTOR}.ppo_epoch:", f"{ACTOR}.ppo_epochs?")
 
 
 def test_everything_wrong_is_said_at_once():
@@ -81,21 +83,21 @@ def test_everything_wrong_is_said_at_once():
         "trainer.default_local_dir=${nowhere}/x",
     )
     lines = message.splitlines()
-    assert lines[0] == "the config has 9 problems:"
+    says(lines[0], 9)
     assert len(lines) == 10
-    for part in (
-        "algorithm.adv_estimator=grpoo: not one of grpo, grpo_passk, grpo_process,",
-        "data.shufle: no such key; did you mean data.shuffle?",
-        f"{ROLLOUT}.temperature=0: must be greater than 0",
-        f"data.train_batch_size=32, {ACTOR}.ppo_mini_batch_size=5: the batch must be a multiple",
-        f"{ROLLOUT}.max_model_len=10, data.max_prompt_length=64, data.max_response_length=64: must be at least",
-        "trainer.logger=console,wandb: a sweep; this command runs once. A list is written "
-        "trainer.logger=[console,wandb]",
-        "data.val_files=nowhere.parquet: no such file",
-        "trainer.total_training_steps: not an override; write key=value",
-        "trainer.default_local_dir: Interpolation key 'nowhere' not found",
+    for parts in (
+        ("algorithm.adv_estimator=grpoo", "grpo, grpo_passk, grpo_process,"),
+        ("data.shufle:", "data.shuffle"),
+        (f"{ROLLOUT}.temperature=0", "greater than 0"),
+        ("data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=5", "multiple"),
+        (f"{ROLLOUT}.max_model_len=10", "data.max_prompt_length=64", "data.max_response_length=64"),
+        ("trainer.logger=console,wandb", "trainer.logger=[console,wandb]"),
+        ("data.val_files=nowhere.parquet", "file"),
+        ("trainer.total_training_steps:", "key=value"),
+        ("trainer.default_local_dir", "'nowhere'"),
     ):
-        assert sum(part in line for line in lines) == 1, part
+        (line,) = (line for line in lines if parts[0] in line)
+        says(line, *parts)
 
 
 def test_rules_keep_quiet_about_keys_that_are_wrong_themselves():
@@ -109,25 +111,25 @@ def test_rules_keep_quiet_about_keys_that_are_wrong_themselves():
     [
         (
             "model=qwen3_8",
-            "model=qwen3_8: no such option; there are hf, qwen3_0_6b, qwen3_1_7b, qwen3_8b, smollm2_135m, tiny; did",
+            "hf, qwen3_0_6b, qwen3_1_7b, qwen3_8b, smollm2_135m, tiny;",
         ),
-        ("model@actor=tiny", "packages (@) are not supported"),
-        ("~trainer.seed", "~trainer.seed: keys cannot be removed"),
-        ("trainer.seed=[1", "cannot be read"),
-        ("trainer.seed=1,2", "a sweep"),
-        ("trainer=3", "trainer is a section; its keys are stage_timeout_s, health,"),
-        ("actor_rollout_ref=x", "its keys are model, actor, rollout, ref"),
-        ("--multirun", "the only flag is --help"),
-        ("", "'': not an override"),
-        ("hydra.run.dir=x", "hydra.run.dir: no such key"),
-        ("model=hf", "actor_rollout_ref.model.path: must be set, for example"),
-        ("data=files", "data.train_files: must be set, for example data.train_files="),
-        ("trainer.logger.0=x", "trainer.logger.0: no such key"),
+        ("model@actor=tiny", "(@)"),
+        ("~trainer.seed", "~trainer.seed:"),
+        ("trainer.seed=[1", "trainer.seed=[1:"),
+        ("trainer.seed=1,2", "sweep"),
+        ("trainer=3", "stage_timeout_s, health,"),
+        ("actor_rollout_ref=x", "model, actor, rollout, ref"),
+        ("--multirun", "--help"),
+        ("", "'':"),
+        ("hydra.run.dir=x", "hydra.run.dir:"),
+        ("model=hf", "actor_rollout_ref.model.path="),
+        ("data=files", "data.train_files="),
+        ("trainer.logger.0=x", "trainer.logger.0:"),
     ],
 )
 def test_command_line_mistakes(override, part):
     message = refused(override)
-    assert part in message
+    says(message, part)
     assert "Traceback" not in message
 
 
@@ -157,7 +159,7 @@ def test_your_own_model_leaves_the_tiny_settings_behind(model_folder):
     assert config.actor_rollout_ref.model.path == str(model_folder)
     assert config.actor_rollout_ref.actor.optim.lr == 1e-6
     assert config.actor_rollout_ref.rollout.kv_cache_memory_gib is None
-    assert any(note.startswith("model=hf is used") for note in notes)
+    says(notes, "model=hf")
 
 
 def test_a_chosen_model_group_stays(model_folder):
@@ -176,18 +178,18 @@ def test_your_own_data_leaves_the_arithmetic_settings_behind(parquet):
     assert (config.data.train_batch_size, config.data.max_response_length) == (1024, 1024)
     assert config.data.val_files == ()
     assert config.trainer.total_training_steps is None
-    assert any(note.startswith("data=files is used") for note in notes)
+    says(notes, "data=files")
     chosen = load(f"data.train_files={parquet}", "data=arithmetic")
     assert chosen.data.train_batch_size == 32
 
 
 def test_missing_files_stop_a_run_and_a_dry_run_of_this_machine_but_not_one_of_the_config():
     overrides = ["model=qwen3_8b", "data=gsm8k", "cluster=node8", "data.train_files=gone.parquet"]
-    assert "data.train_files=gone.parquet: no such file (looked in " in refused(*overrides)
-    assert "no such file (looked in " in refused(*overrides, "trainer.dry_run=true")
+    says(refused(*overrides), "data.train_files=gone.parquet", Path.cwd())
+    says(refused(*overrides, "trainer.dry_run=true"), "data.train_files=gone.parquet", Path.cwd())
     config, notes = load_config([*overrides, "trainer.dry_run=config"])
     assert config.trainer.n_gpus_per_node == 8
-    assert any("data.train_files=gone.parquet: no such file" in note for note in notes)
+    says(notes, "data.train_files=gone.parquet")
 
 
 def test_round_trip():
@@ -200,15 +202,15 @@ def test_round_trip():
 
 
 @pytest.mark.parametrize(
-    ("edit", "part"),
+    ("edit", "parts"),
     [
-        (("seed: 1\n", "sed: 1\n"), "trainer.sed: no such key; did you mean trainer.seed?"),
-        (("adv_estimator: grpo", "adv_estimator: ppo"), "algorithm.adv_estimator=ppo: not one of"),
-        (("algorithm:", "algorithm: ["), "is not YAML"),
+        (("seed: 1\n", "sed: 1\n"), ["trainer.sed:", "trainer.seed?"]),
+        (("adv_estimator: grpo", "adv_estimator: ppo"), ["algorithm.adv_estimator=ppo"]),
+        (("algorithm:", "algorithm: ["), ["YAML"]),
     ],
 )
-def test_a_spoilt_file_is_refused(edit, part):
-    with pytest.raises(ConfigError, match=part.replace("?", r"\?")):
+def test_a_spoilt_file_is_refused(edit, parts):
+    with refuses(ConfigError, *parts):
         load_resolved(dump_config(load()).replace(*edit))
 
 

@@ -14,6 +14,7 @@ from grpo_dist.config.model_rules import model_problems
 from grpo_dist.config.rank_memory import CUDA_GIB
 from tests.config.refusals import refused
 from tests.memory_cells import MODELS
+from tests.messages import says
 
 MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REF = "actor_rollout_ref.ref"
@@ -85,7 +86,7 @@ def test_an_actor_is_refused_at_its_peak(folder) -> None:
     actor = (memory_estimate(config, MODELS["Qwen3-8B"]) or [])[0]
     needed = actor.total + CUDA_GIB
     text = refused(*RUN, *run, f"{GPU}={needed * 0.99}")
-    assert "each actor process needs weights 7.63 + gradients 7.63 + optimizer 15.3 + " in text
+    says(text, "actor", "weights 7.63 + gradients 7.63 + optimizer 15.3 + ")
     load_config([*RUN, *run, f"{GPU}={needed * 1.01}"])
 
 
@@ -93,11 +94,10 @@ def test_an_engine_that_does_not_fit_its_share_of_a_gpu(folder) -> None:
     """15.3 GiB of weights; half of 30 GiB is less."""
     lora = (f"{MODEL}.lora_rank=1", f"{ROLLOUT}.gpu_memory_utilization=0.5", "cluster=node8", folder("Qwen3-8B"))
     text = refused(*RUN, *lora, f"{GPU}=30")
-    assert "each rollout process needs weights 15.3 + " in text
-    assert f"more than 15 GiB, {ROLLOUT}.gpu_memory_utilization=0.5 of {GPU}=30" in text
+    says(text, "rollout", "weights 15.3 + ", "15 GiB", f"{ROLLOUT}.gpu_memory_utilization=0.5", f"{GPU}=30")
     load_config([*RUN, *lora, f"{GPU}=30", f"{ROLLOUT}.tensor_model_parallel_size=2"])
     cache = f"{ROLLOUT}.kv_cache_memory_gib=20"
-    assert "KV cache 20 = " in refused(*RUN, *lora, f"{GPU}=30", cache)
+    says(refused(*RUN, *lora, f"{GPU}=30", cache), "KV cache 20 = ")
 
 
 @pytest.mark.parametrize(("model", "gib"), [("qwen3_0_6b", 23.6), ("qwen3_1_7b", 79.1), ("qwen3_1_7b", 44.3)])
@@ -111,8 +111,7 @@ def test_passes_of_two_roles_at_once_on_one_gpu(folder) -> None:
             f"{ACTOR}.ppo_mini_batch_size=32")  # fmt: skip
     run = (*long, "cluster=single_gpu", folder("Qwen3-0.6B"), f"{GPU}=20")
     text = refused(*RUN, *run)
-    assert "actor and rollout and ref, which share a GPU, need rollout 7 + actor " in text
-    assert " + ref " in text
+    says(text, "actor and rollout and ref", "rollout 7 + actor ", " + ref ")
     load_config([*RUN, *run, *remedy(text)])
 
 
@@ -124,14 +123,11 @@ def test_a_reference_beside_the_actor_takes_turns_with_it(folder) -> None:
     actor, _, ref = memory_estimate(config, MODELS["Qwen3-8B"]) or []
     assert ref.between == 0
     turns, together = actor.total + 2 * CUDA_GIB, actor.total + ref.total + 2 * CUDA_GIB
-    assert f"actor and ref, which share a GPU, need actor {actor.total:.3g} + CUDA" in refused(
-        *RUN, *run, f"{GPU}={turns * 0.99}"
-    )
+    says(refused(*RUN, *run, f"{GPU}={turns * 0.99}"), "actor and ref", f"actor {actor.total:.3g} + CUDA")
     load_config([*RUN, *run, f"{GPU}={turns * 1.01}"])
     ahead = (*run, "trainer.max_staleness=1")
     text = refused(*RUN, *ahead, f"{GPU}={together * 0.99}")
-    assert f"need actor {actor.total:.3g} + ref {ref.total:.3g} + CUDA of each process 2" in text
-    assert "(the actor: weights 7.63 + gradients 7.63 + " in text
+    says(text, f"actor {actor.total:.3g} + ref {ref.total:.3g} + CUDA", "weights 7.63 + gradients 7.63 + ")
     load_config([*RUN, *ahead, f"{GPU}={together * 1.01}"])
 
 
@@ -141,17 +137,17 @@ def test_an_engine_that_sleeps_leaves_its_share_to_the_update(folder) -> None:
     """
     run = [*RUN, "cluster=single_gpu", folder("Qwen3-0.6B"), f"{GPU}=12"]
     asleep = f"{ROLLOUT}.free_cache_engine=true"
-    assert "need rollout 4.2 + actor 8.88 + CUDA of each process 2 = 15.1 GiB" in refused(*run)
+    says(refused(*run), "rollout 4.2 + actor 8.88 + CUDA", "2 = 15.1 GiB")
     load_config([*run, asleep])
     more = f"{ROLLOUT}.gpu_memory_utilization=0.6"
-    assert "need rollout 7.2 + actor 2.22 + ref 2.14 + CUDA" in refused(*run, asleep, more), "they share it with both"
+    says(refused(*run, asleep, more), "rollout 7.2 + actor 2.22 + ref 2.14 + CUDA")  # they share it with both
     kept = f"{ACTOR}.fsdp_config.optimizer_offload=false"
-    assert "need rollout 1 + actor 12.1 + CUDA" in refused(*run, asleep, kept), "its CUDA stays while it sleeps"
+    says(refused(*run, asleep, kept), "rollout 1 + actor 12.1 + CUDA")  # its CUDA stays while it sleeps
 
 
 def test_a_validation_alone_needs_no_memory_for_gradients_and_optimizer(folder) -> None:
     run = ("cluster=node8", "cluster.ref_world_size=1", folder("Qwen3-8B"), f"{GPU}=34")
-    assert "each actor process needs weights 7.63 + gradients 7.63 + optimizer 15.3 + " in refused(*RUN, *run)
+    says(refused(*RUN, *run), "actor", "weights 7.63 + gradients 7.63 + optimizer 15.3 + ")
     load_config([*RUN, *run, "trainer.val_only=true"])
 
 
@@ -178,7 +174,7 @@ def test_the_processes_of_an_engine_in_the_memory_of_a_machine(folder) -> None:
     assert shares[0]["weights"] == 2 * shares[1]["weights"]
     assert shares[0]["KV cache"] == shares[1]["KV cache"] == 1.0
     (problem,) = model_problems(two, MODELS["Qwen3-0.6B"], None, 1.0)
-    assert "2 rollout with" in problem.text
+    says(problem.text, "2 rollout")
 
 
 def test_all_processes_in_the_memory_of_a_machine(folder) -> None:
@@ -191,8 +187,7 @@ def test_all_processes_in_the_memory_of_a_machine(folder) -> None:
         counts = {"actor": 1, "rollout": 1, "ref": 1} if on_cpu else {"actor": 4, "rollout": 4, "ref": 4}
         needed = sum((r.host_total + (r.total if on_cpu else 0)) * counts[r.role] for r in roles)
         (problem,) = model_problems(config, MODELS["Qwen3-0.6B"], None, needed * 0.99)
-        assert f"{counts['actor']} actor with" in problem.text
-        assert f"need {needed:.3g} GiB of CPU memory" in problem.text
+        says(problem.text, f"{counts['actor']} actor", f"{needed:.3g} GiB", "CPU memory")
         assert list(model_problems(config, MODELS["Qwen3-0.6B"], None, needed * 1.01)) == []
     assert list(model_problems(config, MODELS["Qwen3-0.6B"], None, None)) == []
     assert list(model_problems(config, None, 0.1, 0.1)) == [], "nothing is known of the model"

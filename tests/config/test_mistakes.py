@@ -1,72 +1,72 @@
 """Mistakes that people make, each answered with the key and what to do."""
 
+from pathlib import Path
+
 import pytest
 
 from grpo_dist.config.keys import _SYNONYMS, leaf_keys
 from grpo_dist.config.load import load_config
 from grpo_dist.errors import ConfigError
+from tests.messages import says
 
 A, R, M = (f"actor_rollout_ref.{role}" for role in ("actor", "rollout", "model"))
 
 MISTAKES = {
     # names
-    "a letter too few": ("data.train_bach_size=64", "did you mean data.train_batch_size?"),
-    "the wrong section": (
-        "actor.ppo_mini_batch_size=8",
-        f"actor.ppo_mini_batch_size: no such key; did you mean {A}.ppo_mini_batch_size?",
-    ),
+    "a letter too few": ("data.train_bach_size=64", "data.train_batch_size"),
+    "the wrong section": ("actor.ppo_mini_batch_size=8", f"{A}.ppo_mini_batch_size"),
     "another library's name": ("trainer.max_steps=10", "trainer.total_training_steps"),
-    "TRL's group size": (f"{R}.num_generations=8", f"did you mean {R}.n?"),
-    "TRL's learning rate": ("learning_rate=1e-6", f"did you mean {A}.optim.lr?"),
-    "TRL's beta": ("trainer.beta=0.04", f"did you mean {A}.kl_loss_coef?"),
-    "the learning rate a level up": (f"{A}.lr=1e-6", f"did you mean {A}.optim.lr?"),
+    "TRL's group size": (f"{R}.num_generations=8", f"{R}.n"),
+    "TRL's learning rate": ("learning_rate=1e-6", f"{A}.optim.lr"),
+    "TRL's beta": ("trainer.beta=0.04", f"{A}.kl_loss_coef"),
+    "the learning rate a level up": (f"{A}.lr=1e-6", f"{A}.optim.lr"),
     "a hyphen": ("trainer.save-freq=5", "trainer.save_freq"),
-    "a section for a key": (f"{A}.optim=adamw", f"{A}.optim is a section; its keys are lr,"),
-    "a group that is not there": ("model=qwen3_7b", "did you mean model=qwen3_1_7b?"),
-    "a removed key": ("~trainer.seed", "set a value, or null"),
+    "a section for a key": (f"{A}.optim=adamw", " lr,"),
+    "a group that is not there": ("model=qwen3_7b", "model=qwen3_1_7b"),
+    "a removed key": ("~trainer.seed", "null"),
     # forms
     "dashes": ("--trainer.seed=1", "trainer.seed"),
-    "no value": ("trainer.seed", "write key=value"),
+    "no value": ("trainer.seed", "key=value"),
     "a list without brackets": ("trainer.logger=console,wandb", "trainer.logger=[console,wandb]"),
-    "an open bracket": ("trainer.logger=[console", "cannot be read"),
-    "Python's None": (f"{A}.clip_ratio_low=None", "written null"),
+    "an open bracket": ("trainer.logger=[console", "read"),
+    "Python's None": (f"{A}.clip_ratio_low=None", "null"),
     # types and ranges
-    "text for a number": ("data.train_batch_size=many", "must be a whole number"),
-    "a share of a prompt": ("data.train_batch_size=1.5", "data.train_batch_size=1.5: must be a whole number"),
-    "0 responses": (f"{R}.n=0", "must be greater than or equal to 1"),
-    "temperature 0 while training": (f"{R}.temperature=0", "must be greater than 0"),
-    "more memory than there is": (f"{R}.gpu_memory_utilization=1.2", "must be less than or equal to 1"),
-    "percent for a share": (f"{R}.gpu_memory_utilization=80", "must be less than or equal to 1"),
-    "a negative learning rate": (f"{A}.optim.lr=-1e-6", "must be greater than 0"),
-    "a number for a switch": (f"{A}.use_kl_loss=1", "must be true or false"),
-    "an unknown estimator": ("algorithm.adv_estimator=ppo", "algorithm.adv_estimator=ppo: not one of grpo,"),
-    "an estimator misspelt": ("algorithm.adv_estimator=reinforce_pp", "did you mean 'reinforce_plus_plus'?"),
-    "an unknown KL": (f"{A}.kl_loss_type=k4", "not one of k1,"),
+    "text for a number": ("data.train_batch_size=many", "whole number"),
+    "a share of a prompt": ("data.train_batch_size=1.5", "whole number"),
+    "0 responses": (f"{R}.n=0", "1"),
+    "temperature 0 while training": (f"{R}.temperature=0", "0"),
+    "more memory than there is": (f"{R}.gpu_memory_utilization=1.2", "1"),
+    "percent for a share": (f"{R}.gpu_memory_utilization=80", "1"),
+    "a negative learning rate": (f"{A}.optim.lr=-1e-6", "0"),
+    "a number for a switch": (f"{A}.use_kl_loss=1", "true or false"),
+    "an unknown estimator": ("algorithm.adv_estimator=ppo", " grpo,"),
+    "an estimator misspelt": ("algorithm.adv_estimator=reinforce_pp", "'reinforce_plus_plus'?"),
+    "an unknown KL": (f"{A}.kl_loss_type=k4", " k1,"),
     "TRL's loss type": (f"{A}.loss_agg_mode=dr_grpo", "seq-mean-token-sum-norm"),
-    "an unknown logger": ("trainer.logger=[console,tensorbord]", "did you mean 'tensorboard'?"),
-    "another engine": (f"{R}.name=hf", "not one of vllm"),
-    "another type": (f"{A}.fsdp_config.dtype=int8", "not one of fp32, bf16"),
+    "an unknown logger": ("trainer.logger=[console,tensorbord]", "'tensorboard'?"),
+    "another engine": (f"{R}.name=hf", "vllm"),
+    "another type": (f"{A}.fsdp_config.dtype=int8", "fp32, bf16"),
     "a type that overflows": (
         f"{A}.fsdp_config.dtype=float16",
-        "dtype=float16: float16 overflows without loss scaling",
+        "overflows",
     ),
     # keys against each other
-    "a mini-batch that does not divide": (f"{A}.ppo_mini_batch_size=12", "for example ppo_mini_batch_size=8"),
-    "a mini-batch above the batch": (f"{A}.ppo_mini_batch_size=64", "for example ppo_mini_batch_size=32"),
-    "a group of one": (f"{R}.n=1", "set rollout.n to 2 or more"),
-    "a context that is too short": (f"{R}.max_model_len=100", "must be at least"),
+    "a mini-batch that does not divide": (f"{A}.ppo_mini_batch_size=12", "ppo_mini_batch_size=8"),
+    "a mini-batch above the batch": (f"{A}.ppo_mini_batch_size=64", "ppo_mini_batch_size=32"),
+    "a group of one": (f"{R}.n=1", "rollout.n to 2"),
+    "a context that is too short": (f"{R}.max_model_len=100", "prompt + response = 128"),
     "greedy validation of several": (f"{R}.val_kwargs.n=4", "do_sample"),
-    "tensor parallel beyond the heads": (f"{R}.tensor_model_parallel_size=8", "set it to 1 or 2 or 4"),
-    "pipeline parallel": (f"{R}.engine_kwargs.vllm.pipeline_parallel_size=2", "raise actor_rollout_ref.rollout.tensor"),
-    "a path to nothing": ("data.train_files=trian.parquet", "no such file (looked in "),
-    "a model that is not there": (f"{M}.path=./models/qwen", "no such folder"),
-    "no model": ("model=hf", f"{M}.path: must be set, for example {M}.path=Qwen/Qwen3-0.6B"),
-    "a reward file that is not there": ("custom_reward_function.path=rewrad.py", "no such file"),
+    "tensor parallel beyond the heads": (f"{R}.tensor_model_parallel_size=8", "1 or 2 or 4"),
+    "pipeline parallel": (f"{R}.engine_kwargs.vllm.pipeline_parallel_size=2", f"{R}.tensor_model_parallel_size"),
+    "a path to nothing": ("data.train_files=trian.parquet", str(Path.cwd())),
+    "a model that is not there": (f"{M}.path=./models/qwen", "folder"),
+    "no model": ("model=hf", f"{M}.path=Qwen/Qwen3-0.6B"),
+    "a reward file that is not there": ("custom_reward_function.path=rewrad.py", "file"),
     "a checkpoint without a path": ("trainer.resume_mode=resume_path", "trainer.resume_from_path"),
     "validation of nothing": (["trainer.val_only=true", "data.val_files=null"], "set data.val_files"),
     "too many prompts without a filter": ("data.gen_batch_size=64", "algorithm.filter_groups.enable=true"),
-    "too few prompts without a filter": ("data.gen_batch_size=24", "set it to null"),
-    "prompts in halves without a filter": ("data.gen_batch_size=16", "set it to null"),
+    "too few prompts without a filter": ("data.gen_batch_size=24", "null"),
+    "prompts in halves without a filter": ("data.gen_batch_size=16", "null"),
 }
 
 
@@ -78,8 +78,8 @@ def test_the_message_names_the_key_and_the_fix(mistake: str) -> None:
         load_config(overrides)
     message = str(caught.value)
     key = overrides[0].lstrip("-~").partition("=")[0]
-    assert key in message
-    assert advice in message
+    says(message, key)
+    says(message.replace(overrides[0], ""), advice)
     assert caught.value.exit_code == 2
 
 

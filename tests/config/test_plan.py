@@ -9,6 +9,7 @@ from grpo_dist.config.load import load_config
 from grpo_dist.config.memory import GIB, kv_cache_tokens, memory_estimate
 from grpo_dist.config.model_shape import model_config_at_hand, model_shape
 from grpo_dist.config.plan import batch_arithmetic, format_plan, format_summary
+from tests.messages import says
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -59,8 +60,8 @@ def test_batch_arithmetic_on_eight_gpus():
 def test_passes_hold_whole_groups_or_tokens(overrides, passes):
     config, notes = load(*overrides)
     assert dict(batch_arithmetic(config))["micro-batches per actor rank and mini-batch"] == passes
-    what = "micro-batches of at most 16,384 tokens" if "tokens" in passes else f"{passes.split()[0]} micro-batches"
-    assert f"per actor rank, in {what}" in format_summary(config, notes)
+    what = "16,384 tokens" if "tokens" in passes else f"{passes.split()[0]} micro-batches"
+    says(format_summary(config, notes), what)
 
 
 def test_no_reference_row_without_reference():
@@ -102,7 +103,7 @@ def test_memory_of_qwen3_8b_on_eight_gpus():
     assert actor.host["a copy for a checkpoint"] == pytest.approx(count * 12 / 4 / GIB)
     assert rollout.parts["weights"] == pytest.approx(count * 2 / GIB)
     assert rollout.parts["KV cache of one sequence"] == pytest.approx(128 * 144 * 2**10 / GIB)
-    assert "80% of the GPU" in rollout.remark
+    says(rollout.remark, "80%")
     assert ref.parts["weights"] == pytest.approx(count * 2 / 4 / GIB), "it has as many ranks as the actor"
     config, _ = load("model=qwen3_8b", "cluster=node8", "data.train_batch_size=32", "cluster.ref_world_size=1")
     *_, ref = memory_estimate(config, QWEN3_8B)
@@ -136,7 +137,7 @@ def test_memory_with_lora_is_that_of_its_factors(tmp_path):
     assert found["gradients"] == factors
     assert found["optimizer"] == 2 * factors
     assert [role.role for role in others] == ["rollout"], "the actor without its factors is the reference"
-    assert "not started: it is the actor without its LoRA factors" in format_plan(config, [])
+    says(format_plan(config, []), "not started:", "LoRA")
 
 
 @pytest.mark.parametrize(
@@ -173,25 +174,23 @@ def test_plan_of_a_local_model(tmp_path):
         " = 1.39 GiB",
         "actor, CPU memory    a copy for a checkpoint 0.752 + process 0.5 = 1.25 GiB",
         "KV cache             23,301 tokens per engine",
-        "data.val_files=x.json: no such file",
-        "model=hf is used",
+        "data.val_files=x.json",
+        "model=hf",
     ):
-        assert part in text, text
+        says(text, part)
 
 
 def test_plan_without_the_models_sizes():
     path = "actor_rollout_ref.model.path=someone/something"
     config, notes = load(path, "data=gsm8k", "cluster=node8", "trainer.dry_run=config")
     text = format_plan(config, notes)
-    assert "unknown: model config not at hand" in text
-    assert "8 of 8 used" in text
-    assert "4 engines, TP=1, bfloat16, deterministic=false" in text
+    says(text, "unknown:", "8 of 8", "4 engines", "TP=1", "bfloat16", "deterministic=false")
 
 
 def test_idle_gpus_are_said():
     config, notes = load("cluster=node8", "cluster.actor_world_size=4", "cluster.rollout_world_size=2",
                          "cluster.ref_world_size=1")  # fmt: skip
-    assert "7 of 8 used, 1 idle" in format_plan(config, notes)
+    says(format_plan(config, notes), "7 of 8", "1 idle")
 
 
 def test_plan_of_several_machines_says_what_each_holds():
@@ -205,14 +204,12 @@ def test_plan_of_several_machines_says_what_each_holds():
 
 def test_plan_of_one_shared_gpu():
     config, notes = load("cluster=single_gpu")
-    assert "1 of 1 used; actor, rollout and ref share it" in format_plan(config, notes)
-    assert "1 actor, 1 rollout engine, 1 ref, on 1 GPU; actor, rollout and ref share it" in format_summary(
-        config, notes
-    )
+    says(format_plan(config, notes), "1 of 1", "share")
+    says(format_summary(config, notes), "1 actor", "1 rollout", "1 ref", "1 GPU", "share")
     text = format_summary(*load("cluster=node8"))
-    assert "4 actor, 4 rollout engines, 4 ref, on 8 GPUs; actor and ref share theirs" in text
+    says(text, "4 actor", "4 rollout", "4 ref", "8 GPUs", "share")
     separate = format_summary(*load("cluster=node8", "actor_rollout_ref.actor.use_kl_loss=false"))
-    assert "4 actor, 4 rollout engines, no ref, on 8 GPUs" in separate
+    says(separate, "4 actor", "4 rollout", "no ref", "8 GPUs")
     assert "share" not in separate
 
 
@@ -220,11 +217,8 @@ def test_a_step_is_estimated_where_there_are_gpus():
     big = ("model=qwen3_8b", "data.train_batch_size=1024", f"{ACTOR}.ppo_mini_batch_size=256",
            "data.max_prompt_length=512", "data.max_response_length=1024", f"{ROLLOUT}.n=8")  # fmt: skip
     text = format_plan(*load(*big, "cluster=node8"))
-    assert "a step (rough estimate, for H100s)\n  tokens     responses of 512, half of the longest" in text
-    assert "seconds    generation " in text
-    assert "  GPUs wait  actor " in text
-    assert "with trainer.max_staleness=1" in text
-    assert "a step (rough" not in format_plan(*load())
+    says(text, "H100s", "tokens", "512", "seconds    generation ", "GPUs wait  actor ", "trainer.max_staleness=1")
+    assert "H100" not in format_plan(*load())
     assert "GPUs wait" not in format_plan(*load(*big, "cluster=node8", "cluster.colocate=all"))
 
 
@@ -232,17 +226,15 @@ def test_the_printed_config_has_no_secrets():
     config, notes = load("custom_reward_function.reward_kwargs={api_key: SECRET123, n: 7}")
     text = format_plan(config, notes)
     assert "SECRET123" not in text
-    assert "api_key: '***'" in text
-    assert "n: 7" in text
+    says(text, "api_key: '***'", "n: 7")
 
 
 def test_summary_is_short_and_keeps_the_notes():
     config, notes = load(f"{ACTOR}.kl_loss_type=k1")
     text = format_summary(config, notes)
     assert len(text.splitlines()) == 10
-    assert "32 prompts * n=8 = 256 sequences; 1 optimizer step" in text
-    assert "2 actor, 1 rollout engine, 1 ref, on CPU" in text
-    assert "note: actor_rollout_ref.actor.kl_loss_type=k1" in text
+    says(text, "32 prompts * n=8 = 256 sequences", "1 optimizer step", "2 actor", "1 rollout", "1 ref", "CPU")
+    says(text, "actor_rollout_ref.actor.kl_loss_type=k1")
 
 
 def test_sizes_of_hub_models(tmp_path, monkeypatch):

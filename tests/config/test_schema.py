@@ -16,6 +16,7 @@ from grpo_dist.config.names import (
     TOKEN_SELECTING_LOSSES,
 )
 from grpo_dist.errors import ConfigError
+from tests.messages import refuses, says
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -63,62 +64,56 @@ def test_a_whole_number_is_a_number():
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        (f"{ROLLOUT}.temperature=0", "must be greater than 0"),
-        (f"{ROLLOUT}.temperature=nan", "must be a finite number"),
-        (f"{ROLLOUT}.temperature=2.5", "must be less than or equal to 2"),
-        (f"{ROLLOUT}.val_kwargs.temperature=2.5", "must be less than or equal to 2"),
-        (f"{ROLLOUT}.n=0", "must be greater than or equal to 1"),
-        (f"{ROLLOUT}.n=8.0", "must be a whole number"),
-        (f"{ROLLOUT}.n=true", "must be a whole number"),
-        (f"{ROLLOUT}.top_p=0", "must be greater than 0"),
-        (f"{ROLLOUT}.top_p=1.01", "must be less than or equal to 1"),
-        (f"{ROLLOUT}.top_k=0", "must be -1 or at least 1"),
-        (f"{ROLLOUT}.dtype=int8", "not one of float32, bfloat16, float16"),
-        (f"{ROLLOUT}.dtype=16", "dtype=16: not one of float32, bfloat16, float16"),
-        (
-            f"{ACTOR}.fsdp_config.dtype=half",
-            "dtype=half: float16 overflows without loss scaling, which is not here; use ",
-        ),
-        (f"{ACTOR}.fsdp_config.model_dtype=fp16", "model_dtype=fp16: float16 overflows"),
-        ("actor_rollout_ref.ref.fsdp_config.dtype=float16", "dtype=float16: float16 overflows"),
-        ("trainer.dry_run=configs", "dry_run=configs: must be true (check what a run here would refuse), config"),
-        (f"{ACTOR}.grad_clip=0", "must be greater than 0"),
-        (f"{ACTOR}.grad_clip=null", "must be a number"),
-        (f"{ACTOR}.clip_ratio_c=1", "must be greater than 1"),
-        (f"{ACTOR}.optim.lr=-1e-6", "must be greater than 0"),
-        (f"{ACTOR}.optim.lr=fast", "must be a number"),
-        (f"{ACTOR}.optim.betas=[0.9]", "has too few entries"),
-        (f"{ACTOR}.optim.betas=[0.9,0.9,0.9]", "takes at most 2 entries"),
-        (f"{ACTOR}.optim.betas=[0.9,1.0]", "must be less than 1"),
-        (f"{ACTOR}.use_kl_loss='true'", "must be true or false, without quotes"),
-        (f"{ACTOR}.use_kl_loss=1", "must be true or false"),
-        (f"{ACTOR}.kl_loss_type=k4", "not one of k1, kl, abs, k2, mse, k3, low_var_kl, k1+"),
-        (f"{ACTOR}.loss_agg_mode=token_mean", "did you mean 'token-mean'?"),
-        (f"{ACTOR}.policy_loss.loss_mode=vanila", "dppo_kl, clip_cov, kl_cov; did you mean 'vanilla'?"),
-        ("algorithm.adv_estimator=grpoo", "remax, gae; did you mean 'grpo'?"),
-        ("algorithm.adv_estimator=my.module:", "not of the form pkg.module:function"),
-        ("data.train_files=[]", "needs at least 1 entry"),
-        ("data.train_files=[3]", "must be text"),
-        ("data.train_max_samples=0", "must be -1 or at least 1"),
-        ("data.apply_chat_template_kwargs=3", "must be a mapping"),
-        ("trainer.seed=None", "must be a whole number (an empty value is written null)"),
-        ("trainer.experiment_name=7", "add quotes inside quotes"),
-        ("trainer.project_name=''", "must not be empty"),
-        ("trainer.test_freq=0", "must be -1 or at least 1"),
-        ("trainer.save_freq=0", "must be -1 or at least 1"),
-        ("trainer.total_training_steps=0", "must be greater than or equal to 1"),
-        (
-            "trainer.logger=[console,wandbb]",
-            "not one of console, jsonl, tensorboard, wandb; did you mean 'wandb'?",
-        ),
-        ("trainer.resume_mode=never", "not one of auto, disable, resume_path"),
+        (f"{ROLLOUT}.temperature=0", ["greater", "0"]),
+        (f"{ROLLOUT}.temperature=nan", ["finite"]),
+        (f"{ROLLOUT}.temperature=2.5", ["less", "2"]),
+        (f"{ROLLOUT}.val_kwargs.temperature=2.5", ["less", "2"]),
+        (f"{ROLLOUT}.n=0", ["greater", "1"]),
+        (f"{ROLLOUT}.n=8.0", ["whole number"]),
+        (f"{ROLLOUT}.n=true", ["whole number"]),
+        (f"{ROLLOUT}.top_p=0", ["greater", "0"]),
+        (f"{ROLLOUT}.top_p=1.01", ["less", "1"]),
+        (f"{ROLLOUT}.top_k=0", ["-1", "1"]),
+        (f"{ROLLOUT}.dtype=int8", ["float32, bfloat16, float16"]),
+        (f"{ROLLOUT}.dtype=16", ["float32, bfloat16, float16"]),
+        (f"{ACTOR}.fsdp_config.dtype=half", ["float16 overflows"]),
+        (f"{ACTOR}.fsdp_config.model_dtype=fp16", ["float16 overflows"]),
+        ("actor_rollout_ref.ref.fsdp_config.dtype=float16", ["float16 overflows"]),
+        ("trainer.dry_run=configs", ["true", "config"]),
+        (f"{ACTOR}.grad_clip=0", ["greater", "0"]),
+        (f"{ACTOR}.grad_clip=null", ["number"]),
+        (f"{ACTOR}.clip_ratio_c=1", ["greater", "1"]),
+        (f"{ACTOR}.optim.lr=-1e-6", ["greater", "0"]),
+        (f"{ACTOR}.optim.lr=fast", ["number"]),
+        (f"{ACTOR}.optim.betas=[0.9]", ["few"]),
+        (f"{ACTOR}.optim.betas=[0.9,0.9,0.9]", ["2 entries"]),
+        (f"{ACTOR}.optim.betas=[0.9,1.0]", ["less", "1"]),
+        (f"{ACTOR}.use_kl_loss='true'", ["true or false", "quotes"]),
+        (f"{ACTOR}.use_kl_loss=1", ["true or false"]),
+        (f"{ACTOR}.kl_loss_type=k4", ["k1, kl, abs, k2, mse, k3, low_var_kl, k1+"]),
+        (f"{ACTOR}.loss_agg_mode=token_mean", ["'token-mean'?"]),
+        (f"{ACTOR}.policy_loss.loss_mode=vanila", ["dppo_kl, clip_cov, kl_cov", "'vanilla'?"]),
+        ("algorithm.adv_estimator=grpoo", ["remax, gae", "'grpo'?"]),
+        ("algorithm.adv_estimator=my.module:", ["pkg.module:function"]),
+        ("data.train_files=[]", ["1 entry"]),
+        ("data.train_files=[3]", ["text"]),
+        ("data.train_max_samples=0", ["-1", "1"]),
+        ("data.apply_chat_template_kwargs=3", ["mapping"]),
+        ("trainer.seed=None", ["whole number", "null"]),
+        ("trainer.experiment_name=7", ["quotes"]),
+        ("trainer.project_name=''", ["empty"]),
+        ("trainer.test_freq=0", ["-1", "1"]),
+        ("trainer.save_freq=0", ["-1", "1"]),
+        ("trainer.total_training_steps=0", ["greater", "1"]),
+        ("trainer.logger=[console,wandbb]", ["console, jsonl, tensorboard, wandb", "'wandb'?"]),
+        ("trainer.resume_mode=never", ["auto, disable, resume_path"]),
     ],
 )
 def test_wrong_values_are_refused_with_key_and_value(override, reason):
     message = refused(override, "data=arithmetic")
-    assert message.startswith("the config has a problem:\n  ")
-    assert override.split("=")[0] in message
-    assert reason in message
+    assert len(message.splitlines()) == 2
+    says(message, override.split("=")[0])
+    says(message.replace(override, "", 1), *reason)
 
 
 def test_a_single_logger_and_a_list_of_files():
@@ -267,5 +262,5 @@ def test_null_lengths_seeds_and_reference():
 
 def test_config_is_read_only():
     config = load()
-    with pytest.raises(ValueError, match="frozen"):
+    with refuses(ValueError, "frozen"):
         config.trainer.seed = 2

@@ -15,6 +15,7 @@ import pytest
 from grpo_dist.data import Prompt, load_prompts, read_rows
 from grpo_dist.data.prompts import add_system_prompt
 from grpo_dist.errors import ConfigError, DataError
+from tests.messages import refuses
 
 KEY = "data.train_files"
 
@@ -106,16 +107,15 @@ def test_builtin_rows_come_from_the_task_module(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("file", "words"),
     [
-        ("missing.parquet", "no such file"),
-        ("missing.csv", "must end in .parquet, .jsonl or .json"),
-        ("builtin:arithmetic/test", "Known: builtin:arithmetic/train, builtin:arithmetic/validation"),
-        ("builtin:chess/train", "no such built-in data set"),
+        ("missing.parquet", "file"),
+        ("missing.csv", ".parquet, .jsonl or .json"),
+        ("builtin:arithmetic/test", "builtin:arithmetic/train, builtin:arithmetic/validation"),
+        ("builtin:chess/train", "built-in"),
     ],
 )
 def test_a_file_that_cannot_be_is_named_with_its_key(file: str, words: str) -> None:
-    with pytest.raises(DataError, match=words) as error:
+    with refuses(DataError, words, f"{KEY}={file}") as error:
         load(file)
-    assert str(error.value).startswith(f"{KEY}={file}: ")
     assert isinstance(error.value, ConfigError)
     assert error.value.exit_code == 2
 
@@ -127,49 +127,46 @@ def test_folder_empty_file_no_files_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "lines.json").write_text("{}\n{}\n")
     (tmp_path / "latin.jsonl").write_bytes(b'\n{"a": "\xe9"}\n')
     cases = {
-        "dir.parquet": "is a folder",
-        "bad.parquet": "not a readable parquet file",
-        "object.json": "expected a list of objects, got dict",
-        "lines.json": r"not valid JSON: .*one object per line is called \.jsonl",
-        "latin.jsonl": r"latin\.jsonl, line 2: not valid JSON",
+        "dir.parquet": ["folder"],
+        "bad.parquet": ["parquet file"],
+        "object.json": ["list", "dict"],
+        "lines.json": ["valid JSON", ".jsonl"],
+        "latin.jsonl": ["line 2", "valid JSON"],
     }
     for name, words in cases.items():
-        with pytest.raises(DataError, match=words) as error:
+        with refuses(DataError, KEY, name, *words):
             load(str(tmp_path / name))
-        assert KEY in str(error.value)
-        assert name in str(error.value)
-    with pytest.raises(DataError, match="holds no rows"):
+    with refuses(DataError, "empty.jsonl", "no rows"):
         load(write_jsonl(tmp_path / "empty.jsonl", ""))
-    with pytest.raises(DataError, match="no files"):
+    with refuses(DataError, "no files"):
         load()
 
 
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ('{"prompt": ', "not valid JSON"),
-        ("[1, 2]", "expected an object with columns, got list"),
-        (row(data_source=None), r"no column 'data_source' \(data.reward_fn_key=data_source\)"),
-        (row(data_source=3), "data_source must be a non-empty string, got int 3"),
-        (row(prompt=None), r"no column 'prompt' \(data.prompt_key=prompt\); the row has data_source, prompt"),
-        (row(prompt=[]), "prompt must be a non-empty list of messages"),
-        (row(prompt=5), "got int 5"),
-        (row(prompt=["hello"]), "must have a role, got str 'hello'"),
-        (row(prompt=[{"content": "x"}]), "must have a role"),
-        (row(prompt=[{"role": "user"}]), "the content of message 1 must be text, got NoneType"),
-        (row(prompt=[{"role": "user", "content": [{"type": "image"}]}]), "must be text, got list"),
-        (row(prompt="  "), "prompt is empty"),
-        (row(reward_model=None), "no column 'reward_model'"),
-        (row(reward_model="2"), "reward_model must be .*, got str '2'"),
-        (row(reward_model={"style": "rule"}), "reward_model must be .*ground_truth"),
-        (row(extra_info=[1]), "extra_info must be an object, got list"),
+        ('{"prompt": ', ["valid JSON"]),
+        ("[1, 2]", ["object", "list"]),
+        (row(data_source=None), ["'data_source'", "data.reward_fn_key=data_source"]),
+        (row(data_source=3), ["data_source", "string", "int 3"]),
+        (row(prompt=None), ["'prompt'", "data.prompt_key=prompt", "data_source, prompt"]),
+        (row(prompt=[]), ["prompt", "list"]),
+        (row(prompt=5), ["prompt", "int 5"]),
+        (row(prompt=["hello"]), ["role", "str 'hello'"]),
+        (row(prompt=[{"content": "x"}]), ["role"]),
+        (row(prompt=[{"role": "user"}]), ["content", "message 1", "text", "NoneType"]),
+        (row(prompt=[{"role": "user", "content": [{"type": "image"}]}]), ["text", "list"]),
+        (row(prompt="  "), ["prompt", "empty"]),
+        (row(reward_model=None), ["'reward_model'"]),
+        (row(reward_model="2"), ["reward_model", "str '2'"]),
+        (row(reward_model={"style": "rule"}), ["reward_model", "ground_truth"]),
+        (row(extra_info=[1]), ["extra_info", "object", "list"]),
     ],
 )
-def test_a_broken_row_is_named_by_file_and_line(tmp_path: Path, bad: object, words: str) -> None:
+def test_a_broken_row_is_named_by_file_and_line(tmp_path: Path, bad: object, words: list[str]) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", row(), "", bad, row())
-    with pytest.raises(DataError, match=words) as error:
+    with refuses(DataError, KEY, f"{file}, line 3", *words) as error:
         load(file)
-    assert str(error.value).startswith(f"{KEY}: {file}, line 3: ")
     assert "\n" not in str(error.value)
 
 
@@ -177,7 +174,7 @@ def test_a_broken_parquet_row_beyond_the_sample_is_still_found(tmp_path: Path) -
     rows = [row(f"q{i}") for i in range(6)]
     rows[4]["reward_model"] = {"style": "rule", "ground_truth": None}
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet, row 5: reward_model"):
+    with refuses(DataError, "a.parquet, row 5", "reward_model"):
         load(str(tmp_path / "a.parquet"), max_samples=2)
 
 
@@ -193,5 +190,5 @@ def test_the_system_prompt_goes_before_prompts_that_have_none(tmp_path: Path) ->
 
 def test_a_broken_json_row_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([row(), row(prompt=[])]))
-    with pytest.raises(DataError, match=r"a\.json, row 2: prompt must be a non-empty list"):
+    with refuses(DataError, "a.json, row 2", "prompt", "list"):
         load(str(tmp_path / "a.json"))

@@ -9,6 +9,7 @@ import pytest
 
 from grpo_dist.data import PromptSampler
 from grpo_dist.errors import DataError
+from tests.messages import refuses
 
 
 def batches(sampler: PromptSampler, count: int) -> list[list[int]]:
@@ -77,19 +78,19 @@ def test_resume_with_another_batch_size_repeats_no_prompt() -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (PromptSampler(13, 4, shuffle=True, seed=0), "data.train_files: .*num_prompts=12, .*num_prompts=13"),
-        (PromptSampler(12, 4, shuffle=True, seed=5), "data.seed: .*seed=0, .*seed=5"),
-        (PromptSampler(12, 4, shuffle=False, seed=0), "data.shuffle"),
+        (PromptSampler(13, 4, shuffle=True, seed=0), ["data.train_files", "num_prompts=12", "num_prompts=13"]),
+        (PromptSampler(12, 4, shuffle=True, seed=5), ["data.seed", "seed=0", "seed=5"]),
+        (PromptSampler(12, 4, shuffle=False, seed=0), ["data.shuffle"]),
     ],
 )
-def test_a_state_of_other_data_is_refused(other: PromptSampler, words: str) -> None:
-    with pytest.raises(DataError, match=words):
+def test_a_state_of_other_data_is_refused(other: PromptSampler, words: list[str]) -> None:
+    with refuses(DataError, *words):
         other.load_state_dict(PromptSampler(12, 4, shuffle=True, seed=0).state_dict())
 
 
 def test_fewer_prompts_than_a_batch() -> None:
-    with pytest.raises(DataError, match=r"data.train_batch_size=8: the training set has only 7 prompts.*at most 7"):
+    with refuses(DataError, "data.train_batch_size=8", "7 prompts", "most 7"):
         PromptSampler(7, 8, shuffle=True, seed=0)
-    with pytest.raises(DataError, match=r"data.train_batch_size=0"):
+    with refuses(DataError, "data.train_batch_size=0"):
         PromptSampler(7, 0, shuffle=True, seed=0)
     assert PromptSampler(8, 8, shuffle=True, seed=0).steps_per_epoch == 1

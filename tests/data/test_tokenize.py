@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_dist.data import Prompt, load_tokenizer, tokenize_prompts
 from grpo_dist.errors import DataError
+from tests.messages import refuses, says
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -75,7 +76,7 @@ def test_base_model_without_template_joins_contents_and_drops_the_closing_eos() 
     source = Prompt(0, "d", [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}], "2", {}, "")
     tokenized, _ = tokenize([source], tokenizer)
     assert texts(tokenized, tokenizer) == ["<s>Add.\n1+1="]
-    with pytest.raises(DataError, match=r"kwargs=\{'thinking': False, 'api_key': '\*\*\*'\}: .* no chat template"):
+    with refuses(DataError, "data.apply_chat_template_kwargs={'thinking': False, 'api_key': '***'}", "chat template"):
         tokenize([source], tokenizer, apply_chat_template_kwargs={"thinking": False, "api_key": "SECRET123"})
 
 
@@ -88,7 +89,7 @@ def test_overlong_prompts_are_filtered_and_counted() -> None:
 
 
 def test_everything_filtered_is_an_error() -> None:
-    with pytest.raises(DataError, match=r"data.max_prompt_length=5: all 2 prompts are longer.*a.jsonl, line 1"):
+    with refuses(DataError, "data.max_prompt_length=5", "all 2", "a.jsonl, line 1"):
         tokenize([prompt("x"), prompt("y", index=1)], max_prompt_length=5, filter_overlong_prompts=True)
 
 
@@ -113,17 +114,16 @@ def test_truncation(truncation: str, limit: int, expected: str) -> None:
 
 def test_truncation_error_names_key_row_and_length() -> None:
     length = len("<user>" + "x" * 50 + "<assistant>")
-    words = rf"data.max_prompt_length=20: the prompt at a.jsonl, line 3 has {length} tokens"
-    with pytest.raises(DataError, match=words):
+    with refuses(DataError, "data.max_prompt_length=20", "a.jsonl, line 3", f"{length} tokens"):
         tokenize([prompt("x"), prompt("x" * 50, index=2)], max_prompt_length=20)
-    with pytest.raises(DataError, match=r"data.truncation=centre"):
+    with refuses(DataError, "data.truncation=centre"):
         tokenize([prompt("x" * 50)], max_prompt_length=20, truncation="centre")
 
 
 def test_a_row_the_template_refuses_is_named() -> None:
-    with pytest.raises(DataError, match=r"a.jsonl, line 5: .*TemplateError: no tools here"):
+    with refuses(DataError, "a.jsonl, line 5", "TemplateError", "tools here"):
         tokenize([prompt("x", role="tool", index=4)])
-    with pytest.raises(DataError, match="line 1: the prompt has no tokens"):
+    with refuses(DataError, "line 1", "no tokens"):
         tokenize([prompt("x")], byte_tokenizer(template="{{ '' }}"))
 
 
@@ -143,9 +143,9 @@ def test_load_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
         assert str(error.value).startswith(f"actor_rollout_ref.model.path={folder}: ")
         return str(error.value)
 
-    assert "no such folder" in message(tmp_path / "gone")
+    says(message(tmp_path / "gone"), "folder")
     assert "no config.json" in message(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    assert "no tokenizer in the folder" in message(tmp_path)  # transformers alone would return an empty one
+    says(message(tmp_path), "no tokenizer")  # transformers alone would return an empty one
     (tmp_path / "tokenizer.json").write_text("not json")
-    assert "cannot load the tokenizer: " in message(tmp_path)
+    says(message(tmp_path), "load", "tokenizer:")

@@ -26,6 +26,7 @@ from grpo_dist.engines.attention import (
 )
 from grpo_dist.engines.settings import choose_layout
 from grpo_dist.errors import ConfigError
+from tests.messages import refuses, says
 
 # [prompt | r1 | r2] of one group, a second group, two tokens of padding; and a row of padding but for one token.
 OWN = [[0, 0, 0, 1, 1, 2, 3, 3, 4, -1, -1], [5] + [-1] * 10]
@@ -96,7 +97,7 @@ def test_a_kernel_that_is_compiled_too_often_is_an_error_with_advice() -> None:
     names = ["a" * length for length in range(1, limit + 2)]
     for name in names[:-1]:
         assert kernel(torch.zeros(1), name).item() == len(name)
-    with pytest.raises(ConfigError, match=rf"model\.use_remove_padding=true.* {limit} times.* set it to false"):
+    with refuses(ConfigError, "model.use_remove_padding=true", f"{limit} times", "false"):
         kernel(torch.zeros(1), names[-1])
 
 
@@ -158,17 +159,20 @@ def test_a_model_runs_with_the_registered_kernel(device: str, random_models: dic
         (transformers.Qwen2Config(), ""),
         (transformers.Qwen3Config(), ""),
         (transformers.Qwen2Config(use_sliding_window=True, max_window_layers=2), "sliding_attention"),
-        (transformers.MistralConfig(sliding_window=4096), "sliding window of 4096"),
+        (transformers.MistralConfig(sliding_window=4096), "4096"),
         (transformers.MistralConfig(sliding_window=None), ""),
         (transformers.Gemma2Config(), "sliding_attention"),
         (transformers.Gemma3TextConfig(), "sliding_attention"),
-        (SimpleNamespace(attn_logit_softcapping=50.0), "caps its attention logits"),
+        (SimpleNamespace(attn_logit_softcapping=50.0), "attention logits"),
         (SimpleNamespace(alibi=True), "ALiBi"),
     ],
 )
 def test_models_that_stay_padded(config: object, reason: str) -> None:
     found = why_padded(config)
-    assert (reason in found) if reason else found == ""
+    if reason:
+        says(found, reason)
+    else:
+        assert found == ""
 
 
 def test_capped_attention_is_not_left_to_sdpa() -> None:

@@ -13,6 +13,7 @@ import torch
 from grpo_dist.engines import bucket_files as module
 from grpo_dist.engines.bucket_files import bucket_files, clear_left_behind, read_bucket
 from grpo_dist.engines.weight_buckets import damage, pack, unpack
+from tests.messages import says
 
 WEIGHTS = {f"layer{i}": torch.full((64,), float(i)) for i in range(3)}
 KILLED = """
@@ -60,7 +61,7 @@ def test_damage_between_writing_and_reading_is_found(memory: Path) -> None:
     update = next(files)
     with Path(update["path"]).open("r+b") as file:
         file.write(b"\x01")
-    assert damage(read_bucket(update)).startswith("weight bucket 0 (layer0 to layer0) is damaged: checksum 0x")
+    says(damage(read_bucket(update)), "bucket 0", "(layer0 to layer0)", "damaged", "checksum")
     files.close()
 
 

@@ -7,6 +7,7 @@ import torch
 
 from grpo_dist.engines import build
 from grpo_dist.engines.build import build_problem
+from tests.messages import says
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *, cuda: str | None, vllm: str | None) -> None:
@@ -31,14 +32,10 @@ def test_a_build_that_fits(monkeypatch: pytest.MonkeyPatch, device: str, cuda: s
 def test_gpus_with_the_build_for_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, cuda=None, vllm=None)
     told = build_problem("cuda")
-    assert torch.__version__ in told
-    assert "make setup DEVICE=gpu" in told
-    assert "trainer.n_gpus_per_node=0" in told
+    says(told, torch.__version__, "make setup DEVICE=gpu", "trainer.n_gpus_per_node=0")
 
 
 def test_cpu_with_the_build_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, cuda="13.0", vllm="0.32.0")
     told = build_problem("cpu")
-    assert "CUDA 13.0" in told
-    assert "cluster=single_gpu" in told
-    assert "make setup DEVICE=cpu" in told
+    says(told, "CUDA 13.0", "cluster=single_gpu", "make setup DEVICE=cpu")

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from grpo_dist.engines.checkpoint import load_state
 from grpo_dist.engines.checkpoint_reader import SafeReader
 from grpo_dist.errors import CheckpointError
+from tests.messages import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -56,7 +57,7 @@ def test_a_malicious_index_is_refused(tmp_path: Path) -> None:
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     metadata.planner_data = Malicious(proof)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"\.metadata: it names posix\.system, which no checkpoint .* not read"):
+    with refuses(CheckpointError, ".metadata", "posix.system"):
         load_state(state(), tmp_path)
     assert not proof.exists()
     with pytest.raises(AttributeError):  # torch's own reader runs it, and fails only afterwards
@@ -68,13 +69,13 @@ def test_a_malicious_index_is_refused(tmp_path: Path) -> None:
 def test_nothing_else_may_be_named(tmp_path: Path, name: str) -> None:
     module, _, attribute = name.rpartition(".")
     (tmp_path / ".metadata").write_bytes(f"c{module}\n{attribute}\n.".encode())
-    with pytest.raises(CheckpointError, match=f"names {name}"):
+    with refuses(CheckpointError, ".metadata", name):
         SafeReader(tmp_path).read_metadata()
 
 
 def test_an_index_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": {}}))
-    with pytest.raises(CheckpointError, match="is no index of a checkpoint, but a dict"):
+    with refuses(CheckpointError, "index", "dict"):
         SafeReader(tmp_path).read_metadata()
 
 
@@ -91,6 +92,6 @@ def test_a_malicious_value_is_refused(tmp_path: Path) -> None:
     shard.write_bytes(data + bad.getvalue())
     place.offset, place.length = len(data), len(bad.getvalue())
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match="Weights only load failed"):
+    with refuses(CheckpointError, "Weights only"):
         load_state({"number": 0.0, "padding": ""}, tmp_path)
     assert not proof.exists()

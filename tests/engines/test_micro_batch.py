@@ -5,6 +5,7 @@ from grpo_dist.engines.attention import dense_mask, varlen_inputs
 from grpo_dist.engines.micro_batch import MicroBatch, make_micro_batch
 from grpo_dist.errors import BatchError
 from grpo_dist.protocol import DataProto, Ragged
+from tests.messages import refuses
 
 
 def three_rows() -> DataProto:
@@ -115,5 +116,5 @@ def test_no_rows_give_one_masked_sequence(layout: str) -> None:
 
 
 def test_a_missing_column_is_named() -> None:
-    with pytest.raises(BatchError, match="no column 'old_log_probs'"):
+    with refuses(BatchError, "'old_log_probs'"):
         make_micro_batch(three_rows(), ("old_log_probs",), padding_id=0)

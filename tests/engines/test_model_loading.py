@@ -19,6 +19,7 @@ from grpo_dist.engines.fsdp_engine import FSDPEngine
 from grpo_dist.engines.settings import LoraSettings, ModelSettings
 from grpo_dist.engines.sharded import own_part, whole
 from grpo_dist.errors import DataError
+from tests.messages import says
 from tests.models import random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
 
@@ -213,10 +214,10 @@ EMBEDDING, QUERY = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 WRONG: list[tuple[str, Callable[[Path], None], list[str]]] = [
     ("tied", change_weights(lambda w: w.pop(QUERY)), ["incomplete", QUERY]),
-    ("tied", change_weights(lambda w: w.update({"model.extra": torch.ones(3)})), ["has no model.extra", "config"]),
+    ("tied", change_weights(lambda w: w.update({"model.extra": torch.ones(3)})), ["model.extra", "config"]),
     # larger than the model: every rank would find as many rows as it asks for
-    ("tied", change_weights(lambda w: w.update({QUERY: torch.ones(64, 32)})), [QUERY, "(64, 32), should be (32, 32)"]),
-    ("tied", change_weights(lambda w: w.update({QUERY: torch.ones(5, 32)})), [QUERY, "(5, 32), should be (32, 32)"]),
+    ("tied", change_weights(lambda w: w.update({QUERY: torch.ones(64, 32)})), [QUERY, "(64, 32)", "(32, 32)"]),
+    ("tied", change_weights(lambda w: w.update({QUERY: torch.ones(5, 32)})), [QUERY, "(5, 32)", "(32, 32)"]),
     (
         "tied",
         change_weights(lambda w: w[QUERY][31].fill_(float("nan"))),
@@ -227,8 +228,8 @@ WRONG: list[tuple[str, Callable[[Path], None], list[str]]] = [
     ("qwen3_moe", change_weights(lambda w: w.pop(EXPERT)), ["model.layers.1.mlp.experts"]),
     ("qwen3_moe", change_weights(lambda w: w.update({EXPERT: torch.ones(25, 32)})), ["model.layers.1.mlp.experts"]),
     ("tied", change_config(quantization_config={"quant_method": "fp8"}), ["quantized", "fp8", "bfloat16"]),
-    ("untied", change_config(num_hidden_layers=1), ["has no model.layers.1."]),
-    ("tied", lambda folder: (folder / WEIGHTS).unlink(), ["no weights in the folder"]),
+    ("untied", change_config(num_hidden_layers=1), ["model.layers.1."]),
+    ("tied", lambda folder: (folder / WEIGHTS).unlink(), ["no weights"]),
 ]
 
 
@@ -239,8 +240,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(families: dict[str, str], tm
         paths.append(str(tmp_path / str(i)))
     for messages in run_ranks(2, refusals, paths):
         for path, message, (_, _, parts) in zip(paths, messages, WRONG, strict=True):
-            assert message.startswith(f"actor_rollout_ref.model.path={path}: ")
-            assert all(part in message for part in parts), message
+            says(message, f"actor_rollout_ref.model.path={path}", *parts)
 
 
 def test_a_copy_of_the_tied_weight_in_the_file_is_no_fault(families: dict[str, str], tmp_path: Path) -> None:

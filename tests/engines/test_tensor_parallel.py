@@ -25,6 +25,7 @@ from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.weight_transport import BroadcastTransport, outcomes
 from tests.engines.split_rollout import SplitRolloutWorker, SpoiledWorker
 from tests.engines.test_vllm_engine import PROMPTS, generate, hf_greedy, perturbed, sampling, tokens
+from tests.messages import refuses, says
 from tests.observed import alive_as, command_line
 from tests.processes import open_to_others, spawned, start_together
 from tests.workers.test_weight_transport import TIMEOUT_S, Case, actor_class, engine_settings, policy_settings
@@ -129,9 +130,8 @@ def test_a_bucket_that_one_process_reads_wrong_is_found_and_mended(case: Case, b
     case.actor.call_all("test", "broadcast_weights", "float32", case.version + 1)
     error = run(outcomes({0: call}))[0]
     assert isinstance(error, WeightSyncError)
-    assert f"tensor parallel rank 1: weight bucket {bucket} (" in str(error)
-    assert f"mixed of versions {case.version} and {case.version + 1}" in str(error)
-    with pytest.raises(EngineError, match="weights are mixed of versions"):
+    says(error, "rank 1", f"bucket {bucket}", f"versions {case.version} and {case.version + 1}")
+    with refuses(EngineError, "weights", "mixed"):
         generate(case.rollout, 0, PROMPTS, GREEDY)
     case.sync()
     model = case.hugging_face()
@@ -200,9 +200,9 @@ def test_an_engine_that_does_not_start_says_where_its_processes_have_written_why
 ) -> None:
     settings = replace(split_settings(random_models["tied"], "broadcast"), kv_cache_memory_gib=1e6)
     with spawned("rollout", SplitRolloutWorker, [()]) as rollout:
-        with pytest.raises(WorkerError, match=r"rollout worker 0 on .*vLLM did not start: ") as caught:
+        with refuses(WorkerError, "rollout worker 0", "vLLM", "start") as caught:
             rollout.call(0, "start", "start", settings)
-        file = str(caught.value).splitlines()[0].rpartition("the reason is in ")[2]
+        file = next(word for word in str(caught.value).splitlines()[0].split() if word.startswith("/"))
         said = Path(file).read_text()
         assert "Available memory" in said
         assert "(Worker_TP1 pid=" in said, "which process says it"
@@ -226,11 +226,9 @@ def test_files_reach_both_processes_and_are_checked_by_both(local_ray: None, ran
             expected = [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
             assert tokens(generate(rollout, 0, PROMPTS, GREEDY)) == expected
         rollout.call(0, "test", "damage", 1, 0)
-        with pytest.raises(
-            WeightSyncError, match=r"tensor parallel rank 1: weight bucket 0 .* mixed of versions 1 and 2"
-        ):
+        with refuses(WeightSyncError, "rank 1", "bucket 0", "mixed", "1 and 2"):
             load(old, 2)
-        with pytest.raises(EngineError, match="weights are mixed of versions 1 and 2"):
+        with refuses(EngineError, "weights", "mixed", "1 and 2"):
             generate(rollout, 0, PROMPTS, GREEDY)
         assert load(old, 2) == 2
         assert tokens(generate(rollout, 0, PROMPTS, GREEDY)) == [hf_greedy(old, prompt, 20) for prompt in PROMPTS]

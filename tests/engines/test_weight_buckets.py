@@ -7,6 +7,7 @@ import torch
 
 from grpo_dist.engines.weight_buckets import ALIGNMENT, Bucket, check_buckets, pack, unpack
 from grpo_dist.errors import WeightSyncError
+from tests.messages import refuses
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -122,12 +123,12 @@ def test_a_model_that_arrives_whole_passes() -> None:
 @pytest.mark.parametrize("byte", [0, 23, 40])  # the first, the last of "steps", and one of the gap behind it
 def test_one_flipped_bit_is_found(byte: int) -> None:
     buckets = list(pack(weights().items(), bucket_bytes=200))
-    with pytest.raises(WeightSyncError, match=r"weight bucket 1 \(steps to head\) is damaged"):
+    with refuses(WeightSyncError, "bucket 1", "(steps to head)", "damaged"):
         check_buckets(damaged(buckets, byte))
 
 
 @pytest.mark.parametrize("order", [[0, 2, 1], [0, 1], [1, 2], [0, 0, 1, 2], []])
 def test_missing_and_misplaced_buckets_are_found(order: list[int]) -> None:
     buckets = list(pack(weights().items(), bucket_bytes=200))
-    with pytest.raises(WeightSyncError, match="instead of 0, 1, 2"):
+    with refuses(WeightSyncError, "0, 1, 2"):
         check_buckets([buckets[i] for i in order])

@@ -22,6 +22,7 @@ from grpo_dist.engines.weight_broadcast import Receipt, WeightGroup
 from grpo_dist.engines.weight_ipc import CudaMemory, FileMemory
 from grpo_dist.errors import WeightSyncError
 from tests.engines.test_weight_broadcast import Peer, damaged, equal, weights
+from tests.messages import says
 from tests.ranks import run_ranks
 
 FOREVER = 200.0  # a wait that is not cut short fails the test by the time limit of the ranks
@@ -100,7 +101,7 @@ def test_a_flipped_bit_is_found_before_the_bucket_is_loaded() -> None:
     sender, (first, second) = run_ranks(2, _a_damaged_bucket)
     assert sender == ("sent", "sent")
     assert first.loaded == 4
-    assert "weight bucket 4 (layer.4 to layer.4) is damaged: checksum 0x" in first.fault
+    says(first.fault, "bucket 4", "(layer.4 to layer.4)", "damaged", "checksum")
     assert second == Receipt(6), "the group is good for the next sync"
 
 
@@ -120,8 +121,7 @@ def _a_receiver_leaves(rank: int) -> Any:
 
 def test_a_worker_that_leaves_is_noticed_at_once_and_only_on_its_own_device() -> None:
     first, second, _, other = run_ranks(4, _a_receiver_leaves)
-    assert first.startswith("sync of weight version 1, after ")
-    assert first.endswith("(rank 2 is gone)")
+    says(first, "version 1", "rank 2")
     assert (second, other) == ("sent", Receipt(6))
 
 
@@ -139,8 +139,7 @@ def _a_receiver_is_killed(rank: int) -> Any:
 
 def test_a_worker_that_is_killed_is_noticed_at_once() -> None:
     answer, files = run_ranks(2, _a_receiver_is_killed)[0]
-    assert answer.startswith("sync of weight version 1, after 1 weight buckets: weight group 1 of 2 ranks: a rank died")
-    assert answer.endswith("(rank 1 is gone)")
+    says(answer, "version 1", "1 weight buckets", "group 1 of 2 ranks", "rank 1")
     assert files == 0, "the buckets go with the group"
 
 
@@ -156,11 +155,9 @@ def _no_sender_there(rank: int) -> str:
 
 
 def test_an_engine_without_an_actor_rank_on_its_device_is_refused() -> None:
-    assert run_ranks(2, _no_sender_there) == [
-        "",
-        "weight group 1 of 2 ranks cannot be formed: there is no actor rank where rank 1 is (GPU b), and "
-        "checkpoint_engine.backend=ipc hands weights over in memory that both share",
-    ]
+    none, told = run_ranks(2, _no_sender_there)
+    assert none == ""
+    says(told, "group 1 of 2 ranks", "rank 1", "(GPU b)", "checkpoint_engine.backend=ipc")
 
 
 # --- CUDA's handles -----------------------------------------------------------------------------------------------

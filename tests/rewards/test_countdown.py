@@ -4,6 +4,7 @@ import pytest
 
 from grpo_dist.rewards import load_reward_function, score_response
 from grpo_dist.rewards.countdown import compute_score, evaluate, parse_expression
+from tests.messages import refuses
 
 TRUTH = {"target": 24, "numbers": [3, 3, 8, 8]}
 
@@ -84,7 +85,7 @@ def test_the_last_answer_counts_and_outside_of_tags_none_does() -> None:
     ],
 )
 def test_a_broken_truth_is_an_error(truth: object) -> None:
-    with pytest.raises(ValueError, match=r'must be \{"target": integer, "numbers": '):
+    with refuses(ValueError, '{"target": integer, "numbers": '):
         answer("24", truth)
 
 

@@ -10,6 +10,7 @@ import pytest
 from grpo_dist.errors import ConfigError
 from grpo_dist.rewards import load_reward_function
 from grpo_dist.rewards.gsm8k import compute_score, extract_answer
+from tests.messages import refuses
 
 
 def score(text: str, truth: Any) -> float:
@@ -87,7 +88,7 @@ def test_wrong(text: str, truth: Any) -> None:
 
 @pytest.mark.parametrize("truth", ["", "four", None, "#### 4", float("nan"), float("inf"), True, ["4"]])
 def test_a_ground_truth_that_is_no_number_is_not_paid_silently(truth: Any) -> None:
-    with pytest.raises(ValueError, match="is not a number"):
+    with refuses(ValueError, "number"):
         score("#### 4", truth)
 
 
@@ -140,5 +141,5 @@ def test_format_score_is_for_an_answer_in_the_right_place() -> None:
 
 
 def test_another_method_is_refused_before_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"reward_kwargs\.method='lenient': must be one of strict, flexible"):
+    with refuses(ConfigError, "reward_kwargs.method='lenient'", "strict, flexible"):
         load_reward_function("grpo_dist.rewards.gsm8k", "compute_score", {"method": "lenient"})

@@ -12,6 +12,7 @@ from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards import load_reward_function, score_response
 from grpo_dist.rewards.group import Failure, Sample, score_group
 from grpo_dist.rewards.http_reward import compute_score, compute_score_batch
+from tests.messages import refuses
 from tests.rewards.http_service import Service
 
 PATH = "grpo_dist.rewards.http_reward"
@@ -55,7 +56,7 @@ def test_a_batch_is_one_request(service: Service) -> None:
 )
 def test_a_batch_with_other_scores_is_an_error(service: Service, answer: bytes) -> None:
     service.answers = [(200, answer)]
-    with pytest.raises(RewardError, match="expected"):
+    with refuses(RewardError, "expected"):
         compute_score_batch(["a"] * 2, ["x"] * 2, ["1"] * 2, [{}] * 2, url=service.url)
 
 
@@ -64,7 +65,7 @@ def test_a_batch_with_other_scores_is_an_error(service: Service, answer: bytes) 
 )
 def test_an_answer_without_a_score(service: Service, answer: bytes) -> None:
     service.answers = [(200, answer)]
-    with pytest.raises(RewardError, match=r'expected \{"score": number\}, got '):
+    with refuses(RewardError, '{"score": number}'):
         score(service)
     assert len(service.bodies) == 1  # asking again would not help
 
@@ -115,30 +116,30 @@ def test_a_mistake_in_the_config_stops_the_run_in_both_forms(
     monkeypatch.setenv("SCORE_HEADERS", "{}")
     function = load_reward_function(PATH, name, {"url": service.url, "headers_env": "SCORE_HEADERS"})
     monkeypatch.delenv("SCORE_HEADERS")
-    with pytest.raises(ConfigError, match="headers_env=SCORE_HEADERS"):
+    with refuses(ConfigError, "headers_env=SCORE_HEADERS"):
         list(score_group(function, [Sample("a", "d", "4", {}, [])]))
 
 
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"url": "ftp://x/y"}, "must be an http:// or https:// address"),
-        ({"url": "http://"}, "must be an http"),
-        ({"url": "http://x:eighty/y"}, "must be an http"),
-        ({"url": "http://x:99999/y"}, "must be an http"),
-        ({"url": "http://[x/y"}, "must be an http"),
-        ({"url": "http://me:secret@x:eighty/y"}, "must be an http"),
-        ({"url": "http://x/a b"}, "must be an http"),
-        ({"url": "file:///etc/passwd"}, "must be an http"),
-        ({"url": "http://me:secret@x/y"}, "put credentials into the headers"),
-        ({}, "missing a required argument: 'url'"),
-        ({"url": "http://x", "retires": 2}, "has no 'retires'; there are url, headers_env, timeout_s, retries"),
-        ({"url": "http://x", "retries": 1.5}, "retries=1.5: must be a whole number, at least 0"),
-        ({"url": "http://x", "timeout_s": 0}, "timeout_s=0: must be a number, at least 0.001"),
-        ({"url": "http://x", "headers_env": "NO_SUCH_VARIABLE"}, "headers_env=NO_SUCH_VARIABLE: .* it is not set"),
+        ({"url": "ftp://x/y"}, ["url=", "http:// or https://"]),
+        ({"url": "http://"}, ["url=", "https://"]),
+        ({"url": "http://x:eighty/y"}, ["url=", "https://"]),
+        ({"url": "http://x:99999/y"}, ["url=", "https://"]),
+        ({"url": "http://[x/y"}, ["url=", "https://"]),
+        ({"url": "http://me:secret@x:eighty/y"}, ["url=", "https://"]),
+        ({"url": "http://x/a b"}, ["url=", "https://"]),
+        ({"url": "file:///etc/passwd"}, ["url=", "https://"]),
+        ({"url": "http://me:secret@x/y"}, ["credentials", "headers"]),
+        ({}, ["missing", "'url'"]),
+        ({"url": "http://x", "retires": 2}, ["'retires'", "url, headers_env, timeout_s, retries"]),
+        ({"url": "http://x", "retries": 1.5}, ["retries=1.5", "whole number", "0"]),
+        ({"url": "http://x", "timeout_s": 0}, ["timeout_s=0", "number", "0.001"]),
+        ({"url": "http://x", "headers_env": "NO_SUCH_VARIABLE"}, ["headers_env=NO_SUCH_VARIABLE", "not set"]),
     ],
 )
-def test_arguments_are_checked_before_the_run(kwargs: dict, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as error:
+def test_arguments_are_checked_before_the_run(kwargs: dict, words: list[str]) -> None:
+    with refuses(ConfigError, *words) as error:
         load_reward_function(PATH, "compute_score", kwargs)
     assert "me:secret" not in str(error.value)

@@ -9,6 +9,7 @@ import pytest
 from grpo_dist.errors import ConfigError
 from grpo_dist.rewards import load_reward_function, score_response
 from grpo_dist.rewards.json_plan import WEIGHTS, best_alignment, compute_score, token_f1
+from tests.messages import refuses
 
 TRUTH = [
     {"agent": "search", "task": "find the population of Kenya"},
@@ -130,21 +131,21 @@ def test_best_alignment_pairs_steps_in_order() -> None:
 
 @pytest.mark.parametrize("truth", [None, [], "[]", "{", {}, [{"agent": "a"}], "4", [1]])
 def test_a_broken_truth_is_an_error(truth: object) -> None:
-    with pytest.raises(ValueError, match=r"."):
+    with pytest.raises(ValueError):  # noqa: PT011 each truth has a message of its own
         score(TRUTH, truth)
 
 
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"weights": {"ordre": 1}}, "weights has no part 'ordre'; the parts are json, schema"),
-        ({"weights": {"order": "much"}}, "weights.order='much': must be a number"),
-        ({"agents": "search"}, "agents='search': must be a list"),
-        ({"agents": []}, "must be a list of names"),
+        ({"weights": {"ordre": 1}}, ["weights", "'ordre'", "json, schema"]),
+        ({"weights": {"order": "much"}}, ["weights.order='much'", "number"]),
+        ({"agents": "search"}, ["agents='search'", "list"]),
+        ({"agents": []}, ["agents", "list"]),
     ],
 )
-def test_arguments_are_checked_before_the_run(kwargs: dict, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_arguments_are_checked_before_the_run(kwargs: dict, words: list[str]) -> None:
+    with refuses(ConfigError, *words):
         load_reward_function("grpo_dist.rewards.json_plan", "compute_score", kwargs)
 
 

@@ -3,6 +3,7 @@ import pytest
 from grpo_dist.errors import ConfigError
 from grpo_dist.rewards import load_reward_function, score_response
 from grpo_dist.rewards.length_penalty import compute_score, penalty_share
+from tests.messages import refuses
 
 PATH = "grpo_dist.rewards.length_penalty"
 
@@ -38,14 +39,14 @@ def test_with_a_reward_by_weighted() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"limit": 4}, "missing a required argument: 'budget'"),
-        ({"budget": 4, "limit": 4}, "limit=4: must be greater than budget=4"),
-        ({"budget": -1, "limit": 4}, "budget=-1: must be a number of words, 0 or more"),
-        ({"budget": 1.5, "limit": 4}, "budget=1.5: must be"),
-        ({"budget": 1, "limit": 4, "unit": "tokens"}, "unit='tokens': must be one of words, characters"),
-        ({"budget": 1, "limit": 4, "shape": "step"}, "shape='step': must be one of linear, cosine"),
+        ({"limit": 4}, ["missing", "'budget'"]),
+        ({"budget": 4, "limit": 4}, ["limit=4", "budget=4"]),
+        ({"budget": -1, "limit": 4}, ["budget=-1", "words", "0"]),
+        ({"budget": 1.5, "limit": 4}, ["budget=1.5"]),
+        ({"budget": 1, "limit": 4, "unit": "tokens"}, ["unit='tokens'", "words, characters"]),
+        ({"budget": 1, "limit": 4, "shape": "step"}, ["shape='step'", "linear, cosine"]),
     ],
 )
-def test_arguments_are_checked_before_the_run(kwargs: dict, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_arguments_are_checked_before_the_run(kwargs: dict, words: list[str]) -> None:
+    with refuses(ConfigError, *words):
         load_reward_function(PATH, "compute_score", kwargs)

@@ -10,6 +10,7 @@ import pytest
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards import RewardFunction, check_data_sources, load_reward_function, score_response
 from grpo_dist.rewards.base import SCORERS
+from tests.messages import refuses, says
 
 SOURCE = """
 import os
@@ -57,8 +58,7 @@ def test_no_path_gives_the_built_in_scorer_of_the_data_source(data_source: str) 
 def test_unknown_data_source_says_what_to_set(data_source: str) -> None:
     with pytest.raises(ConfigError) as error:
         score(load_reward_function(None, "compute_score", {}), "#### 4", data_source)
-    assert repr(data_source) in str(error.value)
-    assert "set custom_reward_function.path" in str(error.value)
+    says(error, repr(data_source), "set custom_reward_function.path")
     known = str(error.value).partition("Built-in: ")[2].split(", ")
     assert {"arithmetic", "countdown", "openai/gsm8k", "HuggingFaceH4/MATH-500", "math_dapo"} <= set(known)
 
@@ -66,19 +66,18 @@ def test_unknown_data_source_says_what_to_set(data_source: str) -> None:
 def test_check_data_sources_lists_all_unknown() -> None:
     check_data_sources(["gsm8k", "gsm8k", "arithmetic"])
     check_data_sources([])
-    with pytest.raises(ConfigError, match="no built-in scorer for data_source 'a', 'b': "):
+    with refuses(ConfigError, "'a', 'b'"):
         check_data_sources(["b", "gsm8k", "a", "b"])
 
 
 def test_built_in_scorers_take_no_reward_kwargs() -> None:
-    words = r"custom_reward_function.reward_kwargs=\{'x': 1, 'api_key': '\*\*\*'\}: the built-in"
-    with pytest.raises(ConfigError, match=words):
+    with refuses(ConfigError, "custom_reward_function.reward_kwargs={'x': 1, 'api_key': '***'}"):
         load_reward_function(None, "compute_score", {"x": 1, "api_key": "SECRET123"})
 
 
 def test_a_bad_ground_truth_is_an_error_not_a_zero() -> None:
     function = load_reward_function(None, "compute_score", {})
-    with pytest.raises(RewardError, match="ground_truth 'four' is not a number"):
+    with refuses(RewardError, "ground_truth 'four'", "number"):
         score_response(function, data_source="gsm8k", solution_str="#### 4", ground_truth="four", extra_info={})
 
 
@@ -100,44 +99,39 @@ def test_a_module(path: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reward_kwargs", "words"),
     [
-        ("compute_scores", {}, "has no 'compute_scores'; did you mean 'compute_score'"),
-        ("LIMIT", {}, "must be a function, is int"),
-        ("os", {}, "must be a function, is module"),
-        ("Scorer", {}, "must be a function, is type"),
-        ("group", {}, r"cannot be called with keyword arguments prompts, completions, .*'data_source'"),
-        (
-            "short",
-            {},
-            r"short\(solution_str, ground_truth\): cannot be called .* unexpected keyword argument",
-        ),
-        ("needy", {}, "missing a required .*'api_key'"),
-        ("compute_score", {"api_key": "SECRET123"}, r"reward_kwargs=\{'api_key': '\*\*\*'\}: .*'api_key'$"),
-        ("compute_score", {"bonsu": 1}, r"reward_kwargs=\{'bonsu': 1\}: .*'bonsu'"),
+        ("compute_scores", {}, ["'compute_scores'", "'compute_score'"]),
+        ("LIMIT", {}, ["function", "int"]),
+        ("os", {}, ["function", "module"]),
+        ("Scorer", {}, ["function", "type"]),
+        ("group", {}, ["prompts, completions, ", "'data_source'"]),
+        ("short", {}, ["short(solution_str, ground_truth)", "keyword argument"]),
+        ("needy", {}, ["missing", "'api_key'"]),
+        ("compute_score", {"api_key": "SECRET123"}, ["reward_kwargs={'api_key': '***'}", " 'api_key'"]),
+        ("compute_score", {"bonsu": 1}, ["reward_kwargs={'bonsu': 1}", " 'bonsu'"]),
     ],
 )
-def test_functions_that_cannot_be_called(file: str, name: str, reward_kwargs: dict, words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as error:
+def test_functions_that_cannot_be_called(file: str, name: str, reward_kwargs: dict, words: list[str]) -> None:
+    with refuses(ConfigError, f"custom_reward_function.path/name={file}:{name}", *words):
         load_reward_function(file, name, reward_kwargs)
-    assert str(error.value).startswith(f"custom_reward_function.path/name={file}:{name}")
     assert load_reward_function(file, "needy", {"api_key": "k"}).reward_kwargs == {"api_key": "k"}
 
 
 @pytest.mark.parametrize(
     ("hook", "words"),
     [
-        ("def declare_components(): return {'right': 1}", r"declare_components of \w+ fails: TypeError: .*'bonus'"),
-        ("def declare_components(**kwargs): return ['right']", r"returned \['right'\]: must be a dict"),
-        ("def declare_components(**kwargs): return {'right': 'high'}", "finite numbers"),
-        ("def declare_components(**kwargs): return {'right': float('nan')}", "finite numbers"),
-        ("def declare_components(**kwargs): return {'right': True}", "finite numbers"),
-        ("def declare_components(**kwargs): return {'score': 1}", "no component can be called 'score'"),
+        ("def declare_components(): return {'right': 1}", ["TypeError:", "'bonus'"]),
+        ("def declare_components(**kwargs): return ['right']", ["['right']", "dict"]),
+        ("def declare_components(**kwargs): return {'right': 'high'}", ["finite numbers"]),
+        ("def declare_components(**kwargs): return {'right': float('nan')}", ["finite numbers"]),
+        ("def declare_components(**kwargs): return {'right': True}", ["finite numbers"]),
+        ("def declare_components(**kwargs): return {'score': 1}", ["component", "'score'"]),
     ],
 )
-def test_components_that_cannot_be_declared(tmp_path: Path, hook: str, words: str) -> None:
+def test_components_that_cannot_be_declared(tmp_path: Path, hook: str, words: list[str]) -> None:
     file = tmp_path / "mine.py"
     function = "def compute_score(data_source, solution_str, ground_truth, extra_info, bonus): return 0"
     file.write_text(f"{function}\n{hook}\n")
-    with pytest.raises(ConfigError, match=f"custom_reward_function.path: .*{words}"):
+    with refuses(ConfigError, "custom_reward_function.path", *words):
         load_reward_function(str(file), "compute_score", {"bonus": 1})
 
 
@@ -149,9 +143,8 @@ def test_files_that_cannot_be_imported(tmp_path: Path) -> None:
         (str(broken), "SyntaxError"),
         ("no_such_package.rewards", "ModuleNotFoundError"),
     ]:
-        with pytest.raises(ConfigError, match=words) as error:
+        with refuses(ConfigError, f"custom_reward_function.path/name={path}:compute_score", "import", words):
             load_reward_function(path, "compute_score", {})
-        assert str(error.value).startswith(f"custom_reward_function.path/name={path}:compute_score: cannot import")
 
 
 def test_the_form_is_found(file: str) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from grpo_dist.rewards import load_reward_function, score_response
 from grpo_dist.rewards.math_answer import compute_score, extract_answer, same_value
+from tests.messages import refuses
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_scores() -> None:
 
 @pytest.mark.parametrize("truth", ["", " ", "$$", None])
 def test_an_empty_truth_is_an_error(truth: object) -> None:
-    with pytest.raises(ValueError, match="holds no answer"):
+    with refuses(ValueError, "no answer"):
         compute_score("d", r"\boxed{4}", truth, {})
 
 

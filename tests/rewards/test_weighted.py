@@ -4,6 +4,7 @@ import pytest
 
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards import load_reward_function
+from tests.messages import refuses
 
 PATH = "grpo_dist.rewards.weighted"
 TEXT = "<think>2 + 2</think><answer>4.0</answer>"
@@ -36,22 +37,22 @@ def test_the_sum_and_its_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("functions", "message"),
+    ("functions", "parts"),
     [
-        ([], "names no function"),
-        ([{"name": "f"}], r"functions\[0\] needs a path"),
-        ([{"path": "x.py", "wieght": 1}], r"functions\[0\] has no field 'wieght'"),
-        ([{"path": "nowhere.py"}], "cannot import nowhere.py"),
-        ([{"path": "grpo_dist.rewards.graded", "weight": "2"}], "weight='2': must be a number"),
-        ([{"path": "grpo_dist.rewards.graded"}] * 2, "a second reward called 'graded'"),
+        ([], ["no function"]),
+        ([{"name": "f"}], ["functions[0]", "path"]),
+        ([{"path": "x.py", "wieght": 1}], ["functions[0]", "'wieght'"]),
+        ([{"path": "nowhere.py"}], ["import", "nowhere.py"]),
+        ([{"path": "grpo_dist.rewards.graded", "weight": "2"}], ["weight='2'", "number"]),
+        ([{"path": "grpo_dist.rewards.graded"}] * 2, ["second", "'graded'"]),
         *(
-            ([{"path": "grpo_dist.rewards.graded", "label": label}], f"no component can be called '{label}'")
+            ([{"path": "grpo_dist.rewards.graded", "label": label}], ["component", f"'{label}'"])
             for label in ("score", "pred", "step_scores", "overlong_penalty")
         ),
     ],
 )
-def test_mistakes_are_told_before_a_run(functions: list, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_mistakes_are_told_before_a_run(functions: list, parts: list[str]) -> None:
+    with refuses(ConfigError, *parts):
         load(functions)
 
 
@@ -67,7 +68,7 @@ def test_its_functions_are_the_components() -> None:
 
 def test_a_function_that_fails_is_named(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def f(data_source, solution_str, ground_truth, extra_info):\n    return None\n")
-    with pytest.raises(RewardError, match=r"own.py:f.*must return a finite number"):
+    with refuses(RewardError, "own.py:f", "finite"):
         score([{"path": str(tmp_path / "own.py"), "name": "f"}])
 
 

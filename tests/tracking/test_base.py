@@ -10,6 +10,7 @@ import pytest
 from grpo_dist.errors import BatchError, ConfigError
 from grpo_dist.tracking import base
 from grpo_dist.tracking.base import Trackers, build_trackers, check_metrics
+from tests.messages import refuses, says
 
 RUN = {
     "project_name": "p",
@@ -82,8 +83,7 @@ def test_tracker_that_fails_later_warns_once_and_is_dropped(caplog):
     assert [step for step, _ in good.rows] == [1, 2, 3, 4]
     assert len(caplog.records) == 1
     message = caplog.records[0].getMessage()
-    assert "'bad' failed at step 2" in message
-    assert "OSError: quota exceeded" in message
+    says(message, "'bad'", "step 2", "OSError: quota exceeded")
 
 
 def test_failing_close_does_not_keep_the_others_open(caplog):
@@ -102,30 +102,25 @@ def test_failing_close_does_not_keep_the_others_open(caplog):
 def test_tracker_that_cannot_start_stops_the_run_and_closes_the_others(tmp_path, monkeypatch):
     monkeypatch.setitem(base.TRACKERS, "mine", f"{__name__}:Recorder")
     monkeypatch.setitem(base.TRACKERS, "broken", f"{__name__}:CannotStart")
-    with pytest.raises(
-        ConfigError,
-        match=r"trainer\.logger: 'broken' cannot start: PermissionError: read-only.*take 'broken' out",
-    ):
+    with refuses(ConfigError, "trainer.logger", "'broken'", "PermissionError: read-only", "'broken' out"):
         build_trackers(["mine", "broken"], run_dir=tmp_path, **RUN)
     assert Recorder.latest.closed == 1
 
 
 def test_missing_package_names_the_key(tmp_path, monkeypatch):
     monkeypatch.setitem(base.TRACKERS, "mlflow", "no_such_package_here:Tracker")
-    with pytest.raises(ConfigError, match=r"trainer\.logger: 'mlflow' needs a package .*no_such_package_here"):
+    with refuses(ConfigError, "trainer.logger", "'mlflow'", "package", "no_such_package_here"):
         build_trackers(["mlflow"], run_dir=tmp_path, **RUN)
 
 
 def test_run_dir_that_cannot_be_made_names_default_local_dir(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"trainer\.default_local_dir"):
+    with refuses(ConfigError, "trainer.default_local_dir"):
         build_trackers([], run_dir=tmp_path / "file" / "run", **RUN)
 
 
 def test_unknown_tracker_names_the_nearest(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"no tracker 'tensorbord'; did you mean 'tensorboard'\. Known: console, jsonl"
-    ):
+    with refuses(ConfigError, "'tensorbord'", "'tensorboard'", "console, jsonl"):
         build_trackers(["tensorbord"], run_dir=tmp_path / "run", **RUN)
     assert not (tmp_path / "run").exists()
 
@@ -138,30 +133,30 @@ def test_numbers_become_plain():
 
 @pytest.mark.parametrize("value", [None, "1.0", True, [1.0], np.ones(1), np.array(1.0), 1j, np.bool_(True)])
 def test_what_is_no_number_is_refused_by_name(value):
-    with pytest.raises(BatchError, match=r"'actor/kl_loss' is a .* not a number"):
+    with refuses(BatchError, "'actor/kl_loss'", "number"):
         check_metrics({"ok": 1.0, "actor/kl_loss": value})
 
 
 def test_tensor_is_refused_even_with_one_element():
     torch = pytest.importorskip("torch")
     good = Recorder()
-    with pytest.raises(BatchError, match=r"'loss' is a torch\.Tensor"):
+    with refuses(BatchError, "'loss'", "torch.Tensor"):
         Trackers({"good": good}, resumed_step=None).log({"loss": torch.tensor(1.0)}, 1)
     assert good.rows == []
 
 
 @pytest.mark.parametrize("name", ["", "step", 3])
 def test_unusable_names_are_refused(name):
-    with pytest.raises(BatchError, match="metric name"):
+    with refuses(BatchError, "metric name"):
         check_metrics({name: 1.0})
 
 
 def test_each_step_is_logged_once():
     trackers = Trackers({}, resumed_step=4)
-    with pytest.raises(BatchError, match="step 4 were logged after step 4"):
+    with refuses(BatchError, "step 4"):
         trackers.log({}, 4)
     trackers.log({}, 5)
-    with pytest.raises(BatchError, match="step 5 were logged after step 5"):
+    with refuses(BatchError, "step 5"):
         trackers.log({}, 5)
 
 

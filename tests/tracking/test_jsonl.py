@@ -7,6 +7,7 @@ import pytest
 from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import RunInfo, build_trackers
 from grpo_dist.tracking.jsonl import JsonlTracker, read_metrics, truncate_after
+from tests.messages import refuses, says
 
 
 def run_info(run_dir, resumed_step=None):
@@ -37,7 +38,8 @@ def test_lines_wait_while_the_disk_is_full(tmp_path, caplog):
         tracker.log({"loss": 3.0}, 3)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert caplog.text.count("cannot be written") == 1
+    assert len(caplog.records) == 1
+    says(caplog.text, "written")
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
     tracker.log({"loss": 4.0}, 4)
     assert [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
@@ -95,7 +97,7 @@ def test_bad_line_in_the_middle_is_not_dropped_silently(tmp_path, bad):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n')
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2: not a metrics row"):
+    with refuses(ConfigError, "metrics.jsonl, line 2"):
         truncate_after(path, 10)
     assert path.read_bytes() == before
 

@@ -13,6 +13,7 @@ from grpo_dist.config.schema_health import HealthConfig
 from grpo_dist.errors import ConfigError, HealthError
 from grpo_dist.trainer.health import HealthMonitor, Judgement
 from grpo_dist.trainer.health_rules import RULES, START_STEPS
+from tests.messages import refuses, says
 
 DEFAULTS = load_config([])[0].trainer.health
 # A step of a run that learns.
@@ -112,7 +113,7 @@ def test_above_the_threshold_for_so_many_steps(rule: str, metric: str, limit: fl
     judgements = run(HealthMonitor(DEFAULTS), *[above] * (steps + 1), at)
     assert broken(judgements, rule) == [0.0] * (steps - 1) + [1.0, 1.0, 0.0]
     assert len(texts(judgements)) == 1
-    assert texts(judgements)[0].startswith(f"health/{rule} at step {steps}")
+    says(texts(judgements)[0], f"health/{rule}", f"step {steps}")
     assert "\n  likely: " in texts(judgements)[0]
     assert f"\n  try: {texts(judgements)[0].partition('  try: ')[2]}" in texts(judgements)[0]
     other = [name for name in RULES if name != rule and judgements[steps].metrics[f"health/{name}"]]
@@ -152,7 +153,7 @@ def test_gradient_norm_against_its_median() -> None:
     for warm_up, found in ((9, 0.0), (10, 1.0)):
         judgements = run(HealthMonitor(DEFAULTS), *calm * warm_up, {"actor/grad_norm": 4.01})
         assert broken(judgements, "grad_norm")[-1] == found
-    assert "is 4.01, above 4 (the median of the 10 steps before is 0.4)" in texts(judgements)[0]
+    says(texts(judgements)[0], 4.01, 4, "10 steps", 0.4)
     at = run(HealthMonitor(DEFAULTS), *calm * 30, {"actor/grad_norm": 4.0}, {"actor/grad_norm": 4.0})
     assert sum(broken(at, "grad_norm")) == 0
 
@@ -184,7 +185,7 @@ def test_entropy_far_below_its_start() -> None:
     assert sum(broken(run(HealthMonitor(DEFAULTS), *start, *[{name: 0.05}] * 9), "entropy")) == 0
     judgements = run(HealthMonitor(DEFAULTS), *start, *[{name: 0.049}] * 3)
     assert broken(judgements, "entropy") == [0.0] * (START_STEPS + 2) + [1.0]
-    assert f"{name} is 0.049 nats per token, below 0.05; it began at 0.5" in texts(judgements)[0]
+    says(texts(judgements)[0], name, "0.049 nats", 0.05, 0.5)
     assert sum(broken(run(HealthMonitor(DEFAULTS), *[{name: 0.0}] * START_STEPS), "entropy")[:-1]) == 0, "warm-up"
 
 
@@ -206,21 +207,18 @@ def test_entropy_has_a_floor_and_its_exact_value_comes_first() -> None:
     assert broken(judgements, "entropy")[-2:] == [0.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("score", "cause"), [(0.9, "too easy"), (0.5, "some prompts are always solved"), (0.1, "too hard")]
-)
+@pytest.mark.parametrize(("score", "cause"), [(0.9, "too easy"), (0.5, "always solved"), (0.1, "too hard")])
 def test_groups_that_teach_nothing_are_too_easy_or_too_hard(score: float, cause: str) -> None:
     step = {"critic/zero_variance_groups": 0.95, "critic/score/mean": score}
     (text,) = texts(run(HealthMonitor(DEFAULTS), *[step] * 5))
-    assert "in 95% of the groups all responses score the same" in text
-    assert cause in text
+    says(text, "95%", cause)
 
 
 def test_equal_scores_from_the_start_are_no_reward() -> None:
     zero = {f"critic/score/{name}": 0.0 for name in ("mean", "min", "max")}
     judgements = run(HealthMonitor(config(zero_variance={"action": "off"})), *[zero] * 10)
     assert broken(judgements, "no_reward") == [0.0] * 9 + [1.0]
-    assert "every response since the start of this run scored 0" in texts(judgements)[0]
+    says(texts(judgements)[0], "start", 0)
     once = run(HealthMonitor(DEFAULTS), {}, *[zero] * 30)
     assert sum(broken(once, "no_reward")) == 0, "something was earned at the start"
     one = {f"critic/score/{name}": 1.0 for name in ("mean", "min", "max")}
@@ -235,9 +233,9 @@ def test_equal_scores_from_the_start_are_no_reward() -> None:
 def test_a_metric_that_is_not_finite_is_named() -> None:
     judgements = run(HealthMonitor(DEFAULTS), {"reward_extra/x/mean": math.nan, "actor/loss": math.inf}, {})
     assert broken(judgements, "non_finite") == [1.0, 0.0]
-    assert "reward_extra/x/mean=nan, actor/loss=inf not finite" in texts(judgements)[0]
+    says(texts(judgements)[0], "reward_extra/x/mean=nan", "actor/loss=inf")
     many = run(HealthMonitor(DEFAULTS), {f"m{i}": math.nan for i in range(7)})
-    assert "m4=nan and 2 more not finite" in texts(many)[0]
+    says(texts(many)[0], "m4=nan", 2)
 
 
 def test_nan_spoils_no_window() -> None:
@@ -270,13 +268,12 @@ def test_stop_stops_and_names_the_checkpoint() -> None:
     shown: list[str] = []
     judgements[0].tell(shown.append, None)
     assert shown == []
-    message = r"health/kl at step 2, for 2 steps: actor/kl_loss is 2 (.|\n)*the last checkpoint is run/global_step_1;"
-    with pytest.raises(HealthError, match=message) as caught:
+    with refuses(HealthError, "health/kl", "step 2", "2 steps", "actor/kl_loss", "run/global_step_1") as caught:
         judgements[1].tell(shown.append, Path("run/global_step_1"))
     assert caught.value.exit_code == 1
     assert len(shown) == 1
     assert "health/truncation" in shown[0], "what only warns is still shown"
-    with pytest.raises(HealthError, match="there is no checkpoint to go on from"):
+    with refuses(HealthError, "no checkpoint"):
         judgements[1].tell(shown.append, None)
     assert judgements[1].metrics["health/kl"] == 1
 
@@ -290,23 +287,20 @@ def test_the_built_in_job_gets_a_hint_at_most() -> None:
     assert len(steps) == 25
     assert texts(run(monitor, *steps)) == []
     (hint,) = texts(run(monitor, *[SOLVED, SOLVED | {"actor/grad_norm": 0.5}] * 15, first=26))
-    assert hint.startswith("health/zero_variance at step 30, for 5 steps")
-    assert "too easy" in hint
-    assert "nothing is wrong" in hint
+    says(hint, "health/zero_variance", "step 30", "5 steps", "too easy", "nothing")
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "parts"),
     [
-        ("+trainer.health.kll.action=stop", "trainer.health.kll.action: no such key"),
-        ("trainer.health.kl.action=halt", "trainer.health.kl.action=halt"),
-        ("trainer.health.kl.threshold=-1", "must be greater than or equal to 0"),
-        ("trainer.health.truncation.threshold=1.5", "must be less than or equal to 1"),
-        ("trainer.health.grad_norm.factor=1", "must be greater than 1"),
-        ("trainer.health.grad_norm.window=1", "must be greater than or equal to 2"),
+        ("+trainer.health.kll.action=stop", ["trainer.health.kll.action:"]),
+        ("trainer.health.kl.action=halt", ["trainer.health.kl.action=halt"]),
+        ("trainer.health.kl.threshold=-1", ["trainer.health.kl.threshold=-1", "0"]),
+        ("trainer.health.truncation.threshold=1.5", ["trainer.health.truncation.threshold=1.5", "1"]),
+        ("trainer.health.grad_norm.factor=1", ["trainer.health.grad_norm.factor=1", "greater"]),
+        ("trainer.health.grad_norm.window=1", ["trainer.health.grad_norm.window=1", "2"]),
     ],
 )
-def test_mistakes_in_the_section_are_named(override: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_mistakes_in_the_section_are_named(override: str, parts: list[str]) -> None:
+    with refuses(ConfigError, *parts):
         load_config([override])
-    assert message in str(caught.value)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from grpo_dist.config.load import load_config
 from grpo_dist.errors import ConfigError
 from grpo_dist.trainer.names import import_reward, resolve_names
+from tests.messages import refuses
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "curriculum" / "easiest_first.py"
 REWARD = "custom_reward_function.path"
@@ -16,7 +15,7 @@ REWARD = "custom_reward_function.path"
 
 def test_a_sampler_class_that_is_not_there() -> None:
     keys = (f"data.sampler.class_path={EXAMPLE}", "data.sampler.class_name=HardestFirst")
-    with pytest.raises(ConfigError, match="did you mean 'EasiestFirst'"):
+    with refuses(ConfigError, "HardestFirst", "'EasiestFirst'"):
         resolve_names(load_config(list(keys))[0])
 
 
@@ -24,11 +23,11 @@ def test_an_agent_loop_is_imported_and_checked_before_workers_start() -> None:
     file, key = EXAMPLE.parents[1] / "calculator" / "calculator.py", "actor_rollout_ref.rollout.agent"
     resolve_names(load_config([f"{key}.default_agent_loop={file}:Calculator"])[0])
     for overrides, text in (
-        ([f"{key}.default_agent_loop={file}:Calculater"], "did you mean 'Calculator'"),
-        ([f"{key}.default_agent_loop={file}:evaluate"], "must be a class derived from"),
+        ([f"{key}.default_agent_loop={file}:Calculater"], "'Calculator'"),
+        ([f"{key}.default_agent_loop={file}:evaluate"], "class"),
         ([f"{key}.default_agent_loop={file}:Calculator", f"{key}.agent_kwargs={{calls: 1}}"], "argument 'calls'"),
     ):
-        with pytest.raises(ConfigError, match=text):
+        with refuses(ConfigError, text):
             resolve_names(load_config(overrides)[0])
 
 
@@ -38,11 +37,10 @@ def test_a_reward_file_is_imported_and_whatever_it_does_is_a_mistake_of_the_conf
     for source, told in (
         ("import nothing_of_the_kind", "nothing_of_the_kind"),
         ("import os; os._exit(3)", "exit code 3"),
-        ("def scores(*args): return 1", "has no 'score'"),
+        ("def scores(*args): return 1", "'score'"),
     ):
         file.write_text(source)
-        with pytest.raises(ConfigError, match=told) as caught:
+        with refuses(ConfigError, file, told):
             import_reward(load_config(list(name))[0])
-        assert str(file) in str(caught.value)
     file.write_text("def score(data_source, solution_str, ground_truth, extra_info): raise ValueError")
     import_reward(load_config(list(name))[0])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.workers.cluster import running_cluster
+from tests.messages import says
 from tests.processes import is_loopback
 
 # A process of its own: what counts is that Ray is imported after `connect`, as in the main job.
@@ -93,12 +94,11 @@ def test_a_local_cluster_is_closed_to_other_machines(ray_folder: Path) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     said, nice, listening, beside, cpus, refusal, seconds = json.loads(done.stdout.splitlines()[-1])
-    assert said == "started a local Ray cluster on 127.0.0.1"
+    says(said, "local", "127.0.0.1")
     assert (nice, cpus) == (0, 1)
     assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
     open_ports = [(name, ip) for name, ip in listening if not is_loopback(ip)]
     assert open_ports == []
     assert beside == [], "a signal to the run's process group must not end Ray"
-    assert refusal.startswith("ray_kwargs.ray_init.address=127.0.0.1:1: no Ray cluster answers there")
-    assert "ray start --head" in refusal
+    says(refusal, "ray_kwargs.ray_init.address=127.0.0.1:1", "ray start --head")
     assert seconds < 60, "Ray itself tries for minutes"

@@ -15,6 +15,7 @@ from grpo_dist.config.node_layout import slots_of
 from grpo_dist.errors import ConfigError
 from grpo_dist.workers import resources
 from grpo_dist.workers.resources import release, reserve
+from tests.messages import says
 
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parents[2]
@@ -97,9 +98,8 @@ def test_what_the_cluster_has_not_is_refused(monkeypatch: pytest.MonkeyPatch, ne
     with pytest.raises(ConfigError) as caught:
         reserve(slots_of({"actor": [0], "rollout": [0] * count}, {"actor": (0.1, 0.0), "rollout": (cpus, gpus)}))
     message = str(caught.value)
-    assert f"actor 1 x (0.1 CPU, 0 GPU), rollout {count} x ({cpus:g} CPU, {gpus:g} GPU), on 1 machine(s)" in message
-    assert f"up to {0.1 + count * cpus:g} CPU and {count * gpus:g} GPU" in message
-    assert "1 with 2 CPU and 0 GPU. Set trainer.n_gpus_per_node" in message
+    says(message, f"actor 1 x (0.1 CPU, 0 GPU), rollout {count} x ({cpus:g} CPU, {gpus:g} GPU)", "1 machine")
+    says(message, f"{0.1 + count * cpus:g} CPU and {count * gpus:g} GPU", "2 CPU and 0 GPU", "trainer.n_gpus_per_node")
 
 
 @pytest.mark.usefixtures("local_ray")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from grpo_dist.errors import BatchError, ConfigError, DataError, RewardError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.reward import OverlongPenalty, RewardSettings, RewardWorker, Task, on_last_token, pred_ids
+from tests.messages import refuses, says
 
 SCORER = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info, bonus):
@@ -136,16 +136,16 @@ def test_a_response_that_the_function_fails_on(worker: Local) -> None:
     handle, (failure,), _ = worker.score(put([[5, 2], [6, 13], [6, 2]]), TASK)
     assert handle["score"].tolist() == [11, -0.5, 1]
     assert np.array_equal(handle["reward_extra/hit"], [1, np.nan, 0], equal_nan=True)
-    assert re.search(r"data_source='words' raised ValueError: unlucky(.|\n)*w6 w13", failure)
-    with pytest.raises(BatchError, match=r"'responses' \(made by rollout\)"):
+    says(failure, "data_source='words'", "ValueError: unlucky", "w6 w13")
+    with refuses(BatchError, "'responses'", "rollout"):
         worker.score(DataProtoRef(), TASK)
 
 
 @pytest.mark.ray
 def test_start_names_what_is_wrong(random_models: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"not a Hugging Face model folder: it has no config\.json"):
+    with refuses(DataError, tmp_path, "config.json"):
         RewardWorker().start(RewardSettings(str(tmp_path), False, None, "compute_score", {}))
-    with pytest.raises(ConfigError, match=r"absent\.py"):
+    with refuses(ConfigError, "absent.py"):
         RewardWorker().start(RewardSettings(random_models["tied"], False, f"{tmp_path}/absent.py", "f", {}))
 
 
@@ -215,9 +215,9 @@ def test_options_reach_the_estimator(worker: Local) -> None:
     handle, _ = worker.compute_targets(scored_batch(), settings, 0.0, 0)
     assert handle["advantage_mean"].tolist() == pytest.approx([0.75, 0, -0.25, 0, 0, -0.25]), "the fourth was cut short"
     assert rows(handle.fetch(("response_mask",))["response_mask"])[3] == [0, 0]
-    with pytest.raises(ConfigError, match="did you mean 'grpo'"):
+    with refuses(ConfigError, "'grpo'"):
         worker.compute_targets(scored_batch(), TargetSettings("grop"), 0.0, 0)
-    with pytest.raises(BatchError, match=r"'token_level_scores' \(made by reward"):
+    with refuses(BatchError, "'token_level_scores'", "reward"):
         worker.compute_targets(put(RESPONSES), TargetSettings("grpo"), 0.0, 0)
 
 
@@ -231,9 +231,9 @@ def test_components_and_baselines_come_with_the_handle(worker: Local) -> None:
     assert handle["advantage_mean"].tolist() == [0, 4, -1, -1, 4, -1]
     handle, _ = worker.compute_targets(batch, TargetSettings("gdpo", {"gdpo_reward_keys": ("style",)}), 0.0, 0)
     assert handle["advantage_mean"][0] > 1 > 0 > handle["advantage_mean"][2]
-    with pytest.raises(ConfigError, match=r"algorithm\.gdpo_reward_keys=null: .*, which returns style; "):
+    with refuses(ConfigError, "algorithm.gdpo_reward_keys=null", "style"):
         worker.compute_targets(batch, TargetSettings("gdpo"), 0.0, 0)
-    with pytest.raises(ConfigError, match=r"algorithm\.gdpo_reward_keys: .*stile.*there are: style"):
+    with refuses(ConfigError, "algorithm.gdpo_reward_keys", "stile", "style"):
         worker.compute_targets(batch, TargetSettings("gdpo", {"gdpo_reward_keys": ("stile",)}), 0.0, 0)
 
 
@@ -301,7 +301,7 @@ def test_step_scores_sit_on_the_last_token_of_their_step(
         "a word ends where the space of the next one comes"
     )
     assert rows(data["step_mask"]) == [[0, 1, 1, 1], [], [1]]
-    with pytest.raises(RewardError, match="returned 2 step_scores for a response of 3 steps"):
+    with refuses(RewardError, "2 step_scores", "3 steps"):
         worker.score(put([[5, 6, 9]]), TASK)
 
 
@@ -365,5 +365,5 @@ def test_samples_without_advantages_and_of_no_rows(worker: RewardWorker, tmp_pat
     line = json.loads((tmp_path / "val.jsonl").read_text().splitlines()[0])
     assert "advantage" not in line
     assert line["gts"] == {"any": 1}
-    with pytest.raises(BatchError, match=r"'score' \(made by reward"):
+    with refuses(BatchError, "'score'", "reward"):
         worker.write_samples(sample_batch().select(("uid", "prompts", "responses")), str(tmp_path / "x"), 0, {})

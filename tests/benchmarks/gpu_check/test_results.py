@@ -20,6 +20,7 @@ from benchmarks.gpu_check.results import (
     write_json,
     write_result,
 )
+from tests.messages import refuses
 
 
 def findings(*, holds: bool) -> list[Figure]:
@@ -70,7 +71,7 @@ def test_a_file_that_cannot_be_finished_leaves_the_earlier_one(tmp_path: Path, m
         raise OSError("no space left")
 
     monkeypatch.setattr(results.Path, "write_text", dies)
-    with pytest.raises(OSError, match="no space left"):
+    with refuses(OSError, "space left"):
         write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}
 

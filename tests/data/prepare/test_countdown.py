@@ -13,6 +13,7 @@ from grpo_dist.data.prepare.__main__ import main
 from grpo_dist.data.prepare.countdown import draw_problems
 from grpo_dist.errors import DataError
 from grpo_dist.rewards.countdown import compute_score
+from tests.messages import refuses, says
 
 
 def solvable(values: tuple[Fraction, ...], target: int) -> bool:
@@ -81,19 +82,19 @@ def test_rows_fit_the_scorer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--train_size=0"], "--train_size=0: must be at least 1"),
-        (["--test_size=-1"], "--test_size=-1: must be at least 1"),
-        (["--num_numbers", "1"], "--num_numbers=1: must be at least 2"),
-        (["--num_numbers", "3", "11"], "--num_numbers=11: at most 10"),
+        (["--train_size=0"], ["--train_size=0", "1"]),
+        (["--test_size=-1"], ["--test_size=-1", "least 1"]),
+        (["--num_numbers", "1"], ["--num_numbers=1", "2"]),
+        (["--num_numbers", "3", "11"], ["--num_numbers=11", "10"]),
     ],
 )
-def test_impossible_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str) -> None:
+def test_impossible_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list, words: list) -> None:
     assert main(["countdown", "--local_save_dir", str(tmp_path), *options]) == 2
-    assert words in capsys.readouterr().err
+    says(capsys.readouterr().err, *words)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_more_problems_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_dist.data.prepare.countdown.NUMBERS", range(5, 7))
-    with pytest.raises(DataError, match=r"100 different problems of \[2\] numbers; only 6 were found"):
+    with refuses(DataError, "100", "[2]", "6"):
         draw_problems(100, [2], seed=0)

@@ -14,6 +14,7 @@ import pytest
 from grpo_dist.data import load_prompts
 from grpo_dist.data.prepare.__main__ import main
 from grpo_dist.rewards import load_reward_function, score_response
+from tests.messages import says
 
 RELEASE = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "gsm8k"
 EXAMPLES = [
@@ -68,14 +69,14 @@ def test_rows_are_verls(release: Path, tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"question": "q", "answer": "just 4"}', "test.jsonl, line 2: the answer has no '#### NUMBER'"),
-        ('{"question": "q"}', "test.jsonl, line 2: needs a non-empty text field 'answer'; it has question"),
-        ('{"question": " ", "answer": "#### 4"}', "non-empty text field 'question'"),
-        ("{", "test.jsonl, line 2: not valid JSON"),
+        ('{"question": "q", "answer": "just 4"}', ["test.jsonl, line 2", "answer", "'#### NUMBER'"]),
+        ('{"question": "q"}', ["test.jsonl, line 2", "'answer'", "question"]),
+        ('{"question": " ", "answer": "#### 4"}', ["non-empty text", "'question'"]),
+        ("{", ["test.jsonl, line 2", "valid JSON"]),
     ],
 )
 def test_a_bad_example_leaves_old_files_alone(
-    release: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: str
+    release: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, words: list[str]
 ) -> None:
     assert gsm8k(release, tmp_path) == 0
     before = (tmp_path / "train.parquet").read_bytes()
@@ -83,7 +84,7 @@ def test_a_bad_example_leaves_old_files_alone(
     (release / "test.jsonl").write_text(json.dumps(EXAMPLES[0]) + "\n" + line)
     capsys.readouterr()
     assert gsm8k(release, tmp_path) == 2
-    assert words in capsys.readouterr().err
+    says(capsys.readouterr().err, *words)
     assert (tmp_path / "train.parquet").read_bytes() == before
 
 
@@ -98,7 +99,7 @@ def test_a_failed_write_leaves_the_old_file(
 
     monkeypatch.setattr(pq, "write_table", full_disk)
     assert gsm8k(release, tmp_path) == 2
-    assert f"--local_save_dir={tmp_path}: cannot write: No space left" in capsys.readouterr().err
+    says(capsys.readouterr().err, f"--local_save_dir={tmp_path}", "write", "space left")
     assert (tmp_path / "train.parquet").read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["train.parquet"]
 
@@ -107,12 +108,11 @@ def test_missing_folder_and_no_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert gsm8k(tmp_path / "gone", tmp_path) == 2
-    assert "--local_dataset_path=" in (message := capsys.readouterr().err)
-    assert "no such file: train.jsonl" in message
+    says(capsys.readouterr().err, "--local_dataset_path=", "train.jsonl")
 
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert main(["gsm8k", "--local_save_dir", str(tmp_path)]) == 2
-    assert "pip install datasets" in capsys.readouterr().err
+    says(capsys.readouterr().err, "install datasets")
 
     broken = types.ModuleType("datasets")
 
@@ -122,7 +122,7 @@ def test_missing_folder_and_no_hub(
     broken.load_dataset = offline  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", broken)
     assert main(["gsm8k", "--local_save_dir", str(tmp_path)]) == 2
-    assert "cannot load openai/gsm8k from the hub (ConnectionError: offline)" in capsys.readouterr().err
+    says(capsys.readouterr().err, "openai/gsm8k", "ConnectionError: offline")
 
 
 def test_from_the_hub(tmp_path: Path, serve) -> None:

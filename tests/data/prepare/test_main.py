@@ -10,6 +10,7 @@ import pytest
 
 from grpo_dist.data import arithmetic, load_prompts
 from grpo_dist.data.prepare.__main__ import main
+from tests.messages import says
 
 
 def test_arithmetic_files_equal_the_built_in_task(tmp_path: Path) -> None:
@@ -30,18 +31,18 @@ def test_arithmetic_files_equal_the_built_in_task(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "TASK"),
-        (["gsm9k", "--local_save_dir", "x"], "invalid choice: 'gsm9k'"),
-        (["math"], "--local_save_dir"),
-        (["countdown", "--local_save_dir", "x", "--train_size", "many"], "invalid int value: 'many'"),
-        (["arithmetic", "--local_save_dir", "x", "--seed", "1"], "unrecognized arguments: --seed 1"),
+        ([], ["TASK"]),
+        (["gsm9k", "--local_save_dir", "x"], ["'gsm9k'"]),
+        (["math"], ["--local_save_dir"]),
+        (["countdown", "--local_save_dir", "x", "--train_size", "many"], ["--train_size", "'many'"]),
+        (["arithmetic", "--local_save_dir", "x", "--seed", "1"], ["--seed 1"]),
     ],
 )
-def test_wrong_arguments(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(arguments)
     assert end.value.code == 2
-    assert words in capsys.readouterr().err
+    says(capsys.readouterr().err, *words)
 
 
 def test_as_a_module(tmp_path: Path) -> None:
