@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 from grpo_dist.assets import BUILTIN
 from grpo_dist.config.data_files import DataFile, DataFileProblem, parse_data_file
 from grpo_dist.errors import DataError
+from grpo_dist.registry import load_attribute
 
-ARITHMETIC_SPLITS = ("train", "validation")
+# builtin:NAME/SPLIT: the splits of a task, and the function that makes the rows of one.
+BUILTIN_ROWS = {"arithmetic": (("train", "validation"), "grpo_dist.tasks.arithmetic:rows")}
 # train-00000-of-00002, part-00000-UUID.snappy, 0000: a shard's number, and what comes after it, names no split.
 _SHARD = re.compile(r"[-_.]?\d{4,}.*")
 
@@ -80,12 +82,11 @@ def _numbered(file: str, unit: str, rows: Any) -> Located:
 
 def _builtin_rows(name: str, where: str) -> list[dict[str, Any]]:
     task, _, split = name.partition("/")
-    if task != "arithmetic" or split not in ARITHMETIC_SPLITS:
-        known = ", ".join(f"{BUILTIN}arithmetic/{split}" for split in ARITHMETIC_SPLITS)
-        raise DataError(f"{where}: no such built-in data set. Known: {known}")
-    import grpo_dist.data.arithmetic as arithmetic
-
-    return arithmetic.rows(split)
+    splits, rows = BUILTIN_ROWS.get(task, ((), ""))
+    if split not in splits:
+        known = [f"{BUILTIN}{task}/{split}" for task, (splits, _) in BUILTIN_ROWS.items() for split in splits]
+        raise DataError(f"{where}: no such built-in data set. Known: {', '.join(known)}")
+    return load_attribute(rows, key=where)(split)
 
 
 def _load_dataset(file: DataFile, where: str) -> Any:

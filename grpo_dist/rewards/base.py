@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from grpo_dist.errors import ConfigError, GrpoDistError, RewardError
-from grpo_dist.registry import Registry
 
 Form = Literal["response", "batch", "trl"]
 
@@ -28,9 +27,6 @@ SHOWN_CHARACTERS = 200  # of a response, in messages
 SHOWN_FRAMES = 3  # innermost frames of a failing function, in messages
 SHOWN_MESSAGE, SHOWN_TRACEBACK = 500, 2000  # characters of what it raised, and of those frames
 LARGEST = 3.4028234e38  # what a float32, in which scores travel, can hold
-
-# Built-in scorers by data_source.
-SCORERS: Registry[Callable[..., Any]] = Registry("built-in scorer", "data_source")
 
 
 @dataclass(frozen=True)

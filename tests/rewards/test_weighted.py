@@ -6,6 +6,8 @@ from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards import load_reward_function
 
 PATH = "grpo_dist.rewards.weighted"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "rewards"
+GRADED, XML_TAGS = (str(EXAMPLES / name) for name in ("graded.py", "xml_tags.py"))
 TEXT = "<think>2 + 2</think><answer>4.0</answer>"
 
 
@@ -25,8 +27,8 @@ def test_the_sum_and_its_parts(tmp_path: Path) -> None:
     )
     result = score(
         [
-            {"path": "grpo_dist.rewards.graded", "weight": 2, "reward_kwargs": {"tag": "answer"}},
-            {"path": "grpo_dist.rewards.xml_tags", "weight": 0.5},
+            {"path": GRADED, "weight": 2, "reward_kwargs": {"tag": "answer"}},
+            {"path": XML_TAGS, "weight": 0.5},
             {"path": str(tmp_path / "own.py"), "name": "length", "weight": 0.1, "label": "long"},
         ]
     )
@@ -42,10 +44,10 @@ def test_the_sum_and_its_parts(tmp_path: Path) -> None:
         ([{"name": "f"}], r"functions\[0\] needs a path"),
         ([{"path": "x.py", "wieght": 1}], r"functions\[0\] has no field 'wieght'"),
         ([{"path": "nowhere.py"}], "cannot import nowhere.py"),
-        ([{"path": "grpo_dist.rewards.graded", "weight": "2"}], "weight='2': must be a number"),
-        ([{"path": "grpo_dist.rewards.graded"}] * 2, "a second reward called 'graded'"),
+        ([{"path": GRADED, "weight": "2"}], "weight='2': must be a number"),
+        ([{"path": GRADED}] * 2, "a second reward called 'graded'"),
         *(
-            ([{"path": "grpo_dist.rewards.graded", "label": label}], f"no component can be called '{label}'")
+            ([{"path": GRADED, "label": label}], f"no component can be called '{label}'")
             for label in ("score", "pred", "step_scores", "overlong_penalty")
         ),
     ],
@@ -58,11 +60,11 @@ def test_mistakes_are_told_before_a_run(functions: list, message: str) -> None:
 def test_its_functions_are_the_components() -> None:
     """Not the values beside their scores: graded's `acc` is none."""
     functions = [
-        {"path": "grpo_dist.rewards.graded", "weight": 2, "reward_kwargs": {"tag": "answer"}},
-        {"path": "grpo_dist.rewards.xml_tags", "label": "tags"},
+        {"path": GRADED, "weight": 2, "reward_kwargs": {"tag": "answer"}},
+        {"path": XML_TAGS, "label": "tags"},
     ]
     assert load(functions).components == {"graded": 2.0, "tags": 1.0}
-    assert load_reward_function("grpo_dist.rewards.graded", "compute_score", {}).components == {}
+    assert load_reward_function(GRADED, "compute_score", {}).components == {}
 
 
 def test_a_function_that_fails_is_named(tmp_path: Path) -> None:
@@ -72,15 +74,15 @@ def test_a_function_that_fails_is_named(tmp_path: Path) -> None:
 
 
 def test_the_first_answer_found_is_passed_on() -> None:
-    functions = [{"path": "grpo_dist.rewards.xml_tags"}, {"path": "grpo_dist.rewards.gsm8k"}]
+    functions = [{"path": XML_TAGS}, {"path": "grpo_dist.tasks.gsm8k"}]
     assert score(functions, "#### 5")["pred"] == "5"
     assert "pred" not in score(functions, "none")
 
 
 def test_the_first_accuracy_is_the_whole_ones() -> None:
     """gsm8k finds no number, graded the right one."""
-    graded = {"path": "grpo_dist.rewards.graded", "reward_kwargs": {"tag": "answer"}}
-    strict, tags = {"path": "grpo_dist.rewards.gsm8k"}, {"path": "grpo_dist.rewards.xml_tags"}
+    graded = {"path": GRADED, "reward_kwargs": {"tag": "answer"}}
+    strict, tags = {"path": "grpo_dist.tasks.gsm8k"}, {"path": XML_TAGS}
     assert score([tags, graded, strict])["acc"] == 1.0
     assert score([tags, strict, graded])["acc"] == 0.0
     assert score([strict, {**graded, "label": "acc"}])["acc"] == 1.5, "a label of that name is the accuracy"
