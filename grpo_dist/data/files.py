@@ -1,4 +1,8 @@
-"""Rows of data files, folders, hub data sets and built-in tasks, each with its place for messages."""
+"""Rows of data files, folders, hub data sets and built-in tasks, each with its file and row for messages.
+
+Single files are read here and not by the `datasets` library. Its JSON reader changes values (the text "2020-01-01"
+becomes a date, tried with datasets 5.2), and its errors name neither the file nor the row in it.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,10 @@ from grpo_dist.registry import load_attribute
 
 # builtin:NAME/SPLIT: the splits of a task, and the function that makes the rows of one.
 BUILTIN_ROWS = {"arithmetic": (("train", "validation"), "grpo_dist.tasks.arithmetic:rows")}
-# train-00000-of-00002, part-00000-UUID.snappy, 0000: a shard's number, and what comes after it, names no split.
+# In train-00000-of-00002, part-00000-UUID.snappy or 0000 the shard's number and what follows do not name the split.
 _SHARD = re.compile(r"[-_.]?\d{4,}.*")
 
-# An escape in JSON for half of a character of two halves.
+# A JSON escape for one half of a surrogate pair.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Located = Iterator[tuple[str, Any]]

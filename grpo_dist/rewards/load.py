@@ -15,7 +15,7 @@ from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.redact import redact
 from grpo_dist.registry import load_attribute
 from grpo_dist.rewards.base import Form, RewardFunction
-from grpo_dist.rewards.group import BATCH_ARGUMENTS, TRL_ARGUMENTS, form_of
+from grpo_dist.rewards.forms import BATCH_ARGUMENTS, TRL_ARGUMENTS, form_of
 
 PATH_KEY = "custom_reward_function.path"
 _MATH = "grpo_dist.tasks.competition_math"

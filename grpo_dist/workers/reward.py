@@ -135,7 +135,7 @@ class RewardWorker(BatchWork):
         return (label, failures, self.scorer.printed.take()), scored
 
     def _score_texts(self, texts: Sequence[str], task: Task) -> tuple[list[RewardResult], list[str]]:
-        from grpo_dist.rewards.group import Failure, Sample
+        from grpo_dist.rewards.forms import Failure, Sample
 
         row = (task.data_source, task.ground_truth, task.extra_info, task.messages)
         results: list[RewardResult] = []

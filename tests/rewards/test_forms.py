@@ -7,7 +7,7 @@ import pytest
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.rewards.base import RewardFunction, RewardResult
-from grpo_dist.rewards.group import Failure, Sample, form_of, score_group
+from grpo_dist.rewards.forms import Failure, Sample, form_of, score_group
 
 MESSAGES = [{"role": "user", "content": "2 + 2?"}]
 SAMPLES = [Sample(text, "sums", "4", {"index": 7}, MESSAGES) for text in ("4", "five")]

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from grpo_dist.rewards.printed import MOST_LINE_BYTES, Printed
+from grpo_dist.rewards.output_lines import MOST_LINE_BYTES, OutputLines
 
 
 def taken(output: bytes, size: int, most_lines: int = 3) -> tuple[list[str], int]:
-    printed = Printed(most_lines)
+    printed = OutputLines(most_lines)
     for start in range(0, len(output), size):
         printed.add(output[start : start + size])
     return printed.take()
@@ -33,7 +33,7 @@ def test_all_lines_are_shown_or_counted(seed: int) -> None:
 
 
 def test_after_taking_it_starts_anew() -> None:
-    printed = Printed()
+    printed = OutputLines()
     assert printed.take() == ([], 0)
     printed.add(b"a\n")
     assert printed.take() == (["a"], 0)
@@ -42,7 +42,7 @@ def test_after_taking_it_starts_anew() -> None:
 
 
 def test_an_endless_line_takes_no_memory() -> None:
-    printed = Printed()
+    printed = OutputLines()
     for _ in range(100):
         printed.add(b"x" * 100_000)
     assert printed.take() == (["x" * MOST_LINE_BYTES], 0)

@@ -1,4 +1,4 @@
-"""What a reward function prints: the first lines are kept for the user, the others counted."""
+"""The lines that a reward function prints: the first ones are kept to be shown, the others are counted."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ MOST_LINES = 5
 MOST_LINE_BYTES = 500
 
 
-class Printed:
-    """Takes bytes as they come and makes lines of them, as much as a person reads; the rest is not stored.
+class OutputLines:
+    """Splits output into lines and keeps the first of them; lines are cut to `MOST_LINE_BYTES`.
 
     Args:
-        most_lines: lines to keep until they are taken.
+        most_lines: the number of lines that are kept between two calls of `take`.
     """
 
     def __init__(self, most_lines: int = MOST_LINES) -> None:
@@ -20,7 +20,7 @@ class Printed:
         self._rest = b""
 
     def add(self, block: bytes) -> None:
-        """More output."""
+        """Add output, in pieces of any length."""
         first, *others = block.split(b"\n", 1)
         self._rest += first[: MOST_LINE_BYTES - len(self._rest)]
         while others:
@@ -33,7 +33,7 @@ class Printed:
             self._rest = first[:MOST_LINE_BYTES]
 
     def take(self) -> tuple[list[str], int]:
-        """The first lines since the last time, and how many more there were."""
+        """The first lines since the last call, and the number of further lines."""
         if self._rest:
             self._end_line()
         taken = self._lines, self._num_more
