@@ -39,13 +39,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Failure:
-    """A response that could not be scored, and why."""
+    """Why a response could not be scored."""
 
     text: str
 
 
 def form_of(function: Callable[..., Any]) -> Form:
-    """Which of the forms a function has, by the names of its parameters."""
+    """The form of a function, told by the names of its parameters."""
     try:
         names = set(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -56,12 +56,13 @@ def form_of(function: Callable[..., Any]) -> Form:
 
 
 def score_group(function: RewardFunction, samples: Sequence[Sample]) -> Iterator[RewardResult | Failure]:
-    """The result of each sample, in order; one at a time where the function takes one at a time.
+    """Score the samples and yield one result for each, in order; at once where the function takes one response.
 
-    Each call gets copies of its own: what a function does to a ground truth, the next call must not see.
+    Each call gets its own copies, so that a function that changes a ground truth changes nothing for the next call.
 
     Raises:
-        GrpoDistError: a mistake of the run's, not of one response: no scorer for the data source, for example.
+        GrpoDistError: a mistake in the config or the data and not in one response, such as a data source without a
+            scorer.
     """
     if function.form == "response" and not function.is_async:
         for sample in samples:

@@ -39,9 +39,9 @@ MOVED = {
     "math_answer": _MATH,
     "json_plan": "grpo_dist.tasks.planner",
 }
-# What a reward function returns besides its components, and what is added to it.
+# Names that mean something else in what a reward function returns, so that no component can have them.
 RESERVED = {"score", "pred", "step_scores", OVERLONG_PENALTY}
-# What each form is always called with. TRL functions also get the row's columns, which they may leave to **kwargs.
+# The arguments that every form is called with. TRL functions get the row's columns too, and may leave them to **kwargs.
 ARGUMENTS: dict[Form, tuple[str, ...]] = {
     "response": ("data_source", "solution_str", "ground_truth", "extra_info"),
     "batch": BATCH_ARGUMENTS,
@@ -58,7 +58,7 @@ def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str
         reward_kwargs: extra keyword arguments for the function.
 
     Raises:
-        ConfigError: it cannot be imported, is no plain function, or does not take these arguments.
+        ConfigError: the function cannot be imported, is not a plain function, or does not take these arguments.
     """
     if path is None:
         if reward_kwargs:
@@ -91,10 +91,10 @@ def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str
 
 
 def score_by_data_source(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
-    """The built-in scorer of this data source.
+    """Score a response with the built-in scorer of its data source.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the data source has no built-in scorer.
     """
     check_data_sources([data_source])
     return _built_in(data_source)(
@@ -122,10 +122,10 @@ def _built_in(data_source: str) -> Callable[..., Any]:
 
 
 def _declared(declare: Callable[..., Any], reward_kwargs: Mapping[str, Any]) -> dict[str, float]:
-    """What a module's `declare_components` says: weights by the names of the components.
+    """The components that a module's `declare_components` returns: weights by name.
 
     Raises:
-        ConfigError: it fails, or says something else; or a name has another meaning.
+        ConfigError: it raises, or returns something else, or a component has a reserved name.
     """
     where = f"{PATH_KEY}: declare_components of {declare.__module__}"
     try:

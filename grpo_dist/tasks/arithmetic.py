@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-# Rows by split. Out of 405,450 different ones.
+# Rows by split. There are 405,450 different questions.
 SIZES = {"train": 8000, "validation": 200}
 SMALLEST, LARGEST = 100, 999
 SEED = 0
@@ -18,8 +18,8 @@ SEED = 0
 def rows(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
     """The rows of a split in verl's schema; the same for the same seed, everywhere.
 
-    No question stands twice in the task, not within a split, not across splits, not with its operands
-    swapped. The answer is asked for in GSM8K's form, so the GSM8K scorer scores it.
+    No question occurs twice, neither within a split nor across splits nor with its operands swapped. Answers
+    have GSM8K's form, so that the scorer of gsm8k.py scores them.
 
     Args:
         split: "train" or "validation".

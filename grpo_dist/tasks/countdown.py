@@ -41,7 +41,7 @@ Problem = tuple[tuple[int, ...], int]  # numbers as they are shown, target
 
 
 def draw_problem(rng: random.Random, count: int) -> Problem | None:
-    """`count` random numbers and the value of a random expression of them; None: it is no target.
+    """`count` random numbers and the value of a random expression of them; None if the value is not in `TARGETS`.
 
     The expression joins two of the values at random until one is left; each value on the way is a whole number of at
     least 1, so the problem can be solved with such steps.
@@ -57,10 +57,10 @@ def draw_problem(rng: random.Random, count: int) -> Problem | None:
 
 
 def draw_problems(count: int, num_numbers: Sequence[int], seed: int) -> list[Problem]:
-    """Different problems; two with the same numbers in another order, and the same target, are not different.
+    """Draw different problems. Problems with the same target and the same numbers in another order count as equal.
 
     Raises:
-        DataError: there are not so many.
+        DataError: there are fewer different problems.
     """
     rng = random.Random(seed)
     found: dict[Problem, Problem] = {}
@@ -132,9 +132,9 @@ def prepare(
 
 
 def parse_expression(text: str) -> ast.expr | None:
-    """The expression of whole numbers, + - * / and parentheses that the text is; None: it is something else.
+    """Read an expression of whole numbers, + - * / and parentheses; None if the text is something else.
 
-    A final `= NUMBER` is not looked at. Powers, floor division, names, calls and other bases are something else.
+    A final `= NUMBER` is ignored. Powers, floor division, names, calls and other bases are something else.
     """
     text = _EQUALS.sub("", text.translate(_SIGNS)).strip()
     if len(text) > MOST_CHARACTERS or not _EXPRESSION.fullmatch(text):

@@ -59,7 +59,7 @@ class RewardSettings:
 
 @dataclass(frozen=True)
 class Task:
-    """What the reward function is told about a prompt besides the response; validation knows no overlong penalty."""
+    """What the reward function is told about a prompt. In validation there is no overlong penalty."""
 
     data_source: str
     ground_truth: Any
@@ -99,11 +99,13 @@ class RewardWorker(BatchWork):
         """Score the responses to one prompt.
 
         Returns:
-            ((label, failures, printed), data). The data has `token_level_scores` (the score on the last token that
-            trains, or a score on the last token of each step, with `step_mask` 1 there). The label has `score`, the
-            function's extra values (as `reward_extra/NAME`) and for validation `failed` and `pred_id`, where it finds
-            answers. The failures say why responses could not be scored, one text for each. Printed are the first lines
-            that the function printed, and how many more.
+            ((label, failures, printed), data).
+            label: `score`, the function's other values as `reward_extra/NAME`, and for validation `failed` and, if the
+                function finds answers, `pred_id`.
+            failures: why responses could not be scored, one text for each of them.
+            printed: the first lines that the function printed, and the number of further lines.
+            data: `token_level_scores`, with the score on the last token that trains; or, with step scores, one on the
+                last token of each step, where `step_mask` is 1.
 
         Raises:
             RewardError: the function returned step scores that do not fit the steps.
@@ -148,7 +150,7 @@ class RewardWorker(BatchWork):
         return results, failures
 
     def _on_steps(self, results: Sequence[RewardResult], responses: Ragged) -> tuple[Ragged, Ragged]:
-        """Each step's score on its last token, and a mask of those; one step where there are no `step_scores`."""
+        """Each step's score on its last token, and their mask; without `step_scores` the response is one step."""
         from grpo_dist.rewards.steps import step_ends
 
         assert self.step_separator is not None
@@ -170,7 +172,7 @@ class RewardWorker(BatchWork):
         return Ragged(scores, responses.offsets), Ragged(mask, responses.offsets)
 
     def _token_texts(self, token_ids: list[int]) -> list[str]:
-        """What each token adds to the text. Its neighbours before it decide about spaces and split characters."""
+        """What each token adds to the text. The tokens before it decide about spaces and split characters."""
         windows = [token_ids[max(0, i - TEXT_CONTEXT) : i + 1] for i in range(len(token_ids))]
         with_token = self.tokenizer.batch_decode(windows, skip_special_tokens=True)
         without = self.tokenizer.batch_decode([window[:-1] for window in windows], skip_special_tokens=True)
@@ -178,16 +180,16 @@ class RewardWorker(BatchWork):
 
 
 def pred_ids(preds: Sequence[str | None]) -> np.ndarray:
-    """Answers as numbers, since only numbers travel: (N,) float32, equal for equal answers, nan for none."""
+    """Number the answers, since labels hold numbers only: (N,) float32, equal for equal answers, nan for none."""
     numbers = {pred: i for i, pred in enumerate(dict.fromkeys(preds))}
     return np.array([np.nan if pred is None else numbers[pred] for pred in preds], np.float32)
 
 
 def on_last_token(scores: torch.Tensor, responses: Ragged, mask: Ragged | None = None) -> Ragged:
-    """An outcome reward sits on the last token of its response, zeros elsewhere.
+    """Put each response's score on its last token; the other tokens get 0.
 
-    With a mask, on the last token that trains: estimators that pass rewards from token to token skip the others. On the
-    last token where none trains: the reward still counts in its group's mean.
+    With a mask the score goes on the last token that trains, since estimators that pass rewards from token to token
+    skip the others. Where no token trains it stays on the last one, and still counts in the mean of its group.
     """
     positions = torch.arange(len(responses.values))
     nonempty = responses.lengths > 0

@@ -1,6 +1,11 @@
+from pathlib import Path
+
 import pytest
 
-from examples.rewards.graded import compute_score
+from grpo_dist.registry import load_attribute
+
+PATH = str(Path(__file__).parents[2] / "examples" / "rewards" / "graded.py")
+compute_score = load_attribute(f"{PATH}:compute_score", key="path")
 
 TINY = {"exact": 1.0, "numeric": 0.5, "partial": 0.5, "wrong": 0.01}
 

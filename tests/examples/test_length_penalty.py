@@ -2,11 +2,13 @@ from pathlib import Path
 
 import pytest
 
-from examples.rewards.length_penalty import compute_score, penalty_share
 from grpo_dist.errors import ConfigError
+from grpo_dist.registry import load_attribute
 from grpo_dist.rewards import load_reward_function, score_response
 
 PATH = str(Path(__file__).parents[2] / "examples" / "rewards" / "length_penalty.py")
+compute_score = load_attribute(f"{PATH}:compute_score", key="path")
+penalty_share = load_attribute(f"{PATH}:penalty_share", key="path")
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@ from pathlib import Path
 
 import pytest
 
-from examples.rewards.multiple_choice import compute_score, extract_choice
 from grpo_dist.errors import ConfigError
+from grpo_dist.registry import load_attribute
 from grpo_dist.rewards import load_reward_function
 
 PATH = str(Path(__file__).parents[2] / "examples" / "rewards" / "multiple_choice.py")
+compute_score = load_attribute(f"{PATH}:compute_score", key="path")
+extract_choice = load_attribute(f"{PATH}:extract_choice", key="path")
 
 
 @pytest.mark.parametrize(
@@ -80,9 +82,6 @@ def test_extract_choice(text: str, letter: str | None) -> None:
 )
 def test_several_letters_are_no_choice(text: str) -> None:
     assert extract_choice(text, "ABCD") is None
-
-
-PATH = str(Path(__file__).parents[2] / "examples" / "rewards" / "multiple_choice.py")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,11 @@
+from pathlib import Path
+
 import pytest
 
-from examples.rewards.xml_tags import compute_score
+from grpo_dist.registry import load_attribute
+
+PATH = str(Path(__file__).parents[2] / "examples" / "rewards" / "xml_tags.py")
+compute_score = load_attribute(f"{PATH}:compute_score", key="path")
 
 
 @pytest.mark.parametrize(

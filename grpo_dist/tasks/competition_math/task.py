@@ -75,13 +75,13 @@ def extract_answer(text: str) -> str | None:
 
 
 def same_value(answer: str, truth: str) -> bool:
-    r"""Whether two LaTeX texts are the same: as text or, where that is no, as mathematics.
+    r"""Whether two LaTeX texts are the same, as text or else as mathematics.
 
-    An answer of more than `MOST_CHARACTERS`, and either of them whose value or expansion would be astronomic (9^{9^9},
-    (x+y+z)^{99}; see latex_size.py), is compared as text only, whatever spaces, \left and \cdot it is written with.
+    They are compared as text only, apart from spaces, \left and \cdot, where the answer has more than `MOST_CHARACTERS`
+    or where the value or expansion of either would be astronomic (9^{9^9}, (x+y+z)^{99}; see latex_size.py).
 
     Raises:
-        ValueError: the truth cannot be read as mathematics, so no other way of writing it could be right.
+        ValueError: the truth cannot be read as mathematics, so that no other text could be compared with it.
     """
     answer, truth = _plain(answer), _plain(truth)
     if answer == truth or not answer:
@@ -147,14 +147,14 @@ def is_too_large(text: str) -> bool:
 
 
 def _normal(text: str) -> str:
-    """Without spacing, the size of brackets, and braces around one character; one sign for a product."""
+    """The text without spacing, sizes of brackets and braces around one character, and with one sign for products."""
     for written, normal in _WRITTEN:
         text = written.sub(normal, text)
     return text
 
 
 def _plain(text: str) -> str:
-    """Without dollar signs, LaTeX's forced spaces and surrounding white space."""
+    """The text without dollar signs, LaTeX's forced spaces and surrounding white space."""
     return re.sub(r"\\\$|\$|\\[!,;]\s*", "", text).strip()
 
 
