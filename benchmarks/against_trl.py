@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import machine, table, write
-from grpo_dist.data.arithmetic import rows
+from grpo_dist.tasks.arithmetic import rows
 
 ROOT = Path(__file__).parents[1]
 TRL = ("trl==1.16.0", "transformers==5.19.*", "torch==2.13.0")

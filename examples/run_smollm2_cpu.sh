@@ -26,7 +26,7 @@ if [[ ! -f $model/model.safetensors ]]; then
   "$python" scripts/make_smollm2.py "$model"
 fi
 
-prepare=("$python" -m grpo_dist.data.prepare gsm8k --local_save_dir "$data")
+prepare=("$python" -m grpo_dist.tasks.prepare gsm8k --local_save_dir "$data")
 [[ -z ${GSM8K_DIR:-} ]] || prepare+=(--local_dataset_path "$GSM8K_DIR")
 have_gsm8k=true
 if [[ ! -f $data/train.parquet || ! -f $data/test.parquet ]]; then

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.data import arithmetic
 from grpo_dist.errors import ConfigError
-from grpo_dist.rewards.gsm8k import compute_score
+from grpo_dist.tasks import arithmetic
+from grpo_dist.tasks.gsm8k import compute_score
 from tests.messages import refuses
 
 TINY = Path(resolve_model_path("builtin:tiny-qwen3"))

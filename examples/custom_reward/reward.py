@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from grpo_dist.rewards.gsm8k import extract_answer
+from grpo_dist.tasks.gsm8k import extract_answer
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 

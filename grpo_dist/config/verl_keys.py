@@ -166,7 +166,7 @@ FOREIGN: dict[str, Foreign] = {
     f"{_R}.engine_kwargs.vllm.disable_mm_preprocessor_cache": Foreign("text needs no such cache"),
     f"{_R}.engine_kwargs.vllm.mm_processor_cache_gb": Foreign("text needs no such cache"),
     "data.custom_cls.*": Foreign(
-        "rows are read in verl's schema; write them with a script, as grpo_dist.data.prepare does", refused=True
+        "rows are read in verl's schema; write them with a script, as grpo_dist.tasks.prepare does", refused=True
     ),
     "algorithm.rollout_correction.rollout_rs_threshold_lower": Foreign(
         "write both bounds as rollout_rs_threshold=lower_upper", refused=True

@@ -1,8 +1,8 @@
-"""An order of your own: `data.sampler.class_path` and `data.sampler.class_name`.
+"""The user's own order of prompts: `data.sampler.class_path` and `data.sampler.class_name`.
 
-A class with the methods of `Curriculum`, made with `prompts` (those that were not left out), `batch_size` and `seed`,
-by keyword. `CustomSampler` runs it, checks what it returns, and keeps its state in the checkpoint. verl's classes are
-torch samplers that yield single indices and get the whole batch; these choose a batch and get the scores.
+The class has the methods of `Curriculum` and is made with `prompts` (those that were not left out), `batch_size` and
+`seed`, by keyword. `CustomSampler` runs it, checks what it returns, and keeps its state in the checkpoint. verl's
+classes are torch samplers that yield single indices and get the whole batch; these choose a batch and get the scores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEY = "data.sampler.class_path/class_name"
 
 
 class Curriculum(Protocol):
-    """What decides which prompts come next. `PromptSampler` is one."""
+    """Decides which prompts come next. `PromptSampler` has these methods too."""
 
     def next_batch(self) -> Sequence[int] | np.ndarray:
         """Positions in `prompts` of the next batch: batch_size different ones."""
@@ -58,9 +58,9 @@ def load_sampler_class(class_path: str, class_name: str) -> Callable[..., Curric
 
 
 class CustomSampler:
-    """A curriculum of the user's, checked at every step.
+    """Runs the user's curriculum and checks what it returns.
 
-    An epoch is as many batches as one pass over the data has, whatever the curriculum chooses.
+    An epoch has as many batches as one pass over the data, whichever prompts the curriculum chooses.
 
     Args:
         class_path: Python file or importable module.

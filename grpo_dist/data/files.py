@@ -1,4 +1,8 @@
-"""Rows of data files, folders, hub data sets and built-in tasks, each with its place for messages."""
+"""Rows of data files, folders, hub data sets and built-in tasks, each with its file and row for messages.
+
+Single files are read here and not by the `datasets` library. Its JSON reader changes values (the text "2020-01-01"
+becomes a date, tried with datasets 5.2), and its errors name neither the file nor the row in it.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,14 @@ from typing import Any, TypeVar
 from grpo_dist.assets import BUILTIN
 from grpo_dist.config.data_files import DataFile, DataFileProblem, parse_data_file
 from grpo_dist.errors import DataError
+from grpo_dist.registry import load_attribute
 
-ARITHMETIC_SPLITS = ("train", "validation")
-# train-00000-of-00002, part-00000-UUID.snappy, 0000: a shard's number, and what comes after it, names no split.
+# builtin:NAME/SPLIT: the splits of a task, and the function that makes the rows of one.
+BUILTIN_ROWS = {"arithmetic": (("train", "validation"), "grpo_dist.tasks.arithmetic:rows")}
+# In train-00000-of-00002, part-00000-UUID.snappy or 0000 the shard's number and what follows do not name the split.
 _SHARD = re.compile(r"[-_.]?\d{4,}.*")
 
-# An escape in JSON for half of a character of two halves.
+# A JSON escape for one half of a surrogate pair.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Located = Iterator[tuple[str, Any]]
@@ -80,12 +86,11 @@ def _numbered(file: str, unit: str, rows: Any) -> Located:
 
 def _builtin_rows(name: str, where: str) -> list[dict[str, Any]]:
     task, _, split = name.partition("/")
-    if task != "arithmetic" or split not in ARITHMETIC_SPLITS:
-        known = ", ".join(f"{BUILTIN}arithmetic/{split}" for split in ARITHMETIC_SPLITS)
-        raise DataError(f"{where}: no such built-in data set. Known: {known}")
-    import grpo_dist.data.arithmetic as arithmetic
-
-    return arithmetic.rows(split)
+    splits, rows = BUILTIN_ROWS.get(task, ((), ""))
+    if split not in splits:
+        known = [f"{BUILTIN}{task}/{split}" for task, (splits, _) in BUILTIN_ROWS.items() for split in splits]
+        raise DataError(f"{where}: no such built-in data set. Known: {', '.join(known)}")
+    return load_attribute(rows, key=where)(split)
 
 
 def _load_dataset(file: DataFile, where: str) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_dist.errors import DataError
 
-# What a checkpoint's order depends on -> the key that decides it.
+# What the order in a checkpoint depends on, and the config key of each.
 _KEYS = {
     "sampler": "data.sampler",
     "num_prompts": "data.train_files",
@@ -48,11 +48,11 @@ def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Non
 
 
 class PromptSampler:
-    """Endless batches of prompt indices, epoch after epoch: the `curriculum.Curriculum` that learns nothing.
+    """Endless batches of prompt indices, epoch after epoch, in an order that no result changes.
 
     The order of an epoch is a permutation that depends on (seed, epoch) only, so a resumed run sees the
-    batches that the uninterrupted run would have seen. The last, incomplete batch of an epoch is dropped: at
-    most batch_size - 1 prompts, others each epoch when shuffling.
+    batches that the uninterrupted run would have seen. The last, incomplete batch of an epoch is
+    dropped; these are at most batch_size - 1 prompts, and with shuffling different ones in each epoch.
 
     Args:
         num_prompts: size of the data set.
@@ -91,7 +91,7 @@ class PromptSampler:
         return batch
 
     def update(self, scores_by_index: Mapping[int, np.ndarray]) -> None:
-        """Nothing: the order does not depend on results."""
+        """Do nothing, since the order does not depend on results."""
 
     def state_dict(self) -> dict[str, Any]:
         """Epoch, prompts already handed out in it, and what the order depends on; plain numbers."""

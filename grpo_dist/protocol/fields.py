@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from grpo_dist.errors import BatchError
 
+# Before the name of each value that the reward function returned beside the score: (N,) float32, nan where it did not.
+EXTRA = "reward_extra/"
+
 
 @dataclass(frozen=True)
 class Field:

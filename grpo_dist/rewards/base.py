@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from grpo_dist.errors import ConfigError, GrpoDistError, RewardError
-from grpo_dist.registry import Registry
 
 Form = Literal["response", "batch", "trl"]
 
@@ -29,13 +28,10 @@ SHOWN_FRAMES = 3  # innermost frames of a failing function, in messages
 SHOWN_MESSAGE, SHOWN_TRACEBACK = 500, 2000  # characters of what it raised, and of those frames
 LARGEST = 3.4028234e38  # what a float32, in which scores travel, can hold
 
-# Built-in scorers by data_source.
-SCORERS: Registry[Callable[..., Any]] = Registry("built-in scorer", "data_source")
-
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A scorer, its name in messages, the keyword arguments from custom_reward_function, and its form (group.py).
+    """A scorer, its name in messages, the keyword arguments from custom_reward_function, and its form (forms.py).
 
     `components` are those of its values that are rewards of their own, with their weights, if it declares them: its
     module has `declare_components(**reward_kwargs) -> {name: weight}`. `adv_estimator=gdpo` compares them.
@@ -51,14 +47,14 @@ class RewardFunction:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What one response earned.
+    """What the reward function said of one response.
 
     Attributes:
-        score: the reward, finite.
-        extra: the other numbers that the function returned, finite; logged as metrics.
-        step_scores: the rewards of its steps, finite; None where the function judges the whole only.
-        pred: the answer it found, for the majority vote of validation; None for none.
-        failed: whether the function failed on the response, so that the score is not its own.
+        score: the reward, a finite number.
+        extra: the other finite numbers that the function returned; they are logged as metrics.
+        step_scores: the finite rewards of the response's steps; None if the function gave none.
+        pred: the answer that the function found, for the majority vote of validation; None if it found none.
+        failed: whether the function failed on the response; the score is then reward.failure_score.
     """
 
     score: float
@@ -101,7 +97,7 @@ def score_response(
 
 
 def describe_failure(function: RewardFunction, data_source: str, solution_str: str, error: BaseException) -> str:
-    """What the user needs to find the fault: function, data source, response, and the end of the traceback."""
+    """A message with what the user needs to find the fault: function, data source, response, end of the traceback."""
     where = f"reward function {function.name}, data_source={data_source!r}"
     response = shown_response(solution_str)
     tail = traceback.TracebackException.from_exception(error)
@@ -119,13 +115,13 @@ def _said(error: BaseException) -> str:
 
 
 def shown_response(solution_str: str) -> str:
-    """A response as messages show it."""
+    """The beginning of a response, as messages show it."""
     more = "..." if len(solution_str) > SHOWN_CHARACTERS else ""
     return f"response: {solution_str[:SHOWN_CHARACTERS]!r}{more}"
 
 
 def checked_result(returned: Any, function: RewardFunction, data_source: str, solution_str: str) -> RewardResult:
-    """What a reward function returned for one response, checked.
+    """Check what a reward function returned for one response.
 
     Raises:
         RewardError: it is neither a finite number nor a dict with a finite "score"; the message names the function,

@@ -25,11 +25,11 @@ def chosen_components(
         weights: `algorithm.gdpo_reward_weights`; None: those declared, and 1 for the others.
         declared: the components that the reward function declares, with their weights.
         overlong_penalty: whether `reward.overlong_buffer` is enabled.
-        returned: the values besides the score that the function has returned, as far as that is known; for messages.
+        returned: the names of the values that the function has returned beside the score, if known; for messages.
 
     Raises:
-        ConfigError: there is none, one is not declared by a function that declares others, or the number of weights
-            is another one.
+        ConfigError: there are no components, or a key is not among those that the function declares, or there are
+            more or fewer weights than keys.
     """
     known = {**declared, **({OVERLONG_PENALTY: 1.0} if overlong_penalty else {})}
     if keys is None and not declared:

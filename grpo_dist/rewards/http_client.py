@@ -6,13 +6,14 @@ error at once. Redirects are not followed: they would take the headers to anothe
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
-import urllib.error
-import urllib.request
+import ssl
+from functools import cache
 from time import sleep
 from typing import Any
+
+import httpx
 
 from grpo_dist.errors import ConfigError, RewardError
 
@@ -44,16 +45,17 @@ def post_json(
         RewardError: no answer after all retries, another status than 2xx, or no JSON.
     """
     headers = {**read_headers(headers_env), "Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body, default=_to_plain).encode(), headers)
+    content = json.dumps(body, default=_to_plain).encode()
     for attempt in range(retries + 1):
         try:
-            with _OPENER.open(request, timeout=timeout_s) as answer:
-                return _parse(answer.read(MOST_BYTES + 1), url)
-        except urllib.error.HTTPError as error:
-            problem = f"status {error.code}: {show(error.read(MOST_BYTES)[:300])}"
-            passing = error.code == 429 or error.code >= 500
-        except (OSError, http.client.HTTPException) as error:  # URLError and TimeoutError are OSErrors
-            problem, passing = f"{type(error).__name__}: {error}", True
+            with _client().stream("POST", url, content=content, headers=headers, timeout=timeout_s) as answer:
+                raw = next(answer.iter_bytes(MOST_BYTES + 1), b"")
+            if answer.is_success:
+                return _parse(raw, url)
+            problem = f"status {answer.status_code}: {show(raw[:300])}"
+            passing = answer.status_code == 429 or answer.status_code >= 500
+        except httpx.RequestError as error:  # connection, timeout, protocol; or an answer that cannot be unpacked
+            problem, passing = f"{type(error).__name__}: {error}", isinstance(error, httpx.TransportError)
         if not passing or attempt == retries:
             tries = "" if attempt == 0 else f" (tried {attempt + 1} times)"
             raise RewardError(f"{KEY}.url={url}: {problem}{tries}")
@@ -71,22 +73,21 @@ def read_headers(variable: str | None) -> dict[str, str]:
         return {}
     try:
         headers = json.loads(os.environ[variable])
-        if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
+        # A line break is refused here, since the HTTP library would refuse it with a message that shows the value.
+        if not all(isinstance(value, str) and value.isprintable() for value in headers.values()):
             raise ValueError
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, AttributeError):
         raise ConfigError(
             f"{KEY}.headers_env={variable}: that environment variable must hold a JSON object of headers, such as "
             f'{{"Authorization": "Bearer ..."}}; it {"does not" if variable in os.environ else "is not set"}'
         ) from None
-    return headers
+    return {name: value.strip() for name, value in headers.items()}
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *arguments: Any, **named: Any) -> None:
-        """Return None: the 3xx answer becomes an HTTPError."""
-
-
-_OPENER = urllib.request.build_opener(_NoRedirect)
+@cache
+def _client() -> httpx.Client:
+    """Keeps connections open for the next request; trusts the certificates of the system."""
+    return httpx.Client(verify=ssl.create_default_context())
 
 
 def _to_plain(value: Any) -> Any:

@@ -6,23 +6,42 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import grpo_dist.rewards.countdown
-import grpo_dist.rewards.gsm8k
-import grpo_dist.rewards.math_answer  # noqa: F401  (these register their data sources)
 from grpo_dist.config.names import OVERLONG_PENALTY
 from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.redact import redact
 from grpo_dist.registry import load_attribute
-from grpo_dist.rewards.base import SCORERS, Form, RewardFunction
-from grpo_dist.rewards.group import BATCH_ARGUMENTS, TRL_ARGUMENTS, form_of
+from grpo_dist.rewards.base import Form, RewardFunction
+from grpo_dist.rewards.forms import BATCH_ARGUMENTS, TRL_ARGUMENTS, form_of
 
 PATH_KEY = "custom_reward_function.path"
-# What a reward function returns besides its components, and what is added to it.
+_MATH = "grpo_dist.tasks.competition_math"
+_MATH_SOURCES = ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/MATH-500")
+_DAPO_SOURCES = (
+    *("math_dapo", "math", "math_dapo_reasoning", "aime24", "aime25", "aime2024", "aime2025", "aime_2024", "aime_2025"),
+    *("HuggingFaceH4/aime_2024", "Maxwell-Jia/AIME_2024", "yentinglin/aime_2025"),
+)
+# The built-in scorer of each data_source. They are named and not imported: tasks lie above rewards.
+SCORERS = {
+    **dict.fromkeys(("openai/gsm8k", "gsm8k", "arithmetic"), "grpo_dist.tasks.gsm8k:compute_score"),
+    **dict.fromkeys(_MATH_SOURCES, f"{_MATH}:compute_score"),
+    **dict.fromkeys(_DAPO_SOURCES, f"{_MATH}:compute_score_dapo"),
+    "countdown": "grpo_dist.tasks.countdown:compute_score",
+}
+# Scorers that were in grpo_dist.rewards once, and where they are now; the examples are copied or named by their path.
+MOVED = {
+    **{name: f"examples/rewards/{name}.py" for name in ("graded", "xml_tags", "length_penalty", "multiple_choice")},
+    "gsm8k": "grpo_dist.tasks.gsm8k",
+    "countdown": "grpo_dist.tasks.countdown",
+    "math_answer": _MATH,
+    "json_plan": "grpo_dist.tasks.planner",
+}
+# Names that mean something else in what a reward function returns, so that no component can have them.
 RESERVED = {"score", "pred", "step_scores", OVERLONG_PENALTY}
-# What each form is always called with. TRL functions also get the row's columns, which they may leave to **kwargs.
+# The arguments that every form is called with. TRL functions get the row's columns too, and may leave them to **kwargs.
 ARGUMENTS: dict[Form, tuple[str, ...]] = {
     "response": ("data_source", "solution_str", "ground_truth", "extra_info"),
     "batch": BATCH_ARGUMENTS,
@@ -39,7 +58,7 @@ def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str
         reward_kwargs: extra keyword arguments for the function.
 
     Raises:
-        ConfigError: it cannot be imported, is no plain function, or does not take these arguments.
+        ConfigError: the function cannot be imported, is not a plain function, or does not take these arguments.
     """
     if path is None:
         if reward_kwargs:
@@ -51,6 +70,9 @@ def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str
     source = path.removeprefix("file://").removeprefix("pkg://")  # verl's forms
     if source.endswith(".py"):
         source = str(Path(source).expanduser())
+    package, _, module_name = source.rpartition(".")
+    if package == "grpo_dist.rewards" and module_name in MOVED:
+        raise ConfigError(f"{PATH_KEY}={path}: this scorer has moved; set {PATH_KEY}={MOVED[module_name]}")
     function = load_attribute(f"{source}:{name}", key="custom_reward_function.path/name")
     form = form_of(function)
     _check_callable(function, form, f"{path}:{name}", reward_kwargs)
@@ -69,13 +91,13 @@ def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str
 
 
 def score_by_data_source(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
-    """The built-in scorer of this data source.
+    """Score a response with the built-in scorer of its data source.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the data source has no built-in scorer.
     """
     check_data_sources([data_source])
-    return SCORERS.get(data_source)(
+    return _built_in(data_source)(
         data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
     )
 
@@ -86,19 +108,24 @@ def check_data_sources(data_sources: Iterable[str]) -> None:
     Raises:
         ConfigError: some have none; the message lists them and the known ones.
     """
-    unknown = sorted(set(data_sources) - set(SCORERS.names()))
+    unknown = sorted(set(data_sources) - set(SCORERS))
     if unknown:
         raise ConfigError(
             f"no built-in scorer for data_source {', '.join(map(repr, unknown))}: set {PATH_KEY} to a Python "
-            f"file with your reward function. Built-in: {', '.join(SCORERS.names())}"
+            f"file with your reward function. Built-in: {', '.join(sorted(SCORERS))}"
         )
 
 
+@cache
+def _built_in(data_source: str) -> Callable[..., Any]:
+    return load_attribute(SCORERS[data_source], key="data_source")
+
+
 def _declared(declare: Callable[..., Any], reward_kwargs: Mapping[str, Any]) -> dict[str, float]:
-    """What a module's `declare_components` says: weights by the names of the components.
+    """The components that a module's `declare_components` returns: weights by name.
 
     Raises:
-        ConfigError: it fails, or says something else; or a name has another meaning.
+        ConfigError: it raises, or returns something else, or a component has a reserved name.
     """
     where = f"{PATH_KEY}: declare_components of {declare.__module__}"
     try:

@@ -1,9 +1,12 @@
 """A reward function in a process of its own, which may hang, crash or be killed without harm to anyone else.
 
-The parent (`Scorer`) sends the responses of a group and waits for one result at a time. What does not come in time,
-even from C code that never returns, is killed with its process; a process that dies on a response is replaced, and the
-rest of the group goes to the new one. Either way that one response has failed, and the caller decides what that means.
-Whatever processes the function has started end with its own (supervisor.py).
+The parent (`Scorer`) sends the responses to one prompt and waits for one result at a time. If a result does not come in
+time, even from C code that never returns, the process is killed. A process that ends on a response is replaced, and the
+remaining responses go to the new one. Either way that one response has failed, and the caller decides what that means.
+Processes that the function has started end with its own (supervisor.py).
+
+The library pebble has such a process pool, but ends the worker's process alone: after a time-out or a crash what the
+function had started lived on (tried with pebble 5.2.3), and it does not collect what the function prints.
 """
 
 from __future__ import annotations
@@ -20,9 +23,9 @@ from typing import Any
 
 from grpo_dist.errors import GrpoDistError, RewardError
 from grpo_dist.rewards.base import RewardFunction, RewardResult, shown_response
-from grpo_dist.rewards.group import Failure, Sample, score_group
+from grpo_dist.rewards.forms import Failure, Sample, score_group
 from grpo_dist.rewards.load import load_reward_function
-from grpo_dist.rewards.printed import Printed
+from grpo_dist.rewards.output_lines import OutputLines
 from grpo_dist.rewards.supervisor import supervised
 
 START_TIMEOUT_S = 120.0  # importing the user's file, with whatever it imports
@@ -31,22 +34,22 @@ OUTPUT_BYTES, MOST_BLOCKS = 1 << 16, 8  # read at a time: a pipe's size on Linux
 
 
 class Scorer:
-    """The parent's side: starts the process, and another one whenever it is gone.
+    """The parent's side: starts the process, and another one whenever it has ended.
 
-    What the function prints, on stdout and stderr, is in `printed`; once it is loaded, `components` are those that it
-    declares, with their weights.
+    What the function prints (stdout and stderr) is kept in `printed`. Once the function is loaded, `components` holds
+    the reward components that it declares, with their weights.
 
     Args:
         path: `custom_reward_function.path`; None: the built-in scorers.
-        name: of the function.
+        name: the name of the function.
         reward_kwargs: its extra keyword arguments.
-        timeout_s: seconds one call of the function may take.
+        timeout_s: the number of seconds that one call of the function may take.
     """
 
     def __init__(self, path: str | None, name: str, reward_kwargs: Mapping[str, Any], *, timeout_s: float) -> None:
         self._source, self.timeout_s = (path, name, dict(reward_kwargs)), timeout_s
         self.num_starts = 0
-        self.printed = Printed()
+        self.printed = OutputLines()
         self.components: dict[str, float] = {}
         self._one_by_one = True
         self._process: subprocess.Popen[bytes] | None = None
@@ -85,10 +88,10 @@ class Scorer:
         self._one_by_one, self.components = reply
 
     def score(self, samples: Sequence[Sample]) -> list[RewardResult | Failure]:
-        """One result per sample, in order.
+        """Score the samples; one result for each, in order.
 
         Raises:
-            GrpoDistError: a mistake that is not about one response.
+            GrpoDistError: a mistake in the config or the data, which every response would meet.
         """
         results: list[RewardResult | Failure] = []
         while len(results) < len(samples):
@@ -105,7 +108,7 @@ class Scorer:
         return results
 
     def stop(self) -> None:
-        """End the process and those that it has started, at once."""
+        """End the process, and the processes that it has started, at once."""
         if self._process is not None:
             self._process.terminate()
             try:
@@ -122,7 +125,7 @@ class Scorer:
         self._process = self._pipe = None
 
     def _results(self, samples: Sequence[Sample]) -> list[RewardResult | Failure]:
-        """Results until all are there or the process is gone; a function that takes the group fails as a whole."""
+        """The results until all have come or the process has ended; a function of a whole batch fails on all of it."""
         results: list[RewardResult | Failure] = []
         for sample in samples:
             reply = self._receive(self.timeout_s)
@@ -135,7 +138,7 @@ class Scorer:
         return results
 
     def _receive(self, timeout_s: float) -> Any:
-        """The next message; a Failure, with the process gone, if there is none."""
+        """The next message from the process; if none comes, the process is ended and a Failure says why."""
         assert self._pipe is not None
         assert self._process is not None
         try:
@@ -151,7 +154,7 @@ class Scorer:
         return Failure(problem)
 
     def _how_it_ended(self) -> str:
-        """What to say of a process that has closed the pipe; it may have closed that only, and live on."""
+        """A description of how the process ended; it may have closed its pipe only, and still be running."""
         assert self._process is not None
         deadline = time.monotonic() + END_S
         while (code := self._process.poll()) is None:
@@ -162,7 +165,7 @@ class Scorer:
         return f"ended its process {f'by {signal.Signals(-code).name}' if code < 0 else f'with exit code {code}'}"
 
     def _wait(self, timeout_s: float) -> bool:
-        """Whether a message, or the end, came in time. Output is read meanwhile: a full pipe would stop the process."""
+        """Whether a message or the end came in time. Output is read meanwhile: a full pipe would block the process."""
         assert self._pipe is not None
         deadline = time.monotonic() + timeout_s
         while True:
@@ -174,7 +177,7 @@ class Scorer:
                 return self._pipe.poll()
 
     def _read_output(self) -> None:
-        """Take in what the process has printed so far; not all of it, if it never stops."""
+        """Read what the process has printed so far, up to a limit, since it may never stop."""
         for _ in range(MOST_BLOCKS):
             if self._output is None or not wait([self._output], 0):
                 return

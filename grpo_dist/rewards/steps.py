@@ -1,6 +1,6 @@
 """The steps of a response: where each one ends, in text and in tokens. For process rewards.
 
-A step is a stretch of text up to a separator, or up to the end; stretches of white space are none. A reward function
+A step is the text up to a separator, or up to the end; white space alone is not a step. A reward function
 that judges steps returns `{"score": ..., "step_scores": [...]}` with one number for each step of its `solution_str`.
 """
 

@@ -2,8 +2,8 @@
 
     custom_reward_function.path=grpo_dist.rewards.weighted
     custom_reward_function.reward_kwargs='{functions: [
-        {path: grpo_dist.rewards.graded, weight: 1.0, reward_kwargs: {tag: answer}},
-        {path: grpo_dist.rewards.xml_tags, weight: 0.5},
+        {path: examples/rewards/graded.py, weight: 1.0, reward_kwargs: {tag: answer}},
+        {path: examples/rewards/xml_tags.py, weight: 0.5},
         {path: my_reward.py, name: politeness, weight: 0.1, label: polite}]}'
 
 `path: null` is the built-in scorer of the row's data source. The functions are the components that

@@ -1,31 +1,24 @@
-"""The reward worker: scores responses, turns scores into advantages, and writes samples down. It has the tokenizer."""
+"""The reward worker: scores the responses to a prompt. Its other work, on whole batches, is in batch_work.py."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from grpo_dist.algorithms.correction import compute_rollout_correction
-from grpo_dist.algorithms.targets import TargetSettings, compute_targets
 from grpo_dist.config.names import OVERLONG_PENALTY
-from grpo_dist.engines.durable import FileDigest, digest_file, flush_path
-from grpo_dist.errors import CheckpointError, ConfigError, RewardError
+from grpo_dist.errors import RewardError
 from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.base import RewardResult
-from grpo_dist.rewards.components import chosen_components
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
-from grpo_dist.workers.process import Process, use_threads
+from grpo_dist.workers.batch_work import BatchWork
+from grpo_dist.workers.process import use_threads
 
-EXTRA = "reward_extra/"  # the reward function's other values, by name
 TEXT_CONTEXT = 4  # tokens before one that can change how it is written
-SAMPLE_COLUMNS = ("uid", "prompts", "responses", "score")
-TARGET_COLUMNS = ("token_level_scores", "response_mask", "rollout_log_probs")
 
 
 @dataclass(frozen=True)
@@ -66,7 +59,7 @@ class RewardSettings:
 
 @dataclass(frozen=True)
 class Task:
-    """What the reward function is told about a prompt besides the response; validation knows no overlong penalty."""
+    """What the reward function is told about a prompt. In validation there is no overlong penalty."""
 
     data_source: str
     ground_truth: Any
@@ -75,8 +68,8 @@ class Task:
     validation: bool = False
 
 
-class RewardWorker(Process):
-    """Text side of the pipeline; one process of a pool."""
+class RewardWorker(BatchWork):
+    """One process of the pool: it has the tokenizer, and the reward function in a child process of its own."""
 
     def start(self, settings: RewardSettings) -> None:
         """Load tokenizer and reward function, the latter in a process of its own.
@@ -98,6 +91,7 @@ class RewardWorker(Process):
             settings.function_path, settings.function_name, settings.reward_kwargs, timeout_s=settings.timeout_s
         )
         self.scorer.start()
+        self.components = self.scorer.components
 
     def score(
         self, group: DataProtoRef, task: Task
@@ -105,11 +99,13 @@ class RewardWorker(Process):
         """Score the responses to one prompt.
 
         Returns:
-            ((label, failures, printed), data). The data has `token_level_scores` (the score on the last token that
-            trains, or a score on the last token of each step, with `step_mask` 1 there). The label has `score`, the
-            function's extra values (as `reward_extra/NAME`) and for validation `failed` and `pred_id`, where it finds
-            answers. The failures say why responses could not be scored, one text for each. Printed are the first lines
-            that the function printed, and how many more.
+            ((label, failures, printed), data).
+            label: `score`, the function's other values as `reward_extra/NAME`, and for validation `failed` and, if the
+                function finds answers, `pred_id`.
+            failures: why responses could not be scored, one text for each of them.
+            printed: the first lines that the function printed, and the number of further lines.
+            data: `token_level_scores`, with the score on the last token that trains; or, with step scores, one on the
+                last token of each step, where `step_mask` is 1.
 
         Raises:
             RewardError: the function returned step scores that do not fit the steps.
@@ -141,7 +137,7 @@ class RewardWorker(Process):
         return (label, failures, self.scorer.printed.take()), scored
 
     def _score_texts(self, texts: Sequence[str], task: Task) -> tuple[list[RewardResult], list[str]]:
-        from grpo_dist.rewards.group import Failure, Sample
+        from grpo_dist.rewards.forms import Failure, Sample
 
         row = (task.data_source, task.ground_truth, task.extra_info, task.messages)
         results: list[RewardResult] = []
@@ -154,7 +150,7 @@ class RewardWorker(Process):
         return results, failures
 
     def _on_steps(self, results: Sequence[RewardResult], responses: Ragged) -> tuple[Ragged, Ragged]:
-        """Each step's score on its last token, and a mask of those; one step where there are no `step_scores`."""
+        """Each step's score on its last token, and their mask; without `step_scores` the response is one step."""
         from grpo_dist.rewards.steps import step_ends
 
         assert self.step_separator is not None
@@ -175,143 +171,25 @@ class RewardWorker(Process):
                 mask[start + end] = 1
         return Ragged(scores, responses.offsets), Ragged(mask, responses.offsets)
 
-    def compute_targets(
-        self, batch: DataProtoRef, settings: TargetSettings, kl_coef: float, seed: int
-    ) -> tuple[tuple[Label, dict[str, float]], DataProto]:
-        """What the update trains on, from the whole batch; see `algorithms.targets`.
-
-        Returns:
-            ((label with `advantage_mean` and `reward` per sequence, metrics), the columns of `algorithms.targets`).
-        """
-        data = batch.fetch(("uid", *TARGET_COLUMNS, *settings.columns))
-        lengths = data["token_level_scores"].lengths
-        small = {name: torch.as_tensor(values) for name, values in batch.small.items() if name != "uid"}
-        components = {k.removeprefix(EXTRA): v for k, v in small.items() if k.startswith(EXTRA)}
-        if settings.adv_estimator == "gdpo":
-            settings = self._naming_components(settings, components)
-            nobody = torch.full((len(lengths),), torch.nan)  # a declared one may apply to no response of this batch
-            components = dict.fromkeys(self.scorer.components, nobody) | components
-        out, metrics = compute_targets(
-            {name: data[name].to_padded(0.0) for name in (*TARGET_COLUMNS, *settings.columns)},
-            settings,
-            index=data["uid"],
-            truncated=small["truncated"],
-            kl_coef=kl_coef,
-            reward_baselines=small.get("reward_baseline"),
-            reward_components=components,
-            generator=torch.Generator().manual_seed(seed),
-        )
-        out["response_mask"] = out["response_mask"].to(torch.int8)
-        columns: dict[str, Any] = {name: Ragged.from_padded(value, lengths) for name, value in out.items()}
-        columns["advantage_mean"] = out["advantages"].sum(-1) / out["response_mask"].sum(-1).clamp_min(1)
-        columns["reward"] = out["token_level_rewards"].sum(-1)
-        found = DataProto.from_dict(columns)
-        return (Label.of(found, ("advantage_mean", "reward")), metrics), found
-
-    def _naming_components(self, settings: TargetSettings, returned: Iterable[str]) -> TargetSettings:
-        """With the keys and weights of gdpo filled in."""
-        chosen = chosen_components(
-            settings.options.get("gdpo_reward_keys"),
-            settings.options.get("gdpo_reward_weights"),
-            declared=self.scorer.components,
-            overlong_penalty=self.overlong_penalty is not None,
-            returned=returned,
-        )
-        named = {"gdpo_reward_keys": tuple(chosen), "gdpo_reward_weights": tuple(chosen.values())}
-        return replace(settings, options={**settings.options, **named})
-
-    def rollout_diagnostics(self, batch: DataProtoRef, correction: Mapping[str, Any]) -> dict[str, float]:
-        """The metrics of `algorithms.correction`, from old log-probs that the update brought."""
-        names = ("old_log_probs", "rollout_log_probs", "response_mask")
-        data = batch.fetch(names)
-        return compute_rollout_correction(**{name: data[name].to_padded(0) for name in names}, **correction)[2]
-
-    def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """step, uid, input, output, gts (ground truth), score and, where there is one, advantage of every row."""
-        data = batch.fetch(SAMPLE_COLUMNS)
-        prompts, responses = self._decode(data["prompts"]), self._decode(data["responses"])
-        advantages = batch.small.get("advantage_mean")
-        samples = []
-        for i, uid in enumerate(data["uid"]):
-            row = {"step": step, "uid": uid, "input": prompts[i], "output": responses[i]}
-            row |= {"gts": ground_truths[uid], "score": float(data["score"][i])}
-            row |= {"advantage": float(advantages[i])} if advantages is not None else {}
-            samples.append(row)
-        return samples
-
-    def write_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> None:
-        """Write `read_samples` to `path`, one JSON object per line.
-
-        Raises:
-            ConfigError: the disk refuses.
-        """
-        samples = self.read_samples(batch, step, ground_truths)
-        lines = [json.dumps(sample, ensure_ascii=False, default=str) for sample in samples]
-        target = Path(path)
-        temporary = target.with_suffix(".tmp")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text("\n".join(lines) + "\n")
-            temporary.replace(target)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write {target}: {error}. Make room there, set trainer.default_local_dir to another place, or "
-                "trainer.log_rollouts=false"
-            ) from error
-
-    def write_groups(self, groups: DataProtoRef, path: str) -> dict[str, FileDigest]:
-        """Write all columns of scored groups to `path`.safetensors and `path`.json; returns the files by name.
-
-        Raises:
-            CheckpointError: the disk refuses.
-        """
-        from safetensors import SafetensorError
-
-        # what travels in the handle only becomes a column
-        extra = {name: torch.tensor(values) for name, values in groups.small.items() if name not in groups.columns}
-        data = groups.fetch(groups.columns).union(DataProto.from_dict(extra))
-        target = Path(path)
-        files = [target.with_name(f"{target.name}.{ending}") for ending in ("safetensors", "json")]
-        try:
-            target.parent.mkdir(exist_ok=True)
-            data.save(target)
-            for file in files:
-                flush_path(file)
-            return {file.name: digest_file(file) for file in files}
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: {error}") from error
-
-    def read_groups(self, path: str, small: Sequence[str]) -> tuple[dict[str, np.ndarray], DataProto]:
-        """Read what `write_groups` wrote.
-
-        Returns:
-            (the columns named in `small`, as they travel in a handle; everything).
-        """
-        data = DataProto.load(path)
-        return {name: np.asarray(data[name]) for name in small}, data
-
     def _token_texts(self, token_ids: list[int]) -> list[str]:
-        """What each token adds to the text. Its neighbours before it decide about spaces and split characters."""
+        """What each token adds to the text. The tokens before it decide about spaces and split characters."""
         windows = [token_ids[max(0, i - TEXT_CONTEXT) : i + 1] for i in range(len(token_ids))]
         with_token = self.tokenizer.batch_decode(windows, skip_special_tokens=True)
         without = self.tokenizer.batch_decode([window[:-1] for window in windows], skip_special_tokens=True)
         return [text[len(before) :] for text, before in zip(with_token, without, strict=True)]
 
-    def _decode(self, column: Ragged) -> list[str]:
-        return self.tokenizer.batch_decode([row.tolist() for row in column.rows()], skip_special_tokens=True)
-
 
 def pred_ids(preds: Sequence[str | None]) -> np.ndarray:
-    """Answers as numbers, since only numbers travel: (N,) float32, equal for equal answers, nan for none."""
+    """Number the answers, since labels hold numbers only: (N,) float32, equal for equal answers, nan for none."""
     numbers = {pred: i for i, pred in enumerate(dict.fromkeys(preds))}
     return np.array([np.nan if pred is None else numbers[pred] for pred in preds], np.float32)
 
 
 def on_last_token(scores: torch.Tensor, responses: Ragged, mask: Ragged | None = None) -> Ragged:
-    """An outcome reward sits on the last token of its response, zeros elsewhere.
+    """Put each response's score on its last token; the other tokens get 0.
 
-    With a mask, on the last token that trains: estimators that pass rewards from token to token skip the others. On the
-    last token where none trains: the reward still counts in its group's mean.
+    With a mask the score goes on the last token that trains, since estimators that pass rewards from token to token
+    skip the others. Where no token trains it stays on the last one, and still counts in the mean of its group.
     """
     positions = torch.arange(len(responses.values))
     nonempty = responses.lengths > 0

@@ -16,10 +16,11 @@ import ray
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.engines.durable import FileDigest
 from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.batch_work import SAMPLE_COLUMNS, TARGET_COLUMNS
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.pool import Pool
 from grpo_dist.workers.restarts import RestartBudget
-from grpo_dist.workers.reward import SAMPLE_COLUMNS, TARGET_COLUMNS, Task
+from grpo_dist.workers.reward import Task
 
 MOST_PRINTED = 10  # lines that the reward function prints, in one step
 

@@ -69,7 +69,7 @@ SIGNATURES = {
     "grpo_dist.algorithms.advantage.outcome:grpo": ["batch", "config"],
     "grpo_dist.algorithms.policy_loss.clipped:clipped_surrogate": ["batch", "config"],
     "grpo_dist.algorithms.kl:k3": ["log_probs", "ref_log_probs"],
-    "grpo_dist.rewards.gsm8k:compute_score": [
+    "grpo_dist.tasks.gsm8k:compute_score": [
         "data_source",
         "solution_str",
         "ground_truth",

@@ -34,7 +34,6 @@ TESTED_ELSEWHERE = {
     "config/overrides.py": "config/test_load.py",  # the command line
     "config/problems.py": "config/test_load.py",  # wording of messages
     "config/usage.py": "config/test_load.py",  # --help
-    "data/prepare/__main__.py": "data/prepare/test_main.py",  # the command line
     "engines/settings.py": "engines/test_fsdp_engine.py",  # plain records
     "engines/optimizer.py": "engines/test_fsdp_engine.py",
     "engines/fsdp_model.py": "engines/test_fsdp_engine.py",

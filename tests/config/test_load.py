@@ -235,6 +235,6 @@ def test_usage_names_groups_examples_and_the_place_of_the_keys():
 
 def test_a_long_mapping_may_have_line_breaks():
     config = load(
-        "custom_reward_function.path=grpo_dist.rewards.graded", "custom_reward_function.reward_kwargs={a: 1,\n  b: 2}"
+        "custom_reward_function.path=grpo_dist.rewards.format", "custom_reward_function.reward_kwargs={a: 1,\n  b: 2}"
     )
     assert config.custom_reward_function.reward_kwargs == {"a": 1, "b": 2}

@@ -15,7 +15,7 @@ from grpo_dist.config.schema import RunConfig
 DEFAULT = yaml.safe_load(dump_config(load_config([])[0]))
 VALUES: list[Any] = [
     None, True, False, -1, 0, 1, 2, 7, 1024, 0.0, 1e-6, 0.1, 0.5, 1.0, 1.7, 3.5, 1e30,
-    "text", "1e-6", "null", "it's: {x} # é", "grpo_dist.rewards.graded", "my.module:function",
+    "text", "1e-6", "null", "it's: {x} # é", "grpo_dist.rewards.format", "my.module:function",
     ["a.jsonl", "b c.parquet"], [0.9, 0.95], ["console", "wandb"], {}, {"name": [1, {"x": None}]},
     "vllm", "fp32", "bf16", "float16", "fixed", "adaptive", "token", "sequence", "cosine", "middle",
     "disable", "reinforce", "warn",

@@ -95,10 +95,9 @@ def test_max_samples_first_or_seeded_subset(tmp_path: Path) -> None:
 
 
 def test_builtin_rows_come_from_the_task_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = types.ModuleType("grpo_dist.data.arithmetic")
+    task = types.ModuleType("grpo_dist.tasks.arithmetic")
     task.rows = lambda split: [row(split)]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, task.__name__, task)
-    monkeypatch.setattr("grpo_dist.data.arithmetic", task, raising=False)
     (prompt,) = load("builtin:arithmetic/validation")
     assert prompt.messages[0]["content"] == "validation"
     assert prompt.location == "builtin:arithmetic/validation, row 1"

@@ -19,6 +19,7 @@ class Service(ThreadingHTTPServer):
         self.answers: list[tuple[int, bytes]] = []
         self.bodies: list[Any] = []
         self.headers: list[dict[str, str]] = []
+        self.more_headers: dict[str, str] = {}
         self.delay_s = 0.0
 
 
@@ -35,6 +36,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response(status)
             if status == 302:
                 self.send_header("Location", self.server.url)
+            for name, value in self.server.more_headers.items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

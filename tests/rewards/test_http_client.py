@@ -31,6 +31,13 @@ def test_waits_double_and_the_last_failure_is_told(
     assert len(service.bodies) == 5
 
 
+def test_an_answer_that_cannot_be_unpacked(service: Service) -> None:
+    service.answers, service.more_headers = [(200, b"no gzip")] * 9, {"Content-Encoding": "gzip"}
+    with pytest.raises(RewardError, match="DecodingError"):
+        post(service)
+    assert len(service.bodies) == 1
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 302])
 def test_other_statuses_are_final(service: Service, status: int) -> None:
     service.answers = [(status, b"no")] * 9
@@ -68,7 +75,7 @@ def test_nobody_there() -> None:
 
 
 def test_headers_come_from_the_environment(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SCORE_HEADERS", json.dumps({"Authorization": "Bearer hush"}))
+    monkeypatch.setenv("SCORE_HEADERS", json.dumps({"Authorization": "Bearer hush "}))
     service.answers = [(200, b"1"), (401, b"no")]
     assert post(service, headers_env="SCORE_HEADERS") == 1
     assert service.headers[0]["Authorization"] == "Bearer hush"
@@ -77,7 +84,9 @@ def test_headers_come_from_the_environment(service: Service, monkeypatch: pytest
     assert "hush" not in str(error.value)
 
 
-@pytest.mark.parametrize("value", ["Bearer hush", '["hush"]', '{"Authorization": 4, "x": "hush"}'])
+@pytest.mark.parametrize(
+    "value", ["Bearer hush", '["hush"]', '{"Authorization": 4, "x": "hush"}', '{"Authorization": "Bearer\\nhush"}']
+)
 def test_headers_of_another_form_are_not_shown(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("SCORE_HEADERS", value)
     with refuses(ConfigError, "headers_env=SCORE_HEADERS", "JSON object") as e:

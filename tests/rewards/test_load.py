@@ -9,7 +9,7 @@ import pytest
 
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards import RewardFunction, check_data_sources, load_reward_function, score_response
-from grpo_dist.rewards.base import SCORERS
+from grpo_dist.rewards.load import MOVED, SCORERS
 from tests.messages import refuses, says
 
 SOURCE = """
@@ -96,6 +96,17 @@ def test_a_module(path: str) -> None:
     assert score(function, "<think>x</think><answer>4</answer>").score == 1.0
 
 
+@pytest.mark.parametrize("name", sorted(MOVED))
+def test_a_scorer_that_has_moved_says_where_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_reward_function(f"grpo_dist.rewards.{name}", "compute_score", {})
+    told, _, place = str(error.value).partition("; set custom_reward_function.path=")
+    assert told.startswith(f"custom_reward_function.path=grpo_dist.rewards.{name}: ")
+    monkeypatch.chdir(Path(__file__).parents[2])
+    needed = {"budget": 1, "limit": 2} if name == "length_penalty" else {}
+    assert load_reward_function(place, "compute_score", needed).name == f"{place}:compute_score"
+
+
 @pytest.mark.parametrize(
     ("name", "reward_kwargs", "words"),
     [
@@ -154,7 +165,7 @@ def test_the_form_is_found(file: str) -> None:
     assert load_reward_function(file, "named", {}).form == "trl", "a and b may be entries of extra_info"
 
 
-@pytest.mark.parametrize("data_source", SCORERS.names())
+@pytest.mark.parametrize("data_source", sorted(SCORERS))
 def test_every_built_in_scorer_says_whether_the_answer_is_right(data_source: str) -> None:
     """What dynamic sampling (recipe dapo) and validation go by, whatever the scale of the scores."""
     truth = {"target": 4, "numbers": [2, 2]} if data_source == "countdown" else "4"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.rewards.group import Failure, Sample
+from grpo_dist.rewards.forms import Failure, Sample
 from grpo_dist.rewards.scorer import Scorer
 
 STARTING = """
@@ -35,7 +35,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, fifo):
 """
 PARENT = """
 import os, sys
-from grpo_dist.rewards.group import Sample
+from grpo_dist.rewards.forms import Sample
 from grpo_dist.rewards.scorer import Scorer
 
 scorer = Scorer(sys.argv[1], "compute_score", {"fifo": sys.argv[2]}, timeout_s=60.0)

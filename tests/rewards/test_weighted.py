@@ -7,6 +7,8 @@ from grpo_dist.rewards import load_reward_function
 from tests.messages import refuses
 
 PATH = "grpo_dist.rewards.weighted"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "rewards"
+GRADED, XML_TAGS = (str(EXAMPLES / name) for name in ("graded.py", "xml_tags.py"))
 TEXT = "<think>2 + 2</think><answer>4.0</answer>"
 
 
@@ -26,8 +28,8 @@ def test_the_sum_and_its_parts(tmp_path: Path) -> None:
     )
     result = score(
         [
-            {"path": "grpo_dist.rewards.graded", "weight": 2, "reward_kwargs": {"tag": "answer"}},
-            {"path": "grpo_dist.rewards.xml_tags", "weight": 0.5},
+            {"path": GRADED, "weight": 2, "reward_kwargs": {"tag": "answer"}},
+            {"path": XML_TAGS, "weight": 0.5},
             {"path": str(tmp_path / "own.py"), "name": "length", "weight": 0.1, "label": "long"},
         ]
     )
@@ -43,10 +45,10 @@ def test_the_sum_and_its_parts(tmp_path: Path) -> None:
         ([{"name": "f"}], ["functions[0]", "path"]),
         ([{"path": "x.py", "wieght": 1}], ["functions[0]", "'wieght'"]),
         ([{"path": "nowhere.py"}], ["import", "nowhere.py"]),
-        ([{"path": "grpo_dist.rewards.graded", "weight": "2"}], ["weight='2'", "number"]),
-        ([{"path": "grpo_dist.rewards.graded"}] * 2, ["second", "'graded'"]),
+        ([{"path": GRADED, "weight": "2"}], ["weight='2'", "number"]),
+        ([{"path": GRADED}] * 2, ["second", "'graded'"]),
         *(
-            ([{"path": "grpo_dist.rewards.graded", "label": label}], ["component", f"'{label}'"])
+            ([{"path": GRADED, "label": label}], ["component", f"'{label}'"])
             for label in ("score", "pred", "step_scores", "overlong_penalty")
         ),
     ],
@@ -59,11 +61,11 @@ def test_mistakes_are_told_before_a_run(functions: list, parts: list[str]) -> No
 def test_its_functions_are_the_components() -> None:
     """Not the values beside their scores: graded's `acc` is none."""
     functions = [
-        {"path": "grpo_dist.rewards.graded", "weight": 2, "reward_kwargs": {"tag": "answer"}},
-        {"path": "grpo_dist.rewards.xml_tags", "label": "tags"},
+        {"path": GRADED, "weight": 2, "reward_kwargs": {"tag": "answer"}},
+        {"path": XML_TAGS, "label": "tags"},
     ]
     assert load(functions).components == {"graded": 2.0, "tags": 1.0}
-    assert load_reward_function("grpo_dist.rewards.graded", "compute_score", {}).components == {}
+    assert load_reward_function(GRADED, "compute_score", {}).components == {}
 
 
 def test_a_function_that_fails_is_named(tmp_path: Path) -> None:
@@ -73,15 +75,15 @@ def test_a_function_that_fails_is_named(tmp_path: Path) -> None:
 
 
 def test_the_first_answer_found_is_passed_on() -> None:
-    functions = [{"path": "grpo_dist.rewards.xml_tags"}, {"path": "grpo_dist.rewards.gsm8k"}]
+    functions = [{"path": XML_TAGS}, {"path": "grpo_dist.tasks.gsm8k"}]
     assert score(functions, "#### 5")["pred"] == "5"
     assert "pred" not in score(functions, "none")
 
 
 def test_the_first_accuracy_is_the_whole_ones() -> None:
     """gsm8k finds no number, graded the right one."""
-    graded = {"path": "grpo_dist.rewards.graded", "reward_kwargs": {"tag": "answer"}}
-    strict, tags = {"path": "grpo_dist.rewards.gsm8k"}, {"path": "grpo_dist.rewards.xml_tags"}
+    graded = {"path": GRADED, "reward_kwargs": {"tag": "answer"}}
+    strict, tags = {"path": "grpo_dist.tasks.gsm8k"}, {"path": XML_TAGS}
     assert score([tags, graded, strict])["acc"] == 1.0
     assert score([tags, strict, graded])["acc"] == 0.0
     assert score([strict, {**graded, "label": "acc"}])["acc"] == 1.5, "a label of that name is the accuracy"

@@ -207,7 +207,8 @@ def test_gdpo_has_components_to_compare(dry_run, file: Path, tmp_path: Path) -> 
     message = dry_run(*gdpo, f"{REWARD}={tmp_path}/mine.py", code=2)[1]
     says(message, f"{keys}=null", "grpo_dist.rewards.weighted")
     dry_run(*gdpo, f"{REWARD}={tmp_path}/mine.py", f"{keys}=[style]")
-    functions = "functions: [{path: grpo_dist.rewards.graded}, {path: grpo_dist.rewards.xml_tags, label: tags}]"
+    examples = Path(__file__).parents[2] / "examples" / "rewards"
+    functions = f"functions: [{{path: {examples}/graded.py}}, {{path: {examples}/xml_tags.py, label: tags}}]"
     weighted = [
         *gdpo, f"{REWARD}=grpo_dist.rewards.weighted", f"custom_reward_function.reward_kwargs={{{functions}}}"
     ]  # fmt: skip

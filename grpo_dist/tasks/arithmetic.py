@@ -1,0 +1,64 @@
+"""The built-in task: additions of three-digit numbers, generated, with exact answers.
+
+Small enough to learn in minutes on a laptop, and hard enough that a tiny model has to show its work: an answer
+written down at once is right for some questions, an answer worked out digit by digit for nearly all.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+# Rows by split. There are 405,450 different questions.
+SIZES = {"train": 8000, "validation": 200}
+SMALLEST, LARGEST = 100, 999
+SEED = 0
+
+
+def rows(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
+    """The rows of a split in verl's schema; the same for the same seed, everywhere.
+
+    No question occurs twice, neither within a split nor across splits nor with its operands swapped. Answers
+    have GSM8K's form, so that the scorer of gsm8k.py scores them.
+
+    Args:
+        split: "train" or "validation".
+        seed: another seed makes other questions, for both splits.
+
+    Raises:
+        ValueError: no such split.
+    """
+    if split not in SIZES:
+        raise ValueError(f"no split {split!r}; there are {', '.join(SIZES)}")
+    questions = _questions(seed)
+    start = 0 if split == "validation" else SIZES["validation"]
+    return [
+        {
+            "data_source": "arithmetic",
+            "prompt": [{"role": "user", "content": question(a, b)}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+            "extra_info": {"split": split, "index": index},
+        }
+        for index, (a, b) in enumerate(questions[start : start + SIZES[split]])
+    ]
+
+
+def question(a: int, b: int) -> str:
+    """The text of a question."""
+    return f"{a}+{b}=?"
+
+
+def draw_question(rng: random.Random) -> tuple[int, int]:
+    """Two operands, each uniform over all numbers of three digits."""
+    return rng.randint(SMALLEST, LARGEST), rng.randint(SMALLEST, LARGEST)
+
+
+def _questions(seed: int) -> list[tuple[int, int]]:
+    """All questions of the task, validation first, none twice in either order of the operands."""
+    rng = random.Random(seed)
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    while len(found) < sum(SIZES.values()):
+        a, b = draw_question(rng)
+        found.setdefault((min(a, b), max(a, b)), (a, b))
+    return list(found.values())

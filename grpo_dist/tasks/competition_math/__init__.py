@@ -1,0 +1,5 @@
+"""Competition mathematics: rows and scorer in task.py, finding the answer in boxed.py, its cost in latex_size.py."""
+
+from grpo_dist.tasks.competition_math.task import compute_score, compute_score_dapo
+
+__all__ = ["compute_score", "compute_score_dapo"]

@@ -1,0 +1,230 @@
+"""The numbers game Countdown: reach the target with the given numbers, each used exactly once.
+
+    python -m grpo_dist.tasks.prepare countdown --local_save_dir data/countdown       the rows, generated
+    custom_reward_function.path=grpo_dist.tasks.countdown                             the scorer, with your settings
+    custom_reward_function.reward_kwargs='{format_score: 0.0, tag: answer}'
+
+The task and the scale of TinyZero (https://github.com/Jiayi-Pan/TinyZero): 1 for a solution, 0.1 for an expression in
+`<answer>` that is none. Every problem has a solution, because its target is the value of a random expression of its
+numbers. The scorer computes with exact fractions, not floats, and executes no code of the response.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, TypeGuard
+
+from grpo_dist.data.conversion import Row, write_splits
+from grpo_dist.errors import DataError
+from grpo_dist.rewards.format import last_tag_content
+
+NUMBERS = range(1, 100)  # what may be given
+TARGETS = range(10, 101)
+TRIES_PER_PROBLEM = 200
+MOST_CHARACTERS = 300  # of an expression: bounds the time, the depth and the size of its value
+_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})  # as people write them
+_EXPRESSION = re.compile(r"[0-9+\-*/()\s]+")
+_EQUALS = re.compile(r"=\s*-?[0-9.,]+\s*$")
+_OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+Problem = tuple[tuple[int, ...], int]  # numbers as they are shown, target
+
+
+def draw_problem(rng: random.Random, count: int) -> Problem | None:
+    """`count` random numbers and the value of a random expression of them; None if the value is not in `TARGETS`.
+
+    The expression joins two of the values at random until one is left; each value on the way is a whole number of at
+    least 1, so the problem can be solved with such steps.
+    """
+    numbers = tuple(rng.choice(NUMBERS) for _ in range(count))
+    values = list(numbers)
+    while len(values) > 1:
+        rng.shuffle(values)
+        a, b = values.pop(), values.pop()
+        results = [a + b, a * b, *([a - b] if a > b else []), *([a // b] if a % b == 0 else [])]
+        values.append(rng.choice(results))
+    return (numbers, values[0]) if values[0] in TARGETS else None
+
+
+def draw_problems(count: int, num_numbers: Sequence[int], seed: int) -> list[Problem]:
+    """Draw different problems. Problems with the same target and the same numbers in another order count as equal.
+
+    Raises:
+        DataError: there are fewer different problems.
+    """
+    rng = random.Random(seed)
+    found: dict[Problem, Problem] = {}
+    for _ in range(TRIES_PER_PROBLEM * count):
+        if len(found) == count:
+            break
+        problem = draw_problem(rng, rng.choice(num_numbers))
+        if problem is not None:
+            found.setdefault((tuple(sorted(problem[0])), problem[1]), problem)
+    if len(found) < count:
+        raise DataError(
+            f"--train_size and --test_size ask for {count:,} different problems of {list(num_numbers)} numbers; "
+            f"only {len(found):,} were found"
+        )
+    return list(found.values())
+
+
+def make_row(problem: Problem, *, split: str, index: int) -> Row:
+    """One problem in verl's schema; the ground truth is {"target": int, "numbers": [int, ...]}."""
+    numbers, target = problem
+    content = (
+        f"Using the numbers {', '.join(map(str, numbers))}, write an expression that equals {target}. Use each number "
+        "exactly once, with +, -, *, / and parentheses. Think first, then give the expression, and nothing else, in "
+        "<answer> </answer> tags, for example <answer>(1 + 2) / 3</answer>."
+    )
+    return {
+        "data_source": "countdown",
+        "prompt": [{"role": "user", "content": content}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": {"target": target, "numbers": list(numbers)}},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def prepare(
+    local_save_dir: str, *, train_size: int, test_size: int, num_numbers: Sequence[int], seed: int
+) -> dict[str, int]:
+    """Write train.parquet and test.parquet; no problem stands in both.
+
+    Args:
+        local_save_dir: where to; made if it is not there.
+        train_size: problems in train.parquet, at least 1.
+        test_size: problems in test.parquet, at least 1.
+        num_numbers: how many numbers a problem may give, such as [3, 4]; each at least 2.
+        seed: the same seed makes the same files, everywhere.
+
+    Returns:
+        Rows by file written.
+
+    Raises:
+        DataError: a size is too small, or there are not so many different problems.
+    """
+    for key, values, least in (
+        ("train_size", [train_size], 1),
+        ("test_size", [test_size], 1),
+        ("num_numbers", num_numbers, 2),
+    ):
+        if min(values) < least or max(values) > 10**7:
+            raise DataError(f"--{key}={', '.join(map(str, values))}: must be at least {least}")
+    if max(num_numbers) > 10:
+        raise DataError(f"--num_numbers={max(num_numbers)}: at most 10")
+    problems = draw_problems(train_size + test_size, num_numbers, seed)
+    splits = {"test": problems[:test_size], "train": problems[test_size:]}
+    rows = {
+        split: [make_row(problem, split=split, index=i) for i, problem in enumerate(splits[split])]
+        for split in ("train", "test")
+    }
+    return write_splits(rows, local_save_dir)
+
+
+def parse_expression(text: str) -> ast.expr | None:
+    """Read an expression of whole numbers, + - * / and parentheses; None if the text is something else.
+
+    A final `= NUMBER` is ignored. Powers, floor division, names, calls and other bases are something else.
+    """
+    text = _EQUALS.sub("", text.translate(_SIGNS)).strip()
+    if len(text) > MOST_CHARACTERS or not _EXPRESSION.fullmatch(text):
+        return None
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, MemoryError, RecursionError):
+        return None
+    return tree if all(_is_arithmetic(node) for node in ast.walk(tree)) else None
+
+
+def evaluate(node: ast.expr) -> Fraction:
+    """The exact value of an expression from `parse_expression`.
+
+    Raises:
+        ZeroDivisionError: it divides by zero.
+    """
+    if isinstance(node, ast.BinOp):
+        return _OPERATIONS[type(node.op)](evaluate(node.left), evaluate(node.right))
+    if isinstance(node, ast.UnaryOp):
+        value = evaluate(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    assert isinstance(node, ast.Constant)
+    assert isinstance(node.value, int)
+    return Fraction(node.value)
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any],
+    *,
+    format_score: float = 0.1,
+    tag: str = "answer",
+) -> dict[str, float]:
+    """Score the expression in the last `<answer>...</answer>`.
+
+    Args:
+        data_source: not used.
+        solution_str: the response.
+        ground_truth: {"target": int, "numbers": [int, ...]}.
+        extra_info: not used.
+        format_score: for an expression that is no solution.
+        tag: the tag that holds the expression.
+
+    Returns:
+        score; and its parts, each 0 or 1: `format`, an expression in the tag; `numbers`, each number used once; `acc`,
+        a solution.
+
+    Raises:
+        ValueError: the ground truth has another form.
+    """
+    target, numbers = _checked_truth(ground_truth)
+    tree = parse_expression(last_tag_content(solution_str, tag) or "")
+    if tree is None:
+        return {"score": 0.0, "format": 0.0, "numbers": 0.0, "acc": 0.0}
+    complete = sorted(_constants(tree)) == sorted(numbers)
+    correct = complete and _reaches(tree, target)
+    return {
+        "score": 1.0 if correct else format_score,
+        "format": 1.0,
+        "numbers": float(complete),
+        "acc": float(correct),
+    }
+
+
+def _is_arithmetic(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        return type(node.value) is int
+    return isinstance(node, (ast.BinOp, ast.UnaryOp, ast.UAdd, ast.USub, *_OPERATIONS))
+
+
+def _constants(tree: ast.expr) -> Iterator[int]:
+    return (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, int))
+
+
+def _reaches(tree: ast.expr, target: int) -> bool:
+    try:
+        return evaluate(tree) == target
+    except ZeroDivisionError:
+        return False
+
+
+def _checked_truth(truth: Any) -> tuple[int, list[int]]:
+    target, numbers = (truth.get("target"), truth.get("numbers")) if isinstance(truth, Mapping) else (None, None)
+    if not _is_int(target) or not isinstance(numbers, list | tuple) or not numbers or not all(map(_is_int, numbers)):
+        raise ValueError(f'ground_truth {truth!r} must be {{"target": integer, "numbers": [integers]}}')
+    return target, list(numbers)
+
+
+def _is_int(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)

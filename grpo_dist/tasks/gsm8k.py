@@ -1,0 +1,118 @@
+r"""GSM8K (https://arxiv.org/abs/2110.14168): grade school mathematics, 7,473 training and 1,319 test questions.
+
+    python -m grpo_dist.tasks.prepare gsm8k --local_save_dir data/gsm8k       the rows
+    custom_reward_function.path=grpo_dist.tasks.gsm8k                         the scorer, with settings of your own
+    custom_reward_function.reward_kwargs='{method: flexible}'
+
+The scorer looks for the last `#### NUMBER` of a response (strict), or for its last number (flexible). It follows verl's
+`gsm8k.compute_score`. Strict: one space after the four signs, commas dropped, compared as text, so that 18.0 is not 18
+(as in lm-evaluation-harness's strict match). Departures from verl:
+
+- the whole response is searched; verl searches the last 300 characters, so text after the answer can hide it;
+- `#### $18` counts (verl drops the $ only after a pattern that cannot contain one);
+- `#### 18.` and `#### 18,` count: punctuation that ends the sentence is no part of the number;
+- flexible compares numbers, so 18.0 is right for 18, and it reads `10-4` as 10 and 4, not as 10 and -4.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Any
+
+from grpo_dist.data.conversion import Row, require_text
+from grpo_dist.errors import DataError
+from grpo_dist.rewards.base import check_choice
+
+HUB = ("openai/gsm8k", "main")  # name and configuration on the Hugging Face hub
+# verl's wording, so that results can be compared with its published ones.
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+METHODS = ("strict", "flexible")
+_ANSWER = re.compile(r"#### (-?\$?-?[0-9.,]+)")
+_NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
+ANY_NUMBER = re.compile(
+    r"(?:(?<![\w)])-\$?)?(?:(?:(?<![0-9])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+)
+
+
+def make_row(example: Row, *, split: str, index: int, location: str) -> Row:
+    """One GSM8K example in verl's schema.
+
+    Args:
+        example: "question" and "answer" (the solution, which ends in `#### NUMBER`), both text.
+        split: "train" or "test".
+        index: position in the split, from 0.
+        location: file and row, for messages.
+
+    Raises:
+        DataError: a field is missing, or the answer has no `#### NUMBER`.
+    """
+    require_text(example, ("question", "answer"), location)
+    question, answer = example["question"], example["answer"]
+    found = re.search(r"#### (-?[0-9.,]+)", answer)
+    if found is None:
+        raise DataError(f"{location}: the answer has no '#### NUMBER': ...{answer[-80:]!r}")
+    return {
+        "data_source": HUB[0],
+        "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": found.group(1).replace(",", "")},
+        "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
+    }
+
+
+def extract_answer(text: str, method: str = "strict") -> str | None:
+    """The last `#### NUMBER` or, flexible, the last number, without commas, $ and final dot; None: there is none."""
+    found = (_ANSWER if method == "strict" else ANY_NUMBER).findall(text)
+    return _plain_number(found[-1]) if found else None
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any],
+    *,
+    method: str = "strict",
+    format_score: float = 0.0,
+) -> dict[str, Any]:
+    """Score the answer.
+
+    Args:
+        data_source: not used.
+        solution_str: the response.
+        ground_truth: the number, as text or as a number.
+        extra_info: not used.
+        method: "strict" or "flexible".
+        format_score: for an answer that is wrong, but in the right place.
+
+    Returns:
+        score: 1.0 for the right answer, `format_score` for another one, 0.0 for none; acc: 1.0 or 0.0; pred: the number
+        found, or None.
+
+    Raises:
+        ValueError: the ground truth is not a number, so no response could be right.
+    """
+    if isinstance(ground_truth, float) and ground_truth.is_integer():
+        ground_truth = int(ground_truth)
+    truth = _plain_number(str(ground_truth).strip())
+    if truth is None:
+        raise ValueError(f"ground_truth {ground_truth!r} is not a number")
+    answer = extract_answer(solution_str, method)
+    right = answer is not None and (answer == truth or (method == "flexible" and Decimal(answer) == Decimal(truth)))
+    score = 1.0 if right else format_score if answer is not None else 0.0
+    return {"score": score, "acc": float(right), "pred": answer}
+
+
+def check_reward_kwargs(*, method: str = "strict", format_score: float = 0.0) -> None:
+    """Check the arguments before a run starts.
+
+    Raises:
+        ConfigError: there is no such method.
+    """
+    check_choice("method", method, METHODS)
+
+
+def _plain_number(text: str) -> str | None:
+    plain = text.replace(",", "").replace("$", "").removesuffix(".")
+    return plain if _NUMBER.fullmatch(plain) else None

@@ -1,0 +1,67 @@
+"""The command that writes the tasks' rows as parquet files in verl's schema.
+
+python -m grpo_dist.tasks.prepare gsm8k --local_save_dir data/gsm8k [--local_dataset_path FOLDER]
+python -m grpo_dist.tasks.prepare math --local_save_dir data/math [--local_dataset_path FOLDER]
+python -m grpo_dist.tasks.prepare countdown --local_save_dir data/countdown [--train_size 8000] [--seed 0]
+python -m grpo_dist.tasks.prepare arithmetic --local_save_dir data/arithmetic
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from grpo_dist.data.conversion import LOCAL_KEY, Written, convert, write_splits
+from grpo_dist.errors import GrpoDistError
+from grpo_dist.tasks import arithmetic, countdown, gsm8k
+from grpo_dist.tasks.competition_math import task as competition_math
+
+
+def prepare_arithmetic(local_save_dir: str) -> Written:
+    """Write the built-in task as train.parquet and validation.parquet. Returns rows by file written."""
+    return write_splits({split: arithmetic.rows(split) for split in arithmetic.SIZES}, local_save_dir)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write one data set. Returns the exit code: 0, or 2 for something the user can mend."""
+    options = vars(_parser().parse_args(arguments))
+    prepare: Callable[..., Written] = options.pop("prepare")
+    try:
+        written = prepare(**options)
+    except GrpoDistError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    for path, num_rows in written.items():
+        sys.stdout.write(f"{path}: {num_rows:,} rows\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m grpo_dist.tasks.prepare", description="Data sets as parquet.")
+    tasks = parser.add_subparsers(metavar="TASK", required=True)
+
+    def add(name: str, prepare: Callable[..., Written], text: str) -> argparse.ArgumentParser:
+        task = tasks.add_parser(name, help=text, description=text)
+        task.add_argument("--local_save_dir", required=True, help="folder to write to")
+        task.set_defaults(prepare=prepare)
+        return task
+
+    local = "folder with train and test as .jsonl, .json or .parquet; default: the Hugging Face hub"
+    for name, task, text in (
+        ("gsm8k", gsm8k, "grade school mathematics: 7,473 training and 1,319 test questions"),
+        ("math", competition_math, "competition mathematics: 7,500 training and 5,000 test problems"),
+    ):
+        add(name, partial(convert, task.make_row, hub=task.HUB), text).add_argument(LOCAL_KEY, help=local)
+    generated = add("countdown", countdown.prepare, "reach a target with given numbers; generated")
+    generated.add_argument("--train_size", type=int, default=8000, help="problems in train.parquet (%(default)s)")
+    generated.add_argument("--test_size", type=int, default=200, help="problems in test.parquet (%(default)s)")
+    generated.add_argument("--num_numbers", type=int, nargs="+", default=[3, 4], help="numbers given (3 4)")
+    generated.add_argument("--seed", type=int, default=0, help="another seed, other problems (%(default)s)")
+    add("arithmetic", prepare_arithmetic, "the built-in task")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

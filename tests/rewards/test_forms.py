@@ -1,0 +1,133 @@
+"""Every form of reward function, called for a group of two responses."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from grpo_dist.errors import ConfigError
+from grpo_dist.rewards.base import RewardFunction, RewardResult
+from grpo_dist.rewards.forms import Failure, Sample, form_of, score_group
+from tests.messages import refuses, says
+
+MESSAGES = [{"role": "user", "content": "2 + 2?"}]
+SAMPLES = [Sample(text, "sums", "4", {"index": 7}, MESSAGES) for text in ("4", "five")]
+
+
+def results(function: Any, **reward_kwargs: Any) -> list[Any]:
+    is_async = asyncio.iscoroutinefunction(function)
+    return list(score_group(RewardFunction("mine", function, reward_kwargs, form_of(function), is_async), SAMPLES))
+
+
+def scores(function: Any, **reward_kwargs: Any) -> list[float]:
+    return [result.score for result in results(function, **reward_kwargs)]
+
+
+def test_one_response_at_a_time() -> None:
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict, bonus: int) -> float:
+        return bonus * (solution_str == ground_truth)
+
+    assert form_of(compute_score) == "response"
+    assert scores(compute_score, bonus=3) == [3, 0]
+
+
+def test_verls_batch_form() -> None:
+    def compute_score(data_sources: list, solution_strs: list, ground_truths: list, extra_infos: list) -> list:
+        return [{"score": s == g, "index": e["index"]} for s, g, e in zip(solution_strs, ground_truths, extra_infos)]  # noqa: B905
+
+    assert form_of(compute_score) == "batch"
+    assert results(compute_score) == [RewardResult(1, {"index": 7}), RewardResult(0, {"index": 7})]
+
+
+def test_trls_form() -> None:
+    seen: dict[str, Any] = {}
+
+    def reward(prompts: list, completions: list, index: list, **columns: Any) -> list[float]:
+        seen.update(columns, prompts=prompts, index=index)
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    assert form_of(reward) == "trl"
+    assert scores(reward) == [1, 4]
+    assert seen == {
+        "prompts": [MESSAGES, MESSAGES],
+        "index": [7, 7],
+        "data_source": ["sums", "sums"],
+        "ground_truth": ["4", "4"],
+        "extra_info": [{"index": 7}, {"index": 7}],
+    }
+
+
+def test_async_calls_overlap() -> None:
+    """The first call waits for the second one: one after the other they would wait for ever."""
+    second = asyncio.Event()
+
+    async def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+        if solution_str == "4":
+            await asyncio.wait_for(second.wait(), 10)
+            return 1.0
+        second.set()
+        return 0.5
+
+    assert scores(compute_score) == [1.0, 0.5]
+
+
+def test_async_batch() -> None:
+    async def reward(completions: list, **columns: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [1.0, 2.0]
+
+    assert scores(reward) == [1.0, 2.0]
+
+
+def test_one_response_fails_alone() -> None:
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+        return float(int(solution_str))
+
+    first, second = results(compute_score)
+    assert first.score == 4
+    assert isinstance(second, Failure)
+    says(second.text, "mine", "data_source='sums'", "ValueError:", "'five'")
+    assert "float(int(solution_str))" in second.text, "the line is shown"
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ([1.0], ["1 scores", "2 responses"]),
+        (None, ["'NoneType'"]),
+        ([float("nan"), 1.0], ["finite", "nan"]),
+        ([{"acc": 1}, 1.0], ["without 'score'"]),
+    ],
+)
+def test_a_batch_function_that_returns_nonsense(returned: Any, words: list[str]) -> None:
+    first = results(lambda prompts, completions, **columns: returned)[0]
+    assert isinstance(first, Failure)
+    says(first.text, *words)
+
+
+def test_an_async_function_that_raises() -> None:
+    async def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+        if solution_str == "five":
+            raise SystemExit("enough")
+        return 1.0
+
+    first, second = results(compute_score)
+    assert first.score == 1
+    says(second.text, "SystemExit: enough")
+
+
+def test_a_mistake_of_the_runs_is_no_failure_of_a_response() -> None:
+    """In every form: no response would ever be scored."""
+
+    def one(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+        raise ConfigError("no scorer")
+
+    async def awaited(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+        raise ConfigError("no scorer")
+
+    def batch(data_sources: list, solution_strs: list, ground_truths: list, extra_infos: list) -> list:
+        raise ConfigError("no scorer")
+
+    for function in (one, awaited, batch):
+        with refuses(ConfigError, "no scorer"):
+            results(function)
