@@ -180,7 +180,7 @@ def _defaults() -> Any:
 def _mend(raw: Any, defaults: Any, path: Sequence[str]) -> None:
     *sections, name = path
     for section in sections:
-        raw, defaults = raw[section], defaults[section]
+        raw, defaults = raw[section], defaults.get(section, {})
     if name in defaults:
         raw[name] = defaults[name]
     else:

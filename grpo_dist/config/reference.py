@@ -15,6 +15,7 @@ import yaml
 from grpo_dist.config.keys import free_form_keys
 from grpo_dist.config.overrides import CONFIG_DIR, group_options
 from grpo_dist.config.problems import shown
+from grpo_dist.config.schema_health import RULES, rule_defaults
 from grpo_dist.config.usage import first_comment
 from grpo_dist.config.verl_keys import FOREIGN, RENAMED
 
@@ -81,6 +82,8 @@ def reference() -> str:
     for section, keys in sections.items():
         rows = [f"| `{key.name.rpartition('.')[2]}` | {_default(key.default)} | {_cell(key.comment)} |" for key in keys]
         blocks.append("\n".join([f"## `{section}`\n", "| key | default | meaning |", "|---|---|---|", *rows]) + "\n")
+        if section == "trainer.health":
+            blocks.append(_health_rules())
     return "\n".join([*blocks, _MIGRATION, *_foreign()])
 
 
@@ -88,6 +91,16 @@ def _groups() -> str:
     lines = ["## Groups\n", "| group | what it is |", "|---|---|"]
     for group, options in group_options().items():
         lines += [f"| `{group}={option}` | {_cell(first_comment(group, option))} |" for option in options]
+    return "\n".join(lines) + "\n"
+
+
+def _health_rules() -> str:
+    lines = ["Settings of each rule, below `trainer.health.RULE`:\n", "| rule | settings and defaults | metric |"]
+    lines.append("|---|---|---|")
+    for name, rule in RULES.items():
+        settings = ", ".join(f"`{key}={shown(value)}`" for key, value in rule_defaults(name).items())
+        metrics = " or ".join(f"`{metric}`" for metric in rule.metrics) or "any"
+        lines.append(f"| `{name}` | {settings} | {metrics} |")
     return "\n".join(lines) + "\n"
 
 

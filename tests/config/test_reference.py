@@ -4,6 +4,7 @@ from pathlib import Path
 
 from grpo_dist.config.keys import leaf_keys
 from grpo_dist.config.reference import documented_keys, reference
+from grpo_dist.config.schema_health import RULES, rule_defaults
 
 DOCS = Path(__file__).parents[2] / "docs/config.md"
 
@@ -14,7 +15,9 @@ def test_the_page_is_fresh() -> None:
 
 def test_every_key_is_there_with_its_comment() -> None:
     keys = {key.name: key for key in documented_keys()}
-    assert sorted(keys) == sorted(leaf_keys())
+    of_rules = {f"trainer.health.{rule}.{name}" for rule in RULES for name in rule_defaults(rule)}
+    assert sorted({*keys, *of_rules}) == sorted(leaf_keys())
+    assert all(f"| `{rule}` | `action=warn`, `steps=" in reference() for rule in RULES)
     assert not [name for name, key in keys.items() if not key.comment]
     assert keys["data.train_files"].default == "???"
     assert keys["actor_rollout_ref.actor.clip_ratio_c"].default == 3.0

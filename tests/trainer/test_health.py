@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.config.load import load_config
-from grpo_dist.config.schema_health import HealthConfig
+from grpo_dist.config.load import dump_config, load_config, load_resolved
+from grpo_dist.config.schema_health import RULES, HealthConfig
 from grpo_dist.errors import ConfigError, HealthError
-from grpo_dist.trainer.health import HealthMonitor, Judgement
-from grpo_dist.trainer.health_rules import RULES, START_STEPS
+from grpo_dist.trainer.health import START_STEPS, HealthMonitor, Judgement
 
 DEFAULTS = load_config([])[0].trainer.health
 # A step of a run that learns.
@@ -81,8 +80,18 @@ def texts(judgements: list[Judgement]) -> list[str]:
     return [text for judgement in judgements for text in judgement.warnings]
 
 
-def test_every_rule_has_its_section_and_every_section_its_rule() -> None:
+def test_the_table_has_a_row_for_each_rule() -> None:
     assert set(RULES) == HealthConfig.model_fields.keys() - {"repeat_every", "solved"}
+    assert set(RULES) == set(DEFAULTS.model_dump()) - {"repeat_every", "solved"}
+
+
+def test_a_config_names_only_what_it_changes() -> None:
+    health = load_config(["trainer.health.kl.action=stop", "trainer.health.grad_norm={window: 4, threshold: 2}"])[0]
+    changed = health.trainer.health
+    assert changed.kl == DEFAULTS.kl.model_copy(update={"action": "stop"})
+    assert changed.grad_norm == DEFAULTS.grad_norm.model_copy(update={"window": 4, "threshold": 2.0})
+    assert changed.entropy == DEFAULTS.entropy
+    assert load_resolved(dump_config(health)) == health
 
 
 def test_a_healthy_run_is_silent() -> None:
@@ -299,7 +308,12 @@ def test_the_built_in_job_gets_a_hint_at_most() -> None:
     ("override", "message"),
     [
         ("+trainer.health.kll.action=stop", "trainer.health.kll.action: no such key"),
-        ("trainer.health.kl.action=halt", "trainer.health.kl.action=halt"),
+        ("trainer.health.kll.action=stop", "did you mean trainer.health.kl.action"),
+        ("trainer.health.kl.treshold=1", "did you mean trainer.health.kl.threshold?"),
+        ("trainer.health.kl={treshold: 1}", "did you mean trainer.health.kl.threshold?"),
+        ("trainer.health.kl=3", "trainer.health.kl is a section; its keys are action, steps, threshold"),
+        ("trainer.health.kl.threshold=null", "trainer.health.kl.threshold=null: must be a number"),
+        ("trainer.health.kl.action=halt", "trainer.health.kl.action=halt: not one of warn, stop, off"),
         ("trainer.health.kl.threshold=-1", "must be greater than or equal to 0"),
         ("trainer.health.truncation.threshold=1.5", "must be less than or equal to 1"),
         ("trainer.health.grad_norm.factor=1", "must be greater than 1"),
