@@ -180,7 +180,6 @@ class TrainerConfig(Section):
     max_worker_restarts: NonNegativeInt
     max_actor_restarts: NonNegativeInt
     halve_on_out_of_memory: bool
-    save_on_sigterm: bool
     export_hf_model: bool
     export_dtype: TrainDtypeName | None
     log_rollouts: bool

@@ -167,7 +167,7 @@ class GRPOTrainer:
             yield
         except KeyboardInterrupt:
             # a second SIGTERM does not wait, and between two steps there is no state to save
-            if self.preemption.asked and not self.preemption.held and self.config.trainer.save_on_sigterm:
+            if self.preemption.asked and not self.preemption.held:
                 try:
                     if self.step > self.saver.step:
                         self.progress.message("SIGTERM: writing a checkpoint")
