@@ -144,7 +144,7 @@ def _rollout(config: RunConfig, shape: ModelShape, tensor_parallel: int) -> Role
     gib, share = _kv_cache_gib(config), rollout.gpu_memory_utilization
     if gib is not None:
         return RoleMemory("rollout", _gib(parts | {"KV cache": gib * GIB}), host=_gib(host))
-    longest = rollout.resolved_max_model_len(config.data) * _kv_bytes(config, shape)
+    longest = config.max_model_len * _kv_bytes(config, shape)
     parts["KV cache of one sequence"] = longest
     return RoleMemory(
         "rollout", _gib(parts), host=_gib(host), remark=f"KV cache: what is left of {share:.0%} of the GPU"

@@ -12,8 +12,8 @@ from typing import Any
 import grpo_dist.rewards.countdown
 import grpo_dist.rewards.gsm8k
 import grpo_dist.rewards.math_answer  # noqa: F401  (these register their data sources)
-from grpo_dist.config.names import OVERLONG_PENALTY
 from grpo_dist.errors import ConfigError, GrpoDistError
+from grpo_dist.names import OVERLONG_PENALTY
 from grpo_dist.redact import redact
 from grpo_dist.registry import load_attribute
 from grpo_dist.rewards.base import SCORERS, Form, RewardFunction

@@ -280,7 +280,7 @@ class GRPOTrainer:
         """What the actor itself computes of a batch: at staleness 0 that comes with the rollout."""
         if self._actor_is_reference:
             batch = self.reference_log_probs(batch)
-        if self.targets.needs_old_log_probs:
+        if self.config.needs_old_log_probs:
             batch = self.old_log_probs(batch)
         return batch
 
@@ -316,7 +316,7 @@ class GRPOTrainer:
     def measure(self, batch: DataProtoRef) -> None:
         """Turn the step's batch and timings into metrics."""
         self.metrics |= batch_metrics(batch)
-        if self.targets.on_policy:
+        if self.config.on_policy:
             self.metrics |= self.roles.reward.rollout_diagnostics(batch, self.targets.rollout_correction)
         self.metrics |= performance_metrics(self.timings, self.metrics, num_devices=self.num_devices)
         self.metrics["training/epoch"] = self.prompts.sampler.epoch
@@ -375,7 +375,7 @@ class GRPOTrainer:
             givers["ref"] = Giver(functools.partial(ref.submit_log_probs, "ref_log_prob"), ref.restart)
         if not self.staleness and self._actor_is_reference:
             givers["ref"] = Giver(functools.partial(actor.submit_log_probs, "ref_log_prob", method="compute_reference"))
-        if not self.staleness and self.targets.needs_old_log_probs:
+        if not self.staleness and self.config.needs_old_log_probs:
             givers["old_log_prob"] = Giver(functools.partial(actor.submit_log_probs, "old_log_prob"))
         return givers
 

@@ -13,9 +13,9 @@ import torch
 
 from grpo_dist.algorithms.correction import compute_rollout_correction
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
-from grpo_dist.config.names import OVERLONG_PENALTY
 from grpo_dist.engines.durable import FileDigest, digest_file, flush_path
 from grpo_dist.errors import CheckpointError, ConfigError, RewardError
+from grpo_dist.names import OVERLONG_PENALTY
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.rewards.base import RewardResult
 from grpo_dist.rewards.components import chosen_components
@@ -187,7 +187,7 @@ class RewardWorker(Process):
         lengths = data["token_level_scores"].lengths
         small = {name: torch.as_tensor(values) for name, values in batch.small.items() if name != "uid"}
         components = {k.removeprefix(EXTRA): v for k, v in small.items() if k.startswith(EXTRA)}
-        if settings.adv_estimator == "gdpo":
+        if "reward_components" in settings.needs:
             settings = self._naming_components(settings, components)
             nobody = torch.full((len(lengths),), torch.nan)  # a declared one may apply to no response of this batch
             components = dict.fromkeys(self.scorer.components, nobody) | components

@@ -14,7 +14,7 @@ import grpo_dist
 PACKAGE = Path(grpo_dist.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-BASE = {"errors", "registry", "redact", "boxed", "descendants", "assets", "algorithms", "protocol", "config"}
+BASE = {"errors", "registry", "redact", "boxed", "descendants", "names", "assets", "algorithms", "protocol", "config"}
 PARTS = {"data", "rewards", "tracking", "engines"}
 # Layer -> the layers it may import. A layer may always import itself.
 ARROWS: dict[str, set[str]] = {
@@ -23,9 +23,10 @@ ARROWS: dict[str, set[str]] = {
     "redact": set(),
     "boxed": set(),
     "descendants": set(),
+    "names": set(),
     "assets": {"errors"},
-    "config": {"errors", "redact", "assets"},
-    "algorithms": {"errors", "registry"},
+    "config": {"errors", "names", "redact", "assets"},
+    "algorithms": {"errors", "names", "registry"},
     "protocol": {"errors", "registry", "algorithms"},
     **{part: BASE for part in PARTS},
     "agents": {"errors", "registry", "redact", "engines"},

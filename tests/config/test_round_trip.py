@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from grpo_dist.config.keys import leaf_keys
 from grpo_dist.config.load import dump_config, load_config, load_resolved
-from grpo_dist.config.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
 
 DEFAULT = yaml.safe_load(dump_config(load_config([])[0]))
 VALUES: list[Any] = [

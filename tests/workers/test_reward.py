@@ -116,7 +116,7 @@ def test_what_an_environment_put_in_is_read_and_earns_nothing(worker: Local) -> 
     }
     rest = DataProtoRef.put(DataProto.from_dict(columns, {"uid": ["a", "a"]}), small=("uid",))
     batch = scored.union(replace(rest, small=rest.small | {"truncated": np.zeros(2)}))
-    settings = TargetSettings("grpo", {"norm_adv_by_std_in_grpo": False}, bypass_mode=True)
+    settings = TargetSettings("grpo", {"norm_adv_by_std_in_grpo": False}, old_log_probs_from="rollout")
     targets, _ = worker.compute_targets(batch, settings, 0.0, 0)
     assert rows(targets.fetch(("advantages",))["advantages"]) == [[6, 6, 0], [-6, -6]]
     assert targets["advantage_mean"].tolist() == [6, -6]
