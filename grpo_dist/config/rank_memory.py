@@ -197,12 +197,6 @@ class MiniBatch:
         return numbers * 4.0 + (0.0 if self.whole else max(source, shard))
 
 
-def tokens_per_pass(config: RunConfig) -> int:
-    """Tokens of the largest training pass on one rank: its budget, or the longest sequences laid out as configured."""
-    actor = config.actor_rollout_ref.actor
-    return pass_tokens(config, actor.ppo_micro_batch_size_per_gpu, actor.max_token_len)[0]
-
-
 def pass_tokens(config: RunConfig, sequences: int, limit: int | None) -> tuple[int, int]:
     """All tokens, and response tokens, of the largest pass of so many sequences, or of so many tokens."""
     roles, data = config.actor_rollout_ref, config.data

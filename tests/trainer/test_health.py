@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.config.load import dump_config, load_config, load_resolved
+from grpo_dist.config.load import load_config, readable_config
 from grpo_dist.config.schema_health import RULES, HealthConfig
 from grpo_dist.errors import ConfigError, HealthError
 from grpo_dist.trainer.health import START_STEPS, HealthMonitor, Judgement
+from tests.config.read_back import read_back
 
 DEFAULTS = load_config([])[0].trainer.health
 # A step of a run that learns.
@@ -91,7 +92,7 @@ def test_a_config_names_only_what_it_changes() -> None:
     assert changed.kl == DEFAULTS.kl.model_copy(update={"action": "stop"})
     assert changed.grad_norm == DEFAULTS.grad_norm.model_copy(update={"window": 4, "threshold": 2.0})
     assert changed.entropy == DEFAULTS.entropy
-    assert load_resolved(dump_config(health)) == health
+    assert read_back(readable_config(health)) == health
 
 
 def test_a_healthy_run_is_silent() -> None:
