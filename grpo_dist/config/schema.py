@@ -140,17 +140,16 @@ class RewardConfig(Section):
     step_separator: Text
 
 
-class StageTimeoutConfig(Section):
-    """`trainer.stage_timeout_s`: seconds a worker may take to answer, by stage. null: `worker_timeout_s`."""
-
-    generate: PositiveFloat | None
-    ref_log_prob: PositiveFloat | None
-    old_log_prob: PositiveFloat | None
-    update: PositiveFloat | None
-    sync_weights: PositiveFloat | None
-    save_checkpoint: PositiveFloat | None
-    load_checkpoint: PositiveFloat | None
-    export_hf_model: PositiveFloat | None
+TimedStage = Literal[
+    "generate",
+    "ref_log_prob",
+    "old_log_prob",
+    "update",
+    "sync_weights",
+    "save_checkpoint",
+    "load_checkpoint",
+    "export_hf_model",
+]
 
 
 class TrainerConfig(Section):
@@ -183,7 +182,7 @@ class TrainerConfig(Section):
     nnodes: Count
     n_gpus_per_node: NonNegativeInt
     worker_timeout_s: PositiveFloat
-    stage_timeout_s: StageTimeoutConfig
+    stage_timeout_s: dict[TimedStage, PositiveFloat | None]
     dry_run: DryRun
     health: HealthConfig
 

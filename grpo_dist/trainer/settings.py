@@ -252,7 +252,7 @@ def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSe
 def time_limits(config: RunConfig) -> TimeLimits:
     """How long a worker may take to answer."""
     stages = {"start": config.actor_rollout_ref.rollout.startup_timeout_s}
-    stages |= config.trainer.stage_timeout_s.model_dump(exclude_none=True)
+    stages |= {stage: limit for stage, limit in config.trainer.stage_timeout_s.items() if limit is not None}
     return TimeLimits(config.trainer.worker_timeout_s, stages)
 
 

@@ -116,7 +116,7 @@ def test_rules_keep_quiet_about_keys_that_are_wrong_themselves():
         ("~trainer.seed", "~trainer.seed: keys cannot be removed"),
         ("trainer.seed=[1", "cannot be read"),
         ("trainer.seed=1,2", "a sweep"),
-        ("trainer=3", "trainer is a section; its keys are stage_timeout_s, health,"),
+        ("trainer=3", "trainer is a section; its keys are health, total_epochs,"),
         ("actor_rollout_ref=x", "its keys are model, actor, rollout, ref"),
         ("--multirun", "the only flag is --help"),
         ("", "'': not an override"),

@@ -122,6 +122,11 @@ def test_a_whole_number_is_a_number():
             "not one of console, jsonl, tensorboard, wandb; did you mean 'wandb'?",
         ),
         ("trainer.resume_mode=never", "not one of auto, disable, resume_path"),
+        ("trainer.stage_timeout_s.generat=7", "generate, ref_log_prob, old_log_prob, update"),
+        ("trainer.stage_timeout_s.generat=7", "did you mean 'generate'?"),
+        ("trainer.stage_timeout_s.update=0", "trainer.stage_timeout_s.update=0: must be greater than 0"),
+        ("trainer.stage_timeout_s={update: soon}", "trainer.stage_timeout_s.update=soon: must be a number"),
+        ("trainer.stage_timeout_s=7", "trainer.stage_timeout_s=7: must be a mapping"),
     ],
 )
 def test_wrong_values_are_refused_with_key_and_value(override, reason):

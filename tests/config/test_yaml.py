@@ -53,6 +53,7 @@ def test_there_are_keys_of_all_sections():
         "actor_rollout_ref.rollout.agent.agent_kwargs",
         "data.apply_chat_template_kwargs",
         "custom_reward_function.reward_kwargs",
+        "trainer.stage_timeout_s",
     }
 
 
