@@ -14,7 +14,19 @@ import grpo_dist
 PACKAGE = Path(grpo_dist.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-BASE = {"errors", "registry", "redact", "boxed", "descendants", "names", "assets", "algorithms", "protocol", "config"}
+BASE = {
+    "errors",
+    "registry",
+    "redact",
+    "boxed",
+    "descendants",
+    "names",
+    "sizes",
+    "assets",
+    "algorithms",
+    "protocol",
+    "config",
+}
 PARTS = {"data", "rewards", "tracking", "engines"}
 # Layer -> the layers it may import. A layer may always import itself.
 ARROWS: dict[str, set[str]] = {
@@ -24,8 +36,9 @@ ARROWS: dict[str, set[str]] = {
     "boxed": set(),
     "descendants": set(),
     "names": set(),
+    "sizes": set(),
     "assets": {"errors"},
-    "config": {"errors", "names", "redact", "assets"},
+    "config": {"errors", "names", "sizes", "redact", "assets"},
     "algorithms": {"errors", "names", "registry"},
     "protocol": {"errors", "registry", "algorithms"},
     **{part: BASE for part in PARTS},

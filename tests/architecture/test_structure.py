@@ -26,6 +26,7 @@ TESTED_ELSEWHERE = {
     "config/field_types.py": "config/test_schema.py",  # the types of the schema
     "config/keys.py": "config/test_load.py",  # hints in messages
     "names.py": "config/test_schema.py",  # compared with the registries there
+    "sizes.py": "config/test_memory.py",  # counted with there
     "config/notes.py": "config/test_rules.py",  # the other half of what is said about a config
     "config/schema_roles.py": "config/test_schema.py",  # a part of the schema
     "config/schema_health.py": "trainer/test_health.py",  # the rules that are judged there

@@ -18,8 +18,6 @@ from grpo_dist.protocol import DataProto
 from tests.models import objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
 
-BROKEN = "a model that ignores the mask"
-
 
 def columns(engine: FSDPEngine, data: DataProto) -> list[Any]:
     found = engine.compute_columns(data, ("log_probs", "entropies"), micro_batch_size=8)
