@@ -218,11 +218,8 @@ class TrainingSampler:
         if attempt == len(state.drawn):
             state.drawn.append(self._draw())
         requests = self._requests(state.drawn[attempt], step, attempt)
-        greedy = (
-            list(self._greedy(requests))
-            if "reward_baselines" in ADVANTAGE.needs(self.config.algorithm.adv_estimator)
-            else []
-        )
+        needs = ADVANTAGE.needs(self.config.algorithm.adv_estimator)
+        greedy = list(self._greedy(requests)) if "reward_baselines" in needs else []
         requests += greedy
         there = {i: self.restored.pop(each.uid) for i, each in enumerate(requests) if each.uid in self.restored}
         state.jobs.append(self.pump.submit(requests, givers=self.givers, there=there))
