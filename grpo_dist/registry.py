@@ -31,10 +31,16 @@ class Registry(Generic[F]):
     def __init__(self, kind: str, key: str) -> None:
         self.kind, self.key = kind, key
         self._functions: dict[str, F] = {}
+        self._needs: dict[str, tuple[str, ...]] = {}
         self._custom: dict[str, F] = {}
 
-    def register(self, *names: str) -> Callable[[F], F]:
-        """Decorator: add a function under one or more names; a name can be taken once."""
+    def register(self, *names: str, needs: tuple[str, ...] = ()) -> Callable[[F], F]:
+        """Decorator: add a function under one or more names; a name can be taken once.
+
+        Args:
+            names: the function's names.
+            needs: what the function must be given besides what all of its kind are given.
+        """
 
         def add(function: F) -> F:
             for name in names:
@@ -44,6 +50,7 @@ class Registry(Generic[F]):
                         f"{self.kind} {name!r} is registered twice: {other.__module__}, {function.__module__}"
                     )
                 self._functions[name] = function
+                self._needs[name] = needs
             return function
 
         return add
@@ -51,6 +58,14 @@ class Registry(Generic[F]):
     def names(self) -> list[str]:
         """All registered names, sorted."""
         return sorted(self._functions)
+
+    def needs(self, name: str) -> tuple[str, ...]:
+        """What the function called `name` needs; one of the user's own says so in its attribute `needs`.
+
+        Raises:
+            ConfigError: no such name.
+        """
+        return self._needs[name] if name in self._needs else tuple(getattr(self.get(name), "needs", ()))
 
     def get(self, name: str) -> F:
         """The function called `name`, or the attribute that `module:attr` points to.

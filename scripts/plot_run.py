@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from grpo_dist.tracking.jsonl import read_metrics
-from grpo_dist.tracking.names import RESPONSE_LENGTH, REWARD, validation_metrics
+from grpo_dist.tracking.metric_names import RESPONSE_LENGTH, REWARD, validation_metrics
 
 Row = Mapping[str, float]
 

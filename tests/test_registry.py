@@ -29,6 +29,26 @@ def test_names_and_functions() -> None:
     assert registry.get("circle") is registry.get("disc")
 
 
+def test_a_function_says_what_it_needs() -> None:
+    registry = shapes()
+
+    @registry.register("polygon", needs=("corners",))
+    def polygon() -> str:
+        return "P"
+
+    assert registry.needs("polygon") == ("corners",)
+    assert registry.needs("disc") == ()
+    assert registry.needs("json:dumps") == ()
+    with pytest.raises(ConfigError, match=r"draw\.shape=sqare: no such shape"):
+        registry.needs("sqare")
+
+
+def test_a_function_of_ones_own_says_it_in_an_attribute(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("def star(): ...\nstar.needs = ('corners', 'colour')\n")
+    assert shapes().needs(f"{mine}:star") == ("corners", "colour")
+
+
 def test_unknown_name_lists_the_names_and_the_nearest() -> None:
     with refuses(ConfigError, "draw.shape=sqare", "'square'", "circle, disc, square"):
         shapes().get("sqare")

@@ -12,9 +12,9 @@ import torch
 from benchmarks import workload
 from benchmarks.gpu_check.gpu import forget_host_peak, host_gib, median_seconds
 from benchmarks.gpu_check.work import Work
-from grpo_dist.config.rank_memory import GIB
 from grpo_dist.engines.fsdp_engine import FSDPEngine
 from grpo_dist.engines.hf_export import export_hf_model
+from grpo_dist.sizes import GIB
 
 
 def weights(work: Work) -> None:

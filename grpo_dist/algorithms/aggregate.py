@@ -15,14 +15,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from grpo_dist.errors import BatchError, ConfigError
-
-LOSS_AGG_MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-)
+from grpo_dist.names import LOSS_AGG_MODES
 
 
 def agg_loss(

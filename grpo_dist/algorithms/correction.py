@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_dist.algorithms.log_ratio import MAX_LOG_RATIO, bounded_log_ratio
 from grpo_dist.algorithms.masking import masked_mean
 from grpo_dist.errors import BatchError, ConfigError
 
-MAX_LOG_RATIO = 20.0  # keeps exp() finite; such a token is cut by any threshold
 KEY = "algorithm.rollout_correction"
 LEVELS = ("token", "sequence")
 REJECTIONS = (
@@ -75,7 +75,7 @@ def compute_rollout_correction(
             raise BatchError(f"{column} {tuple(value.shape)} and old_log_probs {tuple(old_log_probs.shape)} differ")
     mask = response_mask.bool()
     old, rollout = (values.float().where(mask, 0.0) for values in (old_log_probs, rollout_log_probs))
-    log_ratio = (old - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = bounded_log_ratio(old, rollout)
     metrics = _diagnostics(old, rollout, log_ratio, mask)
     kept = _reject(log_ratio, mask, rollout_rs, rollout_rs_threshold)
     if rollout_rs:

@@ -21,13 +21,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from grpo_dist.algorithms.log_ratio import bounded_log_ratio
 from grpo_dist.errors import BatchError, ConfigError
 from grpo_dist.registry import Registry
 
 KL: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry("KL estimator", "actor_rollout_ref.actor.kl_loss_type")
 
-# exp() of more than this is not worth telling apart: the token is all but impossible under one of the two models.
-MAX_LOG_RATIO = 20.0
 # One token cannot dominate the KL term; verl's bound.
 MAX_K3 = 10.0
 
@@ -53,7 +52,7 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 @KL.register("k3", "low_var_kl")
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """exp(r) - r - 1 with r = log q - log p: unbiased, >= 0. r is clamped to +-20 and the value to +-10, as in verl."""
-    log_ratio = torch.clamp(ref_log_probs - log_probs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = bounded_log_ratio(ref_log_probs, log_probs)
     return torch.clamp(log_ratio.exp() - log_ratio - 1, -MAX_K3, MAX_K3)
 
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from grpo_dist.algorithms.advantage import compute_advantage
+from grpo_dist.algorithms.advantage import ADVANTAGE, compute_advantage
 from grpo_dist.algorithms.correction import compute_rollout_correction
 from grpo_dist.algorithms.kl import kl_penalty
-from grpo_dist.algorithms.policy_loss import DEFAULTS, token_selection
+from grpo_dist.algorithms.policy_loss import token_selection
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,9 @@ class TargetSettings:
         options: its options (norm_adv_by_std_in_grpo, gamma, ...).
         kl_penalty: KL estimator of the penalty in the reward; None: no penalty.
         rollout_correction: rollout_is, rollout_is_threshold, ...: arguments of `compute_rollout_correction`.
-        bypass_mode: the sampler's log-probs are the old ones; corrections, if any, are the objective's.
-        on_policy: the old log-probs are those of the update to come: nothing here may need them.
+        old_log_probs_from: whose log-probs are the old ones. "actor": the actor's, computed before the update.
+            "rollout": the sampler's; corrections, if any, are the objective's. "update": those of the update to come,
+            so that nothing here may need them.
         mask_truncated: responses that were cut at their longest length do not train.
         top_entropy_quantile: only this share of the tokens, those of the highest entropy, earns an advantage.
         loss_mode: the policy loss, which may select tokens.
@@ -43,26 +44,25 @@ class TargetSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
     kl_penalty: str | None = None
     rollout_correction: Mapping[str, Any] = field(default_factory=dict)
-    bypass_mode: bool = False
-    on_policy: bool = False
+    old_log_probs_from: Literal["actor", "rollout", "update"] = "actor"
     mask_truncated: bool = False
     top_entropy_quantile: float = 1.0
     loss_mode: str = "vanilla"
     loss_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def needs_old_log_probs(self) -> bool:
-        """Whether the actor's log-probs must be known before the update."""
-        return not (self.bypass_mode or self.on_policy)
+    def needs(self) -> tuple[str, ...]:
+        """What the advantage estimator needs besides the rewards."""
+        return ADVANTAGE.needs(self.adv_estimator)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Per-token columns that `compute_targets` reads, besides scores, mask and the sampler's log-probs."""
         optional = {
-            "old_log_probs": self.needs_old_log_probs,
+            "old_log_probs": self.old_log_probs_from == "actor",
             "ref_log_probs": self.kl_penalty is not None,
             "old_entropies": self.top_entropy_quantile < 1,
-            "step_mask": self.adv_estimator == "grpo_process",
+            "step_mask": "step_mask" in self.needs,
         }
         return tuple(name for name, wanted in optional.items() if wanted)
 
@@ -86,21 +86,22 @@ def compute_targets(
         index: (N,) group of each response.
         truncated: (N,), 1 where the response was cut short.
         kl_coef: weight of the KL penalty in the reward.
-        reward_baselines: (N,) scores of the greedy responses, for remax.
-        reward_components: (N,) scores by name, nan where a response has none; for gdpo.
+        reward_baselines: (N,) scores of the greedy responses, for estimators that need them.
+        reward_components: (N,) scores by name, nan where a response has none; the same.
         generator: for selections at random.
 
     Returns:
-        ((N, T) tensors by name as above, with `old_log_probs` in bypass mode; metrics).
+        ((N, T) tensors by name as above, with `old_log_probs` where they are the sampler's; metrics).
     """
     rollout = columns["rollout_log_probs"]
-    old = columns["old_log_probs"] if settings.needs_old_log_probs else rollout
+    from_actor = settings.old_log_probs_from == "actor"
+    old = columns["old_log_probs"] if from_actor else rollout
     mask = columns["response_mask"].float()
     if settings.mask_truncated:
         mask = mask * (1 - truncated.float()).unsqueeze(-1)
     weights: Tensor | None = None
     metrics: dict[str, float] = {}
-    if settings.needs_old_log_probs:
+    if from_actor:
         weights, mask, metrics = compute_rollout_correction(
             old_log_probs=old, rollout_log_probs=rollout, response_mask=mask, **settings.rollout_correction
         )
@@ -114,7 +115,7 @@ def compute_targets(
         token_level_rewards=rewards,
         response_mask=mask,
         index=index,
-        values=torch.zeros_like(rewards) if settings.adv_estimator == "gae" else None,  # there is no critic
+        values=torch.zeros_like(rewards) if "values" in settings.needs else None,  # there is no critic
         reward_baselines=reward_baselines,
         step_mask=columns.get("step_mask"),
         reward_components=reward_components,
@@ -128,12 +129,12 @@ def compute_targets(
         log_probs=old,
         advantages=advantages,
         response_mask=mask,
-        config={**DEFAULTS, **settings.loss_options},
+        config=settings.loss_options,
         generator=generator,
     )
     out = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns, "response_mask": mask}
     optional = {
-        "old_log_probs": old if settings.bypass_mode else None,
+        "old_log_probs": old if settings.old_log_probs_from == "rollout" else None,
         "rollout_is_weights": weights,
         "selected_tokens": None if selected is None else selected.float(),
     }

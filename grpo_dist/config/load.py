@@ -1,4 +1,4 @@
-"""From the command line to a checked RunConfig, and from there to a file and back.
+"""From the command line to a checked RunConfig, and from there to a file.
 
 Hydra composes the YAML, the schema checks every key, rules.py checks keys against each other. All that is
 wrong is reported at once, as one ConfigError. Loads neither torch nor Ray.
@@ -23,7 +23,6 @@ from grpo_dist.config.overrides import CONFIG_DIR, CommandLine, read_command_lin
 from grpo_dist.config.problems import Problem, config_error, path_of, schema_problems, shown
 from grpo_dist.config.rules import rule_problems
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.errors import ConfigError
 from grpo_dist.redact import redact, redact_text
 
 _EXAMPLES = {
@@ -65,30 +64,9 @@ def load_config(overrides: list[str]) -> tuple[RunConfig, list[str]]:
     return config, [redact_text(note) for note in notes + config_notes(config)]
 
 
-def dump_config(config: RunConfig) -> str:
-    """The resolved config as YAML, secrets too: not for the disk. `load_resolved` reads it back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
 def readable_config(config: RunConfig) -> str:
     """The resolved config as YAML with its secrets replaced."""
     return yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
-
-
-def load_resolved(text: str) -> RunConfig:
-    """Read what `dump_config` wrote. Types and ranges are checked, files and machines are not.
-
-    Raises:
-        ConfigError: not YAML, or keys are missing, unknown or of the wrong type.
-    """
-    try:
-        raw = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the resolved config is not YAML: {str(error).splitlines()[0]}") from None
-    try:
-        return RunConfig.model_validate(raw)
-    except ValidationError as error:
-        raise config_error(schema_problems(error)) from None
 
 
 def _compose(line: CommandLine, problems: list[Problem]) -> dict[str, Any] | None:
@@ -180,7 +158,7 @@ def _defaults() -> Any:
 def _mend(raw: Any, defaults: Any, path: Sequence[str]) -> None:
     *sections, name = path
     for section in sections:
-        raw, defaults = raw[section], defaults[section]
+        raw, defaults = raw[section], defaults.get(section, {})
     if name in defaults:
         raw[name] = defaults[name]
     else:

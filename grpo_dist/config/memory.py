@@ -11,11 +11,10 @@ from typing import Any
 
 from grpo_dist.config.model_shape import ModelShape, model_shape
 from grpo_dist.config.placement import placement
-from grpo_dist.config.rank_memory import GIB, PROCESS_GIB, MiniBatch, Parts, Rank, pass_tokens
+from grpo_dist.config.rank_memory import PROCESS_GIB, MiniBatch, Parts, Rank, pass_tokens
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.sizes import CPU_KV_CACHE_GIB, EXPORT_FILE_BYTES, GIB
 
-CPU_KV_CACHE_GIB = 1.0  # the engine's own choice where kv_cache_memory_gib is null; a test keeps the two equal
-EXPORT_BYTES = 5e9  # safetensors files of the exported model are no larger
 _BYTES = {"fp32": 4, "bf16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -144,7 +143,7 @@ def _rollout(config: RunConfig, shape: ModelShape, tensor_parallel: int) -> Role
     gib, share = _kv_cache_gib(config), rollout.gpu_memory_utilization
     if gib is not None:
         return RoleMemory("rollout", _gib(parts | {"KV cache": gib * GIB}), host=_gib(host))
-    longest = rollout.resolved_max_model_len(config.data) * _kv_bytes(config, shape)
+    longest = config.max_model_len * _kv_bytes(config, shape)
     parts["KV cache of one sequence"] = longest
     return RoleMemory(
         "rollout", _gib(parts), host=_gib(host), remark=f"KV cache: what is left of {share:.0%} of the GPU"
@@ -179,7 +178,8 @@ def _host(config: RunConfig, rank: Rank, held: Parts, *, exports: bool) -> Mappi
     loading = shape.largest * rank.master + (rank.weights if rank.device == "cuda" else 0.0)
     moments = {"weights being loaded": loading, "a copy for a checkpoint": held.get("a copy for a checkpoint", 0.0)}
     if exports:  # by rank 0
-        moments["export"] = min(EXPORT_BYTES, shape.num_parameters * rank.master)
+        file = max(EXPORT_FILE_BYTES, shape.largest * rank.master)
+        moments["export"] = min(file, shape.num_parameters * rank.master)
         moments["weights in the object store"] = _stored(config, shape)
     largest = max(moments, key=lambda name: moments[name])
     parts = {"offloaded": held["offloaded"], largest: moments[largest]}

@@ -161,13 +161,15 @@ def _experts_take_no_factors(config: RunConfig, model_config: Mapping[str, Any])
 
 def _positions_hold_the_longest_sequence(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
     """VLLM refuses longer sequences than the model's positions, unless its own switch allows them."""
-    rollout, data, positions = config.actor_rollout_ref.rollout, config.data, max_positions(model_config)
-    longest = rollout.resolved_max_model_len(data)
+    rollout, positions = config.actor_rollout_ref.rollout, max_positions(model_config)
+    longest = config.max_model_len
     allowed = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip().lower() in ("1", "true")
     if positions is None or longest <= positions[1] or allowed or "hf_overrides" in rollout.engine_kwargs.vllm:
         return
     keys = _LENGTHS if rollout.max_model_len is None else (f"{_ROLLOUT}.max_model_len",)
-    values = (data.max_prompt_length, data.max_response_length) if len(keys) > 1 else (rollout.max_model_len,)
+    values = (
+        (config.data.max_prompt_length, config.data.max_response_length) if len(keys) > 1 else (rollout.max_model_len,)
+    )
     shown = ", ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
     yield Problem(
         f"{shown}: {longest} tokens, and {config.actor_rollout_ref.model.path} has {positions[1]} positions "

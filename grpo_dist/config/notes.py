@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_dist.config.model_shape import model_config_at_hand, num_experts, text_config
-from grpo_dist.config.names import SEQUENCE_LOSSES
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.names import SEQUENCE_LOSSES
 
 _ACTOR = "actor_rollout_ref.actor"
 

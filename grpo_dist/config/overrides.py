@@ -16,9 +16,9 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from grpo_dist.assets import BUILTIN
+from grpo_dist.config.foreign_keys import FLAGS, RENAMED, ForeignKey, foreign_key
 from grpo_dist.config.keys import is_free_form, leaf_keys, nearest_keys, section_keys, unknown_key
 from grpo_dist.config.problems import Problem
-from grpo_dist.config.verl_keys import FLAGS, RENAMED, Foreign, foreign_key
 from grpo_dist.redact import redact
 
 CONFIG_DIR = Path(__file__).parent
@@ -104,17 +104,17 @@ def _add(line: CommandLine, override: Override, text: str) -> None:
         line.problems.append(problem)
 
 
-def _add_foreign(line: CommandLine, foreign: Foreign, text: str) -> None:
-    """A key of verl's that does nothing here: said once, or refused where the run would not be what was asked for."""
+def _add_foreign(line: CommandLine, foreign: ForeignKey, text: str) -> None:
+    """A key that does nothing here: said once, or refused where the run would not be what was asked for."""
     key, _, value = text.partition("=")
     written = value.strip("'\"").lower()
     if foreign.refused:
-        line.problems.append(Problem(f"{text}: not supported here: {foreign.text}", (key,)))
+        line.problems.append(Problem(f"{text}: not supported here: {foreign.why}", (key,)))
     elif foreign.only and written not in (*foreign.only, "none" if "null" in foreign.only else ""):
         allowed = " or ".join(foreign.only)
-        line.problems.append(Problem(f"{text}: only {allowed} is supported here: {foreign.text}", (key,)))
+        line.problems.append(Problem(f"{text}: only {allowed} is supported here: {foreign.why}", (key,)))
     else:
-        line.notes.append(f"no effect here: {text}: {foreign.text}")
+        line.notes.append(f"no effect here: {text}: {foreign.why}")
 
 
 def _choose_groups(line: CommandLine) -> None:

@@ -192,7 +192,7 @@ def engines_sleep_between_their_batches(config: RunConfig) -> Iterator[Problem]:
 def engine_holds_the_longest_sequence(config: RunConfig) -> Iterator[Problem]:
     """The engine's longest sequence covers the longest prompt and response."""
     longest = config.data.max_prompt_length + config.data.max_response_length
-    if config.actor_rollout_ref.rollout.resolved_max_model_len(config.data) < longest:
+    if config.max_model_len < longest:
         why = f"must be at least prompt + response = {longest}, or null"
         yield problem_between(
             config, why, f"{_ROLLOUT}.max_model_len", "data.max_prompt_length", "data.max_response_length"
@@ -203,7 +203,7 @@ def engine_passes_hold_a_token_of_each_sequence(config: RunConfig) -> Iterator[P
     """All sequences that an engine runs at once go on by one token in a pass. vLLM refuses others when it starts."""
     rollout = config.actor_rollout_ref.rollout
     whole = config.device == "cpu" or not rollout.enable_chunked_prefill  # a pass then holds the longest sequence
-    least = rollout.resolved_max_model_len(config.data) if whole else 0
+    least = config.max_model_len if whole else 0
     if max(rollout.max_num_batched_tokens, least) < rollout.max_num_seqs:
         why = "a pass must hold a token of every sequence that runs at once; raise the first or lower the second"
         yield problem_between(config, why, f"{_ROLLOUT}.max_num_batched_tokens", f"{_ROLLOUT}.max_num_seqs")

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from grpo_dist.config.field_types import not_one_of
-from grpo_dist.config.keys import leaf_keys, nearest_keys, unknown_key
+from grpo_dist.config.keys import free_form_keys, is_free_form, leaf_keys, nearest_keys, unknown_key
 from grpo_dist.errors import ConfigError
 from grpo_dist.redact import redact, redact_text
 
@@ -94,7 +94,9 @@ def path_of(location: tuple[int | str, ...]) -> tuple[str, ...]:
     """The parts of the key that a finding is about; then come positions in a list, and types of which one would do."""
     path: tuple[str, ...] = ()
     for part in location:
-        if isinstance(part, int) or ".".join(path) in leaf_keys():
+        key = ".".join(path)
+        inside = is_free_form(key) or (key in leaf_keys() and key not in free_form_keys())
+        if isinstance(part, int) or inside:
             break
         path = (*path, part)
     return path
@@ -104,8 +106,8 @@ def _problem(finding: dict[str, Any]) -> Problem:
     key = ".".join(path_of(finding["loc"]))
     if finding["type"] == "extra_forbidden":
         return Problem(unknown_key(key), (key, *nearest_keys(key)))
-    if finding["type"] == "missing" and not isinstance(finding["loc"][-1], int):
-        return Problem(f"{key}: missing; it has no default outside grpo.yaml", (key,))
+    if finding["loc"][-1] == "[key]":  # the name of an entry in a mapping
+        return Problem(f"{key}: {_reason(finding)}", (key,))
     return Problem(f"{key}={shown(finding['input'])}: {_reason(finding)}", (key,))
 
 

@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grpo_dist.config.model_shape import ModelShape
+from grpo_dist.sizes import CHUNK_LOGITS
 
 if TYPE_CHECKING:  # the plan is counted from plain numbers, also where nothing that reads configs is installed
     from grpo_dist.config.schema import RunConfig
     from grpo_dist.config.schema_roles import Device
 
-GIB = 2**30
 # GiB of a GPU for a process besides its tensors: CUDA's context, NCCL's buffers, what the allocator cannot use.
 CUDA_GIB = 1.0
 # GiB of CPU memory for a process besides its tensors: Python and its libraries, on a GPU CUDA's too.
 PROCESS_GIB = {"cpu": 0.5, "cuda": 3.0}
 ADAM_STATES = 2  # AdamW's two running means, in the type of the weights
-CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}  # engines/head.py's, which needs torch; a test keeps the two equal
 
 Parts = dict[str, float]
 
@@ -195,12 +194,6 @@ class MiniBatch:
         """A unit's gradients, in float32, with what they are copied from, then with their shard and the last one."""
         source, shard = numbers * self.compute, numbers * 4.0 / self.rank.shards + last * self.compute
         return numbers * 4.0 + (0.0 if self.whole else max(source, shard))
-
-
-def tokens_per_pass(config: RunConfig) -> int:
-    """Tokens of the largest training pass on one rank: its budget, or the longest sequences laid out as configured."""
-    actor = config.actor_rollout_ref.actor
-    return pass_tokens(config, actor.ppo_micro_batch_size_per_gpu, actor.max_token_len)[0]
 
 
 def pass_tokens(config: RunConfig, sequences: int, limit: int | None) -> tuple[int, int]:

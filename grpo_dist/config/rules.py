@@ -16,11 +16,11 @@ from grpo_dist.assets.paths import expanded, is_file, is_folder
 from grpo_dist.config.data_files import DataFileProblem, parse_data_file
 from grpo_dist.config.model_rules import model_problems
 from grpo_dist.config.model_shape import model_config_at_hand
-from grpo_dist.config.names import GROUP_ADV_ESTIMATORS, OVERLONG_PENALTY, SEQUENCE_LOSSES
 from grpo_dist.config.placement_rules import PLACEMENT_RULES, Rule
 from grpo_dist.config.problems import Problem, problem_between
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError
+from grpo_dist.names import GROUP_ADV_ESTIMATORS, OVERLONG_PENALTY, SEQUENCE_LOSSES
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -167,7 +167,7 @@ def stopping_rules_have_a_metric(config: RunConfig) -> Iterator[Problem]:
 def overlong_buffer_fits(config: RunConfig) -> Iterator[Problem]:
     """The buffer lies within the longest response."""
     buffer, longest = config.reward.overlong_buffer, config.data.max_response_length
-    if buffer.enable and buffer.resolved_len(config.data) > longest:
+    if buffer.enable and config.overlong_buffer_len > longest:
         why = "the buffer is part of the longest response"
         yield problem_between(config, why, "reward.overlong_buffer.len", "data.max_response_length")
 

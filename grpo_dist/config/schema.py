@@ -31,10 +31,10 @@ from grpo_dist.config.field_types import (
     TrainDtypeName,
     builtin_or_custom,
 )
-from grpo_dist.config.names import ADV_ESTIMATORS, SAMPLED_KL_TYPES, TOKEN_SELECTING_LOSSES
 from grpo_dist.config.processor import has_bf16
 from grpo_dist.config.schema_health import HealthConfig
 from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Colocation, Device
+from grpo_dist.names import ADV_ESTIMATORS, SAMPLED_KL_TYPES, TOKEN_SELECTING_LOSSES
 
 
 class KLCtrlConfig(Section):
@@ -128,10 +128,6 @@ class OverlongBufferConfig(Section):
     len: Count | None
     penalty_factor: NonNegativeFloat
 
-    def resolved_len(self, data: DataConfig) -> int:
-        """Tokens of the buffer; null means a fifth of the longest response."""
-        return max(1, data.max_response_length // 5) if self.len is None else self.len
-
 
 class RewardConfig(Section):
     """`reward`: the processes that score."""
@@ -144,17 +140,16 @@ class RewardConfig(Section):
     step_separator: Text
 
 
-class StageTimeoutConfig(Section):
-    """`trainer.stage_timeout_s`: seconds a worker may take to answer, by stage. null: `worker_timeout_s`."""
-
-    generate: PositiveFloat | None
-    ref_log_prob: PositiveFloat | None
-    old_log_prob: PositiveFloat | None
-    update: PositiveFloat | None
-    sync_weights: PositiveFloat | None
-    save_checkpoint: PositiveFloat | None
-    load_checkpoint: PositiveFloat | None
-    export_hf_model: PositiveFloat | None
+TimedStage = Literal[
+    "generate",
+    "ref_log_prob",
+    "old_log_prob",
+    "update",
+    "sync_weights",
+    "save_checkpoint",
+    "load_checkpoint",
+    "export_hf_model",
+]
 
 
 class TrainerConfig(Section):
@@ -180,7 +175,6 @@ class TrainerConfig(Section):
     max_worker_restarts: NonNegativeInt
     max_actor_restarts: NonNegativeInt
     halve_on_out_of_memory: bool
-    save_on_sigterm: bool
     export_hf_model: bool
     export_dtype: TrainDtypeName | None
     log_rollouts: bool
@@ -188,7 +182,7 @@ class TrainerConfig(Section):
     nnodes: Count
     n_gpus_per_node: NonNegativeInt
     worker_timeout_s: PositiveFloat
-    stage_timeout_s: StageTimeoutConfig
+    stage_timeout_s: dict[TimedStage, PositiveFloat | None]
     dry_run: DryRun
     health: HealthConfig
 
@@ -276,10 +270,14 @@ class RunConfig(Section):
         return "token" if self.trainer.max_staleness and not ratio_corrects else None
 
     @property
-    def on_policy(self) -> bool:
-        """Whether the old log-probs are the update's own: a batch is one optimizer step, and nothing asks earlier."""
+    def old_log_probs_from(self) -> Literal["actor", "rollout", "update"]:
+        """Whose log-probs are the old ones: the actor's, computed before the update; the sampler's, with bypass_mode;
+        or the update's own, where a batch is one optimizer step and nothing asks for them earlier.
+        """
         algorithm, actor = self.algorithm, self.actor_rollout_ref.actor
         correction = algorithm.rollout_correction
+        if correction.bypass_mode:
+            return "rollout"
         one_step = actor.ppo_epochs == 1 and self.data.train_batch_size == actor.ppo_mini_batch_size
         asked_earlier = (
             algorithm.use_kl_in_reward
@@ -288,12 +286,28 @@ class RunConfig(Section):
             or actor.top_entropy_quantile < 1
             or actor.policy_loss.loss_mode in TOKEN_SELECTING_LOSSES
         )
-        return one_step and not asked_earlier and not correction.bypass_mode
+        return "update" if one_step and not asked_earlier else "actor"
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the old log-probs are the update's own."""
+        return self.old_log_probs_from == "update"
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether they are computed before the update: they are neither the sampler's nor the update's own."""
-        return not (self.on_policy or self.algorithm.rollout_correction.bypass_mode)
+        """Whether the actor computes them before the update."""
+        return self.old_log_probs_from == "actor"
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt + response in tokens; null means the sum of the two limits in `data`."""
+        longest = self.data.max_prompt_length + self.data.max_response_length
+        return self.actor_rollout_ref.rollout.max_model_len or longest
+
+    @property
+    def overlong_buffer_len(self) -> int:
+        """Tokens of the overlong buffer; null means a fifth of the longest response."""
+        return self.reward.overlong_buffer.len or max(1, self.data.max_response_length // 5)
 
     @property
     def data_seed(self) -> int:

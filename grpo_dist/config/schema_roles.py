@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -32,10 +32,7 @@ from grpo_dist.config.field_types import (
     builtin_or_custom,
     one_of,
 )
-from grpo_dist.config.names import AGENT_LOOPS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES, WEIGHT_TRANSPORTS
-
-if TYPE_CHECKING:
-    from grpo_dist.config.schema import DataConfig
+from grpo_dist.names import AGENT_LOOPS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES, WEIGHT_TRANSPORTS
 
 Device = Literal["cpu", "cuda"]
 Colocation = Literal["separate", "actor_ref", "all"]  # which roles share GPUs
@@ -244,11 +241,6 @@ class RolloutConfig(Section):
     def resolved_deterministic(self, device: Device) -> bool:
         """Whether samples are seeded one by one; null means on CPU only."""
         return device == "cpu" if self.deterministic is None else self.deterministic
-
-    def resolved_max_model_len(self, data: DataConfig) -> int:
-        """Longest prompt + response in tokens; null means the sum of the two limits in `data`."""
-        longest = data.max_prompt_length + data.max_response_length
-        return longest if self.max_model_len is None else self.max_model_len
 
 
 class RefConfig(Section):

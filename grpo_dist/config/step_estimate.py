@@ -14,8 +14,8 @@ from typing import Any
 
 from grpo_dist.config.model_shape import ModelShape, model_shape
 from grpo_dist.config.placement import Placement, placement
-from grpo_dist.config.rank_memory import GIB
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.sizes import GIB
 
 # An H100 (80 GB): what is reached of 989 TFLOP/s in bf16, and of 3.35 TB/s.
 GPU_GIB = 79.0

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from grpo_dist.sizes import CHUNK_LOGITS
+
 if TYPE_CHECKING:
     from grpo_dist.engines.exact_kl import ReferenceHead
-
-# Logits of a chunk, in numbers: 64 MiB of float32 on CPU, 512 MiB on GPU, where large matrices pay.
-CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}
 
 # Config entries with which a model does more to its hidden states than one matrix product.
 CHANGES_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")

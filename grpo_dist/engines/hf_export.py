@@ -18,16 +18,16 @@ from grpo_dist.engines.fsdp_engine import FSDPEngine
 from grpo_dist.engines.fsdp_model import full_parameters
 from grpo_dist.engines.model_loading import DTYPES
 from grpo_dist.errors import CheckpointError
+from grpo_dist.sizes import EXPORT_FILE_BYTES
 
-FILE_BYTES = 1 << 30  # most bytes of a file with several tensors: what rank 0 holds of them at once
 WEIGHTS = "model.safetensors"
 
 
 def export_hf_model(engine: FSDPEngine, folder: Path, dtype: str) -> None:
     """Write a folder that `transformers` and vLLM load: config, safetensors, tokenizer. Collective; rank 0 writes.
 
-    The folder is there whole or not at all; one of that name is replaced. Rank 0 holds `FILE_BYTES` at once beside its
-    shards, or the largest tensor; the other ranks drop each tensor as it comes.
+    The folder is there whole or not at all; one of that name is replaced. Rank 0 holds `EXPORT_FILE_BYTES` at once
+    beside its shards, or the largest tensor; the other ranks drop each tensor as it comes.
 
     Args:
         engine: with the policy; LoRA's factors are merged.
@@ -88,7 +88,7 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
 
 
 def _save_safetensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Files of at most `FILE_BYTES`, or of one tensor, with an index if they are several, as `save_pretrained` does."""
+    """Files of at most `EXPORT_FILE_BYTES`, or of one tensor; with an index if they are several, as is usual."""
     from safetensors.torch import save_file
 
     files: list[list[str]] = []
@@ -115,7 +115,7 @@ def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
         tensor = tensor.contiguous()
         if tensor.untyped_storage().nbytes() > tensor.nbytes:  # a part of a larger one, which it would keep
             tensor = tensor.clone()
-        if part and sum(other.nbytes for other in part.values()) + tensor.nbytes > FILE_BYTES:
+        if part and sum(other.nbytes for other in part.values()) + tensor.nbytes > EXPORT_FILE_BYTES:
             yield part
             part = {}
         part[name] = tensor

@@ -8,10 +8,10 @@ from typing import Any
 
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.errors import ConfigError
+from grpo_dist.sizes import CPU_KV_CACHE_GIB, GIB
 
 # vLLM's default block of 128 tokens means that short prompts never share a cached prefix; 32 is the smallest on CPU.
 CPU_BLOCK_SIZE = 32
-CPU_KV_CACHE_GIB = 1.0
 # Where the size of the KV cache is given, vLLM takes this share for nothing but a look at what is free before it
 # starts, and refuses to start; whether there is room for the engine is vllm_memory.py's business.
 UNCHECKED_SHARE = 0.01
@@ -116,4 +116,4 @@ def _memory(settings: EngineSettings) -> dict[str, Any]:
     args: dict[str, Any] = {"block_size": CPU_BLOCK_SIZE} if cpu else {"gpu_memory_utilization": share}
     if settings.free_cache_engine:
         args["enable_sleep_mode"] = True
-    return args | ({} if gib is None else {"kv_cache_memory_bytes": int(gib * 2**30)})
+    return args | ({} if gib is None else {"kv_cache_memory_bytes": int(gib * GIB)})

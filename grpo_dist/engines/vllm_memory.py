@@ -18,8 +18,8 @@ from typing import Any
 
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.errors import EngineError
+from grpo_dist.sizes import GIB
 
-GIB = 2**30
 # A killed process' memory is free again after seconds.
 PATIENCE_S = 120.0
 POLL_S = 0.5

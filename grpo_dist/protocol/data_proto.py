@@ -1,9 +1,9 @@
 """DataProto: the batch that travels between workers.
 
 Columns over one batch axis, of three kinds: dense tensors (N, ...), ragged tensors (`Ragged`) and object columns
-(numpy object arrays); and `meta_info`, a small dict about the whole batch. The method names are verl's. Operations
-return a new object and nothing is changed in place by a callee: what a worker reads from the object store is shared,
-read-only memory. Pickling hands the buffers over out of band, so Ray stores and maps them without a copy.
+(numpy object arrays). The method names are verl's. Operations return a new object and nothing is changed in place by a
+callee: what a worker reads from the object store is shared, read-only memory. Pickling hands the buffers over out of
+band, so Ray stores and maps them without a copy.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ class DataProto:
     Attributes:
         batch: tensor columns, dense (N, ...) or ragged.
         non_tensor_batch: object columns, numpy object arrays (N,).
-        meta_info: facts about the whole batch; not sliced.
     """
 
     batch: dict[str, TensorColumn] = field(default_factory=dict)
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
-    meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         clash = self.batch.keys() & self.non_tensor_batch.keys()
@@ -53,11 +51,10 @@ class DataProto:
         cls,
         tensors: Mapping[str, TensorColumn] | None = None,
         non_tensors: Mapping[str, Any] | None = None,
-        meta_info: Mapping[str, Any] | None = None,
     ) -> DataProto:
         """Build from plain dicts; object columns may be any sequences."""
         objects = {name: object_array(column) for name, column in (non_tensors or {}).items()}
-        return cls(dict(tensors or {}), objects, dict(meta_info or {}))
+        return cls(dict(tensors or {}), objects)
 
     def columns(self) -> dict[str, Any]:
         """All columns by name."""
@@ -84,7 +81,6 @@ class DataProto:
         return DataProto(
             {k: v for k, v in self.batch.items() if k in names},
             {k: v for k, v in self.non_tensor_batch.items() if k in names},
-            self.meta_info,
         )
 
     def pop(self, names: Sequence[str]) -> tuple[DataProto, DataProto]:
@@ -103,7 +99,6 @@ class DataProto:
         return DataProto(
             {**self.batch, **other.batch},
             {**self.non_tensor_batch, **other.non_tensor_batch},
-            {**self.meta_info, **other.meta_info},
         )
 
     def rename(self, names: Mapping[str, str]) -> DataProto:
@@ -121,7 +116,6 @@ class DataProto:
         return DataProto(
             {names.get(k, k): v for k, v in self.batch.items()},
             {names.get(k, k): v for k, v in self.non_tensor_batch.items()},
-            self.meta_info,
         )
 
     # --- rows --------------------------------------------------------------------------------------------------
@@ -134,7 +128,6 @@ class DataProto:
         return DataProto(
             {k: v[tensor_rows] for k, v in self.batch.items()},
             {k: v[picked] for k, v in self.non_tensor_batch.items()},
-            self.meta_info,
         )
 
     reorder = index
@@ -174,7 +167,7 @@ class DataProto:
 
     @classmethod
     def concat(cls, parts: Sequence[DataProto]) -> DataProto:
-        """Rows of all parts, in order. `meta_info` is merged, later parts win.
+        """Rows of all parts, in order.
 
         Raises:
             BatchError: the parts have different columns.
@@ -190,26 +183,24 @@ class DataProto:
         return cls(
             {k: _concat_tensors([p.batch[k] for p in parts]) for k in parts[0].batch},
             {k: np.concatenate([p.non_tensor_batch[k] for p in parts]) for k in parts[0].non_tensor_batch},
-            {k: v for p in parts for k, v in p.meta_info.items()},
         )
 
     # --- wire and disk -----------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         tensors = {k: tuple(_to_array(t) for t in _parts(v)) for k, v in self.batch.items()}
         bf16 = [k for k, v in self.batch.items() if _parts(v)[0].dtype == torch.bfloat16]
-        return {"tensors": tensors, "bf16": bf16, "objects": self.non_tensor_batch, "meta_info": self.meta_info}
+        return {"tensors": tensors, "bf16": bf16, "objects": self.non_tensor_batch}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         parts = {k: [_from_shared(a) for a in arrays] for k, arrays in state["tensors"].items()}
         for name in state["bf16"]:
             parts[name][0] = parts[name][0].view(torch.bfloat16)
         batch = {k: _column(v) for k, v in parts.items()}
-        fields = {"batch": batch, "non_tensor_batch": state["objects"], "meta_info": state["meta_info"]}
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "batch", batch)
+        object.__setattr__(self, "non_tensor_batch", state["objects"])
 
     def save(self, path: str | Path) -> None:
-        """Write `path`.safetensors (tensors) and `path`.json (object columns and meta_info, which must be JSON)."""
+        """Write `path`.safetensors (tensors) and `path`.json (object columns, which must be JSON)."""
         from safetensors.torch import save_file
 
         # clones: columns may share memory (per-token columns share offsets), which safetensors refuses
@@ -220,7 +211,7 @@ class DataProto:
         }
         save_file(parts, f"{path}.safetensors")
         objects = {k: v.tolist() for k, v in self.non_tensor_batch.items()}
-        Path(f"{path}.json").write_text(json.dumps({"non_tensor_batch": objects, "meta_info": self.meta_info}))
+        Path(f"{path}.json").write_text(json.dumps(objects))
 
     @classmethod
     def load(cls, path: str | Path) -> DataProto:
@@ -230,8 +221,8 @@ class DataProto:
         columns: dict[str, list[Tensor]] = {}
         for key, tensor in sorted(load_file(f"{path}.safetensors").items()):
             columns.setdefault(key.rpartition(".")[0], []).append(tensor)
-        rest = json.loads(Path(f"{path}.json").read_text())
-        return cls.from_dict({k: _column(v) for k, v in columns.items()}, rest["non_tensor_batch"], rest["meta_info"])
+        objects = json.loads(Path(f"{path}.json").read_text())
+        return cls.from_dict({k: _column(v) for k, v in columns.items()}, objects)
 
 
 def object_array(values: Any) -> np.ndarray:

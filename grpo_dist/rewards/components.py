@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from grpo_dist.config.names import OVERLONG_PENALTY
 from grpo_dist.errors import ConfigError
+from grpo_dist.names import OVERLONG_PENALTY
 
 KEYS, WEIGHTS = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
 

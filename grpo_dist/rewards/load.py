@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config.names import OVERLONG_PENALTY
 from grpo_dist.errors import ConfigError, GrpoDistError
+from grpo_dist.names import OVERLONG_PENALTY
 from grpo_dist.redact import redact
 from grpo_dist.registry import load_attribute
 from grpo_dist.rewards.base import Form, RewardFunction

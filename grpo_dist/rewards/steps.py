@@ -8,15 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-DEFAULT_SEPARATOR = "\n"
 
-
-def split_steps(text: str, separator: str = DEFAULT_SEPARATOR) -> list[str]:
-    """The steps of a text, without separators and surrounding white space."""
-    return [step.strip() for step in text.split(separator) if step.strip()]
-
-
-def step_ends(token_texts: Sequence[str], separator: str = DEFAULT_SEPARATOR) -> list[int]:
+def step_ends(token_texts: Sequence[str], separator: str) -> list[int]:
     """The position of each step's last token: the one that completes the separator; for the last step, the last one.
 
     Args:
@@ -24,8 +17,7 @@ def step_ends(token_texts: Sequence[str], separator: str = DEFAULT_SEPARATOR) ->
         separator: between steps; may span tokens.
 
     Returns:
-        One position for each of `split_steps("".join(token_texts))`, ascending. Steps that share a token share its
-        position.
+        One position for each step of the text, ascending. Steps that share a token share its position.
     """
     text = "".join(token_texts)
     ends, start, token, consumed = [], 0, 0, len(token_texts[0]) if token_texts else 0

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from grpo_dist.tracking import names
+from grpo_dist.tracking import metric_names
 
 _BAR = "{n_fmt}/{total_fmt} |{bar:16}| {desc} [{elapsed}<{remaining}{postfix}]"
 _TIMED = {"gen": "timing_s/gen", "update": "timing_s/update_actor"}
@@ -111,22 +111,22 @@ def describe(metrics: Mapping[str, float]) -> dict[str, str]:
     the update (`actor/ppo_kl`), which is labelled as such.
     """
     pieces: dict[str, str] = {}
-    if names.REWARD in metrics:
-        pieces["reward"] = f"reward {metrics[names.REWARD]:.3g}"
-    if names.KL_LOSS in metrics:
-        pieces["kl"] = f"kl {metrics[names.KL_LOSS]:.2g}"
-    elif names.PPO_KL in metrics:
-        pieces["kl"] = f"ppo_kl {metrics[names.PPO_KL]:.2g}"
-    accuracy = names.validation_accuracy(metrics)
+    if metric_names.REWARD in metrics:
+        pieces["reward"] = f"reward {metrics[metric_names.REWARD]:.3g}"
+    if metric_names.KL_LOSS in metrics:
+        pieces["kl"] = f"kl {metrics[metric_names.KL_LOSS]:.2g}"
+    elif metric_names.PPO_KL in metrics:
+        pieces["kl"] = f"ppo_kl {metrics[metric_names.PPO_KL]:.2g}"
+    accuracy = metric_names.validation_accuracy(metrics)
     if accuracy is not None:
         pieces["val"] = f"val {accuracy:.3g}"
-    if names.RESPONSE_LENGTH in metrics:
-        pieces["length"] = f"length {metrics[names.RESPONSE_LENGTH]:.1f}"
-    if names.THROUGHPUT in metrics:
-        pieces["speed"] = f"{metrics[names.THROUGHPUT]:.0f} tok/s"
-    if names.STEP_TIME in metrics:
+    if metric_names.RESPONSE_LENGTH in metrics:
+        pieces["length"] = f"length {metrics[metric_names.RESPONSE_LENGTH]:.1f}"
+    if metric_names.THROUGHPUT in metrics:
+        pieces["speed"] = f"{metrics[metric_names.THROUGHPUT]:.0f} tok/s"
+    if metric_names.STEP_TIME in metrics:
         parts = ", ".join(f"{label} {metrics[key]:.1f}" for label, key in _TIMED.items() if key in metrics)
-        pieces["time"] = f"{metrics[names.STEP_TIME]:.1f} s" + (f" ({parts})" if parts else "")
+        pieces["time"] = f"{metrics[metric_names.STEP_TIME]:.1f} s" + (f" ({parts})" if parts else "")
     return pieces
 
 

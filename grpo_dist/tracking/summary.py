@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from grpo_dist.tracking import names
+from grpo_dist.tracking import metric_names
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_WIDTH = 40
@@ -28,7 +28,7 @@ def format_summary(history: Sequence[Row], *, run_dir: Path, seconds: float, hf_
         seconds: wall time of this run, start-up included.
         hf_model: folder of the exported policy; None if there is none.
     """
-    trained = [row for row in history if names.STEP_TIME in row or names.REWARD in row]
+    trained = [row for row in history if metric_names.STEP_TIME in row or metric_names.REWARD in row]
     steps = f"{len(trained)} training step{'' if len(trained) == 1 else 's'}"
     lines = [f"Run finished: {steps} in {format_seconds(seconds)}"]
     lines += [*_validation_lines(history), *_training_lines(trained), *_timing_lines(trained)]
@@ -72,11 +72,11 @@ def format_seconds(seconds: float) -> str:
 def _validation_lines(history: Sequence[Row]) -> list[str]:
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in history:
-        for name, value in names.validation_metrics(row).items():
+        for name, value in metric_names.validation_metrics(row).items():
             curves.setdefault(name, []).append((int(row["step"]), value))
     lines = []
     for name, curve in curves.items():
-        label = f"validation {_kind(name)}" if len(curves) == 1 else name.removeprefix(names.VALIDATION)
+        label = f"validation {_kind(name)}" if len(curves) == 1 else name.removeprefix(metric_names.VALIDATION)
         best_step, best = max(curve, key=lambda point: -math.inf if math.isnan(point[1]) else point[1])
         # One value has no before and after.
         values = f"{curve[0][1]:.3g}"
@@ -92,30 +92,32 @@ def _kind(name: str) -> str:
 
 def _training_lines(trained: Sequence[Row]) -> list[str]:
     lines = []
-    for label, name in (("reward", names.REWARD), ("response length", names.RESPONSE_LENGTH)):
+    for label, name in (("reward", metric_names.REWARD), ("response length", metric_names.RESPONSE_LENGTH)):
         values = [row[name] for row in trained if name in row]
         if values:
-            curve = f"  {sparkline(values, _SPARKLINE_WIDTH)}" if name == names.REWARD and len(values) > 1 else ""
+            curve = (
+                f"  {sparkline(values, _SPARKLINE_WIDTH)}" if name == metric_names.REWARD and len(values) > 1 else ""
+            )
             lines.append(_entry(label, f"{values[0]:.3g} -> {values[-1]:.3g}{curve}"))
-    timed = [row for row in trained if names.THROUGHPUT in row and names.STEP_TIME in row]
-    total = sum(row[names.STEP_TIME] for row in timed)
+    timed = [row for row in trained if metric_names.THROUGHPUT in row and metric_names.STEP_TIME in row]
+    total = sum(row[metric_names.STEP_TIME] for row in timed)
     if total > 0:
         # Weighted by time: all tokens over all seconds, not a mean of rates.
-        tokens = sum(row[names.THROUGHPUT] * row[names.STEP_TIME] for row in timed)
+        tokens = sum(row[metric_names.THROUGHPUT] * row[metric_names.STEP_TIME] for row in timed)
         lines.append(_entry("tokens/s", f"{tokens / total:.0f}"))
     return lines
 
 
 def _timing_lines(trained: Sequence[Row]) -> list[str]:
-    timed = [row for row in trained if names.STEP_TIME in row]
-    total = sum(row[names.STEP_TIME] for row in timed)
+    timed = [row for row in trained if metric_names.STEP_TIME in row]
+    total = sum(row[metric_names.STEP_TIME] for row in timed)
     if total <= 0:
         return []
     sums: dict[str, float] = {}
     for row in timed:
         for name, value in row.items():
-            if name.startswith(names.TIMING) and name != names.STEP_TIME:
-                phase = name.removeprefix(names.TIMING)
+            if name.startswith(metric_names.TIMING) and name != metric_names.STEP_TIME:
+                phase = name.removeprefix(metric_names.TIMING)
                 sums[phase] = sums.get(phase, 0.0) + value
     ordered = sorted(sums.items(), key=lambda item: -item[1])
     rest = total - sum(sums.values())

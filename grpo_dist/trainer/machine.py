@@ -9,12 +9,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_dist.config.memory import GIB
 from grpo_dist.config.node_layout import slots
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.engines.build import build_problem
 from grpo_dist.errors import ConfigError
+from grpo_dist.sizes import GIB
 from grpo_dist.workers.cluster import LOCAL, find_cluster
 
 _CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")

@@ -22,7 +22,7 @@ from grpo_dist.tracking.base import check_trackers
 from grpo_dist.trainer.checkpoint import find_checkpoint, last_checkpoint, read_state
 from grpo_dist.trainer.config_changes import check_changes, digest_code, read_config
 from grpo_dist.trainer.machine import Machine, check_machine
-from grpo_dist.trainer.names import import_reward, resolve_names
+from grpo_dist.trainer.named_code import import_reward, resolve_names
 from grpo_dist.trainer.run_lock import check_run_dir
 from grpo_dist.trainer.run_prompts import Prompts, load_run_prompts, model_setting, read_prompts, total_steps
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_dist.algorithms.advantage import ADVANTAGE
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.tokenize import TokenizedPrompt
@@ -230,7 +231,8 @@ class TrainingSampler:
         if attempt == len(state.drawn):
             state.drawn.append(self._draw())
         requests = self._requests(state.drawn[attempt], step, attempt)
-        greedy = list(self._greedy(requests)) if self.config.algorithm.adv_estimator == "remax" else []
+        needs = ADVANTAGE.needs(self.config.algorithm.adv_estimator)
+        greedy = list(self._greedy(requests)) if "reward_baselines" in needs else []
         requests += greedy
         finished = {i: self.restored.pop(each.uid) for i, each in enumerate(requests) if each.uid in self.restored}
         state.jobs.append(self.pump.submit(requests, sources=self.sources, finished=finished))

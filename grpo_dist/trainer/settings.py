@@ -8,7 +8,6 @@ from pathlib import Path
 
 from grpo_dist.algorithms.kl_control import KLController
 from grpo_dist.algorithms.targets import TargetSettings
-from grpo_dist.config.names import TOKEN_SELECTING_LOSSES
 from grpo_dist.config.placement import Placement
 from grpo_dist.config.schema import KLCtrlConfig, RunConfig
 from grpo_dist.config.schema_roles import ModelConfig
@@ -22,6 +21,7 @@ from grpo_dist.engines.settings import (
     SamplingSettings,
     choose_layout,
 )
+from grpo_dist.names import TOKEN_SELECTING_LOSSES
 from grpo_dist.registry import absolute
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.policy import PolicySettings
@@ -75,8 +75,7 @@ def target_settings(config: RunConfig) -> TargetSettings:
         kl_penalty=absolute(algorithm.kl_penalty) if algorithm.use_kl_in_reward else None,
         rollout_correction=correction.model_dump(exclude={"bypass_mode", "loss_type"})
         | {"rollout_is": config.rollout_is},
-        bypass_mode=correction.bypass_mode,
-        on_policy=config.on_policy,
+        old_log_probs_from=config.old_log_probs_from,
         mask_truncated=algorithm.mask_truncated_responses,
         top_entropy_quantile=actor.top_entropy_quantile,
         loss_mode=absolute(actor.policy_loss.loss_mode),
@@ -151,7 +150,7 @@ def reward_settings(config: RunConfig) -> RewardSettings:
     model, custom = config.actor_rollout_ref.model, config.custom_reward_function
     path = str(Path(custom.path).absolute()) if custom.path and custom.path.endswith(".py") else custom.path
     buffer = config.reward.overlong_buffer
-    penalty = OverlongPenalty(config.data.max_response_length, buffer.resolved_len(config.data), buffer.penalty_factor)
+    penalty = OverlongPenalty(config.data.max_response_length, config.overlong_buffer_len, buffer.penalty_factor)
     return RewardSettings(
         model.path,
         model.trust_remote_code,
@@ -161,7 +160,7 @@ def reward_settings(config: RunConfig) -> RewardSettings:
         timeout_s=config.reward.timeout_s,
         failure_score=config.reward.failure_score,
         overlong_penalty=penalty if buffer.enable else None,
-        step_separator=config.reward.step_separator if config.algorithm.adv_estimator == "grpo_process" else None,
+        step_separator=config.reward.step_separator if "step_mask" in target_settings(config).needs else None,
     )
 
 
@@ -183,7 +182,7 @@ def _model_settings(config: RunConfig, place: Placement, model_dtype: str, compu
         reshard_after_forward=config.actor_rollout_ref.actor.fsdp_config.reshard_after_forward,
         override_config=model.override_config,
         lora=_lora_settings(model),
-        max_model_len=config.actor_rollout_ref.rollout.resolved_max_model_len(config.data),
+        max_model_len=config.max_model_len,
         layout=choose_layout(
             use_remove_padding=model.use_remove_padding,
             use_prefix_grouper=config.actor_rollout_ref.actor.use_prefix_grouper,
@@ -230,7 +229,7 @@ def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSe
         dtype=rollout.resolved_dtype(config.default_dtype),
         trust_remote_code=model.trust_remote_code,
         tensor_parallel_size=place.tensor_parallel,
-        max_model_len=rollout.resolved_max_model_len(config.data),
+        max_model_len=config.max_model_len,
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
@@ -253,7 +252,7 @@ def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSe
 def time_limits(config: RunConfig) -> TimeLimits:
     """How long a worker may take to answer."""
     stages = {"start": config.actor_rollout_ref.rollout.startup_timeout_s}
-    stages |= config.trainer.stage_timeout_s.model_dump(exclude_none=True)
+    stages |= {stage: limit for stage, limit in config.trainer.stage_timeout_s.items() if limit is not None}
     return TimeLimits(config.trainer.worker_timeout_s, stages)
 
 

@@ -176,7 +176,7 @@ class GRPOTrainer:
             yield
         except KeyboardInterrupt:
             # a second SIGTERM does not wait, and between two steps there is no state to save
-            if self.preemption.asked and not self.preemption.held and self.config.trainer.save_on_sigterm:
+            if self.preemption.asked and not self.preemption.held:
                 try:
                     if self.step > self.saver.step:
                         self.progress.message("SIGTERM: writing a checkpoint")
@@ -289,7 +289,7 @@ class GRPOTrainer:
         """What the actor itself computes of a batch: at staleness 0 that comes with the rollout."""
         if self._actor_is_reference:
             batch = self.reference_log_probs(batch)
-        if self.targets.needs_old_log_probs:
+        if self.config.needs_old_log_probs:
             batch = self.old_log_probs(batch)
         return batch
 
@@ -326,7 +326,7 @@ class GRPOTrainer:
     async def measure(self, batch: DataProtoRef) -> None:
         """Turn the step's batch and timings into metrics."""
         self.metrics |= batch_metrics(batch)
-        if self.targets.on_policy:
+        if self.config.on_policy:
             self.metrics |= await self.roles.reward.rollout_diagnostics(batch, self.targets.rollout_correction)
         self.metrics |= performance_metrics(self.timings, self.metrics, num_devices=self.num_devices)
         self.metrics["training/epoch"] = self.prompts.sampler.epoch
@@ -387,7 +387,7 @@ class GRPOTrainer:
             sources["ref"] = functools.partial(ref.compute_log_probs, "ref_log_prob")
         if not self.staleness and self._actor_is_reference:
             sources["ref"] = functools.partial(actor.compute_log_probs, "ref_log_prob", method="compute_reference")
-        if not self.staleness and self.targets.needs_old_log_probs:
+        if not self.staleness and self.config.needs_old_log_probs:
             sources["old_log_prob"] = functools.partial(actor.compute_log_probs, "old_log_prob")
         return sources
 

@@ -57,7 +57,7 @@ class BatchWork(Process):
         lengths = data["token_level_scores"].lengths
         small = {name: torch.as_tensor(values) for name, values in batch.small.items() if name != "uid"}
         components = {k.removeprefix(EXTRA): v for k, v in small.items() if k.startswith(EXTRA)}
-        if settings.adv_estimator == "gdpo":
+        if "reward_components" in settings.needs:
             settings = self._naming_components(settings, components)
             nobody = torch.full((len(lengths),), torch.nan)  # a declared one may apply to no response of this batch
             components = dict.fromkeys(self.components, nobody) | components

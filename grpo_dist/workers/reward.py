@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_dist.config.names import OVERLONG_PENALTY
 from grpo_dist.errors import RewardError
+from grpo_dist.names import OVERLONG_PENALTY
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.base import RewardResult

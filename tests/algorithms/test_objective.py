@@ -5,8 +5,8 @@ import torch
 
 from grpo_dist.algorithms import policy_objective
 from grpo_dist.algorithms.policy_loss import DEFAULTS, POLICY_LOSS
-from grpo_dist.config.names import KL_LOSS_TYPES, LOSS_AGG_MODES, TOKEN_SELECTING_LOSSES
 from grpo_dist.errors import BatchError
+from grpo_dist.names import KL_LOSS_TYPES, LOSS_AGG_MODES, TOKEN_SELECTING_LOSSES
 from tests.messages import refuses
 
 SHAPE = (2, 2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets, high_entropy
-from grpo_dist.config.names import ADV_ESTIMATORS
+from grpo_dist.names import ADV_ESTIMATORS
 
 # Two responses to one prompt, 2 and 3 tokens, scores 1 and 0; the second was cut short.
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]], dtype=torch.int8)
@@ -113,7 +113,7 @@ def test_correction_weighs_and_rejects() -> None:
 
 def test_bypass_takes_the_samplers_log_probs() -> None:
     columns = {name: values for name, values in COLUMNS.items() if name != "old_log_probs"}
-    out, metrics = compute_targets(columns, TargetSettings("grpo", PLAIN, bypass_mode=True), **ROWS)
+    out, metrics = compute_targets(columns, TargetSettings("grpo", PLAIN, old_log_probs_from="rollout"), **ROWS)
     assert torch.equal(out["old_log_probs"], COLUMNS["rollout_log_probs"])
     assert metrics.keys() == TOKEN_METRICS, "nothing to compare: zeros would be no measurement"
 
@@ -150,14 +150,14 @@ def test_columns_are_those_that_are_read() -> None:
     assert TargetSettings("grpo").columns == ("old_log_probs",)
     everything = TargetSettings("grpo_process", kl_penalty="k1", top_entropy_quantile=0.2)
     assert everything.columns == ("old_log_probs", "ref_log_probs", "old_entropies", "step_mask")
-    assert TargetSettings("grpo", bypass_mode=True).columns == ()
-    assert TargetSettings("grpo", on_policy=True).columns == ()
+    assert TargetSettings("grpo", old_log_probs_from="rollout").columns == ()
+    assert TargetSettings("grpo", old_log_probs_from="update").columns == ()
 
 
 def test_on_policy_nothing_is_compared_yet() -> None:
     """The advantages do not need the old log-probs, and the update brings them."""
     columns = {name: values for name, values in COLUMNS.items() if name != "old_log_probs"}
-    out, metrics = compute_targets(columns, TargetSettings("grpo", PLAIN, on_policy=True), **ROWS)
+    out, metrics = compute_targets(columns, TargetSettings("grpo", PLAIN, old_log_probs_from="update"), **ROWS)
     expected, _ = compute_targets(COLUMNS, TargetSettings("grpo", PLAIN), **ROWS)
     assert torch.equal(out["advantages"], expected["advantages"])
     assert "old_log_probs" not in out

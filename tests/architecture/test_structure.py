@@ -25,10 +25,11 @@ TESTED_ELSEWHERE = {
     **{f"algorithms/policy_loss/{name}.py": "algorithms/test_policy_loss.py" for name in POLICY_LOSS_FILES},
     "config/field_types.py": "config/test_schema.py",  # the types of the schema
     "config/keys.py": "config/test_load.py",  # hints in messages
-    "config/names.py": "config/test_schema.py",  # compared with the registries there
+    "names.py": "config/test_schema.py",  # compared with the registries there
+    "sizes.py": "config/test_memory.py",  # counted with there
     "config/notes.py": "config/test_rules.py",  # the other half of what is said about a config
     "config/schema_roles.py": "config/test_schema.py",  # a part of the schema
-    "config/schema_health.py": "trainer/test_health.py",  # a part of the schema
+    "config/schema_health.py": "trainer/test_health.py",  # the rules that are judged there
     "config/model_shape.py": "config/test_plan.py",  # sizes that the dry run counts with
     "config/rank_memory.py": "config/test_memory.py",  # the ranks of its roles
     "config/overrides.py": "config/test_load.py",  # the command line
@@ -40,8 +41,7 @@ TESTED_ELSEWHERE = {
     "engines/sharded.py": "engines/test_lora.py",  # one line, which gathers merged weights
     "engines/vllm_core.py": "engines/test_vllm_engine.py",  # how the engine starts on CPU
     "engines/vllm_weight_backend.py": "engines/test_vllm_engine.py",  # runs inside vLLM only
-    "tracking/names.py": "tracking/test_summary.py",  # metric names
-    "trainer/health_rules.py": "trainer/test_health.py",  # what health.py holds metrics against
+    "tracking/metric_names.py": "tracking/test_summary.py",  # metric names
     "trainer/build.py": "e2e/test_main_job.py",  # started workers
     "trainer/finished_groups.py": "trainer/test_staleness.py",  # written and read by a run that samples ahead
     "trainer/rollout_job.py": "trainer/test_trainer.py",  # every rollout there goes through it

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.config.keys import nearest_keys
-from grpo_dist.config.load import dump_config, load_config, load_resolved
+from grpo_dist.config.load import load_config, readable_config
 from grpo_dist.config.usage import usage
 from grpo_dist.errors import ConfigError
-from tests.messages import refuses, says
+from tests.config.read_back import read_back
+from tests.messages import says
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -117,7 +118,7 @@ def test_rules_keep_quiet_about_keys_that_are_wrong_themselves():
         ("~trainer.seed", "~trainer.seed:"),
         ("trainer.seed=[1", "trainer.seed=[1:"),
         ("trainer.seed=1,2", "sweep"),
-        ("trainer=3", "stage_timeout_s, health,"),
+        ("trainer=3", "health, total_epochs,"),
         ("actor_rollout_ref=x", "model, actor, rollout, ref"),
         ("--multirun", "--help"),
         ("", "'':"),
@@ -194,24 +195,11 @@ def test_missing_files_stop_a_run_and_a_dry_run_of_this_machine_but_not_one_of_t
 
 def test_round_trip():
     config = load(f"{ACTOR}.optim.lr=3e-7", "trainer.experiment_name='0123'", "trainer.logger=[]")
-    text = dump_config(config)
-    assert load_resolved(text) == config
-    assert load_resolved(text).trainer.experiment_name == "0123"
-    assert load_resolved(text).actor_rollout_ref.actor.optim.lr == 3e-7
+    text = readable_config(config)
+    assert read_back(text) == config
+    assert read_back(text).trainer.experiment_name == "0123"
+    assert read_back(text).actor_rollout_ref.actor.optim.lr == 3e-7
     assert "${" not in text
-
-
-@pytest.mark.parametrize(
-    ("edit", "parts"),
-    [
-        (("seed: 1\n", "sed: 1\n"), ["trainer.sed:", "trainer.seed?"]),
-        (("adv_estimator: grpo", "adv_estimator: ppo"), ["algorithm.adv_estimator=ppo"]),
-        (("algorithm:", "algorithm: ["), ["YAML"]),
-    ],
-)
-def test_a_spoilt_file_is_refused(edit, parts):
-    with refuses(ConfigError, *parts):
-        load_resolved(dump_config(load()).replace(*edit))
 
 
 def test_the_check_loads_no_heavy_module():

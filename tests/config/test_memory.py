@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.config.load import load_config
-from grpo_dist.config.memory import GIB, RoleMemory, memory_estimate
+from grpo_dist.config.memory import RoleMemory, memory_estimate
+from grpo_dist.sizes import GIB
 from tests.memory_cells import CELLS, FSDP, MODELS, QUICK, measured, planned, run_config
 
 MODEL = "actor_rollout_ref.model"

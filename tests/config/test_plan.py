@@ -6,9 +6,10 @@ import pytest
 import transformers
 
 from grpo_dist.config.load import load_config
-from grpo_dist.config.memory import GIB, kv_cache_tokens, memory_estimate
+from grpo_dist.config.memory import kv_cache_tokens, memory_estimate
 from grpo_dist.config.model_shape import model_config_at_hand, model_shape
 from grpo_dist.config.plan import batch_arithmetic, format_plan, format_summary
+from grpo_dist.sizes import GIB
 from tests.messages import says
 
 ACTOR = "actor_rollout_ref.actor"
@@ -149,15 +150,6 @@ def test_memory_with_lora_is_that_of_its_factors(tmp_path):
 )
 def test_where_old_log_probs_come_from(override, passes):
     assert dict(batch_arithmetic(load(override)[0]))["old log-prob passes per actor rank"] == passes
-
-
-def test_numbers_of_the_engines_are_the_engines():
-    from grpo_dist.config.memory import CPU_KV_CACHE_GIB
-    from grpo_dist.config.rank_memory import CHUNK_LOGITS
-    from grpo_dist.engines import head, vllm_args
-
-    assert vllm_args.CPU_KV_CACHE_GIB == CPU_KV_CACHE_GIB
-    assert head.CHUNK_LOGITS == CHUNK_LOGITS
 
 
 def test_plan_of_a_local_model(tmp_path):

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from grpo_dist.config.keys import leaf_keys
-from grpo_dist.config.load import dump_config, load_config, load_resolved
-from grpo_dist.config.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
+from grpo_dist.config.load import load_config, readable_config
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
+from tests.config.read_back import read_back
 
-DEFAULT = yaml.safe_load(dump_config(load_config([])[0]))
+DEFAULT = yaml.safe_load(readable_config(load_config([])[0]))
 VALUES: list[Any] = [
     None, True, False, -1, 0, 1, 2, 7, 1024, 0.0, 1e-6, 0.1, 0.5, 1.0, 1.7, 3.5, 1e30,
     "text", "1e-6", "null", "it's: {x} # é", "grpo_dist.rewards.format", "my.module:function",
@@ -47,9 +48,9 @@ def test_schema_to_yaml_to_schema_is_the_identity(data: st.DataObject) -> None:
     for key in data.draw(st.sets(st.sampled_from(leaf_keys()), max_size=30)):
         raw = with_value(raw, key, data.draw(st.sampled_from(ACCEPTED[key])))
     config = RunConfig.model_validate(raw)
-    text = dump_config(config)
-    assert load_resolved(text) == config
-    assert dump_config(load_resolved(text)) == text
+    text = readable_config(config)
+    assert read_back(text) == config
+    assert readable_config(read_back(text)) == text
 
 
 def test_every_key_accepts_some_value_and_most_refuse_some() -> None:

@@ -2,20 +2,22 @@
 
 import pytest
 
-from grpo_dist.algorithms import aggregate
 from grpo_dist.algorithms.advantage import ADVANTAGE
+from grpo_dist.algorithms.advantage import DEFAULTS as ADVANTAGE_OPTIONS
 from grpo_dist.algorithms.kl import KL
-from grpo_dist.algorithms.policy_loss import POLICY_LOSS, TOKEN_SELECTING
+from grpo_dist.algorithms.policy_loss import DEFAULTS as LOSS_OPTIONS
+from grpo_dist.algorithms.policy_loss import POLICY_LOSS
 from grpo_dist.config import schema
 from grpo_dist.config.load import load_config
-from grpo_dist.config.names import (
+from grpo_dist.errors import ConfigError
+from grpo_dist.names import (
     ADV_ESTIMATORS,
+    GROUP_ADV_ESTIMATORS,
     KL_LOSS_TYPES,
-    LOSS_AGG_MODES,
     LOSS_MODES,
+    SEQUENCE_LOSSES,
     TOKEN_SELECTING_LOSSES,
 )
-from grpo_dist.errors import ConfigError
 from tests.messages import refuses, says
 
 ACTOR = "actor_rollout_ref.actor"
@@ -36,8 +38,16 @@ def test_names_are_those_of_the_registries():
     assert sorted(ADV_ESTIMATORS) == ADVANTAGE.names()
     assert sorted(name for name in KL_LOSS_TYPES if not name.endswith("+")) == KL.names()
     assert sorted(LOSS_MODES) == POLICY_LOSS.names()
-    assert set(TOKEN_SELECTING_LOSSES) == set(TOKEN_SELECTING)
-    assert LOSS_AGG_MODES == aggregate.LOSS_AGG_MODES
+    assert set(GROUP_ADV_ESTIMATORS) == {name for name in ADVANTAGE.names() if "groups" in ADVANTAGE.needs(name)}
+    assert set(TOKEN_SELECTING_LOSSES) | set(SEQUENCE_LOSSES) <= set(LOSS_MODES)
+
+
+def test_a_function_without_options_has_the_configs() -> None:
+    config = load()
+    actor = config.actor_rollout_ref.actor.model_dump()
+    given = config.algorithm.model_dump() | actor | actor["policy_loss"]
+    assert {name: given[name] for name in ADVANTAGE_OPTIONS} == ADVANTAGE_OPTIONS
+    assert {name: given[name] for name in LOSS_OPTIONS} == LOSS_OPTIONS
 
 
 def test_defaults_are_grpo():
@@ -253,11 +263,11 @@ def test_null_lengths_seeds_and_reference():
     config = load("trainer.seed=7")
     assert config.data_seed == 7
     assert config.needs_reference
-    assert config.actor_rollout_ref.rollout.resolved_max_model_len(config.data) == 128
+    assert config.max_model_len == 128
     other = load("data.seed=3", f"{ACTOR}.use_kl_loss=false", f"{ROLLOUT}.max_model_len=200")
     assert other.data_seed == 3
     assert not other.needs_reference
-    assert other.actor_rollout_ref.rollout.resolved_max_model_len(other.data) == 200
+    assert other.max_model_len == 200
 
 
 def test_config_is_read_only():

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from grpo_dist.config.load import load_config
-from grpo_dist.config.rank_memory import GIB
 from grpo_dist.config.step_estimate import (
     BANDWIDTH,
     DECODE_OVERHEAD_S,
@@ -19,6 +18,7 @@ from grpo_dist.config.step_estimate import (
     StepEstimate,
     step_estimate,
 )
+from grpo_dist.sizes import GIB
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 # 4 heads of 256; layer: 4 * 1024^2 + 3 * 1024 * 4096 + 2 * 1024 numbers; embedding and head: 32,000 * 1024 each.

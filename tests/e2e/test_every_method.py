@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.config.load import load_config
-from grpo_dist.config.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
+from grpo_dist.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
 from grpo_dist.trainer.build import Workers, build_trainer
 from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.roles import Roles

@@ -19,6 +19,7 @@ import pytest
 
 from grpo_dist.tracking.jsonl import read_metrics
 from tests.chaos.runs import STEPS, Outcome, train
+from tests.config.read_back import read_back
 from tests.messages import says
 from tests.observed import assert_gone, command_line
 from tests.trainer.metrics_page import PAGE, undocumented
@@ -98,10 +99,8 @@ def test_trainer_and_engine_agree_on_log_probs(main_run: Outcome) -> None:
 
 
 def test_run_directory(main_run: Outcome) -> None:
-    from grpo_dist.config.load import load_resolved
-
     run_dir = main_run.run_dir
-    assert load_resolved((run_dir / "config.yaml").read_text()).trainer.total_training_steps == STEPS
+    assert read_back((run_dir / "config.yaml").read_text()).trainer.total_training_steps == STEPS
     rows = [json.loads(line) for line in (run_dir / f"rollouts/{STEPS}.jsonl").read_text().splitlines()]
     assert len(rows) == 4 * 4
     assert list(run_dir.glob("tensorboard/*tfevents*"))

@@ -19,8 +19,6 @@ from tests.messages import says
 from tests.models import objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
 
-BROKEN = "a model that ignores the mask"
-
 
 def columns(engine: FSDPEngine, data: DataProto) -> list[Any]:
     found = engine.compute_columns(data, ("log_probs", "entropies"), micro_batch_size=8)

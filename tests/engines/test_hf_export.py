@@ -26,7 +26,7 @@ def export_twice(rank: int, model: str, folder: Path) -> str:
     """Once as it should be; then in files of 30 kB where none may grow beyond 20: the first is refused on the way."""
     engine = trainable_engine(model)
     export_hf_model(engine, folder, "fp32")
-    hf_export.FILE_BYTES = 30_000
+    hf_export.EXPORT_FILE_BYTES = 30_000
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
@@ -48,7 +48,7 @@ def test_a_full_disk_leaves_the_one_before_and_all_ranks_say_so(random_models: d
 
 def export(rank: int, model: str, folder: Path, lora: LoraSettings | None) -> dict[str, Any]:
     """A trained policy in small files, in both types."""
-    hf_export.FILE_BYTES = 20_000
+    hf_export.EXPORT_FILE_BYTES = 20_000
     engine = trainable_engine(model, lora=lora)
     ranks = torch.distributed.get_world_size()
     rows = random_batch(num_groups=2, n=2).index(np.arange(4)[rank::ranks])

@@ -66,7 +66,7 @@ def _status(name: str) -> int:
 
 
 def load_and_export(rank: int, path: str, folder: Path, dtype: str, file_bytes: int) -> tuple[int, int]:
-    hf_export.FILE_BYTES = file_bytes
+    hf_export.EXPORT_FILE_BYTES = file_bytes
     settings = ModelSettings(path, False, "fp32", "bf16", False, True)
     engine, loading = peak(lambda: FSDPEngine(settings, device="cpu", temperature=1.0))
     _, exporting = peak(lambda: export_hf_model(engine, folder, dtype))

@@ -11,8 +11,9 @@ import pytest
 
 from grpo_dist.engines import vllm_memory
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.vllm_memory import GIB, GPU, Footprint, footprint, gpus, needed_gib, wait_until_free
+from grpo_dist.engines.vllm_memory import GPU, Footprint, footprint, gpus, needed_gib, wait_until_free
 from grpo_dist.errors import EngineError
+from grpo_dist.sizes import GIB
 from tests.messages import refuses, says
 from tests.workers.test_weight_transport import engine_settings
 

@@ -8,10 +8,11 @@ import time
 import pytest
 
 from grpo_dist.config.keys import leaf_keys, section_keys
-from grpo_dist.config.load import dump_config, load_config, load_resolved
+from grpo_dist.config.load import load_config, readable_config
 from grpo_dist.config.overrides import group_options
 from grpo_dist.config.plan import format_plan, format_summary
 from grpo_dist.errors import ConfigError
+from tests.config.read_back import read_back
 
 CASES, PARTS = 2000, 4
 LONGEST_MESSAGE = 20_000
@@ -126,7 +127,7 @@ def outcome(line: list[str]) -> str:
         config, notes = load_config(line)
     except ConfigError as error:
         return str(error)
-    assert load_resolved(dump_config(config)) == config
+    assert read_back(readable_config(config)) == config
     assert format_plan(config, notes).encode()
     assert format_summary(config, notes).encode()
     return "loads"

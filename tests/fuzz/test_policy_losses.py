@@ -13,7 +13,8 @@ from torch import Tensor
 
 from grpo_dist.algorithms import agg_loss, compute_policy_loss
 from grpo_dist.algorithms.aggregate import LOSS_AGG_MODES
-from grpo_dist.algorithms.policy_loss import DEFAULTS, POLICY_LOSS, TOKEN_SELECTING, token_selection
+from grpo_dist.algorithms.policy_loss import DEFAULTS, POLICY_LOSS, token_selection
+from grpo_dist.names import TOKEN_SELECTING_LOSSES
 from tests.fuzz.batches import EXAMPLES, FEW, Batch, Shape, assert_near, batches, cuts, decided, derivative, shapes
 from tests.fuzz.papers import Rows
 from tests.fuzz.papers.aggregates import AGGREGATES
@@ -139,7 +140,7 @@ def test_policy_losses(
 ) -> None:
     """Value and gradient, in parts with the counts of the whole."""
     shape, parts = batch.shape, data.draw(cuts(batch.shape.rows))
-    picked = data.draw(shape.on_grid(0, 1, 1)) if name in TOKEN_SELECTING else None
+    picked = data.draw(shape.on_grid(0, 1, 1)) if name in TOKEN_SELECTING_LOSSES else None
     selected = {(i, t) for i, row in enumerate(picked or []) for t, value in enumerate(row) if value}
     rows, scale = batch.trained(selected), factor or shape.columns
     with decided():

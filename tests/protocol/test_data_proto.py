@@ -19,7 +19,6 @@ def batch() -> DataProto:
             "r": Ragged.from_rows([[1], [2, 3], []], torch.int32),
         },
         {"uid": ["a", "b", "c"]},
-        {"step": 4},
     )
 
 
@@ -52,16 +51,14 @@ def test_select_pop_rename() -> None:
     renamed = batch().rename({"x": "z", "uid": "id"})
     assert list(renamed.columns()) == ["z", "y", "r", "id"]
     assert renamed["z"].tolist() == [10, 20, 30]
-    assert renamed.meta_info == {"step": 4}
 
 
 def test_union() -> None:
     more = DataProto.from_dict(
-        {"z": torch.tensor([7, 8, 9]), "x": torch.tensor([10, 20, 30])}, {"uid": ["a", "b", "c"]}, {"epoch": 1}
+        {"z": torch.tensor([7, 8, 9]), "x": torch.tensor([10, 20, 30])}, {"uid": ["a", "b", "c"]}
     )
     both = batch().union(more)
     assert content(both) == WHOLE | {"z": [7, 8, 9]}
-    assert both.meta_info == {"step": 4, "epoch": 1}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +95,6 @@ def test_union_refuses_a_column_that_differs(column: dict) -> None:
 def test_index(rows: object, expected: list[int]) -> None:
     picked = batch().index(rows)
     assert content(picked) == {name: [column[i] for i in expected] for name, column in WHOLE.items()}
-    assert picked.meta_info == {"step": 4}
 
 
 def test_slice_split_chunk() -> None:
@@ -129,9 +125,7 @@ def test_pad_and_unpad() -> None:
 
 def test_concat() -> None:
     assert content(DataProto.concat([batch().slice(0, 1), batch().slice(1, 3)])) == WHOLE
-    other = DataProto.from_dict(batch().batch, batch().non_tensor_batch, {"step": 5})
-    joined = DataProto.concat([batch(), other])
-    assert (len(joined), joined.meta_info) == (6, {"step": 5})
+    assert len(DataProto.concat([batch(), batch()])) == 6
     assert len(DataProto.concat([])) == 0
 
 
@@ -140,7 +134,6 @@ def test_operations_leave_the_original_alone() -> None:
     data.select(["x"]), data.pop(["x"]), data.rename({"x": "q"}), data.index([2]), data.repeat(2, interleave=True)
     data.union(DataProto.from_dict({"z": torch.zeros(3)})), data.pad_to_divisor(5), DataProto.concat([data, data])
     assert content(data) == WHOLE
-    assert data.meta_info == {"step": 4}
     with pytest.raises(AttributeError):
         data.batch = {}  # type: ignore[misc]
 
@@ -188,7 +181,6 @@ def test_save_and_load(tmp_path: Path) -> None:
     batch().save(tmp_path / "batch")
     loaded = DataProto.load(tmp_path / "batch")
     assert content(loaded) == WHOLE
-    assert loaded.meta_info == {"step": 4}
     assert loaded["r"].values.dtype == torch.int32
     assert loaded["uid"].dtype == object
 

@@ -1,6 +1,6 @@
 import pytest
 
-from grpo_dist.rewards.steps import split_steps, step_ends
+from grpo_dist.rewards.steps import step_ends
 
 
 @pytest.mark.parametrize(
@@ -17,5 +17,5 @@ from grpo_dist.rewards.steps import split_steps, step_ends
     ],
 )
 def test_steps_and_their_last_tokens(tokens: list[str], separator: str, steps: list[str], ends: list[int]) -> None:
-    assert split_steps("".join(tokens), separator) == steps
+    assert [step.strip() for step in "".join(tokens).split(separator) if step.strip()] == steps
     assert step_ends(tokens, separator) == ends

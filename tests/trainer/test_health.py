@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.config.load import load_config
-from grpo_dist.config.schema_health import HealthConfig
+from grpo_dist.config.load import load_config, readable_config
+from grpo_dist.config.schema_health import RULES, HealthConfig
 from grpo_dist.errors import ConfigError, HealthError
-from grpo_dist.trainer.health import HealthMonitor, Judgement
-from grpo_dist.trainer.health_rules import RULES, START_STEPS
+from grpo_dist.trainer.health import START_STEPS, HealthMonitor, Judgement
+from tests.config.read_back import read_back
 from tests.messages import refuses, says
 
 DEFAULTS = load_config([])[0].trainer.health
@@ -82,8 +82,18 @@ def texts(judgements: list[Judgement]) -> list[str]:
     return [text for judgement in judgements for text in judgement.warnings]
 
 
-def test_every_rule_has_its_section_and_every_section_its_rule() -> None:
+def test_the_table_has_a_row_for_each_rule() -> None:
     assert set(RULES) == HealthConfig.model_fields.keys() - {"repeat_every", "solved"}
+    assert set(RULES) == set(DEFAULTS.model_dump()) - {"repeat_every", "solved"}
+
+
+def test_a_config_names_only_what_it_changes() -> None:
+    health = load_config(["trainer.health.kl.action=stop", "trainer.health.grad_norm={window: 4, threshold: 2}"])[0]
+    changed = health.trainer.health
+    assert changed.kl == DEFAULTS.kl.model_copy(update={"action": "stop"})
+    assert changed.grad_norm == DEFAULTS.grad_norm.model_copy(update={"window": 4, "threshold": 2.0})
+    assert changed.entropy == DEFAULTS.entropy
+    assert read_back(readable_config(health)) == health
 
 
 def test_a_healthy_run_is_silent() -> None:

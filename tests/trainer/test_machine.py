@@ -10,7 +10,8 @@ import pytest
 
 from grpo_dist.config.load import load_config
 from grpo_dist.errors import ConfigError
-from grpo_dist.trainer.machine import GIB, check_machine, gpu_memory_gib, memory_gib
+from grpo_dist.sizes import GIB
+from grpo_dist.trainer.machine import check_machine, gpu_memory_gib, memory_gib
 from grpo_dist.workers import cluster
 from tests.messages import refuses, says
 

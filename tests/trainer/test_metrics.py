@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import grpo_dist
+from grpo_dist.config.schema_health import RULES
 from grpo_dist.errors import WorkerLost
-from grpo_dist.trainer.health_rules import RULES
 from grpo_dist.trainer.metrics import PeakMemory, performance_metrics, zero_variance_share
 from grpo_dist.workers.event_loop import run
 from tests.trainer.metrics_page import PAGE, documented_names, undocumented

@@ -230,7 +230,8 @@ def test_the_size_of_a_bucket() -> None:
 
 
 def test_time_limits_by_stage() -> None:
-    limits = time_limits(load("trainer.worker_timeout_s=100", "trainer.stage_timeout_s.generate=7"))
+    stages = "trainer.stage_timeout_s"
+    limits = time_limits(load("trainer.worker_timeout_s=100", f"{stages}.generate=7", f"{stages}.update=null"))
     assert [limits.of(stage) for stage in ("generate", "update", "start")] == [7.0, 100.0, 900.0]
 
 

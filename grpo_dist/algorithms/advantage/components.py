@@ -16,7 +16,7 @@ from grpo_dist.errors import ConfigError
 ROUNDING = 1e-6
 
 
-@ADVANTAGE.register("gdpo")
+@ADVANTAGE.register("gdpo", needs=("groups", "reward_components"))
 def gdpo(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Each reward component is normalised in its group on its own; their weighted sum is whitened over the batch.
 

@@ -15,7 +15,7 @@ from grpo_dist.algorithms.advantage.groups import STD_EPS
 from grpo_dist.algorithms.advantage.inputs import ADVANTAGE, AdvantageInputs
 
 
-@ADVANTAGE.register("grpo")
+@ADVANTAGE.register("grpo", needs=("groups",))
 def grpo(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Group-relative advantage: (s - mean(group)) / (std(group) + 1e-6).
 
@@ -26,7 +26,7 @@ def grpo(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Ten
     return _same(batch.on_tokens(normalised))
 
 
-@ADVANTAGE.register("grpo_passk")
+@ADVANTAGE.register("grpo_passk", needs=("groups",))
 def grpo_passk(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Pass@k: only the best response of a group counts, by its lead: (s_max - s_second) / (std(group) + 1e-6).
 
@@ -41,7 +41,7 @@ def grpo_passk(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tenso
     return _same(batch.on_tokens(lead))
 
 
-@ADVANTAGE.register("rloo")
+@ADVANTAGE.register("rloo", needs=("groups",))
 def rloo(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Leave-one-out baseline: s - mean(the group's other scores). RLOO (arXiv 2402.14740)."""
     groups, scores = batch.groups, batch.scores
@@ -49,7 +49,7 @@ def rloo(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Ten
     return _same(batch.on_tokens((scores - groups.mean(scores)) * leave_one_out))
 
 
-@ADVANTAGE.register("opo")
+@ADVANTAGE.register("opo", needs=("groups",))
 def opo(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Length-weighted baseline, which minimises the gradient's variance: s - sum(length * s) / sum(length).
 
@@ -60,7 +60,7 @@ def opo(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tens
     return _same(batch.on_tokens((scores - baseline).where(groups.sizes > 1, 0.0)))
 
 
-@ADVANTAGE.register("gpg")
+@ADVANTAGE.register("gpg", needs=("groups",))
 def gpg(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Alpha * (s - mean(group)) / f_norm, with alpha = N / number of non-zero scores in the batch.
 

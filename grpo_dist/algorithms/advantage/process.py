@@ -12,7 +12,7 @@ from grpo_dist.algorithms.advantage.groups import Groups
 from grpo_dist.algorithms.advantage.inputs import ADVANTAGE, AdvantageInputs
 
 
-@ADVANTAGE.register("grpo_process")
+@ADVANTAGE.register("grpo_process", needs=("groups", "step_mask"))
 def grpo_process(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """A token's advantage is the sum of the normalised rewards of the steps that end at or after it.
 

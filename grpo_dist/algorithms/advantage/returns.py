@@ -19,7 +19,7 @@ def reinforce_plus_plus(batch: AdvantageInputs, config: Mapping[str, Any]) -> tu
     return masked_whiten(returns, batch.response_mask), returns
 
 
-@ADVANTAGE.register("reinforce_plus_plus_baseline")
+@ADVANTAGE.register("reinforce_plus_plus_baseline", needs=("groups",))
 def reinforce_plus_plus_baseline(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """S - mean(group), whitened over the tokens of the batch. REINFORCE++-baseline (arXiv 2501.03262).
 
@@ -30,7 +30,7 @@ def reinforce_plus_plus_baseline(batch: AdvantageInputs, config: Mapping[str, An
     return whitened, whitened
 
 
-@ADVANTAGE.register("remax")
+@ADVANTAGE.register("remax", needs=("reward_baselines",))
 def remax(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return to go less the score of the greedy response to the same prompt. ReMax (arXiv 2310.10505).
 
@@ -41,7 +41,7 @@ def remax(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Te
     return returns - batch.on_tokens(torch.as_tensor(baselines, device=returns.device)), returns
 
 
-@ADVANTAGE.register("gae")
+@ADVANTAGE.register("gae", needs=("values",))
 def gae(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation, whitened over the tokens of the batch. arXiv 1506.02438.
 

@@ -18,11 +18,11 @@ from grpo_dist.algorithms.aggregate import agg_loss
 
 # The imports fill the registry.
 from grpo_dist.algorithms.policy_loss import clipped, unclipped  # noqa: F401
-from grpo_dist.algorithms.policy_loss.covariance import TOKEN_SELECTING, token_selection
+from grpo_dist.algorithms.policy_loss.covariance import token_selection
 from grpo_dist.algorithms.policy_loss.inputs import POLICY_LOSS, PolicyInputs
 from grpo_dist.errors import BatchError
 
-__all__ = ["DEFAULTS", "POLICY_LOSS", "TOKEN_SELECTING", "PolicyInputs", "compute_policy_loss", "token_selection"]
+__all__ = ["DEFAULTS", "POLICY_LOSS", "PolicyInputs", "compute_policy_loss", "token_selection"]
 
 # Options that are not given.
 DEFAULTS = {

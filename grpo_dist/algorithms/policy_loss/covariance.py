@@ -17,8 +17,7 @@ from torch import Tensor
 from grpo_dist.algorithms.masking import masked_mean
 from grpo_dist.algorithms.policy_loss.clipped import clip
 from grpo_dist.algorithms.policy_loss.inputs import POLICY_LOSS, PolicyInputs
-
-TOKEN_SELECTING = ("kl_cov", "clip_cov")
+from grpo_dist.names import TOKEN_SELECTING_LOSSES
 
 
 @POLICY_LOSS.register("clip_cov")
@@ -63,7 +62,7 @@ def token_selection(
     as the share `clip_cov_ratio`, at random (`generator`, else torch's own) among those with a covariance between
     `clip_cov_lb` and `clip_cov_ub`.
     """
-    if name not in TOKEN_SELECTING:
+    if name not in TOKEN_SELECTING_LOSSES:
         return None
     mask = response_mask.bool()
     centred = [values.detach()[mask] - values.detach()[mask].mean() for values in (log_probs, advantages)]

@@ -15,18 +15,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from grpo_dist.algorithms.log_ratio import bounded_log_ratio
 from grpo_dist.algorithms.masking import masked_mean
 from grpo_dist.registry import Registry
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 POLICY_LOSS: Registry[PolicyLoss] = Registry("policy loss", "actor_rollout_ref.actor.policy_loss.loss_mode")
-
-# A ratio of e^20 is a clipped token whatever its exact value; keeps exp() finite.
-MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class PolicyInputs:
     @cached_property
     def log_ratio(self) -> Tensor:
         """log(pi / pi_old), between -20 and 20."""
-        return torch.clamp(self.log_probs - self.old_log_probs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return bounded_log_ratio(self.log_probs, self.old_log_probs)
 
     @property
     def lengths(self) -> Tensor:

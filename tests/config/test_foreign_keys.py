@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_dist.config.foreign_keys import FOREIGN_KEYS, RENAMED, foreign_key
 from grpo_dist.config.keys import is_free_form, leaf_keys, section_keys
 from grpo_dist.config.load import load_config
-from grpo_dist.config.verl_keys import FOREIGN, RENAMED, foreign_key
 from grpo_dist.errors import ConfigError
 from tests.messages import says
 
@@ -39,7 +39,7 @@ def test_the_37_most_used_keys_have_an_effect() -> None:
 
 
 def test_no_key_is_both_ours_and_foreign() -> None:
-    assert not set(leaf_keys()) & {*FOREIGN, *RENAMED}
+    assert not set(leaf_keys()) & {*FOREIGN_KEYS, *RENAMED}
     assert all(is_known(key) for key in RENAMED.values())
 
 
@@ -63,6 +63,7 @@ def test_a_renamed_key_takes_effect() -> None:
         "trainer.default_hdfs_dir=null",
         "trainer.default_hdfs_dir=None",
         "reward_model.reward_manager=dapo",
+        "trainer.save_on_sigterm=true",
     ],
 )
 def test_keys_without_a_meaning_are_said_once(override: str) -> None:
@@ -83,7 +84,8 @@ def test_keys_without_a_meaning_are_said_once(override: str) -> None:
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "1"),
         ("reward_model.enable=true", "http_reward"),
         ("reward_model.model.path=some/model", "http_reward"),
-        ("reward_model.reward_manager=mine", "dapo or prime"),
+        ("reward_model.reward_manager=mine", "naive or dapo or prime or batch"),
+        ("trainer.save_on_sigterm=false", "true"),
         ("async_training.staleness_threshold=0.5", "trainer.max_staleness"),
         ("algorithm.rollout_is_threshold=2", "algorithm.rollout_correction.rollout_is_threshold"),
         ("data.custom_cls.path=mine.py", "verl's schema"),
@@ -99,6 +101,6 @@ def test_what_is_not_here_is_refused_by_name(override: str, advice: str) -> None
 
 def test_the_longest_section_answers() -> None:
     assert foreign_key("actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype") is not None
-    assert foreign_key("critic.model.path") is FOREIGN["critic.*"]
-    assert foreign_key("critic.megatron.x") is FOREIGN["critic.megatron.*"]
+    assert foreign_key("critic.model.path") is FOREIGN_KEYS["critic.*"]
+    assert foreign_key("critic.megatron.x") is FOREIGN_KEYS["critic.megatron.*"]
     assert foreign_key("data.train_batch_size") is None

@@ -1,6 +1,6 @@
-"""docs/config.md, from the comments of grpo.yaml, the schema and the tables of verl_keys.py.
+"""docs/config.md, from the comments of grpo.yaml, the schema and foreign_keys.yaml.
 
-python -m grpo_dist.config.reference > docs/config.md
+python -m scripts.config_reference > docs/config.md
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from dataclasses import dataclass
 
 import yaml
 
+from grpo_dist.config.foreign_keys import FOREIGN_KEYS, RENAMED
 from grpo_dist.config.keys import free_form_keys
 from grpo_dist.config.overrides import CONFIG_DIR, group_options
 from grpo_dist.config.problems import shown
+from grpo_dist.config.schema_health import RULES, rule_defaults
 from grpo_dist.config.usage import first_comment
-from grpo_dist.config.verl_keys import FOREIGN, RENAMED
 
 _HEAD = """# Config
 
 Every key, its default and its meaning: made from `grpo_dist/config/grpo.yaml` by
-`python -m grpo_dist.config.reference`.
+`python -m scripts.config_reference`.
 Names and meanings are verl's wherever verl has the key. A run is these defaults, changed by groups (`model=`, `data=`,
 `cluster=`, `+recipe=`), changed by single keys (`key=value`, `+key=value` or `++key=value`; lists are `[a,b]`, an empty
 value is `null`). `trainer.dry_run=config` shows the result and starts nothing; `true` checks this machine too.
@@ -81,6 +82,8 @@ def reference() -> str:
     for section, keys in sections.items():
         rows = [f"| `{key.name.rpartition('.')[2]}` | {_default(key.default)} | {_cell(key.comment)} |" for key in keys]
         blocks.append("\n".join([f"## `{section}`\n", "| key | default | meaning |", "|---|---|---|", *rows]) + "\n")
+        if section == "trainer.health":
+            blocks.append(_health_rules())
     return "\n".join([*blocks, _MIGRATION, *_foreign()])
 
 
@@ -91,18 +94,28 @@ def _groups() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _health_rules() -> str:
+    lines = ["Settings of each rule, below `trainer.health.RULE`:\n", "| rule | settings and defaults | metric |"]
+    lines.append("|---|---|---|")
+    for name, rule in RULES.items():
+        settings = ", ".join(f"`{key}={shown(value)}`" for key, value in rule_defaults(name).items())
+        metrics = " or ".join(f"`{metric}`" for metric in rule.metrics) or "any"
+        lines.append(f"| `{name}` | {settings} | {metrics} |")
+    return "\n".join(lines) + "\n"
+
+
 def _foreign() -> Iterator[str]:
     yield "### Renamed\n\n| verl | here |\n|---|---|"
     yield "\n".join(f"| `{old}` | `{new}` |" for old, new in RENAMED.items()) + "\n"
-    yield "### Accepted, without effect\n\nSaid once at the start of a run.\n\n| verl | why |\n|---|---|"
-    for key, entry in FOREIGN.items():
+    yield "### Accepted, without effect\n\nSaid once at the start of a run.\n\n| key | why |\n|---|---|"
+    for key, entry in FOREIGN_KEYS.items():
         if not entry.refused:
             only = f" (other than {' or '.join(entry.only)}: refused)" if entry.only else ""
-            yield f"| `{key}` | {_cell(entry.text)}{only} |"
-    yield "\n### Refused\n\n| verl | instead |\n|---|---|"
-    for key, entry in FOREIGN.items():
+            yield f"| `{key}` | {_cell(entry.why)}{only} |"
+    yield "\n### Refused\n\n| key | instead |\n|---|---|"
+    for key, entry in FOREIGN_KEYS.items():
         if entry.refused:
-            yield f"| `{key}` | {_cell(entry.text)} |"
+            yield f"| `{key}` | {_cell(entry.why)} |"
 
 
 def _value(values: dict, path: list[str]) -> object:

@@ -3,18 +3,21 @@
 from pathlib import Path
 
 from grpo_dist.config.keys import leaf_keys
-from grpo_dist.config.reference import documented_keys, reference
+from grpo_dist.config.schema_health import RULES, rule_defaults
+from scripts.config_reference import documented_keys, reference
 
 DOCS = Path(__file__).parents[2] / "docs/config.md"
 
 
 def test_the_page_is_fresh() -> None:
-    assert DOCS.read_text() == reference() + "\n", "run: python -m grpo_dist.config.reference > docs/config.md"
+    assert DOCS.read_text() == reference() + "\n", "run: python -m scripts.config_reference > docs/config.md"
 
 
 def test_every_key_is_there_with_its_comment() -> None:
     keys = {key.name: key for key in documented_keys()}
-    assert sorted(keys) == sorted(leaf_keys())
+    of_rules = {f"trainer.health.{rule}.{name}" for rule in RULES for name in rule_defaults(rule)}
+    assert sorted({*keys, *of_rules}) == sorted(leaf_keys())
+    assert all(f"| `{rule}` | `action=warn`, `steps=" in reference() for rule in RULES)
     assert not [name for name, key in keys.items() if not key.comment]
     assert keys["data.train_files"].default == "???"
     assert keys["actor_rollout_ref.actor.clip_ratio_c"].default == 3.0

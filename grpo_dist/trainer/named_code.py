@@ -62,7 +62,7 @@ def import_reward(config: RunConfig) -> None:
         raise ConfigError(f"custom_reward_function.path={reward.path}: {error}") from error
     finally:
         scorer.stop()
-    if algorithm.adv_estimator == "gdpo":
+    if "reward_components" in ADVANTAGE.needs(algorithm.adv_estimator):
         chosen_components(
             algorithm.gdpo_reward_keys,
             algorithm.gdpo_reward_weights,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from grpo_dist.config.load import load_config
 from grpo_dist.errors import ConfigError
-from grpo_dist.trainer.names import import_reward, resolve_names
+from grpo_dist.trainer.named_code import import_reward, resolve_names
 from tests.messages import refuses
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "curriculum" / "easiest_first.py"

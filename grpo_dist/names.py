@@ -1,8 +1,11 @@
-"""The built-in estimators, losses and modes that config values may name."""
+"""The built-in estimators, losses and modes that config values may name, and what their names alone tell.
+
+The config checks names before torch is loaded, so they are listed here. The functions are in algorithms/ and register
+themselves there under these names; a test keeps the two equal.
+"""
 
 from __future__ import annotations
 
-# The built-in names. The functions are in algorithms/, which needs torch; a test keeps the two equal.
 # Those that compare the responses of one prompt with each other ...
 GROUP_ADV_ESTIMATORS = (
     "grpo",

@@ -1,0 +1,52 @@
+"""Keys that are not keys here, verl's and earlier ones of grpo_dist, and what is said about them.
+
+The table is foreign_keys.yaml; docs/config.md lists it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+RENAMED: dict[str, str] = _TABLE["renamed"]
+FLAGS: dict[str, str] = _TABLE["flags"]
+
+
+@dataclass(frozen=True)
+class ForeignKey:
+    """A key that does nothing here.
+
+    Attributes:
+        why: why it has no effect; for a refused one, what to use instead.
+        only: values for which that is true; others are refused. (): any value.
+        refused: whether the key is an error.
+    """
+
+    why: str
+    only: tuple[str, ...] = ()
+    refused: bool = False
+
+
+def _without_effect(entry: str | dict[str, Any]) -> ForeignKey:
+    return ForeignKey(entry) if isinstance(entry, str) else ForeignKey(entry["why"], tuple(entry["only"]))
+
+
+FOREIGN_KEYS = {key: _without_effect(entry) for key, entry in _TABLE["without_effect"].items()} | {
+    key: ForeignKey(why, refused=True) for key, why in _TABLE["refused"].items()
+}
+
+
+def foreign_key(key: str) -> ForeignKey | None:
+    """The entry for `key`: its own, or that of the longest section that holds it."""
+    if key in FOREIGN_KEYS:
+        return FOREIGN_KEYS[key]
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        found = FOREIGN_KEYS.get(".".join(parts[:length]) + ".*")
+        if found is not None:
+            return found
+    return None

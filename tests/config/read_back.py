@@ -1,0 +1,12 @@
+"""The resolved config of a file, as a run writes it down."""
+
+from __future__ import annotations
+
+import yaml
+
+from grpo_dist.config.schema import RunConfig
+
+
+def read_back(text: str) -> RunConfig:
+    """The config; every key is there and checked."""
+    return RunConfig.model_validate(yaml.safe_load(text))
