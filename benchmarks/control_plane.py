@@ -14,7 +14,7 @@ import numpy as np
 
 from grpo_dist.config.node_layout import slots_of
 from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
-from grpo_dist.engines.vllm_engine import EngineLoad, Response
+from grpo_dist.engines.vllm.engine import EngineLoad, Response
 from grpo_dist.protocol import DataProto, Mean, Ragged
 from grpo_dist.trainer.pump import RolloutPump
 from grpo_dist.trainer.rollout_job import GroupRequest

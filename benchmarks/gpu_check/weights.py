@@ -13,8 +13,8 @@ from benchmarks import workload
 from benchmarks.gpu_check.gpu import forget_host_peak, host_gib, median_seconds
 from benchmarks.gpu_check.work import Work
 from grpo_dist.config.rank_memory import GIB
-from grpo_dist.engines.fsdp_engine import FSDPEngine
-from grpo_dist.engines.hf_export import export_hf_model
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.hf_export import export_hf_model
 
 
 def weights(work: Work) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from grpo_dist.agents.base import KEY, KWARGS_KEY, AgentLoop, load_agent_loop
 from grpo_dist.agents.episode import Episode, Sample
 from grpo_dist.engines.settings import AgentSettings, SamplingSettings
-from grpo_dist.engines.vllm_engine import Response
+from grpo_dist.engines.vllm.engine import Response
 from grpo_dist.errors import AgentError, ConfigError, GrpoDistError
 from grpo_dist.redact import redact
 

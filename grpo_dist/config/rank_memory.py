@@ -22,7 +22,10 @@ CUDA_GIB = 1.0
 # GiB of CPU memory for a process besides its tensors: Python and its libraries, on a GPU CUDA's too.
 PROCESS_GIB = {"cpu": 0.5, "cuda": 3.0}
 ADAM_STATES = 2  # AdamW's two running means, in the type of the weights
-CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}  # engines/head.py's, which needs torch; a test keeps the two equal
+CHUNK_LOGITS = {
+    "cpu": 1 << 24,
+    "cuda": 1 << 27,
+}  # engines/train/lm_head.py's, which needs torch; a test keeps the two equal
 
 Parts = dict[str, float]
 

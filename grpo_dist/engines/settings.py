@@ -174,7 +174,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class GroupAddress:
-    """Where the ranks of a weight group meet; see weight_broadcast.py.
+    """Where the ranks of a weight group meet; see weights/broadcast.py.
 
     Attributes:
         host: of the store, which lives in the sender's process; likewise `port`.

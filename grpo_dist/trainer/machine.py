@@ -13,7 +13,7 @@ from grpo_dist.config.memory import GIB
 from grpo_dist.config.node_layout import slots
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.engines.build import build_problem
+from grpo_dist.engines.installed_build import build_problem
 from grpo_dist.errors import ConfigError
 from grpo_dist.workers.cluster import LOCAL, find_cluster
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_dist.engines.meeting import is_loopback_setting
+from grpo_dist.engines.rendezvous import is_loopback_setting
 
 NAMES = frozenset(
     {

@@ -20,10 +20,10 @@ from grpo_dist.workers.process import Process, keep_freed_memory, use_threads
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from grpo_dist.engines.checkpoint import ShardWriter
-    from grpo_dist.engines.durable import FileDigest
-    from grpo_dist.engines.fsdp_engine import FSDPEngine
-    from grpo_dist.engines.weight_broadcast import WeightGroup
+    from grpo_dist.engines.train.checkpoint import ShardWriter
+    from grpo_dist.engines.train.durable_files import FileDigest
+    from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+    from grpo_dist.engines.weights.broadcast import WeightGroup
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class PolicySettings:
 
 
 def on_device(*, optimizer: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """While a method runs, the weights, and with `optimizer` its states, are on the device; see engines/offload.py.
+    """While a method runs, the weights, and with `optimizer` its states, are on the device (engines/train/offload.py).
 
     If its memory is not enough for something whose size no other key sets, the error says what takes less of it.
     """
@@ -77,7 +77,7 @@ def on_device(*, optimizer: bool = False) -> Callable[[Callable[..., Any]], Call
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def run(self: PolicyWorker, *args: Any) -> Any:
-            from grpo_dist.engines.gpu_memory import remedied, within_memory
+            from grpo_dist.engines.train.memory_errors import remedied, within_memory
 
             with (
                 remedied(self.room()),
@@ -108,13 +108,13 @@ class PolicyWorker(Process):
 
     def room(self) -> str:
         """What makes room on the GPU."""
-        from grpo_dist.engines.gpu_memory import ACTOR_ROOM, REF_ROOM
+        from grpo_dist.engines.train.memory_errors import ACTOR_ROOM, REF_ROOM
 
         return REF_ROOM if self.settings.optimizer is None else ACTOR_ROOM
 
     def open_store(self, host: str) -> int:
         """Rank 0: open the store at which the ranks meet, at an address of this machine; returns its port."""
-        from grpo_dist.engines.meeting import open_store
+        from grpo_dist.engines.rendezvous import open_store
 
         self._store = open_store(host)
         return self._store.port
@@ -124,10 +124,10 @@ class PolicyWorker(Process):
         import torch
         import torch.distributed as dist
 
-        from grpo_dist.engines.fsdp_engine import FSDPEngine
-        from grpo_dist.engines.fsdp_model import init_process_group
-        from grpo_dist.engines.gpu_memory import remedied, within_memory
-        from grpo_dist.engines.meeting import START_TIMEOUT
+        from grpo_dist.engines.rendezvous import START_TIMEOUT
+        from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+        from grpo_dist.engines.train.fsdp_model import init_process_group
+        from grpo_dist.engines.train.memory_errors import remedied, within_memory
 
         self.check_build(settings.device)
         self.settings = settings
@@ -165,8 +165,8 @@ class PolicyWorker(Process):
     def _columns(
         self, rows: DataProtoRef, names: tuple[str, ...], compute: Callable[..., dict[str, Ragged]]
     ) -> tuple[Label, DataProto]:
-        from grpo_dist.engines.fsdp_engine import SEQUENCE_COLUMNS
-        from grpo_dist.engines.gpu_memory import smaller_passes
+        from grpo_dist.engines.train.fsdp_engine import SEQUENCE_COLUMNS
+        from grpo_dist.engines.train.memory_errors import smaller_passes
 
         plain = {name.partition("_")[2]: name for name in names}  # without old_ or ref_
         size, tokens = self.settings.log_prob_micro_batch_size, self.settings.log_prob_max_token_len
@@ -186,7 +186,7 @@ class PolicyWorker(Process):
     @on_device()
     def load_weights(self, buckets: Sequence[ray.ObjectRef], share: float) -> None:
         """Move this role's weights towards those in the buckets: `share` of them, the rest of its own."""
-        from grpo_dist.engines.weight_buckets import check_buckets, unpack
+        from grpo_dist.engines.weights.buckets import check_buckets, unpack
 
         found = ray.get(list(buckets))
         check_buckets(found)
@@ -202,12 +202,12 @@ class PolicyWorker(Process):
     @on_device()
     def begin_save(self, folder: str) -> None:
         """Copy this rank's shard of the weights to CPU memory, and begin to write it into `folder`."""
-        from grpo_dist.engines.checkpoint import weights_state
+        from grpo_dist.engines.train.checkpoint import weights_state
 
         self._begin_save(weights_state(self.engine), folder)
 
     def _begin_save(self, state: dict[str, Any], folder: str) -> None:
-        from grpo_dist.engines.checkpoint import ShardWriter
+        from grpo_dist.engines.train.checkpoint import ShardWriter
 
         self._shard_writer = self._shard_writer or ShardWriter()
         self._shard_writer.begin_save(state, Path(folder))
@@ -224,7 +224,7 @@ class PolicyWorker(Process):
     @on_device()
     def load_checkpoint(self, folder: str) -> None:
         """Read the weights from `folder`; the number of ranks may differ."""
-        from grpo_dist.engines.checkpoint import load_parameters
+        from grpo_dist.engines.train.checkpoint import load_parameters
 
         load_parameters(self.engine, Path(folder))
 
@@ -266,8 +266,8 @@ class ActorWorker(PolicyWorker):
         Returns:
             ((metrics of this rank, one dict per mini-batch; label), on policy the rows' `old_log_probs`, else None).
         """
-        from grpo_dist.engines.fsdp_engine import SEQUENCE_COLUMNS
-        from grpo_dist.engines.gpu_memory import smaller_passes
+        from grpo_dist.engines.train.fsdp_engine import SEQUENCE_COLUMNS
+        from grpo_dist.engines.train.memory_errors import smaller_passes
 
         data = rows.fetch((*SEQUENCE_COLUMNS, *objective.columns, "uid"))
         results = []
@@ -298,7 +298,7 @@ class ActorWorker(PolicyWorker):
         """Put the whole weights into the object store as the model's files have them, for engines; rank 0 returns them
         bucket by bucket.
         """
-        from grpo_dist.engines.file_names import as_in_files
+        from grpo_dist.engines.train.hf_names import as_in_files
 
         tensors = self.engine.full_parameters(dtype)
         return self._put(as_in_files(self.engine.model, tensors) if self.rank == 0 else tensors)
@@ -309,7 +309,7 @@ class ActorWorker(PolicyWorker):
         return self._put(self.engine.full_parameters("float32"))
 
     def _put(self, tensors: Iterable[tuple[str, Tensor]]) -> list[ray.ObjectRef]:
-        from grpo_dist.engines.weight_buckets import pack
+        from grpo_dist.engines.weights.buckets import pack
 
         if self.rank != 0:
             for _ in tensors:  # gathering is collective: the other ranks take part and drop the result
@@ -326,7 +326,7 @@ class ActorWorker(PolicyWorker):
         Returns:
             (its host, its port).
         """
-        from grpo_dist.engines.meeting import LOOPBACK, open_store
+        from grpo_dist.engines.rendezvous import LOOPBACK, open_store
 
         own = self.address().ip
         host = LOOPBACK if set(others) == {own} else own
@@ -338,7 +338,7 @@ class ActorWorker(PolicyWorker):
         """A sender: join the group to which it will send, in place of the one before."""
         import torch
 
-        from grpo_dist.engines.weight_broadcast import WeightGroup
+        from grpo_dist.engines.weights.broadcast import WeightGroup
 
         if self._weight_group is not None:
             self._weight_group.close()
@@ -348,8 +348,8 @@ class ActorWorker(PolicyWorker):
     @on_device()
     def broadcast_weights(self, dtype: str, version: int) -> None:
         """Send the whole weights to the group, bucket by bucket."""
-        from grpo_dist.engines.file_names import as_in_files
-        from grpo_dist.engines.weight_broadcast import send
+        from grpo_dist.engines.train.hf_names import as_in_files
+        from grpo_dist.engines.weights.broadcast import send
 
         device = self.settings.device
         tensors = self.engine.full_parameters(dtype, device)
@@ -363,20 +363,20 @@ class ActorWorker(PolicyWorker):
     @on_device(optimizer=True)
     def begin_save(self, folder: str) -> None:
         """Copy this rank's shard of model, optimizer and schedule to CPU memory, and begin to write it."""
-        from grpo_dist.engines.checkpoint import engine_state
+        from grpo_dist.engines.train.checkpoint import engine_state
 
         self._begin_save(engine_state(self.engine), folder)
 
     @on_device(optimizer=True)
     def load_checkpoint(self, folder: str) -> None:
         """Read model, optimizer, schedule and, on as many ranks, random states from `folder`."""
-        from grpo_dist.engines.checkpoint import load_engine
+        from grpo_dist.engines.train.checkpoint import load_engine
 
         load_engine(self.engine, Path(folder))
 
     @on_device()
     def export_hf_model(self, folder: str, dtype: str) -> None:
         """Write the policy in `dtype` and its tokenizer as a Hugging Face folder (rank 0 writes)."""
-        from grpo_dist.engines.hf_export import export_hf_model
+        from grpo_dist.engines.train.hf_export import export_hf_model
 
         export_hf_model(self.engine, Path(folder), dtype)

@@ -38,7 +38,7 @@ class Process:
         Raises:
             ConfigError: they were built for other machines.
         """
-        from grpo_dist.engines.build import build_problem
+        from grpo_dist.engines.installed_build import build_problem
 
         if problem := build_problem(device):
             raise ConfigError(f"{self.here()}: {problem}")

@@ -20,8 +20,8 @@ from grpo_dist.workers.reward import Task
 
 if TYPE_CHECKING:
     from grpo_dist.agents.runner import EpisodeRunner
-    from grpo_dist.engines.vllm_engine import EngineLoad, Response, VLLMEngine
-    from grpo_dist.engines.vllm_memory import Footprint
+    from grpo_dist.engines.vllm.engine import EngineLoad, Response, VLLMEngine
+    from grpo_dist.engines.vllm.gpu_memory import Footprint
 
 # Columns that travel inside the handle: one number or string per sequence.
 SMALL_COLUMNS = (
@@ -43,7 +43,7 @@ class RolloutWorker(Process):
 
     async def start(self, settings: EngineSettings) -> Footprint | None:
         """Start the engine, and the agent loop where there is one; returns what it took of its GPUs."""
-        from grpo_dist.engines.vllm_engine import VLLMEngine
+        from grpo_dist.engines.vllm.engine import VLLMEngine
 
         if settings.gpus:  # before CUDA is set up
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.engines.vllm_engine import Response
+from grpo_dist.engines.vllm.engine import Response
 
 END = 0
 

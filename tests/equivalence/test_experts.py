@@ -14,13 +14,13 @@ import pytest
 import ray
 import torch
 
-from grpo_dist.engines.weight_buckets import unpack
+from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.errors import WeightSyncError
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.groups import PolicyGroup
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes
-from tests.engines.test_vllm_engine import PROMPTS, assert_log_probs_equal, generate, hf_greedy, sampling, tokens
+from tests.engines.vllm.test_engine import PROMPTS, assert_log_probs_equal, generate, hf_greedy, sampling, tokens
 from tests.models import EXPERTS, random_model
 from tests.processes import spawned
 from tests.workers.test_weight_transport import GREEDY, TIMEOUT_S, actor_class, engine_settings, policy_settings

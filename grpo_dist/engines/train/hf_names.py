@@ -1,0 +1,58 @@
+"""A model's tensors under the names, and in the form, of its files: what folders hold and what vLLM loads.
+
+transformers holds the experts of a layer as one tensor of three dimensions, and some other weights under names of its
+own; files have a tensor for each expert. The conversions that the loading has used are undone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from grpo_dist.engines.train.lora import merged_names
+
+
+def as_in_files(model: Any, tensors: Iterable[tuple[str, Tensor]], device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+    """A model's tensors as its files had them: transformers' renamings and conversions are undone.
+
+    Args:
+        model: loaded by `model_loading`.
+        tensors: all of its parameters by name, one after the other. What belongs together in a file's tensor is held
+            until it is complete. Buffers that its files have come at the end.
+        device: of the tensors; buffers are copied to it.
+    """
+    from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
+
+    back = [conversion.reverse_transform() for conversion in reversed(model._weight_conversions)]
+    renamings = [step for step in back if isinstance(step, WeightRenaming)]
+    others = [step for step in back if not isinstance(step, WeightRenaming)]
+
+    def group_of(name: str) -> str:
+        return rename_source_key(name, renamings, others, reverse=True)[0]
+
+    computed = {name for name, _ in model.named_non_persistent_buffers()}
+    buffers = [(name, buffer.to(device)) for name, buffer in model.named_buffers() if name not in computed]
+    members = Counter(group_of(name) for name in (*merged_names(model), *(name for name, _ in buffers)))
+    held: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    for source in (tensors, buffers):
+        for name, tensor in source:
+            group = group_of(name)
+            held[group][name] = tensor
+            if len(held[group]) == members[group]:
+                yield from revert_weight_conversion(model, held.pop(group)).items()
+
+
+def lost_names(model: Any, files: Mapping[str, Tensor]) -> list[str]:
+    """What would go out under a name, or in a shape, that the files do not have.
+
+    Args:
+        model: on the meta device, loaded from `files`.
+        files: the tensors of its files, on the meta device.
+    """
+    prefix = f"{model.base_model_prefix}."  # files of a model without its head lack it, which loading allows for
+    shapes = {name.removeprefix(prefix): tensor.shape for name, tensor in files.items()}
+    given = as_in_files(model, model.named_parameters(), "meta")
+    return sorted(name for name, tensor in given if shapes.get(name.removeprefix(prefix)) != tensor.shape)

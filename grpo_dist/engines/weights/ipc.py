@@ -1,0 +1,216 @@
+"""Weights handed over in memory that two processes share: CUDA IPC where they have a GPU in common, and NCCL therefore
+refuses them; files in the node's shared memory where there is none.
+
+Each actor rank that has workers of engines on its own device is their sender; they meet at the device's name. The
+sender tells where a bucket lies, every worker copies it to memory of its own and says so, and the sender may reuse it.
+`SharedMemoryGroup` has the methods that `WeightGroup` uses of a process group, so headers, checksums, order and
+failures are those of the broadcast (broadcast.py).
+
+What tells where a bucket lies is plain numbers and bytes, and nothing is unpickled. The tests run over files: opening
+memory of a GPU has been read against torch's sources, and not been run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import uuid
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_dist.engines.settings import GroupAddress
+from grpo_dist.engines.weights.bucket_files import lives, new_folder, remove, shared_memory
+
+# A rank that waits for another one looks this often whether that one is still there.
+WATCH = timedelta(seconds=2)
+# Of what torch's `reduce_tensor` says about a tensor on a GPU: what is bytes, and what is numbers.
+HANDLES = ("handle", "ref_counter_handle", "event_handle")
+NUMBERS = ("tensor_offset", "storage_size_bytes", "storage_offset_bytes", "ref_counter_offset", "event_sync_required")
+
+
+class FileMemory:
+    """Buckets as files in the shared memory of the node. A killed process' are cleared as those of bucket_files.py."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._folder: Path | None = None
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        self.place = f"machine {boot}, shared memory {os.stat(shared_memory()).st_dev}"  # a container may have its own
+
+    def share(self, data: Tensor) -> dict[str, Any]:
+        """Where the bytes can be opened from now on, in JSON's types."""
+        self._folder = self._folder or new_folder()
+        path = self._folder / uuid.uuid4().hex
+        data.numpy().tofile(path)
+        return {"path": str(path)}
+
+    def copy(self, shared: dict[str, Any], target: Tensor) -> None:
+        """Copy what another process shares; nothing of it is held afterwards."""
+        target.copy_(torch.from_file(shared["path"], shared=True, size=len(target), dtype=torch.uint8))
+
+    def unshare(self, shared: dict[str, Any]) -> None:
+        """Let go of what nobody opens any more."""
+        Path(shared["path"]).unlink()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        if self._folder is not None:
+            remove(self._folder)
+            self._folder = None
+
+
+class CudaMemory:
+    """Buckets in the memory of a GPU, opened by CUDA IPC; see `FileMemory`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device("cuda", device.index or 0)
+        self.place = f"GPU {torch.cuda.get_device_properties(self.device).uuid}"  # numbers differ between processes
+
+    def share(self, data: Tensor) -> dict[str, Any]:
+        """See `FileMemory.share`. Who opens it waits for the kernels that have filled it: an event goes with it."""
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        _, arguments = reduce_tensor(data)
+        (_, _, _, tensor_offset, _, _, _, handle, storage_size_bytes, storage_offset_bytes, _, *rest) = arguments
+        ref_counter_handle, ref_counter_offset, event_handle, event_sync_required = rest
+        blobs = (handle, ref_counter_handle, event_handle)
+        numbers = (tensor_offset, storage_size_bytes, storage_offset_bytes, ref_counter_offset, event_sync_required)
+        return {name: bytes(blob).hex() for name, blob in zip(HANDLES, blobs, strict=True)} | {
+            name: int(number) for name, number in zip(NUMBERS, numbers, strict=True)
+        }
+
+    def copy(self, shared: dict[str, Any], target: Tensor) -> None:
+        """See `FileMemory.copy`. The copy is there when this returns, and the sender's count of readers lowered."""
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        handle, ref_counter_handle, event_handle = (bytes.fromhex(shared[name]) for name in HANDLES)
+        source = rebuild_cuda_tensor(
+            tensor_cls=Tensor,
+            tensor_size=target.shape,
+            tensor_stride=(1,),
+            tensor_offset=shared["tensor_offset"],
+            storage_cls=torch.storage.TypedStorage,
+            dtype=torch.uint8,
+            storage_device=self.device.index,
+            storage_handle=handle,
+            storage_size_bytes=shared["storage_size_bytes"],
+            storage_offset_bytes=shared["storage_offset_bytes"],
+            requires_grad=False,
+            ref_counter_handle=ref_counter_handle,
+            ref_counter_offset=shared["ref_counter_offset"],
+            event_handle=event_handle,
+            event_sync_required=bool(shared["event_sync_required"]),
+        )
+        target.copy_(source)
+        torch.cuda.synchronize(self.device)
+
+    def unshare(self, shared: dict[str, Any]) -> None:
+        """See `FileMemory.unshare`: torch counts the readers by itself."""
+
+    def close(self) -> None:
+        """See `FileMemory.close`: what a reader still held when its bucket was freed is freed now."""
+        if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()
+
+
+class SharedMemoryGroup:
+    """A rank's place in a group; made on all ranks at the same time.
+
+    Args:
+        store: where they meet.
+        rank: of those of the actor, or behind them.
+        device: where its buckets lie.
+        address: of the group.
+
+    Attributes:
+        store: the part of it in which the ranks on this device meet.
+        sends: whether this rank is a sender that somebody listens to.
+        receives: whether it is an engine's.
+
+    Raises:
+        RuntimeError: a worker is on a device on which no actor rank is.
+    """
+
+    def __init__(self, store: Any, rank: int, device: torch.device, address: GroupAddress) -> None:
+        self.rank, self.memory = rank, (CudaMemory if device.type == "cuda" else FileMemory)(device)
+        store.set(f"place/{rank}", json.dumps([self.memory.place, os.getpid()]))
+        homes = [json.loads(store.get(f"place/{each}")) for each in range(address.world_size)]
+        here = {each: pid for each, (place, pid) in enumerate(homes) if place == self.memory.place}
+        receivers = [each for each in here if each >= address.num_senders]
+        if (sender := min(here)) >= address.num_senders:
+            raise RuntimeError(
+                f"there is no actor rank where rank {rank} is ({self.memory.place}), and checkpoint_engine.backend=ipc "
+                "hands weights over in memory that both share"
+            )
+        self.sends = rank == sender and bool(receivers)
+        self.receives, self._receivers = rank >= address.num_senders, receivers
+        self._peers = {e: here[e] for e in (receivers if rank == sender else [sender])}
+        self._count = 0
+        self.store = dist.PrefixStore(self.memory.place, store)
+
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> Handover:
+        """Start to hand over a bucket, or to take one: into a tensor of its size."""
+        self._count += 1
+        shared = None
+        if self.sends:
+            shared = self.memory.share(tensors[0])
+            self.store.set(f"bucket/{self._count}", json.dumps(shared))
+        return Handover(self, self._count, tensors[0], shared)
+
+    def wait(self, keys: list[str], limit: timedelta) -> None:
+        """Wait for keys of the store.
+
+        Raises:
+            RuntimeError: they did not come in time, or who would set them is gone.
+        """
+        deadline = time.monotonic() + limit.total_seconds()
+        while True:
+            try:
+                return self.store.wait(keys, min(WATCH, limit))
+            except dist.DistStoreError:  # it is not there yet
+                gone = [e for e, pid in self._peers.items() if self.store.check([f"left/{e}"]) or not lives(pid)]
+                if gone and not self.store.check(keys):
+                    raise RuntimeError(f"rank {', '.join(map(str, gone))} is gone") from None
+                if time.monotonic() > deadline:
+                    raise
+
+    def taken_by(self, number: int) -> list[str]:
+        """The keys with which all receivers of a bucket say that they have it."""
+        return [f"taken/{number}/{each}" for each in self._receivers]
+
+    def abort(self) -> None:
+        """Leave the group; those who wait for this rank notice."""
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"left/{self.rank}", "")
+        self.memory.close()
+
+
+class Handover:
+    """One bucket on its way, as a broadcast's work."""
+
+    def __init__(self, group: SharedMemoryGroup, number: int, data: Tensor, shared: dict[str, Any] | None) -> None:
+        self.group, self.number, self.data, self.shared = group, number, data, shared
+
+    def wait(self, limit: timedelta) -> None:
+        """Sender: until all receivers have the bucket. Receiver: until it is there, in its own memory.
+
+        Raises:
+            RuntimeError: another rank is gone, or too late.
+        """
+        group, bucket = self.group, f"bucket/{self.number}"
+        if self.shared is not None:
+            taken = group.taken_by(self.number)
+            group.wait(taken, limit)
+            for key in (bucket, *taken):
+                group.store.delete_key(key)
+            group.memory.unshare(self.shared)
+        elif group.receives:
+            group.wait([bucket], limit)
+            group.memory.copy(json.loads(group.store.get(bucket)), self.data)
+            group.store.set(f"taken/{self.number}/{group.rank}", "")
