@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_dist.engines.rendezvous import LOOPBACK, open_store
+from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
 from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
-from grpo_dist.engines.train.fsdp_model import init_process_group
 from grpo_dist.protocol import DataProto, Ragged
 
 SMOLLM2_135M = {

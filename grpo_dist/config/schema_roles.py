@@ -32,7 +32,14 @@ from grpo_dist.config.field_types import (
     builtin_or_custom,
     one_of,
 )
-from grpo_dist.config.names import AGENT_LOOPS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES, WEIGHT_TRANSPORTS
+from grpo_dist.config.names import (
+    AGENT_LOOPS,
+    KL_LOSS_TYPES,
+    LOSS_AGG_MODES,
+    LOSS_MODES,
+    ROLLOUT_ENGINES,
+    WEIGHT_TRANSPORTS,
+)
 
 if TYPE_CHECKING:
     from grpo_dist.config.schema import DataConfig
@@ -204,7 +211,7 @@ class CheckpointEngineConfig(Section):
 class RolloutConfig(Section):
     """`actor_rollout_ref.rollout`: the engine and how it samples."""
 
-    name: Literal["vllm"]
+    name: Annotated[str, builtin_or_custom(ROLLOUT_ENGINES)]
     n: Count
     temperature: PositiveTemperature
     top_p: PositiveShare

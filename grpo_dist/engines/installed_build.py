@@ -1,15 +1,15 @@
-"""What the installed torch and vLLM were built for: the build for CPU cannot use a GPU, nor the other way round."""
+"""Whether the installed torch and vLLM were built for the run's device: one build has no GPUs, the other needs them."""
 
 from __future__ import annotations
 
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
+import torch
+
 
 def build_problem(device: str) -> str:
     """Why the packages of this environment cannot run on `device` ("cpu" or "cuda"), and what to do; "" if they can."""
-    import torch
-
     environment = f"torch {torch.__version__} in {sys.prefix}"
     if device == "cuda" and torch.version.cuda is None:
         return (
@@ -25,7 +25,7 @@ def build_problem(device: str) -> str:
 
 
 def _vllm_is_for_cpu() -> bool:
-    """Whether it says so in its version; the build for CPU is a package of another name besides."""
+    """Whether its version says so; vLLM's package for CPU also has a name of its own."""
     try:
         return "cpu" in version("vllm")
     except PackageNotFoundError:

@@ -1,5 +1,5 @@
-"""Where the ranks of a process group meet: on loopback, closed to other machines, where they share one, else on the
-interface between the machines.
+"""The process group of a role, and the address at which its ranks meet: loopback, closed to other machines, where they
+share a machine, else the interface between the machines.
 """
 
 from __future__ import annotations
@@ -8,26 +8,26 @@ import os
 import socket
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
 
 from grpo_dist.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-START_TIMEOUT = timedelta(minutes=30)  # until all ranks are there; torch's own
+START_TIMEOUT = timedelta(minutes=30)  # until all ranks have connected; torch's own default
 
 
-def open_store(host: str, timeout: timedelta = START_TIMEOUT) -> Any:
-    """A store in this process, at a port that is free, which listens on the address `host` only; torch's own listens
-    on all of the machine's.
+def open_store(host: str, timeout: timedelta = START_TIMEOUT) -> dist.TCPStore:
+    """Open a store in this process, at a free port. Unlike torch's own it listens on the address `host` alone.
 
     Args:
         host: an address of this machine.
         timeout: limit of every wait on the store.
     """
-    import torch.distributed as dist
-
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
     descriptor = listener.detach()  # the store owns it from here on, and closes it when it ends
@@ -36,14 +36,33 @@ def open_store(host: str, timeout: timedelta = START_TIMEOUT) -> Any:
     )
 
 
+def init_process_group(*, device: str, rank: int, world_size: int, store: dist.TCPStore, timeout_s: float) -> None:
+    """Join the role's process group, at the store that rank 0 has opened: gloo on CPU, nccl (gloo for CPU tensors) on
+    GPU. A rank that waits longer than `timeout_s` seconds for the others fails.
+
+    Raises:
+        ConfigError: the environment ties a rank to loopback, and others are on other machines.
+    """
+    if device == "cuda":
+        torch.cuda.set_device(0)  # Ray shows each process its own GPUs only
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    if store.host == LOOPBACK:
+        stay_on_loopback()
+    else:
+        leave_loopback(store.host, store.port)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+    )
+
+
 def stay_on_loopback() -> None:
-    """Have gloo listen on loopback, not on the address of the machine's name, unless the user names an interface."""
+    """Make gloo listen on loopback, not on the address of the machine's name, unless the user names an interface."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
 
 
 def leave_loopback(host: str, port: int) -> None:
-    """Have gloo listen on the interface on the way to HOST:PORT, where ranks on several machines meet, unless the user
-    names one. gloo's own choice is the address of the machine's name, which is 127.0.1.1 on many.
+    """Make gloo listen on the interface that leads to HOST:PORT, where ranks on several machines meet, unless the user
+    names one. gloo's own choice is the address of the machine's name, which is 127.0.1.1 on many machines.
 
     Raises:
         ConfigError: the environment ties this process to loopback, where ranks on other machines cannot reach it.
@@ -91,8 +110,6 @@ def interface_of(ip: str) -> str:
     Raises:
         ConfigError: none has it.
     """
-    import psutil
-
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address.partition("%")[0] == ip for address in addresses):
             return name

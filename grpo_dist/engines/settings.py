@@ -170,6 +170,7 @@ class EngineSettings:
     footprint_gib: float | None = None
     free_cache_engine: bool = False
     collective_timeout_s: int | None = None
+    engine: str = "vllm"
 
 
 @dataclass(frozen=True)

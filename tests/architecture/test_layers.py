@@ -97,6 +97,15 @@ def test_every_layer_of_the_design_exists() -> None:
     assert {layer_of(path) for path in MODULES} - {"__init__"} == set(ARROWS)
 
 
+@pytest.mark.parametrize("folder", ["train", "vllm", "weights"])
+def test_engines_know_nothing_of_each_other(folder: str) -> None:
+    """Weights travel from one to the other in the terms of `weights`."""
+    others = {"train", "vllm"} - {folder}
+    for path in (PACKAGE / "engines" / folder).glob("*.py"):
+        names = imported_names(path.read_text())
+        assert not any(name.startswith(f"grpo_dist.engines.{other}.") for name in names for other in others), path.name
+
+
 @pytest.mark.parametrize(
     ("source", "layer", "found"),
     [

@@ -52,7 +52,7 @@ RANK = """
 import json, os, sys, time
 from pathlib import Path
 import psutil, torch, torch.distributed as dist
-from grpo_dist.engines.train.fsdp_model import init_process_group
+from grpo_dist.engines.rendezvous import init_process_group
 from grpo_dist.engines.rendezvous import START_TIMEOUT, open_store
 from grpo_dist.errors import ConfigError
 

@@ -331,7 +331,7 @@ def member_class() -> type:
 
             import torch.distributed as dist
 
-            from grpo_dist.engines.train.fsdp_model import init_process_group
+            from grpo_dist.engines.rendezvous import init_process_group
 
             store = self.store if self.rank == 0 else dist.TCPStore("127.0.0.1", port)
             init_process_group(device="cpu", rank=self.rank, world_size=3, store=store, timeout_s=240.0)

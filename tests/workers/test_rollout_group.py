@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import ray
 
+from grpo_dist.engines.base import EngineLoad, Footprint
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
-from grpo_dist.engines.vllm.engine import EngineLoad
-from grpo_dist.engines.vllm.gpu_memory import Footprint
 from grpo_dist.errors import ConfigError, EngineError, GrpoDistError, WeightSyncError, WorkerError
 from grpo_dist.workers import rollout_group
 from grpo_dist.workers.batch_ref import Label

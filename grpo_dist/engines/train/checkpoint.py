@@ -1,7 +1,7 @@
 """Model, optimizer, schedule and random states on disk, sharded with torch.distributed.checkpoint.
 
 A save has two parts. `begin_save` copies everything to CPU memory, while the weights stand still. A thread then writes
-the copies, over a process group of its own, so that its messages and those of the training going on never mix.
+the copies. It has a process group of its own, so that its messages never mix with those of the training going on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.optim import Optimizer
 
 from grpo_dist.engines.train.checkpoint_reader import SafePlanner, SafeReader
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush_path
-from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.optimizer import keep_settings
 from grpo_dist.errors import CheckpointError
 
@@ -35,15 +35,12 @@ WRITE_TIMEOUT = timedelta(minutes=30)
 RANDOM_STATES = "random_{rank}.pt"
 
 
-def engine_state(engine: FSDPEngine) -> dict[str, Any]:
-    """What a checkpoint of the actor holds: weights, optimizer, schedule."""
-    model, optimizer = get_state_dict(engine.model, engine.optimizer)
-    return {"model": model, "optimizer": optimizer, "schedule": engine.schedule.state_dict()}
-
-
-def weights_state(engine: FSDPEngine) -> dict[str, Any]:
-    """What a checkpoint of a reference holds."""
-    return {"model": get_model_state_dict(engine.model)}
+def training_state(model: nn.Module, optimizer: Optimizer | None, schedule: Any) -> dict[str, Any]:
+    """What a checkpoint holds: the weights and, of a model that trains, its optimizer and its schedule."""
+    if optimizer is None:
+        return {"model": get_model_state_dict(model)}
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments, "schedule": schedule.state_dict()}
 
 
 class ShardWriter:
@@ -93,33 +90,24 @@ class ShardWriter:
         return {path.name: digest_file(path) for path in paths}
 
 
-def load_engine(engine: FSDPEngine, folder: Path) -> None:
-    """Read what was saved of `engine_state`, on any number of ranks; random states on as many only. Collective.
+def load_training_state(folder: Path, model: nn.Module, optimizer: Optimizer | None, schedule: Any) -> None:
+    """Read a checkpoint into a model, its optimizer and its schedule, on any number of ranks. Collective.
 
-    Learning rate, weight decay and betas are those that the engine was built with, at the saved place in the schedule.
+    Learning rate, weight decay and betas stay those that the optimizer was built with, at the saved place in the
+    schedule. Random states are read only on as many ranks as there were, and only for a model that trains.
 
     Raises:
         CheckpointError: the folder is not a readable checkpoint of this model.
     """
-    state = engine_state(engine)
-    load_state(state, folder)
-    with keep_settings(engine.optimizer, engine.schedule):
-        set_state_dict(
-            engine.model, engine.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
-        engine.schedule.load_state_dict(state["schedule"])
+    load_state(state := training_state(model, optimizer, schedule), folder)
+    if optimizer is None:
+        set_model_state_dict(model, state["model"])
+        return
+    with keep_settings(optimizer, schedule):
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        schedule.load_state_dict(state["schedule"])
     if len(list(folder.glob(RANDOM_STATES.format(rank="*")))) == dist.get_world_size():
         set_random_states(torch.load(folder / RANDOM_STATES.format(rank=dist.get_rank()), weights_only=True))
-
-
-def load_parameters(engine: FSDPEngine, folder: Path) -> None:
-    """Read what was saved of `weights_state`, on any number of ranks. Collective.
-
-    Raises:
-        CheckpointError: the folder is not a readable checkpoint of this model.
-    """
-    load_state(state := weights_state(engine), folder)
-    set_model_state_dict(engine.model, state["model"])
 
 
 def load_state(state: dict[str, Any], folder: Path) -> None:

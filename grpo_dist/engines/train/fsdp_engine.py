@@ -7,20 +7,21 @@ result does not depend on micro-batches, layout or rank count.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_dist.algorithms import policy_objective
+from grpo_dist.engines.base import MiniBatchResult
 from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
 from grpo_dist.engines.train.exact_kl import ReferenceHead
 from grpo_dist.engines.train.forward import PolicyForward
-from grpo_dist.engines.train.fsdp_model import full_parameters, gradient_sync, load_sharded_model
+from grpo_dist.engines.train.fsdp_model import gradient_sync, load_sharded_model
+from grpo_dist.engines.train.fsdp_weights import FSDPWeights
 from grpo_dist.engines.train.lora import adapters_off
 from grpo_dist.engines.train.memory_errors import ACTOR_ROOM, remedied, within_memory
 from grpo_dist.engines.train.micro_batch import MicroBatch
@@ -28,22 +29,14 @@ from grpo_dist.engines.train.micro_batch_plan import Lengths, group_rows, plan_m
 from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.engines.train.offload import Offload
 from grpo_dist.engines.train.optimizer import build_optimizer
-from grpo_dist.engines.train.sharded_tensors import let_go_of_gathered, whole
+from grpo_dist.engines.train.sharded_tensors import whole
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, Sum, merge_metrics
 
-SEQUENCE_COLUMNS = ("prompts", "responses", "response_mask")
 NOT_TAKEN = "the optimizer step was not taken"
 
 
-class MiniBatchResult(NamedTuple):
-    """What an optimizer step tells: metrics, and on policy the log-probs (nats, a row each) of its forward pass."""
-
-    metrics: dict[str, Metric]
-    log_probs: Ragged | None
-
-
-class FSDPEngine:
+class FSDPEngine(FSDPWeights):
     """A causal LM sharded over the default process group; trainable if it is given an optimizer.
 
     Args:
@@ -65,7 +58,7 @@ class FSDPEngine:
     ) -> None:
         self.settings, self.device, self.grad_clip = model, torch.device(device), grad_clip
         self.model: Any = load_sharded_model(model, device, frozen=optimizer is None)
-        self.reference_head: ReferenceHead | None = None  # set for kl_loss_type=full
+        self.reference_head: ReferenceHead | None = None
         self.forward = PolicyForward(
             self.model,
             layout=model.layout,
@@ -79,12 +72,17 @@ class FSDPEngine:
             self.optimizer, self.schedule = build_optimizer(self.model.parameters(), optimizer)
         self.offload = Offload(
             self.model,
-            None if optimizer is None else self.optimizer,
+            self.optimizer,
             self.device,
             parameters=model.param_offload,
             optimizer_states=model.optimizer_offload,
             shares_device=model.shares_gpu,
         )
+
+    @property
+    def report(self) -> str:
+        """See `TrainEngine.report`."""
+        return self.forward.report
 
     # --- log-probs ---------------------------------------------------------------------------------------------
     def compute_log_probs(self, data: DataProto, *, micro_batch_size: int, max_token_len: int | None = None) -> Ragged:
@@ -96,21 +94,7 @@ class FSDPEngine:
     def compute_columns(
         self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None
     ) -> dict[str, Ragged]:
-        """What a forward pass tells about the response tokens.
-
-        Args:
-            data: `prompts`, `responses`, `response_mask`.
-            names: of "log_probs" (nats, at the sampling temperature), "entropies" (nats, likewise) and "hidden_states"
-                (H numbers a token: what the output layer sees, in the compute type).
-            micro_batch_size: sequences per forward pass, where there is no token budget.
-            max_token_len: tokens per forward pass; None: no token budget.
-
-        Returns:
-            Ragged by name, one row per row of `data`; float32 but for hidden states.
-
-        Raises:
-            TrainingDiverged: on all ranks, if any rank's log-probs are not finite.
-        """
+        """See `TrainEngine.compute_columns`."""
         self._check_forward(data, micro_batch_size, max_token_len)
         parts: dict[str, list[Tensor]] = {name: [torch.empty(0)] * len(data) for name in names}
         plan = self._plan(data, micro_batch_size, max_token_len)
@@ -129,10 +113,12 @@ class FSDPEngine:
         dtypes = {name: hidden if name == "hidden_states" else torch.float32 for name in names}
         return {name: Ragged.from_rows(parts[name], dtypes[name]) for name in names}
 
-    def compute_reference_columns(self, data: DataProto, names: Sequence[str], **limits: Any) -> dict[str, Ragged]:
-        """`compute_columns` of the model as it was before LoRA's factors were trained."""
+    def compute_reference_columns(
+        self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None
+    ) -> dict[str, Ragged]:
+        """See `TrainEngine.compute_reference_columns`."""
         with adapters_off(self.model):
-            return self.compute_columns(data, names, **limits)
+            return self.compute_columns(data, names, micro_batch_size=micro_batch_size, max_token_len=max_token_len)
 
     # --- training ----------------------------------------------------------------------------------------------
     def train_mini_batch(
@@ -143,22 +129,7 @@ class FSDPEngine:
         objective: ObjectiveSettings,
         max_token_len: int | None = None,
     ) -> MiniBatchResult:
-        """One optimizer step on this rank's rows of a mini-batch; none if no token of it trains on any rank.
-
-        The schedule counts the steps that were taken.
-
-        Args:
-            data: `prompts`, `responses`, `response_mask` and `objective.columns`.
-            micro_batch_size: sequences per forward/backward pass, where there is no token budget.
-            objective: the loss.
-            max_token_len: tokens per forward/backward pass; None: no token budget.
-
-        Returns:
-            Metrics of this rank's rows, to be merged over ranks, and on policy the log-probs before the step.
-
-        Raises:
-            TrainingDiverged: on all ranks, before the optimizer step, if any rank's loss or the gradient is not finite.
-        """
+        """See `TrainEngine.train_mini_batch`. The schedule counts the steps that were taken."""
         self._check_forward(data, micro_batch_size, max_token_len)
         tokens, sequences = self._global_counts(data)
         metrics: list[dict[str, Metric]] = []
@@ -198,32 +169,6 @@ class FSDPEngine:
         }
         old = Ragged.from_rows(log_probs, torch.float32) if objective.on_policy else None
         return MiniBatchResult(merge_metrics([*metrics, step]), old)
-
-    # --- weights -----------------------------------------------------------------------------------------------
-    def full_parameters(self, dtype: str, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
-        """The whole weights, tensor by tensor, on `device`; dtype is a torch name such as "bfloat16"."""
-        return full_parameters(self.model, getattr(torch, dtype), device)
-
-    @torch.no_grad()
-    def mix_parameters(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
-        """Move the weights towards others: w = share * other + (1 - share) * w. Collective.
-
-        Args:
-            tensors: whole tensors by name, as `full_parameters` gives them.
-            share: 1 replaces the weights.
-        """
-        let_go_of_gathered(self.model)
-        own = dict(self.model.named_parameters())
-        for name, tensor in tensors:
-            parameter = own[name]
-            other = tensor.to(self.device, parameter.dtype)
-            if isinstance(parameter, DTensor):
-                other = distribute_tensor(other, parameter.device_mesh, parameter.placements)
-            parameter.mul_(1 - share).add_(other, alpha=share)
-
-    def output_layer(self, device: str) -> ReferenceHead:
-        """A copy of the output layer in the compute type. Collective."""
-        return ReferenceHead.of(self.model, device, DTYPES[self.settings.compute_dtype])
 
     # --- parts -------------------------------------------------------------------------------------------------
     def _log_probs(

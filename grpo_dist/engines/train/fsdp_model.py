@@ -1,11 +1,10 @@
-"""A Hugging Face causal LM sharded with FSDP2 (`fully_shard`), and the process group it runs in."""
+"""A Hugging Face causal LM sharded with FSDP2 (`fully_shard`)."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from grpo_dist.engines.rendezvous import LOOPBACK, leave_loopback, stay_on_loopback
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.lm_head import ResponseHead
 from grpo_dist.engines.train.lora import add_lora, draw_factors, lora_hidden, merged_parameters
@@ -23,25 +21,6 @@ from grpo_dist.engines.train.model_loading import DTYPES, load_weights, open_mod
 from grpo_dist.engines.train.rope import hold_longrope_factors
 from grpo_dist.engines.train.sharded_tensors import let_go_of_gathered, num_shards
 from grpo_dist.errors import ConfigError
-
-
-def init_process_group(*, device: str, rank: int, world_size: int, store: dist.TCPStore, timeout_s: float) -> None:
-    """Join the role's process group, at the store that rank 0 has opened: gloo on CPU, nccl (gloo for CPU tensors) on
-    GPU. A rank that waits longer than `timeout_s` seconds for the others fails.
-
-    Raises:
-        ConfigError: the environment ties a rank to loopback, and others are on other machines.
-    """
-    if device == "cuda":
-        torch.cuda.set_device(0)  # Ray shows each process its own GPUs only
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    if store.host == LOOPBACK:
-        stay_on_loopback()
-    else:
-        leave_loopback(store.host, store.port)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
-    )
 
 
 def load_sharded_model(settings: ModelSettings, device: str, *, frozen: bool = False) -> Any:

@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.durable_files import flush_path, flush_tree
-from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.fsdp_model import full_parameters
 from grpo_dist.engines.train.hf_names import as_in_files
 from grpo_dist.engines.train.model_loading import DTYPES
@@ -23,15 +23,16 @@ FILE_BYTES = 1 << 30  # most bytes of a file with several tensors: what rank 0 h
 WEIGHTS = "model.safetensors"
 
 
-def export_hf_model(engine: FSDPEngine, folder: Path, dtype: str) -> None:
+def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: str) -> None:
     """Write a folder that `transformers` and vLLM load: config, safetensors, tokenizer. Collective; rank 0 writes.
 
     The folder is there whole or not at all; one of that name is replaced. Rank 0 holds `FILE_BYTES` at once beside its
     shards, or the largest tensor; the other ranks drop each tensor as it comes.
 
     Args:
-        engine: with the policy; LoRA's factors are merged.
-        folder: where to.
+        model: the policy; LoRA's factors are merged.
+        settings: what it was loaded from.
+        folder: where the files go.
         dtype: of the weights in the files: "fp32" or "bf16".
 
     Raises:
@@ -40,15 +41,15 @@ def export_hf_model(engine: FSDPEngine, folder: Path, dtype: str) -> None:
     import transformers
     from safetensors import SafetensorError
 
-    tensors, failure = full_parameters(engine.model, DTYPES[dtype]), [""]
+    tensors, failure = full_parameters(model, DTYPES[dtype]), [""]
     if dist.get_rank() == 0:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
-            engine.settings.path, trust_remote_code=engine.settings.trust_remote_code
+            settings.path, trust_remote_code=settings.trust_remote_code
         )
-        config = copy.deepcopy(engine.model.config)
+        config = copy.deepcopy(model.config)
         config.dtype = DTYPES[dtype]
         try:
-            _write((config, engine.model.generation_config, tokenizer), as_in_files(engine.model, tensors), folder)
+            _write((config, model.generation_config, tokenizer), as_in_files(model, tensors), folder)
         except (OSError, SafetensorError) as error:
             failure = [f"{type(error).__name__}: {error}"]
     for _ in tensors:  # gathering is collective, also what comes after a failure

@@ -12,14 +12,15 @@ import os
 import tempfile
 import uuid
 from collections.abc import Coroutine, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.engines.base import EngineLoad, Footprint, Response
 from grpo_dist.engines.rendezvous import stay_on_loopback
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.vllm.arguments import engine_args, quiet_environment
-from grpo_dist.engines.vllm.gpu_memory import GPU, Footprint, footprint, gpus, wait_until_free
+from grpo_dist.engines.vllm.gpu_memory import GPU, footprint, gpus, wait_until_free
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.engines.weights.bucket_files import clear_left_behind, note_segments, remove
 from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError
@@ -27,33 +28,6 @@ from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError
 # An engine call that takes longer than this hangs.
 CALL_TIMEOUT_S = 600.0
 DEATH_POLL_S = 1.0
-
-
-@dataclass(frozen=True)
-class Response:
-    """One response: id, log-prob (nats, temperature applied) and weight version of each token; `truncated` if cut.
-
-    Attributes:
-        stop: the text that stopped it; None: the end-of-sequence token, or it was cut short.
-        mask: 1 on tokens that were sampled, 0 on those an environment put in; None: all were sampled.
-        num_turns: how often the policy was sampled for it.
-    """
-
-    token_ids: list[int]
-    log_probs: list[float]
-    truncated: bool
-    weight_versions: list[int]
-    stop: str | None = None
-    mask: list[int] | None = None
-    num_turns: int = 1
-
-
-@dataclass(frozen=True)
-class EngineLoad:
-    """Sequences that an engine runs and that wait in it, after its last step."""
-
-    running: int = 0
-    waiting: int = 0
 
 
 class VLLMEngine:
@@ -71,10 +45,10 @@ class VLLMEngine:
         self._stop_token_ids: list[int] = []
 
     async def start(self) -> Footprint | None:
-        """Load the model, on GPUs once there is room for it.
+        """Load the model; on GPUs once there is enough free memory.
 
         Returns:
-            What it took of its GPUs; None without GPUs.
+            The memory that it took of its GPUs; None without GPUs.
 
         Raises:
             ConfigError: vLLM is not installed or refuses the settings.
@@ -108,18 +82,10 @@ class VLLMEngine:
     async def generate(
         self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
     ) -> list[Response] | None:
-        """Sample `sampling.n` responses to one prompt; concurrent calls share the engine's batch.
-
-        Args:
-            prompt: token ids.
-            sampling: how.
-            request_id: what `abort` may name.
-
-        Returns:
-            The responses; None if the request was aborted.
+        """See `RolloutEngine.generate`; concurrent calls share vLLM's batch.
 
         Raises:
-            BatchError: the prompt is empty, too long, or holds an id outside the vocabulary (which would kill vLLM).
+            BatchError: the prompt is empty, too long, or has an id outside the vocabulary, which would kill vLLM.
             ConfigError: vLLM refuses the sampling settings.
             EngineError: the engine failed, or a failed sync has left its weights mixed.
         """
@@ -133,14 +99,9 @@ class VLLMEngine:
         return [_response(r) for r in sorted(output.outputs, key=lambda r: r.index)]
 
     async def abort(self, request_id: str) -> None:
-        """End what runs or waits under this id; one that is not there is no mistake."""
+        """See `RolloutEngine.abort`."""
         for vllm_id in list(self._running.get(request_id, ())):
             await self._call(self._llm.abort(vllm_id))
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights; -1: those of the model folder."""
-        return self.weights.version
 
     def shutdown(self) -> None:
         """Stop the engine and every process it started."""
@@ -180,7 +141,7 @@ class VLLMEngine:
         vllm_id = uuid.uuid4().hex
         if not self.settings.clear_kv_cache_on_update:
             # blocks of older weights serve no new request; which weights one is run with that comes now is open
-            request["cache_salt"] = vllm_id if self.weights.updating else f"weights {self.weight_version}"
+            request["cache_salt"] = vllm_id if self.weights.updating else f"weights {self.weights.version}"
         running = self._running.setdefault(request_id, set())
         running.add(vllm_id)
         try:

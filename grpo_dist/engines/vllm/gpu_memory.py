@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_dist.engines.base import Footprint
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.errors import EngineError
 
@@ -23,14 +24,6 @@ GIB = 2**30
 # A killed process' memory is free again after seconds.
 PATIENCE_S = 120.0
 POLL_S = 0.5
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What an engine that has started holds on each of its GPUs, in GiB: all in all, and of that the KV cache."""
-
-    total_gib: float
-    kv_cache_gib: float
 
 
 @dataclass(frozen=True)

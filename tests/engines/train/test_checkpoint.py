@@ -14,15 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 from grpo_dist.engines.settings import ModelSettings, OptimizerSettings
 from grpo_dist.engines.train.checkpoint import (
     RANDOM_STATES,
-    ShardWriter,
-    engine_state,
-    load_engine,
     random_states,
     set_random_states,
 )
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
-from grpo_dist.engines.train.hf_export import export_hf_model
 from grpo_dist.engines.train.sharded_tensors import own_part
 from grpo_dist.errors import CheckpointError
 from grpo_dist.protocol import metric_values
@@ -48,9 +44,8 @@ def weights(engine: FSDPEngine) -> dict[str, np.ndarray]:
 
 
 def save_engine(engine: FSDPEngine, folder: Path) -> dict[str, FileDigest]:
-    writer = ShardWriter()
-    writer.begin_save(engine_state(engine), folder)
-    files = writer.finished(wait=True)
+    engine.begin_save(folder)
+    files = engine.finished_save(wait=True)
     assert files is not None
     return files
 
@@ -60,29 +55,28 @@ def uninterrupted(rank: int, models: dict[str, str], folder: Path) -> dict[str, 
     engine = engine_with_schedule(models["tied"])
     for number in range(2):
         step(engine, rank, 2, number)
-    writer = ShardWriter()
     saved = weights(engine)
     torch.manual_seed(100 + rank)
-    writer.begin_save(engine_state(engine), folder / "two")
+    engine.begin_save(folder / "two")
     metrics = step(engine, rank, 2, 2)  # while it is written
     random = torch.rand(3).tolist()
-    files = writer.finished(wait=True)
-    assert writer.finished(wait=False) == files, "it may be asked more than once"
+    files = engine.finished_save(wait=True)
+    assert engine.finished_save(wait=False) == files, "it may be asked more than once"
     untied = engine_with_schedule(models["untied"])
     step(untied, rank, 2, 0)
     data = random_batch(num_groups=2, n=1)
     out = {}
     for name, exported in (("tied", engine), ("untied", untied)):
-        export_hf_model(exported, folder / name, "fp32")
+        exported.export_hf_model(folder / name, "fp32")
         out[name] = (weights(exported), exported.compute_log_probs(data, micro_batch_size=2).values.numpy())
     failure = ""
     try:
-        writer.begin_save(engine_state(engine), folder / "two/__0_0.distcp")  # a file, not a folder
-        writer.finished(wait=True)
+        engine.begin_save(folder / "two/__0_0.distcp")  # a file, not a folder
+        engine.finished_save(wait=True)
     except CheckpointError as error:
         failure = str(error)
     again = engine_with_schedule(models["tied"])
-    load_engine(again, folder / "two")
+    again.load_checkpoint(folder / "two")
     again_random = torch.rand(3).tolist()
     return {
         "saved": saved,
@@ -93,17 +87,17 @@ def uninterrupted(rank: int, models: dict[str, str], folder: Path) -> dict[str, 
         "random": random,
         "random again": again_random,
         "failure": failure,
-        "full": save_onto_a_full_disk(writer, engine, folder / "full"),
+        "full": save_onto_a_full_disk(engine, folder / "full"),
     }
 
 
-def save_onto_a_full_disk(writer: ShardWriter, engine: FSDPEngine, folder: Path) -> str:
+def save_onto_a_full_disk(engine: FSDPEngine, folder: Path) -> str:
     """The error of a save where no file may grow beyond 20 kB; the shards are larger."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        writer.begin_save(engine_state(engine), folder)
-        writer.finished(wait=True)
+        engine.begin_save(folder)
+        engine.finished_save(wait=True)
     except CheckpointError as error:
         return str(error)
     finally:
@@ -115,7 +109,7 @@ def go_on(rank: int, world_size: int, models: dict[str, str], source: Path, targ
     """A fresh engine that loads, perhaps saves again, and takes step 2."""
     engine = engine_with_schedule(models["tied"])
     fresh = weights(engine)
-    load_engine(engine, source)
+    engine.load_checkpoint(source)
     loaded = weights(engine)
     if target is not None:
         save_engine(engine, target)
@@ -124,7 +118,7 @@ def go_on(rank: int, world_size: int, models: dict[str, str], source: Path, targ
     for name, folder, model in (("absent", source / "absent", "tied"), ("other", source, "untied")):
         other = engine_with_schedule(models[model])
         try:
-            load_engine(other, folder)
+            other.load_checkpoint(folder)
         except CheckpointError as error:
             errors[name] = str(error)
     return {"fresh": fresh, "loaded": loaded, "after": weights(engine), "metrics": metrics, "errors": errors}
@@ -254,7 +248,7 @@ def go_on_with_another_rate(rank: int, path: str, source: Path) -> dict[str, Any
     model = ModelSettings(path, False, "fp32", "fp32", False, True)
     optimizer = OptimizerSettings(3e-3, 0.5, (0.8, 0.9), "cosine", 2, 6, 0.1)
     engine = FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, grad_clip=1.0)
-    load_engine(engine, source)
+    engine.load_checkpoint(source)
     [group] = engine.optimizer.param_groups
     first = step(engine, rank, 1, 2)
     return {"group": dict(group, params=None), "first": first, "second": step(engine, rank, 1, 3)}
@@ -279,9 +273,9 @@ def experts(rank: int, path: str, folder: Path) -> dict[str, Any]:
         step(engine, rank, 2, number)
     save_engine(engine, folder / "checkpoint")
     again = engine_with_schedule(path)
-    load_engine(again, folder / "checkpoint")
+    again.load_checkpoint(folder / "checkpoint")
     metrics = [step(each, rank, 2, 2) for each in (engine, again)]
-    export_hf_model(engine, folder / "export", "fp32")
+    engine.export_hf_model(folder / "export", "fp32")
     log_probs = engine.compute_log_probs(random_batch(num_groups=2, n=1), micro_batch_size=2).values
     return {
         "units": [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule)],

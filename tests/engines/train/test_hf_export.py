@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 from grpo_dist.engines.settings import LoraSettings
 from grpo_dist.engines.train import hf_export
-from grpo_dist.engines.train.hf_export import export_hf_model
 from grpo_dist.errors import CheckpointError
 from tests.models import objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
@@ -24,12 +23,12 @@ from tests.ranks import run_ranks
 def export_twice(rank: int, model: str, folder: Path) -> str:
     """Once as it should be; then in files of 30 kB where none may grow beyond 20: the first is refused on the way."""
     engine = trainable_engine(model)
-    export_hf_model(engine, folder, "fp32")
+    engine.export_hf_model(folder, "fp32")
     hf_export.FILE_BYTES = 30_000
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        export_hf_model(engine, folder, "fp32")
+        engine.export_hf_model(folder, "fp32")
     except CheckpointError as error:
         return str(error)
     return ""
@@ -54,7 +53,7 @@ def export(rank: int, model: str, folder: Path, lora: LoraSettings | None) -> di
     rows = random_batch(num_groups=2, n=2).index(np.arange(4)[rank::ranks])
     engine.train_mini_batch(rows, micro_batch_size=1, objective=objective())
     for dtype in ("fp32", "bf16"):
-        export_hf_model(engine, folder / dtype, dtype)
+        engine.export_hf_model(folder / dtype, dtype)
     return {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")}
 
 

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train import hf_export
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
-from grpo_dist.engines.train.hf_export import export_hf_model
 from tests.ranks import run_ranks
 
 MIB = 1 << 20
@@ -69,7 +68,7 @@ def load_and_export(rank: int, path: str, folder: Path, dtype: str, file_bytes: 
     hf_export.FILE_BYTES = file_bytes
     settings = ModelSettings(path, False, "fp32", "bf16", False, True)
     engine, loading = peak(lambda: FSDPEngine(settings, device="cpu", temperature=1.0))
-    _, exporting = peak(lambda: export_hf_model(engine, folder, dtype))
+    _, exporting = peak(lambda: engine.export_hf_model(folder, dtype))
     return loading, exporting
 
 

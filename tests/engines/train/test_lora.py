@@ -11,7 +11,6 @@ import torch
 
 from grpo_dist.engines.settings import LoraSettings, ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
-from grpo_dist.engines.train.hf_export import export_hf_model
 from grpo_dist.engines.train.lora import add_lora, lora_layers
 from grpo_dist.errors import ConfigError
 from tests.models import objective, random_batch, random_model, trainable_engine
@@ -38,7 +37,7 @@ def train(rank: int, path: str, folder: str) -> dict[str, Any]:
         engine.train_mini_batch(data.index(share), micro_batch_size=2, objective=objective()).metrics for _ in range(3)
     ]
     merged = dict(engine.full_parameters("float32"))
-    export_hf_model(engine, Path(folder), "fp32")
+    engine.export_hf_model(Path(folder), "fp32")
     return {
         "same names": list(before) == [name for name, _ in plain.full_parameters("float32")],
         "start": float(np.abs(untouched - log_probs(plain)).max()),

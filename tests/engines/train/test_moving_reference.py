@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_dist.engines.settings import ModelSettings
-from grpo_dist.engines.train.checkpoint import ShardWriter, load_parameters, weights_state
+from grpo_dist.engines.train.checkpoint import training_state
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.sharded_tensors import whole
 from grpo_dist.errors import CheckpointError
@@ -30,14 +30,13 @@ def move(rank: int, path: str, folder: Path) -> dict[str, Any]:
     engine.mix_parameters(((name, torch.full(value.shape, 2.0)) for name, value in first.items()), 0.25)
     mixed = weights(engine)
     head = engine.output_layer("cpu")
-    writer = ShardWriter()
-    writer.begin_save(weights_state(engine), folder / "ref")
-    assert writer.finished(wait=True) is not None
+    engine.begin_save(folder / "ref")
+    assert engine.finished_save(wait=True) is not None
     engine.mix_parameters(((name, torch.full(value.shape, 3.0)) for name, value in first.items()), 1.0)
     replaced = weights(engine)
-    load_parameters(engine, folder / "ref")
+    engine.load_checkpoint(folder / "ref")
     try:
-        load_parameters(engine, folder / "nowhere")
+        engine.load_checkpoint(folder / "nowhere")
         message = ""
     except CheckpointError as error:
         message = str(error)
@@ -78,7 +77,7 @@ def drift(rank: int, path: str) -> dict[str, Any]:
             engine.mix_parameters(goal.items(), 0.01)
         after = engine.compute_log_probs(data, micro_batch_size=2).values.numpy().copy()
         moved = np.abs(after - before).max()
-        state = weights_state(engine)["model"]
+        state = training_state(engine.model, None, None)["model"]
         saved = {name: whole(tensor).float().numpy().copy() for name, tensor in state.items()}
         found[compute] = saved, moved, {name: target.numpy() for name, target in goal.items()}
     return found
@@ -100,11 +99,10 @@ def taken_over(rank: int, path: str, folder: Path) -> dict[str, Any]:
     settings = ModelSettings(path, False, "bf16", "bf16", False, True)
     old = FSDPEngine(settings, device="cpu", temperature=1.0)
     old.mix_parameters(((name, torch.full(value.shape, 2.0)) for name, value in weights(old).items()), 0.25)
-    writer = ShardWriter()
-    writer.begin_save(weights_state(old), folder)
-    writer.finished(wait=True)
+    old.begin_save(folder)
+    old.finished_save(wait=True)
     new = FSDPEngine(replace(settings, model_dtype="fp32"), device="cpu", temperature=1.0)
-    load_parameters(new, folder)
+    new.load_checkpoint(folder)
     read = weights(new)
     new.mix_parameters(((name, torch.full(value.shape, 3.0)) for name, value in read.items()), 1e-3)
     types = {str(parameter.dtype) for parameter in new.model.parameters()}

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from grpo_dist.engines.base import Footprint
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm import gpu_memory
-from grpo_dist.engines.vllm.gpu_memory import GIB, GPU, Footprint, footprint, gpus, needed_gib, wait_until_free
+from grpo_dist.engines.vllm.gpu_memory import GIB, GPU, footprint, gpus, needed_gib, wait_until_free
 from grpo_dist.errors import EngineError
 from tests.workers.test_weight_transport import engine_settings
 
