@@ -115,13 +115,7 @@ class EngineWeights(Protocol):
 
 
 class RolloutEngine(Protocol):
-    """Samples responses to prompts. The constructor takes an `EngineSettings`.
-
-    Attributes:
-        settings: what the engine was built from.
-        load: how busy it is.
-        weights: its weights; there once it has started.
-    """
+    """Samples responses to prompts. `weights` are there once it has started."""
 
     settings: EngineSettings
     load: EngineLoad
@@ -192,9 +186,7 @@ class TrainEngine(Protocol):
 
     Every method is collective: all ranks call it together, each with its own rows (a rank may have none).
 
-    Attributes:
-        reference_head: the reference's output layer, which the exact KL needs; None: the loss has no such KL.
-        report: one sentence on how sequences are laid out, and why; "" before the first forward pass.
+    `reference_head` is the reference's output layer, which the exact KL needs; None: the loss has no such KL.
     """
 
     reference_head: Any
@@ -210,7 +202,8 @@ class TrainEngine(Protocol):
     ) -> None: ...
 
     @property
-    def report(self) -> str: ...
+    def report(self) -> str:
+        """One sentence on how sequences are laid out, and why; "" before the first forward pass."""
 
     def on_device(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
         """Within the block the weights, and with `optimizer` the optimizer's states, are on the device."""
