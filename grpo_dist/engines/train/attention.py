@@ -14,6 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.utils import is_flash_attn_2_available
 
 from grpo_dist.engines.train.segment_attention import segment_attention_forward, segment_runs
 from grpo_dist.errors import ConfigError
@@ -59,7 +63,7 @@ def attention_implementation(config: Any, layout: str, device: str) -> str:
     if device == "cpu":
         _register(SEGMENTS, segment_attention_forward)
         return SEGMENTS
-    if layout == "packed" and _flash_attention_installed():
+    if layout == "packed" and is_flash_attn_2_available():
         return FLASH
     _register(FLEX, flex_attention_forward)
     return FLEX
@@ -145,8 +149,6 @@ def flex_attention_forward(
     transformers' own flex attention compiles for fixed shapes; packed lengths change with every micro-batch.
     """
     if not isinstance(attention_mask, BlockMask):
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     attend = _flex_kernel(query.device.type)
     grouped = query.shape[1] != key.shape[1]
@@ -230,14 +232,5 @@ def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any
 
 @cache
 def _register(name: str, forward: Callable[..., Any]) -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, sdpa_mask)
-
-
-def _flash_attention_installed() -> bool:
-    from transformers.utils import is_flash_attn_2_available
-
-    return is_flash_attn_2_available()

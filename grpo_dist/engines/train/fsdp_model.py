@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.lm_head import ResponseHead
@@ -78,8 +79,6 @@ def recompute_layers(model: Any) -> None:
     Raises:
         ConfigError: the model does not say what its layers are.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     layers = layers or transformer_layers(model)
     for layer in layers:

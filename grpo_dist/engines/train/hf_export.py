@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_dist.engines.settings import ModelSettings
@@ -38,9 +41,6 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
     Raises:
         CheckpointError: on every rank: the disk refuses.
     """
-    import transformers
-    from safetensors import SafetensorError
-
     tensors, failure = full_parameters(model, DTYPES[dtype]), [""]
     if dist.get_rank() == 0:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -90,8 +90,6 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
 
 def _save_safetensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """Files of at most `FILE_BYTES`, or of one tensor, with an index if they are several, as `save_pretrained` does."""
-    from safetensors.torch import save_file
-
     files: list[list[str]] = []
     total = 0
     for part in _parts(tensors):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
 
 from grpo_dist.engines.train.lora import merged_names
 
@@ -24,8 +25,6 @@ def as_in_files(model: Any, tensors: Iterable[tuple[str, Tensor]], device: str =
             until it is complete. Buffers that its files have come at the end.
         device: of the tensors; buffers are copied to it.
     """
-    from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
-
     back = [conversion.reverse_transform() for conversion in reversed(model._weight_conversions)]
     renamings = [step for step in back if isinstance(step, WeightRenaming)]
     others = [step for step in back if not isinstance(step, WeightRenaming)]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from grpo_dist.engines.settings import LoraSettings
 from grpo_dist.engines.train.sharded_tensors import place, whole
@@ -73,8 +74,6 @@ def _target_names(model: Any, settings: LoraSettings) -> list[str]:
     Raises:
         ConfigError: there is none of one of the names, or all are left out.
     """
-    from transformers.pytorch_utils import Conv1D
-
     targets, modules = settings.target_modules, dict(model.named_modules())
     if targets == "all-linear":
         head = model.get_output_embeddings()

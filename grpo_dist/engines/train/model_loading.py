@@ -20,7 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
+from safetensors import safe_open
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.initialization import meta_device_safe_creation_ops
+from transformers.modeling_utils import LoadStateDictConfig, LoadStateDictInfo
+from transformers.utils import logging as library
 
 from grpo_dist.assets.model_folder import read_header, weight_files
 from grpo_dist.engines.settings import ModelSettings
@@ -61,8 +68,6 @@ def open_model(settings: ModelSettings, device: str) -> UnloadedModel:
     Raises:
         DataError: there is no usable model at the path.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
     with _refusing(settings):
         probe, setting = _build(settings, device), _setting(settings)
         files = weight_files(Path(settings.path), setting)
@@ -106,9 +111,6 @@ def load_weights(unloaded: UnloadedModel, device: str) -> None:
 # --- building --------------------------------------------------------------------------------------------------------
 def _build(settings: ModelSettings, device: str) -> Any:
     """The model on the meta device, as `from_pretrained` builds it before it loads anything."""
-    import transformers
-    from transformers.initialization import meta_device_safe_creation_ops
-
     config = _read_config(settings)
     if quantization := getattr(config, "quantization_config", None):
         raise ValueError(
@@ -129,8 +131,6 @@ def _build(settings: ModelSettings, device: str) -> Any:
 
 def _read_config(settings: ModelSettings) -> Any:
     """The model's config.json, with the entries that the run changes."""
-    import transformers
-
     config = transformers.AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
     config.update(dict(settings.override_config))
     return config
@@ -142,8 +142,6 @@ def _open_tensors(folder: Path, files: contextlib.ExitStack) -> dict[str, Any]:
     Files are read, not mapped: mapped pages would count as this process's memory, and weights of the files' own type
     would stay in the files.
     """
-    from safetensors import safe_open
-
     tensors = {}
     for name in weight_files(folder, str(folder)):
         file = files.enter_context(safe_open(folder / name, framework="pt", backend="pread"))
@@ -154,8 +152,6 @@ def _open_tensors(folder: Path, files: contextlib.ExitStack) -> dict[str, Any]:
 # --- loading ---------------------------------------------------------------------------------------------------------
 def _convert(model: Any, tensors: dict[str, Any], conversions: list[Any], device: str) -> Any:
     """Have transformers fill a model from the tensors of its files; returns its report."""
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
-
     config = _load_config(model, conversions, device)
     report, _ = convert_and_load_state_dict_in_model(model, tensors, config)
     if report.conversion_errors:
@@ -165,8 +161,6 @@ def _convert(model: Any, tensors: dict[str, Any], conversions: list[Any], device
 
 
 def _load_config(model: Any, conversions: list[Any], device: str) -> Any:
-    from transformers.modeling_utils import LoadStateDictConfig
-
     return LoadStateDictConfig(
         ignore_mismatched_sizes=True,  # the library's own error does not say which; _check_names does
         device_map={"": device},
@@ -191,9 +185,6 @@ def _why_whole(model: Any, shards: int) -> str:
 
 def _hand_out(unloaded: UnloadedModel, device: str) -> None:
     """Load the whole model on rank 0 and give each rank its part, tensor by tensor. Collective."""
-    import transformers
-    from transformers.modeling_utils import LoadStateDictInfo
-
     model, settings = unloaded.model, unloaded.settings
     whole = {}
     if dist.get_rank() == 0:
@@ -221,8 +212,6 @@ def _hand_out(unloaded: UnloadedModel, device: str) -> None:
 @contextlib.contextmanager
 def _refusing(settings: ModelSettings) -> Iterator[None]:
     """Turn what the library, and code that comes with a model, raise into a DataError that names the model."""
-    from transformers.utils import logging as library
-
     verbosity = library.get_verbosity()
     library.disable_progress_bar()
     library.set_verbosity_error()  # its report of what is missing is a table; _check_names says it

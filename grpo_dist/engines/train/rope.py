@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 
 def hold_longrope_factors(model: Any, max_model_len: int) -> None:
     """Fix LongRoPE's factors (Phi-3; arXiv 2402.13753) for the longest sequence that the run may have.
@@ -16,8 +18,6 @@ def hold_longrope_factors(model: Any, max_model_len: int) -> None:
         model: a loaded causal LM; left as it is if it has no such embedding.
         max_model_len: most tokens of prompt and response.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     for module in model.modules():
         if getattr(module, "rope_type", None) != "longrope":
             continue

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,6 @@ def segment_attention_forward(
         ((B, L, heads, D), None); zeros on padding.
     """
     if segments is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     lengths = [run.length for run in segments]
     # (heads, tokens, D) of all rows one after another, cut into runs

@@ -20,6 +20,7 @@ from grpo_dist.engines.base import EngineLoad, Footprint, Response
 from grpo_dist.engines.rendezvous import stay_on_loopback
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.vllm.arguments import engine_args, quiet_environment
+from grpo_dist.engines.vllm.core_process import inproc_core, knows_core, tied_core
 from grpo_dist.engines.vllm.gpu_memory import GPU, footprint, gpus, wait_until_free
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.engines.weights.bucket_files import clear_left_behind, note_segments, remove
@@ -114,8 +115,6 @@ class VLLMEngine:
 
     def _start_llm(self, async_llm: Any) -> Any:
         """Start vLLM's AsyncLLM and its processes; see `start`."""
-        from grpo_dist.engines.vllm.core_process import inproc_core, knows_core, tied_core
-
         core = inproc_core if self.settings.device == "cpu" else tied_core
         stats = [self._stat_logger()]
         try:

@@ -16,6 +16,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from grpo_dist.engines.weights.buckets import Bucket, Entry
@@ -92,8 +93,6 @@ def _own_prefix() -> str:
 
 def lives(pid: int) -> bool:
     """Whether it holds its memory: one that has ended and that nobody takes note of does not."""
-    import psutil
-
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.Error as error:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from grpo_dist.engines.settings import GroupAddress
 from grpo_dist.engines.weights.bucket_files import lives, new_folder, remove, shared_memory
@@ -74,9 +75,7 @@ class CudaMemory:
 
     def share(self, data: Tensor) -> dict[str, Any]:
         """See `FileMemory.share`. Who opens it waits for the kernels that have filled it: an event goes with it."""
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        _, arguments = reduce_tensor(data)
+        _, arguments = reductions.reduce_tensor(data)
         (_, _, _, tensor_offset, _, _, _, handle, storage_size_bytes, storage_offset_bytes, _, *rest) = arguments
         ref_counter_handle, ref_counter_offset, event_handle, event_sync_required = rest
         blobs = (handle, ref_counter_handle, event_handle)
@@ -87,10 +86,8 @@ class CudaMemory:
 
     def copy(self, shared: dict[str, Any], target: Tensor) -> None:
         """See `FileMemory.copy`. The copy is there when this returns, and the sender's count of readers lowered."""
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
         handle, ref_counter_handle, event_handle = (bytes.fromhex(shared[name]) for name in HANDLES)
-        source = rebuild_cuda_tensor(
+        source = reductions.rebuild_cuda_tensor(
             tensor_cls=Tensor,
             tensor_size=target.shape,
             tensor_stride=(1,),

@@ -131,7 +131,7 @@ def test_inputs_of_each_kernel() -> None:
 def test_kernel_by_device_and_layout(
     layout: str, device: str, flash: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_flash_attention_installed", lambda: flash)
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: flash)
     assert attention_implementation(transformers.Qwen3Config(), layout, device) == expected
 
 

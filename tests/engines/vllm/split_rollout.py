@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.vllm import core_process, weight_backend
+from grpo_dist.engines.vllm import engine, weight_backend
 from grpo_dist.engines.vllm.weight_backend import WorkerExtension
 from grpo_dist.engines.weights.bucket_files import read_bucket
 from grpo_dist.workers.rollout import RolloutWorker
@@ -21,7 +21,7 @@ class SplitRolloutWorker(RolloutWorker):
 
     async def start_as_on_gpus(self, settings: EngineSettings) -> None:
         """The engine's core is a process too, between this one and those that hold the weights."""
-        core_process.inproc_core = core_process.tied_core
+        engine.inproc_core = engine.tied_core
         await self.start(settings)
 
     async def damage(self, rank: int, bucket: int) -> None:
