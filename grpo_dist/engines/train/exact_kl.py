@@ -17,7 +17,7 @@ from grpo_dist.engines.train.sharded_tensors import whole
 from grpo_dist.errors import ConfigError
 
 
-def refused(why: str) -> ConfigError:
+def exact_kl_error(why: str) -> ConfigError:
     """The error of a run that asks for the exact KL of a model that cannot have it."""
     return ConfigError(
         f"actor_rollout_ref.actor.kl_loss_type=full: the exact KL needs logits that are the hidden states times the "
@@ -48,7 +48,7 @@ class ReferenceHead:
             ConfigError: the model's logits are not its hidden states times its output layer.
         """
         if why := why_not_linear(model):
-            raise refused(why)
+            raise exact_kl_error(why)
         head = model.get_output_embeddings()
 
         def copy(parameter: Tensor | None) -> Tensor | None:

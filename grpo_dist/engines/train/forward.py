@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo_dist.algorithms.masking import token_entropy, token_log_probs
 from grpo_dist.engines.train.attention import DENSE_TOKENS, FLEX, attention_inputs, flex_backward_fault, why_padded
-from grpo_dist.engines.train.exact_kl import ReferenceHead, refused
+from grpo_dist.engines.train.exact_kl import ReferenceHead, exact_kl_error
 from grpo_dist.engines.train.lm_head import HeadRequest, HeadValues, ResponseHead
 from grpo_dist.engines.train.micro_batch import MicroBatch, make_micro_batch
 from grpo_dist.engines.train.micro_batch_plan import group_rows
@@ -27,7 +27,7 @@ CHECKED_PROMPTS, CHECKED_RESPONSES, CHECKED_TOKENS = 2, 2, 128
 # Largest mean difference of log-probs, in nats, that rounding explains, by compute type.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
-SHOWN = {
+LAYOUT_NAMES = {
     "padded": "padded sequences",
     "packed": "packed sequences",
     "shared": "shared prompts",
@@ -116,7 +116,7 @@ class PolicyForward:
             ConfigError: the request is for the exact KL, which is made of hidden states and the output layer.
         """
         if request.hidden_states or request.reference is not None:
-            raise refused(f"through the chunked output layer this model's log-probs are others: {self.report}")
+            raise exact_kl_error(f"through the chunked output layer this model's log-probs are others: {self.report}")
         rows = request.predictors // micro_batch.input_ids.shape[1]
         kept, columns = torch.unique(request.predictors % micro_batch.input_ids.shape[1], return_inverse=True)
         logits = self._run(micro_batch, logits_to_keep=kept).logits[rows, columns]
@@ -136,7 +136,7 @@ class PolicyForward:
             agree: from this rank's difference to the largest of all ranks, so that all decide alike.
         """
         self.dense_tokens = 0  # the few are short: long rows' attention is what may not fit the model
-        few = _a_few(data)
+        few = _sample_rows(data)
         alone = self._alone(few)
         reasons = [self._unfit] if self._unfit else []
         candidates = [(self.layout, self.head), ("padded", self.head), ("padded", None), ("alone", None)]
@@ -149,7 +149,7 @@ class PolicyForward:
             difference = agree(difference)
             if difference <= TOLERANCE[self.compute_dtype]:
                 break
-            what = "the chunked output layer" if layout == "padded" and head is not None else SHOWN[layout]
+            what = "the chunked output layer" if layout == "padded" and head is not None else LAYOUT_NAMES[layout]
             reasons.append(f"{what}: {fault or f'log-probs differ by {difference:.2g} nats on average'}")
         self.dense_tokens = DENSE_TOKENS
         self.report = _report(self.wanted, self.layout, self.head is not None, reasons, difference)
@@ -199,7 +199,7 @@ def _at_tokens(states: Tensor, slots: Tensor, width: int) -> Tensor:
     return states.flatten(0, 1)[slots]
 
 
-def _a_few(data: DataProto) -> DataProto:
+def _sample_rows(data: DataProto) -> DataProto:
     """The beginnings of a few responses of the first prompts, and the longest sequence, whole."""
     if not len(data):
         return data
@@ -217,7 +217,7 @@ def _a_few(data: DataProto) -> DataProto:
 
 
 def _report(wanted: str, layout: str, chunked: bool, reasons: list[str], difference: float) -> str:
-    text = SHOWN[layout] + ("" if layout == wanted else f" instead of {SHOWN[wanted]}")
+    text = LAYOUT_NAMES[layout] + ("" if layout == wanted else f" instead of {LAYOUT_NAMES[wanted]}")
     text += "" if chunked else ", logits of whole micro-batches"
     if reasons:
         text += f" ({'; '.join(reasons)})"

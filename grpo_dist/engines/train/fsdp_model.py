@@ -20,7 +20,7 @@ from grpo_dist.engines.train.lm_head import ResponseHead
 from grpo_dist.engines.train.lora import add_lora, draw_factors, lora_hidden, merged_parameters
 from grpo_dist.engines.train.model_loading import DTYPES, load_weights, open_model
 from grpo_dist.engines.train.rope import hold_longrope_factors
-from grpo_dist.engines.train.sharded_tensors import let_go_of_gathered, num_shards
+from grpo_dist.engines.train.sharded_tensors import free_gathered, num_shards
 from grpo_dist.errors import ConfigError
 
 
@@ -106,7 +106,7 @@ def full_parameters(model: nn.Module, dtype: torch.dtype, device: str = "cpu") -
 
     LoRA's factors are merged. Collective: all ranks iterate together.
     """
-    let_go_of_gathered(model)  # or these would be copies in the compute type
+    free_gathered(model)  # or these would be copies in the compute type
     for name, tensor in merged_parameters(model, dtype):
         yield name, tensor.to(device)
 

@@ -20,7 +20,7 @@ from grpo_dist.engines.train.hf_export import export_hf_model
 from grpo_dist.engines.train.hf_names import as_in_files as named_as_in_files
 from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.engines.train.offload import Offload
-from grpo_dist.engines.train.sharded_tensors import let_go_of_gathered
+from grpo_dist.engines.train.sharded_tensors import free_gathered
 
 
 class FSDPWeights:
@@ -56,7 +56,7 @@ class FSDPWeights:
     @torch.no_grad()
     def mix_parameters(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
         """See `TrainEngine.mix_parameters`."""
-        let_go_of_gathered(self.model)
+        free_gathered(self.model)
         own = dict(self.model.named_parameters())
         for name, tensor in tensors:
             parameter = own[name]

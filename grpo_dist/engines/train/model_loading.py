@@ -33,7 +33,7 @@ from grpo_dist.assets.model_folder import read_header, weight_files
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.attention import attention_implementation
 from grpo_dist.engines.train.hf_names import lost_names
-from grpo_dist.engines.train.sharded_tensors import num_shards, own_part, place
+from grpo_dist.engines.train.sharded_tensors import local_shard, num_shards, place
 from grpo_dist.errors import ConfigError, DataError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -261,7 +261,7 @@ def _check_numbers(model: Any, settings: ModelSettings) -> None:
                 f"{_setting(settings)}: config.json ties {name} to {other}, and the weights have both, with different "
                 "values; set actor_rollout_ref.model.override_config.tie_word_embeddings=false"
             )
-    bad = [name for name, weight in model.named_parameters() if not bool(torch.isfinite(own_part(weight)).all())]
+    bad = [name for name, weight in model.named_parameters() if not bool(torch.isfinite(local_shard(weight)).all())]
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, bad)
     if names := sorted({name for of_rank in found for name in of_rank}):

@@ -20,7 +20,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -43,7 +43,7 @@ def place(model: nn.Module, name: str, value: Tensor) -> None:
     setattr(module, leaf, nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value)
 
 
-def let_go_of_gathered(model: nn.Module) -> None:
+def free_gathered(model: nn.Module) -> None:
     """Make the parameters the shards again, where a pass has left its gathered copies.
 
     Those are in the compute type, and what changes in them is lost.

@@ -12,8 +12,8 @@ from grpo_dist.errors import ConfigError
 # vLLM's default block of 128 tokens means that short prompts never share a cached prefix; 32 is the smallest on CPU.
 CPU_BLOCK_SIZE = 32
 CPU_KV_CACHE_GIB = 1.0
-# Where the size of the KV cache is given, vLLM takes this share for nothing but a look at what is free before it
-# starts, and refuses to start; whether there is room for the engine is gpu_memory.py's business.
+# With a given size of the KV cache vLLM uses this share only to refuse to start on a full GPU, which gpu_memory.py
+# checks instead.
 UNCHECKED_SHARE = 0.01
 
 
@@ -75,7 +75,7 @@ def engine_args(settings: EngineSettings) -> Any:
 
 
 def _batching(settings: EngineSettings) -> dict[str, Any]:
-    """How requests become batches, and how these run."""
+    """How requests are batched."""
     cpu = settings.device == "cpu"
     chunked = settings.enable_chunked_prefill and not cpu  # on CPU it crashes requests that carry a seed
     least = 0 if chunked else settings.max_model_len
@@ -88,7 +88,7 @@ def _batching(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _processes(settings: EngineSettings) -> dict[str, Any]:
-    """The workers of the engine, and how weights reach them."""
+    """The engine's workers, and the transport of their weights."""
     from vllm.config import WeightTransferConfig
 
     from grpo_dist.engines.vllm.weight_backend import BACKENDS, WorkerExtension
@@ -109,7 +109,7 @@ def _processes(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _memory(settings: EngineSettings) -> dict[str, Any]:
-    """Of each worker."""
+    """The memory of each worker."""
     cpu = settings.device == "cpu"
     gib = settings.kv_cache_memory_gib or (CPU_KV_CACHE_GIB if cpu else None)
     share = settings.gpu_memory_utilization if gib is None else UNCHECKED_SHARE

@@ -1,11 +1,10 @@
-"""Run vLLM's engine core in a thread of the calling process instead of a spawned one (CPU only), or in a process that
-ends with this one.
+"""Where vLLM's engine core runs: in a thread of the calling process (CPU only), or in a process that ends with it.
 
-`with inproc_core(): AsyncLLM.from_engine_args(...)`. The protocol, the busy loop and every call stay vLLM's own; only
-the "process" that vLLM starts is a thread. A rollout worker then starts in about 10 s instead of 16 s and leaves no
-child process behind, whatever kills it. `with tied_core()` does the latter for a process, which would outlive a rollout
-worker that is killed, and hold its GPUs. Both lean on the internals of vLLM 0.32; with another version `knows_core` is
-false and the engine starts its core the ordinary way.
+`with inproc_core(): AsyncLLM.from_engine_args(...)` makes the "process" that vLLM starts a thread; the protocol, the
+busy loop and every call stay vLLM's own. A rollout worker then starts in about 10 s instead of 16 s, and leaves no
+child process behind, whatever kills it. With `tied_core()` the core is a process that the kernel kills together with
+this one; vLLM's own would outlive a killed rollout worker, and hold its GPUs. Both rely on the internals of vLLM 0.32:
+with another version `knows_core` is false, and the core starts in vLLM's way.
 """
 
 from __future__ import annotations

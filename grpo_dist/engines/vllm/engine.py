@@ -1,7 +1,7 @@
-"""The rollout engine: vLLM's AsyncLLM, the same on CPU and GPU. Speaks token ids only; knows no Ray and no tokenizer.
+"""The rollout engine on vLLM's AsyncLLM, the same on CPU and GPU. It works on token ids, without Ray and tokenizer.
 
-New weights come while requests run (weight_update.py). Each token knows the version that sampled it. A call into
-vLLM ends when the engine dies, and has a time limit; what takes as long as responses do has the driver's.
+New weights come while requests run (weight_update.py), and each token has the version that sampled it. A call into vLLM
+ends when the engine dies, and has a time limit. Calls that last as long as responses do have the driver's limit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DEATH_POLL_S = 1.0
 
 
 class VLLMEngine:
-    """One vLLM engine. Its `weights` are there once it has started."""
+    """One vLLM engine; see `RolloutEngine`."""
 
     weights: WeightUpdater
 
@@ -90,7 +90,7 @@ class VLLMEngine:
             ConfigError: vLLM refuses the sampling settings.
             EngineError: the engine failed, or a failed sync has left its weights mixed.
         """
-        self.weights.check_whole()
+        self.weights.check_not_mixed()
         self._check_prompt(prompt)
         params = _sampling_params(sampling, self._stop_token_ids)
         # as long as it takes: the limit is the driver's, who knows how long a group may wait and run
@@ -126,10 +126,10 @@ class VLLMEngine:
             reason = next((line for line in str(error).splitlines() if "error, " in line.lower()), str(error))
             raise ConfigError(f"actor_rollout_ref.rollout: vLLM refuses the settings: {reason.strip()[:400]}") from None
         except Exception as error:  # its processes fail on their own, and vLLM says only that they did
-            raise RuntimeError(f"vLLM did not start: {type(error).__name__}: {error}{_where_it_is_said()}") from error
+            raise RuntimeError(f"vLLM did not start: {type(error).__name__}: {error}{_error_log()}") from error
 
     async def _footprint(self, before: list[GPU]) -> Footprint:
-        """What it has taken since `before`."""
+        """The memory that the engine has taken since `before`."""
         found = await self._call(self._llm.collective_rpc("kv_cache_bytes"))
         measured = [size for size in found if size is not None]
         after = gpus(self.settings.tensor_parallel_size)
@@ -152,7 +152,7 @@ class VLLMEngine:
         return outputs[-1]
 
     def _stat_logger(self) -> Any:
-        """What vLLM calls after each step; keeps `load` up to date."""
+        """The class that vLLM calls after each step; it keeps `load` up to date."""
         from vllm.v1.metrics.loggers import StatLoggerBase
 
         engine = self
@@ -169,9 +169,9 @@ class VLLMEngine:
         return LoadLogger
 
     async def _call(self, call: Coroutine[Any, Any, Any], timeout_s: float | None = CALL_TIMEOUT_S) -> Any:
-        """Await a vLLM call; its exceptions become ours, since vLLM's own do not survive the way to another process.
+        """Await a vLLM call; its exceptions become ours, since vLLM's own cannot be sent to another process.
 
-        vLLM never ends a call that is pending when its processes die, so that is asked for every `DEATH_POLL_S`.
+        A call that is pending when vLLM's processes die never ends, so this checks every `DEATH_POLL_S` if they live.
         """
         task = asyncio.ensure_future(call)
         try:
@@ -204,7 +204,7 @@ class VLLMEngine:
 
 
 def _response(output: Any) -> Response:
-    """A vLLM output as ours."""
+    """A vLLM output as a `Response`."""
     versions: list[int] = []
     for span in output.weight_versions or ():
         number = -1 if span.version == "default" else int(span.version)  # before the first sync
@@ -218,8 +218,8 @@ def _response(output: Any) -> Response:
     )
 
 
-def _where_it_is_said() -> str:
-    """The file that this process and those it has started write errors to, for a message."""
+def _error_log() -> str:
+    """The end of a message: the file to which this process and its children write errors."""
     file = os.path.realpath("/proc/self/fd/2")
     return f"; the reason is in {file}" if os.path.isfile(file) else ""
 

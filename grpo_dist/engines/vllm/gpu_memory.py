@@ -1,10 +1,11 @@
 """The memory of an engine's GPUs: whether it is free before vLLM starts, and how much vLLM has taken.
 
-vLLM looks once at what is free and refuses to start, or measures what is left and charges what other processes take
-meanwhile to itself. An engine that is replaced starts beside roles that are at work, and after a process whose memory
-the driver gives back with a delay. So it waits for the memory, and has the KV cache of the one before, unmeasured.
+vLLM checks once how much is free and refuses to start if it is too little. If it measures the KV cache, it counts what
+other processes allocate meanwhile as its own. A replaced engine starts while other roles work, and after a process
+whose memory is freed with a delay. So it waits for its memory, and gets the KV cache size of its predecessor.
 
-Asked is NVML, through vLLM's copy of its bindings: torch would take memory itself for asking. Run on fakes only.
+The numbers come from NVML, through vLLM's copy of its bindings: torch itself would allocate memory to find them out.
+This has been run on fakes only.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from grpo_dist.errors import EngineError
 
 GIB = 2**30
 # A killed process' memory is free again after seconds.
-PATIENCE_S = 120.0
+FREE_TIMEOUT_S = 120.0
 POLL_S = 0.5
 
 
 @dataclass(frozen=True)
 class GPU:
-    """One of an engine's GPUs, memory in bytes; `holders` says who holds some, where that can be found out."""
+    """One of an engine's GPUs, memory in bytes; `holders` names the processes that hold some, where they are known."""
 
     name: str
     free: int
@@ -37,10 +38,10 @@ class GPU:
 
 
 def gpus(count: int) -> list[GPU]:
-    """The first GPUs that this process sees, as they are now.
+    """The present state of the first `count` GPUs that this process sees.
 
     Raises:
-        EngineError: NVML does not tell.
+        EngineError: NVML fails.
     """
     nvml = _nvml()
     try:
@@ -59,25 +60,25 @@ def _gpus(nvml: Any, count: int) -> list[GPU]:
 
 
 def needed_gib(settings: EngineSettings, total_gib: float) -> float:
-    """What must be free on each GPU before an engine starts; 0: not known."""
+    """The memory that must be free on each GPU before an engine starts; 0: not known."""
     if settings.footprint_gib is not None:
         return settings.footprint_gib
     return settings.gpu_memory_utilization * total_gib if settings.kv_cache_memory_gib is None else 0.0
 
 
-async def wait_until_free(settings: EngineSettings, look: Callable[[int], list[GPU]] | None = None) -> list[GPU]:
-    """Wait until an engine has the memory free that it needs, and no process is giving back more of it.
+async def wait_until_free(settings: EngineSettings, read_gpus: Callable[[int], list[GPU]] | None = None) -> list[GPU]:
+    """Wait until the memory that an engine needs is free, and no process is freeing more of it.
 
     Returns:
-        Its GPUs as they are then.
+        The engine's GPUs at that time.
 
     Raises:
-        EngineError: it did not become free in time.
+        EngineError: the memory did not become free in time.
     """
-    look = look or gpus
+    read_gpus = read_gpus or gpus
     before: list[GPU] = []
-    for _ in range(int(PATIENCE_S / POLL_S)):
-        found = look(settings.tensor_parallel_size)
+    for _ in range(int(FREE_TIMEOUT_S / POLL_S)):
+        found = read_gpus(settings.tensor_parallel_size)
         short = [gpu for gpu in found if gpu.free / GIB < needed_gib(settings, gpu.total / GIB)]
         settled = before and all(now.free <= then.free for now, then in zip(found, before, strict=True))
         if settled and not short:
@@ -89,7 +90,7 @@ async def wait_until_free(settings: EngineSettings, look: Callable[[int], list[G
     gpu = short[0]
     needed = needed_gib(settings, gpu.total / GIB)
     raise EngineError(
-        f"{gpu.name} has {gpu.free / GIB:.3g} of {gpu.total / GIB:.3g} GiB free after {PATIENCE_S:.0f} s, and the "
+        f"{gpu.name} has {gpu.free / GIB:.3g} of {gpu.total / GIB:.3g} GiB free after {FREE_TIMEOUT_S:.0f} s, and the "
         f"engine needs {needed:.3g}{gpu.holders}; lower actor_rollout_ref.rollout.gpu_memory_utilization or "
         "actor_rollout_ref.rollout.kv_cache_memory_gib, offload more of the actor "
         "(actor_rollout_ref.actor.fsdp_config), or end what else runs there"
@@ -97,17 +98,17 @@ async def wait_until_free(settings: EngineSettings, look: Callable[[int], list[G
 
 
 def footprint(settings: EngineSettings, before: list[GPU], after: list[GPU], kv_cache_bytes: int | None) -> Footprint:
-    """What an engine has taken between two looks.
+    """The memory that an engine has taken.
 
     Args:
         settings: the engine's.
         before: its GPUs before it started.
-        after: likewise when it had.
-        kv_cache_bytes: the size vLLM found for the KV cache; None: the settings name it.
+        after: its GPUs when it had started.
+        kv_cache_bytes: the size that vLLM chose for the KV cache; None: the settings name it.
     """
     total = max(then.free - now.free for then, now in zip(before, after, strict=True)) / GIB
     gib = settings.kv_cache_memory_gib
-    assert gib is not None or kv_cache_bytes is not None, "vLLM measures what nobody names"
+    assert gib is not None or kv_cache_bytes is not None, "vLLM chooses a size that the settings do not name"
     return Footprint(total, kv_cache_bytes / GIB if kv_cache_bytes is not None else gib)  # type: ignore[arg-type]
 
 
@@ -122,12 +123,12 @@ def _gpu(nvml: Any, name: str) -> GPU:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     processes = []
     with contextlib.suppress(nvml.NVMLError):  # not everybody may ask, and it is for a message alone
-        processes = [_told(each) for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        processes = [_describe(each) for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
     holders = f" (held by {', '.join(processes)})" if processes else ""
     return GPU(f"GPU {name}", memory.free, memory.total, holders)
 
 
-def _told(process: Any) -> str:
-    """A process that holds memory. In a container its id may be that of another one there: so no name."""
+def _describe(process: Any) -> str:
+    """A process that holds memory. It has no name: in a container its id may be that of another process."""
     size = "some" if process.usedGpuMemory is None else f"{process.usedGpuMemory / GIB:.3g} GiB"
     return f"process {process.pid}: {size}"

@@ -1,9 +1,9 @@
 """Weight-transfer backends for vLLM: buckets from shared memory files of the node, or sent by the actor to a group.
 
-vLLM imports this module in each of its workers (`worker_extension_cls`) before it makes the transfer engine, and that
-import registers the backends under the names of `BACKENDS`. The life cycle is vLLM's: start, any number of updates,
-finish. The workers of a tensor parallel engine are processes of their own: each checks what it reads, loads its part of
-every tensor, and says in a receipt how it fared.
+vLLM imports this module in each of its workers (`worker_extension_cls`) before it makes the transfer engine, and the
+import registers the backends under the names of `BACKENDS`. vLLM calls them in this order: start, any number of
+updates, finish. The workers of a tensor parallel engine are separate processes: each checks what it reads, loads its
+part of every tensor, and reports the outcome in a receipt.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BACKENDS = {
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
+    """Empty: files need no preparation."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class BroadcastInitInfo(WeightTransferInitInfo):
-    """The group to join (`GroupAddress`) and the rank in it of the engine's first worker."""
+    """The group to join (`GroupAddress`), and the rank of the engine's first worker in it."""
 
     address: dict[str, Any]
     first_rank: int
@@ -67,7 +67,7 @@ class BroadcastUpdateInfo(WeightTransferUpdateInfo):
 
 
 class LayerwiseWeightTransferEngine(WeightTransferEngine):
-    """Loads tensors through vLLM's layerwise reload, so fused names and tensor parallel shards are vLLM's business."""
+    """Loads tensors through vLLM's layerwise reload, which also fuses names and cuts tensor parallel shards."""
 
     receipt = Receipt()
 
@@ -84,12 +84,12 @@ class LayerwiseWeightTransferEngine(WeightTransferEngine):
         initialize_layerwise_reload(self.model)
 
     def load(self, tensors: list[tuple[str, Tensor]]) -> None:
-        """Load some tensors. The reload keeps those of layers that are not complete yet."""
+        """Load some tensors. The reload keeps tensors of a layer until the layer is complete."""
         model: Any = self.model
         model.load_weights((name, tensor.to(self.device, non_blocking=False)) for name, tensor in tensors)
 
     def finish_weight_update(self) -> None:
-        """Post-process the layers, as after loading a checkpoint; those that got nothing keep what they had."""
+        """Post-process the layers, as after loading a checkpoint; a layer without new tensors keeps its weights."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
@@ -98,7 +98,7 @@ class LayerwiseWeightTransferEngine(WeightTransferEngine):
 
 
 class SharedMemoryWeightTransferEngine(LayerwiseWeightTransferEngine):
-    """Maps one bucket after the other. What is wrong with one is in `receipt`, and nothing more is loaded."""
+    """Maps one bucket after the other. After a fault, which `receipt` names, nothing more is loaded."""
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
@@ -119,14 +119,14 @@ class SharedMemoryWeightTransferEngine(LayerwiseWeightTransferEngine):
 
 
 class BroadcastWeightTransferEngine(LayerwiseWeightTransferEngine):
-    """Receives all buckets from an actor rank. What goes wrong is in `receipt`: vLLM would lose its type."""
+    """Receives all buckets from an actor rank. Errors go into `receipt`, since vLLM would lose their type."""
 
     init_info_cls = BroadcastInitInfo
     update_info_cls = BroadcastUpdateInfo
     group: WeightGroup | None = None
 
     def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
-        """Join a group, in place of the one before."""
+        """Join a group, and leave the one before."""
         self.shutdown()
         rank = init_info.first_rank + self.parallel_config.rank
         self.receipt = Receipt()
@@ -171,10 +171,10 @@ def repack_tied_embeddings(model: Any) -> None:
 
 
 def pack_experts_at_each_load(model: Any) -> None:
-    """Have layers of experts make their kernel anew whenever they have been loaded.
+    """Make layers of experts build their kernel again after every load.
 
-    On CPU vLLM pads and packs the weights of experts when it makes the kernel, which is at the first load only. What a
-    reload brings would stay as it came, and be read as if it were packed.
+    On CPU vLLM pads and packs the weights of experts when it builds the kernel, which it does at the first load only.
+    Reloaded weights would stay unpacked, and the kernel would read them as packed.
     """
 
     def process(method: Any, packs: Callable[[Any], None], layer: Any) -> None:
@@ -189,18 +189,16 @@ def pack_experts_at_each_load(model: Any) -> None:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's workers: naming this class makes them import the module, which registers the backends and ties
-    a process to its engine.
-    """
+    """Mixed into vLLM's workers, which therefore import this module."""
 
     weight_transfer_engine: LayerwiseWeightTransferEngine
 
     def weight_receipt(self) -> dict[str, Any]:
-        """How this worker fared in the last update, or when it last joined a group: a `Receipt`."""
+        """The fields of this worker's `Receipt` for the last update, or the last group that it joined."""
         return asdict(self.weight_transfer_engine.receipt)
 
     def kv_cache_bytes(self) -> int | None:
-        """The size that this worker has found for its KV cache; None if it was told one."""
+        """The size that this worker has measured for its KV cache; None if the settings name it."""
         return getattr(self, "available_kv_cache_memory_bytes", None)
 
     def shared_memory(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""How new weights come into a running vLLM engine, whichever way they travel.
+"""How a running vLLM engine replaces its weights, by whichever transport they come.
 
-Requests that run then wait where they are: pause (the prefix cache is dropped), load, set the version, resume. By the
-settings they end first, or keep their own cache.
+The engine pauses (the prefix cache is dropped), loads, sets the version and resumes. Running requests are held
+meanwhile. The settings can make them end first, or keep their cache.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from grpo_dist.errors import EngineError, WeightSyncError
 
 
 class WeightUpdater:
-    """The weights of one engine: which version they are, and how another one comes in.
+    """The weights of one engine; see `EngineWeights`.
 
     Attributes:
-        version: of those held; -1: the model folder's.
-        updating: whether another one may be about to come: from when requests are to wait until they go on.
+        version: of the weights in force; -1: those of the model folder.
+        updating: whether an update is under way: from the pause until requests go on.
 
     Args:
         llm: vLLM's AsyncLLM.
@@ -41,22 +41,23 @@ class WeightUpdater:
         self._mixed = ""
         self._paused = self._asleep = False
 
-    def check_whole(self) -> None:
-        """Refuse to sample while a failed sync has left old and new weights side by side.
+    def check_not_mixed(self) -> None:
+        """Refuse to sample after a failed sync that has left some old and some new weights.
 
         Raises:
-            EngineError: it has.
+            EngineError: the weights are mixed.
         """
         if self._mixed:
             raise EngineError(self._mixed)
 
     async def pause(self) -> None:
-        """Have requests wait, or end first, until weights have come; nothing if they wait already.
+        """Hold the running requests, or let them end first, until weights have come; nothing if they are held already.
 
-        Ending takes as long as the longest response, which only the driver can bound (trainer.stage_timeout_s).
+        To let them end takes as long as the longest response, which only the driver can limit
+        (trainer.stage_timeout_s).
 
         Raises:
-            EngineError: the engine failed: it is unusable, and the caller replaces it.
+            EngineError: the engine failed, and is replaced.
         """
         if not self._paused:
             self.updating = True
@@ -64,10 +65,10 @@ class WeightUpdater:
             self._paused = True
 
     async def sleep(self) -> None:
-        """Give the GPUs' memory back until new weights come: the KV cache is dropped, the weights wait in CPU memory.
+        """Release the GPUs' memory until weights have come: drop the KV cache, and move the weights to CPU memory.
 
         Raises:
-            EngineError: the engine failed: it is unusable, and the caller replaces it.
+            EngineError: the engine failed, and is replaced.
         """
         self.updating = True
         await self._call(self._llm.sleep(level=1, mode="wait"))  # weights in force, should the sync fail
@@ -77,9 +78,9 @@ class WeightUpdater:
         """Replace all weights by those in the buckets, which are all checked before the first is loaded.
 
         Raises:
-            WeightSyncError: the buckets are not as they were sent, or `version` is not newer than the one held; the
-                engine goes on with the weights it has.
-            EngineError: the engine failed: it is unusable, and the caller replaces it.
+            WeightSyncError: a bucket is damaged or missing, or `version` is not newer than the one in force; the engine
+                keeps its weights.
+            EngineError: the engine failed, and is replaced.
         """
         with self._keeps_weights(version):
             self._check_newer(version)
@@ -88,10 +89,10 @@ class WeightUpdater:
             await self._replace(files, version)
 
     async def join(self, address: GroupAddress, first_rank: int) -> None:
-        """Have all workers of the engine join a weight group; the first one gets `first_rank`.
+        """Make all workers of the engine join a weight group; the first one gets `first_rank`.
 
         Raises:
-            WeightSyncError: the group was not formed; the engine goes on with the weights it has.
+            WeightSyncError: the group was not formed; the engine keeps its weights.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -102,20 +103,20 @@ class WeightUpdater:
             raise WeightSyncError(fault)
 
     async def receive(self, version: int) -> None:
-        """Replace all weights by what the actor broadcasts to the group.
+        """Replace all weights by those that the actor sends to the group.
 
         Raises:
-            WeightSyncError: a bucket was damaged, out of order, or did not come. Where nothing had been loaded yet, the
-                engine goes on with the weights it has. Otherwise it has some old and some new ones, and stays paused
-                until a whole sync has come through, or its worker is replaced; the message says which.
-            EngineError: the engine failed: it is unusable, and the caller replaces it.
+            WeightSyncError: a bucket was damaged, out of order, or did not come. If nothing had been loaded, the engine
+                keeps its weights. Otherwise it has some old and some new ones, and stays paused until a whole sync
+                succeeds or its worker is replaced; the message says which.
+            EngineError: the engine failed, and is replaced.
         """
         with self._keeps_weights(version):
             self._check_newer(version)
         await self._replace([{"version": version}], version)
 
     async def _replace(self, updates: Iterable[dict[str, Any]], version: int) -> None:
-        """The life cycle of every update."""
+        """Pause, load the updates, set the version and resume."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self.pause()
@@ -147,7 +148,7 @@ class WeightUpdater:
                 raise WeightSyncError(fault)
 
     async def _receipt(self) -> tuple[int, str]:
-        """(most buckets that one of the engine's workers has loaded, the first fault of one of them)."""
+        """(the most buckets that a worker of the engine has loaded, the first fault that a worker reports or "")."""
         receipts = await self._call(self._llm.collective_rpc("weight_receipt"))
         faults = [
             f"tensor parallel rank {rank}: {receipt['fault']}" if len(receipts) > 1 else receipt["fault"]
@@ -162,7 +163,7 @@ class WeightUpdater:
 
     @contextlib.contextmanager
     def _keeps_weights(self, version: int) -> Iterator[None]:
-        """Within the block nothing is loaded; say so in its errors."""
+        """Add to errors of the block, which loads nothing, that the engine keeps its weights."""
         try:
             yield
         except WeightSyncError as error:

@@ -1,13 +1,13 @@
 """Weights from the actor straight into every vLLM worker: one broadcast per bucket, over a process group of its own.
 
 Rank 0 is the sender; worker t of engine e has rank 1 + e * workers per engine + t. The group is NCCL's on GPU and
-gloo's on CPU, and disturbs neither the default group nor another one; all else is the same on both. The tests run over
-gloo: the NCCL group itself has not been run on GPUs. Where actor ranks share devices with engines, each hands the
-buckets to those on its own device instead (ipc.py), and again all else is the same.
+gloo's on CPU, and is independent of the default group; everything else is the same on both. The tests run over gloo:
+the NCCL group itself has not been run on GPUs. Where actor ranks share devices with engines, each rank passes the
+buckets to the engines on its own device instead (ipc.py); again everything else is the same.
 
-A bucket's header (number, checksum, where each tensor lies) goes ahead through the group's store. A rank so enters a
-broadcast only when the sender is in it too, and learns through the store that the sender has failed. A group with a
-failure is closed for good; the next one has a higher generation and may have other members.
+A bucket's header (number, checksum, offsets of the tensors) goes ahead through the group's store. So a rank enters a
+broadcast only when the sender has, and learns from the store if the sender has failed. After a failure a group is
+closed; the next one has a higher generation and may have other members.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CHECKSUM_WORDS = 1 << 17
 
 @dataclass(frozen=True)
 class Header:
-    """What is sent ahead of a bucket; see `buckets.Bucket`."""
+    """Sent ahead of a bucket; see `buckets.Bucket`."""
 
     number: int
     last: bool
@@ -48,7 +48,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Receipt:
-    """How a receiver fared: buckets whose loading has begun, and what went wrong ("" if nothing did)."""
+    """The outcome at a receiver: the number of buckets whose loading has begun, and what went wrong ("": nothing)."""
 
     loaded: int = 0
     fault: str = ""
@@ -61,10 +61,10 @@ class WeightGroup:
         address: where to meet.
         rank: those of senders come first.
         device: where its tensors lie.
-        store: the sender's own; None: connect to it.
+        store: the store that the sender has opened; None: connect to it.
 
     Attributes:
-        sends: whether there is anybody to whom this rank sends.
+        sends: whether this rank sends to any other.
 
     Raises:
         WeightSyncError: not all ranks came in time.
@@ -95,7 +95,7 @@ class WeightGroup:
         return f"weight group {self.address.generation} of {self.address.world_size} ranks"
 
     def publish(self, version: int, number: int, header: Header | str) -> None:
-        """Sender: announce bucket `number`; a text says why it will not come."""
+        """Sender: announce bucket `number`, or with a text why it will not come."""
         content = header if isinstance(header, str) else asdict(header)
         self._announced.append(f"{version}/{number}")
         self._store.set(self._announced[-1], json.dumps(content))
@@ -150,7 +150,7 @@ class WeightGroup:
                 group.abort()
 
     def _meet(self, rank: int) -> None:
-        """Wait for all ranks: making a communicator has no time limit of its own on NCCL."""
+        """Wait for all ranks: to make a communicator has no time limit of its own on NCCL."""
         keys = [f"joined/{r}" for r in range(self.address.world_size)]
         self._store.set(keys[rank], "")
         try:
@@ -197,7 +197,7 @@ def send(group: WeightGroup, tensors: Iterable[tuple[str, Tensor]], *, version: 
 def receive(group: WeightGroup, *, version: int, load: Callable[[list[tuple[str, Tensor]]], None]) -> Receipt:
     """Receive the buckets of a sync; each is verified before it is loaded.
 
-    After a damaged one nothing more is loaded, but the rest is still received: the other ranks are not held up.
+    After a damaged bucket nothing more is loaded, but the rest is received, so that the other ranks need not wait.
     """
     loaded = number = 0
     fault, last = "", False

@@ -1,8 +1,8 @@
-"""Weight buckets as files in shared memory, through which an engine hands them to its workers: one at a time.
+"""Weight buckets as files in shared memory, in which an engine passes them to its workers, one at a time.
 
-The folder of a load is removed at its end. A process that is killed leaves its folder behind, and with it a bucket in
-the node's memory; the next engine that starts on the node clears it. The same goes for the segments through which the
-processes of an engine talk to each other: their names are noted in such a folder.
+The folder of a load is removed at its end. A killed process leaves its folder behind, and so a bucket in the node's
+memory; the next engine that starts on the node removes it. So it does with the shared memory segments through which the
+processes of an engine communicate: a file in such a folder lists their names.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SEGMENTS = "segments"  # the file with the names
 
 
 def bucket_files(buckets: Sequence[Bucket]) -> Generator[dict[str, Any], None, None]:
-    """Write one bucket after the other into a file, and say where; the one before is removed first.
+    """Write one bucket after the other into a file; the file before is removed first.
 
     Yields:
-        The fields of vllm.weight_backend.SharedMemoryUpdateInfo; `read_bucket` takes them. Close the generator where it
-        is not used up.
+        The fields of vllm.weight_backend.SharedMemoryUpdateInfo, which `read_bucket` takes. Close the generator if you
+        do not use it up.
     """
     with tempfile.TemporaryDirectory(prefix=_own_prefix(), dir=shared_memory()) as folder:
         for bucket in buckets:
@@ -48,22 +48,22 @@ def bucket_files(buckets: Sequence[Bucket]) -> Generator[dict[str, Any], None, N
 
 
 def read_bucket(file: Mapping[str, Any]) -> Bucket:
-    """The bucket in a file, mapped: the memory stays as long as something looks at it. Nothing is checked."""
+    """The bucket in a file, mapped, not copied: its memory is freed with the last reference. Nothing is checked."""
     data = torch.from_file(file["path"], shared=True, size=file["num_bytes"], dtype=torch.uint8).numpy()
     entries = tuple(Entry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in file["entries"])
     return Bucket(data, entries, file["number"], file["last"], file["checksum"])
 
 
 def new_folder() -> Path:
-    """A folder in shared memory of this process, for `remove`; should it be killed, the next engine clears it."""
+    """A folder in shared memory. `remove` it; if this process is killed, the next engine does."""
     return Path(tempfile.mkdtemp(prefix=_own_prefix(), dir=shared_memory()))
 
 
 def note_segments(names: Iterable[str]) -> Path:
-    """Note which segments of shared memory go with this process, should it be killed.
+    """List shared memory segments in a new folder: whoever removes the folder also removes them.
 
     Returns:
-        The folder with the note, for `remove`.
+        The folder, for `remove`.
     """
     folder = new_folder()
     (folder / SEGMENTS).write_text("\n".join(names))
@@ -71,7 +71,7 @@ def note_segments(names: Iterable[str]) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder of this module's, and the segments that are noted there."""
+    """Remove a folder of this module, and the segments that it lists."""
     note = folder / SEGMENTS
     for name in note.read_text().splitlines() if note.exists() else ():
         (shared_memory() / Path(name).name).unlink(missing_ok=True)
@@ -79,11 +79,11 @@ def remove(folder: Path) -> None:
 
 
 def clear_left_behind() -> None:
-    """Remove what processes of this user that are dead by now have left."""
+    """Remove the folders of dead processes of this user."""
     for folder in shared_memory().glob(f"{PREFIX}-{_pid_namespace()}-*"):
         pid = folder.name.removeprefix(f"{PREFIX}-{_pid_namespace()}-").partition("-")[0]
         with contextlib.suppress(OSError):  # another engine clears too
-            if pid.isdecimal() and folder.stat().st_uid == os.getuid() and not lives(int(pid)):
+            if pid.isdecimal() and folder.stat().st_uid == os.getuid() and not is_alive(int(pid)):
                 remove(folder)
 
 
@@ -91,8 +91,8 @@ def _own_prefix() -> str:
     return f"{PREFIX}-{_pid_namespace()}-{os.getpid()}-"
 
 
-def lives(pid: int) -> bool:
-    """Whether it holds its memory: one that has ended and that nobody takes note of does not."""
+def is_alive(pid: int) -> bool:
+    """Whether a process is alive and holds its memory; a zombie does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.Error as error:
@@ -100,7 +100,7 @@ def lives(pid: int) -> bool:
 
 
 def _pid_namespace() -> int:
-    """Containers may share the memory and not the process ids: another one's process must not look dead."""
+    """Containers may share the memory but not the process ids: processes of another container must not seem dead."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

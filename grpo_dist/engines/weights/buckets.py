@@ -58,7 +58,7 @@ class PackedTensors:
 
 
 def check_buckets(buckets: Sequence[Bucket]) -> None:
-    """Check that a whole model arrived as it was sent, before any of it is used.
+    """Check that a whole model arrived undamaged, before any of it is used.
 
     Raises:
         WeightSyncError: a bucket is missing, out of order, or damaged.
@@ -74,7 +74,7 @@ def check_buckets(buckets: Sequence[Bucket]) -> None:
 
 
 def damage(bucket: Bucket) -> str:
-    """What is wrong with the bytes of a bucket; "" if they are as they were sent."""
+    """What is wrong with the bytes of a bucket; "" if nothing is."""
     found = zlib.crc32(bucket.data.data)
     if found == bucket.checksum:
         return ""

@@ -1,13 +1,13 @@
-"""Weights handed over in memory that two processes share: CUDA IPC where they have a GPU in common, and NCCL therefore
-refuses them; files in the node's shared memory where there is none.
+"""Weights in memory that two processes share: by CUDA IPC on a common GPU, where NCCL refuses a second process; in
+files in the node's shared memory where there is no GPU.
 
-Each actor rank that has workers of engines on its own device is their sender; they meet at the device's name. The
-sender tells where a bucket lies, every worker copies it to memory of its own and says so, and the sender may reuse it.
+An actor rank sends to the engines' workers on its own device; they meet in the store under the device's name. The
+sender publishes the location of a bucket, every worker copies the bucket and confirms, and the sender frees it.
 `SharedMemoryGroup` has the methods that `WeightGroup` uses of a process group, so headers, checksums, order and
 failures are those of the broadcast (broadcast.py).
 
-What tells where a bucket lies is plain numbers and bytes, and nothing is unpickled. The tests run over files: opening
-memory of a GPU has been read against torch's sources, and not been run.
+A location is plain numbers and bytes; nothing is unpickled. The tests run over files: the part for GPUs follows torch's
+sources and has not been run.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from grpo_dist.engines.settings import GroupAddress
-from grpo_dist.engines.weights.bucket_files import lives, new_folder, remove, shared_memory
+from grpo_dist.engines.weights.bucket_files import is_alive, new_folder, remove, shared_memory
 
-# A rank that waits for another one looks this often whether that one is still there.
+# A rank that waits for another checks this often if that one is still alive.
 WATCH = timedelta(seconds=2)
-# Of what torch's `reduce_tensor` says about a tensor on a GPU: what is bytes, and what is numbers.
+# The arguments of torch's `reduce_tensor` for a tensor on a GPU that are bytes, and those that are numbers.
 HANDLES = ("handle", "ref_counter_handle", "event_handle")
 NUMBERS = ("tensor_offset", "storage_size_bytes", "storage_offset_bytes", "ref_counter_offset", "event_sync_required")
 
 
 class FileMemory:
-    """Buckets as files in the shared memory of the node. A killed process' are cleared as those of bucket_files.py."""
+    """Buckets as files in the node's shared memory. Those of a killed process are removed as in bucket_files.py."""
 
     def __init__(self, device: torch.device) -> None:
         self._folder: Path | None = None
@@ -45,22 +45,22 @@ class FileMemory:
         self.place = f"machine {boot}, shared memory {os.stat(shared_memory()).st_dev}"  # a container may have its own
 
     def share(self, data: Tensor) -> dict[str, Any]:
-        """Where the bytes can be opened from now on, in JSON's types."""
+        """Share the bytes; returns their location, in JSON's types."""
         self._folder = self._folder or new_folder()
         path = self._folder / uuid.uuid4().hex
         data.numpy().tofile(path)
         return {"path": str(path)}
 
     def copy(self, shared: dict[str, Any], target: Tensor) -> None:
-        """Copy what another process shares; nothing of it is held afterwards."""
+        """Copy the bytes that another process shares, and close them."""
         target.copy_(torch.from_file(shared["path"], shared=True, size=len(target), dtype=torch.uint8))
 
     def unshare(self, shared: dict[str, Any]) -> None:
-        """Let go of what nobody opens any more."""
+        """Free bytes that every receiver has copied."""
         Path(shared["path"]).unlink()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Free everything."""
         if self._folder is not None:
             remove(self._folder)
             self._folder = None
@@ -74,7 +74,7 @@ class CudaMemory:
         self.place = f"GPU {torch.cuda.get_device_properties(self.device).uuid}"  # numbers differ between processes
 
     def share(self, data: Tensor) -> dict[str, Any]:
-        """See `FileMemory.share`. Who opens it waits for the kernels that have filled it: an event goes with it."""
+        """See `FileMemory.share`. The receiver waits for the kernels that fill the bytes: an event comes too."""
         _, arguments = reductions.reduce_tensor(data)
         (_, _, _, tensor_offset, _, _, _, handle, storage_size_bytes, storage_offset_bytes, _, *rest) = arguments
         ref_counter_handle, ref_counter_offset, event_handle, event_sync_required = rest
@@ -85,7 +85,7 @@ class CudaMemory:
         }
 
     def copy(self, shared: dict[str, Any], target: Tensor) -> None:
-        """See `FileMemory.copy`. The copy is there when this returns, and the sender's count of readers lowered."""
+        """See `FileMemory.copy`. When this returns the copy is complete, and the sender's count of readers lowered."""
         handle, ref_counter_handle, event_handle = (bytes.fromhex(shared[name]) for name in HANDLES)
         source = reductions.rebuild_cuda_tensor(
             tensor_cls=Tensor,
@@ -111,7 +111,7 @@ class CudaMemory:
         """See `FileMemory.unshare`: torch counts the readers by itself."""
 
     def close(self) -> None:
-        """See `FileMemory.close`: what a reader still held when its bucket was freed is freed now."""
+        """See `FileMemory.close`. Frees memory that a reader still had open when its bucket was freed."""
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()
 
@@ -120,15 +120,15 @@ class SharedMemoryGroup:
     """A rank's place in a group; made on all ranks at the same time.
 
     Args:
-        store: where they meet.
-        rank: of those of the actor, or behind them.
-        device: where its buckets lie.
+        store: at which all ranks meet.
+        rank: the actor's ranks come first, then those of the engines.
+        device: where the buckets lie.
         address: of the group.
 
     Attributes:
-        store: the part of it in which the ranks on this device meet.
-        sends: whether this rank is a sender that somebody listens to.
-        receives: whether it is an engine's.
+        store: the part of it for the ranks on this device.
+        sends: whether this is a rank of the actor with receivers.
+        receives: whether this is a rank of an engine.
 
     Raises:
         RuntimeError: a worker is on a device on which no actor rank is.
@@ -152,7 +152,7 @@ class SharedMemoryGroup:
         self.store = dist.PrefixStore(self.memory.place, store)
 
     def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> Handover:
-        """Start to hand over a bucket, or to take one: into a tensor of its size."""
+        """Start to send a bucket, or to receive one into a tensor of its size."""
         self._count += 1
         shared = None
         if self.sends:
@@ -164,38 +164,38 @@ class SharedMemoryGroup:
         """Wait for keys of the store.
 
         Raises:
-            RuntimeError: they did not come in time, or who would set them is gone.
+            RuntimeError: they did not come in time, or the rank that would set them is gone.
         """
         deadline = time.monotonic() + limit.total_seconds()
         while True:
             try:
                 return self.store.wait(keys, min(WATCH, limit))
             except dist.DistStoreError:  # it is not there yet
-                gone = [e for e, pid in self._peers.items() if self.store.check([f"left/{e}"]) or not lives(pid)]
+                gone = [e for e, pid in self._peers.items() if self.store.check([f"left/{e}"]) or not is_alive(pid)]
                 if gone and not self.store.check(keys):
                     raise RuntimeError(f"rank {', '.join(map(str, gone))} is gone") from None
                 if time.monotonic() > deadline:
                     raise
 
     def taken_by(self, number: int) -> list[str]:
-        """The keys with which all receivers of a bucket say that they have it."""
+        """The keys with which the receivers of a bucket confirm it."""
         return [f"taken/{number}/{each}" for each in self._receivers]
 
     def abort(self) -> None:
-        """Leave the group; those who wait for this rank notice."""
+        """Leave the group; ranks that wait for this one notice."""
         with contextlib.suppress(RuntimeError):
             self.store.set(f"left/{self.rank}", "")
         self.memory.close()
 
 
 class Handover:
-    """One bucket on its way, as a broadcast's work."""
+    """One bucket under way; has the methods of a broadcast's `Work`."""
 
     def __init__(self, group: SharedMemoryGroup, number: int, data: Tensor, shared: dict[str, Any] | None) -> None:
         self.group, self.number, self.data, self.shared = group, number, data, shared
 
     def wait(self, limit: timedelta) -> None:
-        """Sender: until all receivers have the bucket. Receiver: until it is there, in its own memory.
+        """Sender: wait until all receivers have the bucket. Receiver: wait until the bucket is in its own memory.
 
         Raises:
             RuntimeError: another rank is gone, or too late.

@@ -19,7 +19,7 @@ from grpo_dist.engines.train.checkpoint import (
 )
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
-from grpo_dist.engines.train.sharded_tensors import own_part
+from grpo_dist.engines.train.sharded_tensors import local_shard
 from grpo_dist.errors import CheckpointError
 from grpo_dist.protocol import metric_values
 from tests.models import objective, random_batch
@@ -279,7 +279,7 @@ def experts(rank: int, path: str, folder: Path) -> dict[str, Any]:
     log_probs = engine.compute_log_probs(random_batch(num_groups=2, n=1), micro_batch_size=2).values
     return {
         "units": [name for name, module in engine.model.named_modules() if isinstance(module, FSDPModule)],
-        "held": (tuple(stack.shape), tuple(own_part(stack).shape)),
+        "held": (tuple(stack.shape), tuple(local_shard(stack).shape)),
         "metrics": metrics,
         "weights": (weights(engine), weights(again)),
         "log_probs": log_probs.numpy(),

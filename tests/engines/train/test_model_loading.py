@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_dist.engines.settings import LoraSettings, ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
-from grpo_dist.engines.train.sharded_tensors import own_part, whole
+from grpo_dist.engines.train.sharded_tensors import local_shard, whole
 from grpo_dist.errors import DataError
 from tests.models import random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
@@ -82,7 +82,7 @@ def compare(rank: int, paths: dict[str, str], dtype: str) -> dict[str, Any]:
                 if n not in held or held[n].dtype != b.dtype or not torch.equal(held[n], b)
             ],
             "tied": engine.model.get_output_embeddings().weight is engine.model.get_input_embeddings().weight,
-            "numbers": sum(own_part(p).numel() for p in engine.model.parameters()),
+            "numbers": sum(local_shard(p).numel() for p in engine.model.parameters()),
             "told": [line for line in told if path in line],
         }
     return found
@@ -123,7 +123,7 @@ def in_several_files(rank: int, path: str, joined: str) -> dict[str, Any]:
     return {
         "weights": {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")},
         "handed out": {name: tensor.numpy().copy() for name, tensor in handed.full_parameters("float32")},
-        "own": sum(own_part(p).numel() for p in engine.model.parameters()),
+        "own": sum(local_shard(p).numel() for p in engine.model.parameters()),
         "log_probs": engine.compute_log_probs(data, micro_batch_size=2).values.tolist(),
     }
 

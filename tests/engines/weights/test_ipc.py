@@ -130,7 +130,7 @@ def _a_receiver_is_killed(rank: int) -> Any:
     group = Places("GPU", "GPU").join(peer, 1)
     answer = None
     if rank == SENDER:
-        with mock.patch.object(ipc, "lives", return_value=False):  # as of a process that was killed
+        with mock.patch.object(ipc, "is_alive", return_value=False):  # as of a process that was killed
             answer = peer.sync(group, weights(1).items(), 1)
         files = len(own_files())
     dist.barrier()
