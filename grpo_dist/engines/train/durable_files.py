@@ -1,4 +1,4 @@
-"""Files that outlive a crash: flushed to disk, and known by size and digest. Loads neither torch nor Ray."""
+"""Files that survive a crash: flushed to disk, and verified by size and digest. Loads neither torch nor Ray."""
 
 from __future__ import annotations
 

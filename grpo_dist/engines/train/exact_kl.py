@@ -1,8 +1,8 @@
-"""What the exact KL to the reference, over the whole vocabulary, needs of it without sending logits between workers.
+"""The reference's output layer, with which the actor computes the exact KL over the whole vocabulary.
 
 A token's reference logits are its last hidden state times the reference's output layer. The reference sends the hidden
-states (H numbers a token instead of V); the actor keeps a frozen copy of the output layer, and its own head computes
-the KL a few tokens at a time (see `lm_head`).
+states (H numbers a token instead of V logits); the actor keeps a frozen copy of the output layer, and its own head
+computes the KL a few tokens at a time (see `lm_head`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grpo_dist.errors import ConfigError
 
 
 def exact_kl_error(why: str) -> ConfigError:
-    """The error of a run that asks for the exact KL of a model that cannot have it."""
+    """The error for a model whose exact KL cannot be computed."""
     return ConfigError(
         f"actor_rollout_ref.actor.kl_loss_type=full: the exact KL needs logits that are the hidden states times the "
         f"output layer, but {why}; choose another KL, such as low_var_kl"

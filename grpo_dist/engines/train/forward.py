@@ -1,6 +1,6 @@
-"""From rows of a batch to numbers of their response tokens: the layout, the head, and the check of both.
+"""The forward pass: from rows of a batch to log-probs of their response tokens, and the check of layout and head.
 
-Every method is collective where it runs the model.
+Methods that run the model are collective.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAYOUT_NAMES = {
     "padded": "padded sequences",
     "packed": "packed sequences",
     "shared": "shared prompts",
-    "alone": "one sequence at a time",  # never asked for: what is left for a model that depends on its company
+    "alone": "one sequence at a time",  # only a fallback: for models whose log-probs depend on the other sequences
 }
 
 
@@ -40,13 +40,13 @@ class PolicyForward:
 
     Args:
         model: in which `ResponseHead.install` was tried.
-        layout: padded, packed or shared: what to use if the model can.
+        layout: the wanted one: padded, packed or shared.
         temperature: logits are divided by it.
         compute_dtype: of the forward pass, for the tolerance of the check.
         device: where it runs.
 
     Attributes:
-        layout: what is used; "alone": each sequence in a pass of its own.
+        layout: the one in use; "alone": each sequence in a pass of its own.
         report: one sentence for the user on the layout and why; "" before the check.
         dense_tokens: rows on CPU up to this long take their attention under a dense mask.
     """
@@ -128,12 +128,13 @@ class PolicyForward:
     def check(self, data: DataProto, width: int, agree: Callable[[float], float]) -> None:
         """Compare the layout and the head with each sequence alone through the model's own logits; once.
 
-        What differs by more than rounding is not used: first the layout is given up, then the head, then company.
+        Fall back while they differ by more than rounding: first to padded sequences, then to the model's own logits,
+        then to one sequence at a time.
 
         Args:
             data: this rank's rows, of which a few and the longest are compared.
             width: tokens of the widest tensor row that this layout makes of the data.
-            agree: from this rank's difference to the largest of all ranks, so that all decide alike.
+            agree: the largest of all ranks' differences, from this rank's, so that all ranks decide alike.
         """
         self.dense_tokens = 0  # the few are short: long rows' attention is what may not fit the model
         few = _sample_rows(data)
@@ -173,7 +174,7 @@ class PolicyForward:
         return (difference, "") if np.isfinite(difference) else (float("inf"), "log-probs are not finite")
 
     def _backward_fault(self, micro_batch: MicroBatch) -> str:
-        """Why the attention of a layout cannot train the model, which forward passes do not show; "" if it can."""
+        """Why the backward pass of the layout's attention is wrong; "" if it is right, or not needed."""
         trains = any(parameter.requires_grad for parameter in self.model.parameters())
         config, segments = self.model.config, micro_batch.segments
         if not trains or segments is None or config._attn_implementation != FLEX:

@@ -1,8 +1,7 @@
-"""The training engine: log-probs and optimizer steps of a sharded model. Knows no Ray.
+"""The train engine on FSDP2: log-probs and optimizer steps of a sharded model. Every method is collective.
 
-Every method is collective: all ranks of the process group call it together, each with its own rows (a rank may have
-none). Losses are divided by counts of the whole mini-batch, summed over ranks before the first backward pass, so the
-result does not depend on micro-batches, layout or rank count.
+Losses are divided by counts of the whole mini-batch, summed over ranks before the first backward pass, so the result
+does not depend on micro-batches, layout or the number of ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ NOT_TAKEN = "the optimizer step was not taken"
 
 
 class FSDPEngine(FSDPWeights):
-    """A causal LM sharded over the default process group; trainable if it is given an optimizer.
+    """A causal LM sharded over the default process group; see `TrainEngine`. It trains if it is given an optimizer.
 
     Args:
         model: what to load and how to shard it.
@@ -218,7 +217,7 @@ class FSDPEngine(FSDPWeights):
         )
 
     def _check_forward(self, data: DataProto, micro_batch_size: int, max_token_len: int | None) -> None:
-        """Before the first forward pass: does the layout give what each sequence alone gives?"""
+        """Before the first forward pass, compare the layout with each sequence alone."""
         if self.forward.report:
             return
         plan = self._plan(data, micro_batch_size, max_token_len)
@@ -278,7 +277,7 @@ class FSDPEngine(FSDPWeights):
 
 
 def _take_rows(parts: list[Tensor], rows: np.ndarray, part: DataProto, found: Tensor) -> None:
-    """Put what was found for a micro-batch, (N, T, ...), into the places of its rows, on CPU."""
+    """Put a micro-batch's values, (N, T, ...), at the positions of its rows, on CPU."""
     lengths = part["responses"].lengths.tolist() if len(rows) else []
     for row, numbers, length in zip(rows.tolist(), found.cpu(), lengths, strict=False):
         parts[row] = numbers[:length]

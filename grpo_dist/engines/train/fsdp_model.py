@@ -27,10 +27,10 @@ from grpo_dist.errors import ConfigError
 def load_sharded_model(settings: ModelSettings, device: str, *, frozen: bool = False) -> Any:
     """Load a causal LM, sharded over the default process group; no rank ever holds more than its shards.
 
-    It is in eval mode and stays so. Every layer of the model's own no-split classes becomes one FSDP unit, the rest
-    another. With an `fsdp_size` below the number of ranks, groups of so many ranks hold copies of each other (hybrid
-    sharding). A `frozen` model on a rank that is alone, in the type it computes in, is left whole: FSDP2 would hold it
-    twice, as shards and as what it computes with.
+    The model stays in eval mode. Every layer of its no-split classes becomes one FSDP unit, the rest another. With an
+    `fsdp_size` below the number of ranks each group of that many ranks holds a copy of the model (hybrid sharding). A
+    `frozen` model on a single rank, in its compute type, is not sharded: FSDP2 would hold it twice, as shards and as
+    gathered weights.
 
     Raises:
         DataError: the model cannot be loaded.
@@ -91,7 +91,7 @@ def recompute_layers(model: Any) -> None:
 
 
 def reshards(settings: ModelSettings) -> bool:
-    """Whether gathered weights are freed early. A rank that holds everything anyway would only copy them anew."""
+    """Whether gathered weights are freed early. A rank that holds all weights would only copy them again."""
     return settings.reshard_after_forward and num_shards(settings) > 1
 
 

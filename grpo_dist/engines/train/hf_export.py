@@ -29,8 +29,8 @@ WEIGHTS = "model.safetensors"
 def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: str) -> None:
     """Write a folder that `transformers` and vLLM load: config, safetensors, tokenizer. Collective; rank 0 writes.
 
-    The folder is there whole or not at all; one of that name is replaced. Rank 0 holds `FILE_BYTES` at once beside its
-    shards, or the largest tensor; the other ranks drop each tensor as it comes.
+    The folder appears only when it is complete, and replaces one of that name. Beside its shards rank 0 holds
+    `FILE_BYTES` or the largest tensor; the other ranks drop each tensor.
 
     Args:
         model: the policy; LoRA's factors are merged.
@@ -39,7 +39,7 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
         dtype: of the weights in the files: "fp32" or "bf16".
 
     Raises:
-        CheckpointError: on every rank: the disk refuses.
+        CheckpointError: on every rank: the files cannot be written.
     """
     tensors, failure = full_parameters(model, DTYPES[dtype]), [""]
     if dist.get_rank() == 0:
@@ -63,7 +63,7 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
 
 
 def _write(parts: Iterable[Any], tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write config, generation config and tokenizer, and the weights, beside the folder's place; then rename it."""
+    """Write config, generation config, tokenizer and weights into a temporary folder, then rename it."""
     temporary = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -78,7 +78,7 @@ def _write(parts: Iterable[Any], tensors: Iterable[tuple[str, Tensor]], folder: 
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Give the folder its name; one that has it, of an earlier end of this run, goes once its name is free."""
+    """Rename the temporary folder; an older folder of that name, from an earlier end of this run, is removed after."""
     aside = folder.with_name(f"{folder.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     if folder.exists():
@@ -108,7 +108,7 @@ def _save_safetensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> No
 
 
 def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """What goes into each file; a dict is to be emptied before the next is asked for."""
+    """The tensors of each file; empty a dict before you ask for the next."""
     part: dict[str, Tensor] = {}
     for name, tensor in tensors:
         tensor = tensor.contiguous()

@@ -1,7 +1,7 @@
-"""A model's tensors under the names, and in the form, of its files: what folders hold and what vLLM loads.
+"""A model's tensors under the names and in the form of its files, as exported folders have them and vLLM loads them.
 
 transformers holds the experts of a layer as one tensor of three dimensions, and some other weights under names of its
-own; files have a tensor for each expert. The conversions that the loading has used are undone.
+own; files have a tensor for each expert. This module undoes the conversions of the loading.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ def as_in_files(model: Any, tensors: Iterable[tuple[str, Tensor]], device: str =
 
     Args:
         model: loaded by `model_loading`.
-        tensors: all of its parameters by name, one after the other. What belongs together in a file's tensor is held
-            until it is complete. Buffers that its files have come at the end.
-        device: of the tensors; buffers are copied to it.
+        tensors: all of its parameters by name. Those that form one tensor of a file are held until all have come.
+        device: of the tensors; the buffers that are in the files are copied to it, and come last.
     """
     back = [conversion.reverse_transform() for conversion in reversed(model._weight_conversions)]
     renamings = [step for step in back if isinstance(step, WeightRenaming)]
@@ -45,7 +44,7 @@ def as_in_files(model: Any, tensors: Iterable[tuple[str, Tensor]], device: str =
 
 
 def lost_names(model: Any, files: Mapping[str, Tensor]) -> list[str]:
-    """What would go out under a name, or in a shape, that the files do not have.
+    """Tensors that `as_in_files` would give a name or a shape that the files do not have.
 
     Args:
         model: on the meta device, loaded from `files`.

@@ -1,8 +1,8 @@
 """LoRA (arXiv 2106.09685) by peft: small trained factors beside frozen weights, W + scaling * B A.
 
-The factors are added before the model is sharded, and merged, tensor by tensor, into what goes to the rollout engines
-and into exported folders: those need to know nothing of LoRA. The reference is the same model with the factors switched
-off, so there are no reference workers.
+The factors are added before the model is sharded. Weights for rollout engines and exported folders have them merged,
+tensor by tensor, so both need not know of LoRA. The reference is the same model with the factors switched off, so there
+are no reference workers.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def draw_factors(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def lora_hidden(model: nn.Module) -> Iterator[None]:
-    """Within the block the model's layers are its own, under their own names."""
+    """Within the block the layers with factors are replaced by the plain ones, under their plain names."""
     layers = lora_layers(model)
     for name, layer in layers.items():
         model.set_submodule(name, layer.get_base_layer())
@@ -137,7 +137,7 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within the block the model is what it was before training: the reference."""
+    """Within the block the factors are off: the model is the reference."""
     layers = lora_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)

@@ -1,4 +1,4 @@
-"""What to say where a GPU's memory is not enough: for what, and which setting to lower."""
+"""Errors of a full GPU: for what its memory was not enough, and which setting to lower."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ REF_ROOM = (
 
 @contextmanager
 def within_memory(what: str) -> Iterator[None]:
-    """Within the block, torch's report that the GPU is full becomes an error that says for what there was no room.
+    """Turn torch's error of a full GPU, raised in the block, into one that names what did not fit.
 
     Raises:
-        OutOfMemory: there was none; `remedied` adds what to do.
+        OutOfMemory: the GPU is full; `remedied` adds what to do.
     """
     try:
         yield
@@ -35,11 +35,11 @@ def within_memory(what: str) -> Iterator[None]:
 
 @contextmanager
 def remedied(remedy: str, setting: tuple[str, int] | None = None) -> Iterator[None]:
-    """Within the block, an `OutOfMemory` that does not say so yet says what to do.
+    """Add to an `OutOfMemory` of the block what to do, unless it says so already.
 
     Args:
-        remedy: a sentence without its dot.
-        setting: key and value whose half takes about half of the memory, if there is one.
+        remedy: a sentence without the full stop.
+        setting: a key and its value, if half of the value takes about half of the memory.
 
     Raises:
         OutOfMemory: raised in the block.
@@ -52,12 +52,12 @@ def remedied(remedy: str, setting: tuple[str, int] | None = None) -> Iterator[No
 
 @contextmanager
 def smaller_passes(prefix: str, micro_batch_size: int, max_token_len: int | None) -> Iterator[None]:
-    """Within the block, an `OutOfMemory` of a pass says which key makes passes smaller.
+    """Add to an `OutOfMemory` of the block, a pass, which key makes passes smaller.
 
     Args:
         prefix: of the keys, such as "actor_rollout_ref.actor.ppo_".
-        micro_batch_size: sequences of a pass.
-        max_token_len: tokens of a pass; None: sequences count.
+        micro_batch_size: most sequences of a pass.
+        max_token_len: most tokens of a pass; None: the number of sequences is the limit.
     """
     name, value = ("micro_batch_size", micro_batch_size) if max_token_len is None else ("max_token_len", max_token_len)
     key = f"{prefix}{name}_per_gpu"

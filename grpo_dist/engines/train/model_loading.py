@@ -1,12 +1,12 @@
 """A causal LM read from safetensors straight into the shards of its ranks.
 
-No process ever holds the whole model. It is built on torch's meta device, where tensors have shapes and no memory; the
+No process ever holds the whole model. It is built on torch's meta device, where tensors have shapes but no memory; the
 caller changes and shards it; then transformers' own loader fills it: of each tensor it reads the rows that this rank
-holds, under the model's present names, and stacks experts that the model holds as one tensor. The same loader has run
-on the files' headers before, which tells what is missing, superfluous or of another shape.
+holds, under the model's present names, and stacks experts that the model holds as one tensor. Before, the same loader
+runs on the files' headers, to find tensors that are missing, superfluous or of another shape.
 
-Some conversions of transformers cut or join tensors along their rows, and give something else when they see a part of
-the rows only. For models that need one, rank 0 loads the whole model and hands it out tensor by tensor.
+Some conversions of transformers cut or join tensors along their rows, and are wrong if they see some of the rows only.
+For models that need one, rank 0 loads the whole model and distributes it tensor by tensor.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def load_weights(unloaded: UnloadedModel, device: str) -> None:
     model, settings = unloaded.model, unloaded.settings
     with _refusing(settings):
         if unloaded.whole_because:
-            _hand_out(unloaded, device)
+            _distribute(unloaded, device)
         else:
             with contextlib.ExitStack() as files:
                 _convert(model, _open_tensors(Path(settings.path), files), unloaded.conversions, device)
@@ -183,7 +183,7 @@ def _why_whole(model: Any, shards: int) -> str:
     return ""
 
 
-def _hand_out(unloaded: UnloadedModel, device: str) -> None:
+def _distribute(unloaded: UnloadedModel, device: str) -> None:
     """Load the whole model on rank 0 and give each rank its part, tensor by tensor. Collective."""
     model, settings = unloaded.model, unloaded.settings
     whole = {}

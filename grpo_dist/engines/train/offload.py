@@ -1,4 +1,4 @@
-"""Weights and optimizer states that wait in CPU memory between the phases of a step (verl's `param_offload`)."""
+"""Weights and optimizer states that are in CPU memory between the phases of a step (verl's `param_offload`)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from torch.optim import Optimizer
 
 @dataclass
 class Offload:
-    """Brings a role's tensors to its device for a phase, and away again.
+    """Moves a role's tensors to its device for a phase, and back.
 
     Attributes:
-        model: a module, sharded with FSDP2 or not. A frozen model's weights are copied both ways too: they are never
-            kept twice.
+        model: a module, sharded with FSDP2 or not. Also a frozen model's weights are copied both ways, not kept twice.
         optimizer: its optimizer, or None.
         device: where phases run. On CPU nothing moves.
-        parameters: whether the weights wait on CPU.
-        optimizer_states: whether the optimizer's states do.
-        shares_device: whether other processes need its memory between phases: then nothing that is free is kept.
+        parameters: whether the weights are offloaded.
+        optimizer_states: whether the optimizer's states are.
+        shares_device: whether other processes need the device's memory between phases: then torch's cache is emptied.
     """
 
     model: nn.Module
@@ -34,7 +33,7 @@ class Offload:
     shares_device: bool = False
 
     def away(self) -> None:
-        """Move what waits on CPU there, and give the device's memory back."""
+        """Move the offloaded tensors to CPU, and free the device's memory."""
         if self.device.type == "cpu":
             return
         if self.parameters:
@@ -58,7 +57,7 @@ class Offload:
 
     @contextlib.contextmanager
     def states_on_device(self) -> Iterator[None]:
-        """Within the block, which takes an optimizer step, so are the states: never together with activations."""
+        """Within the block, an optimizer step, the states are on the device: never together with activations."""
         moves = self.device.type != "cpu" and self.optimizer_states
         if moves:
             move_states(self.optimizer, self.device)

@@ -38,8 +38,9 @@ def build_optimizer(
 
 @contextlib.contextmanager
 def keep_settings(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler) -> Iterator[None]:
-    """Both are loaded within the block. What they were built with holds on, at the place in the schedule that was read:
-    a saved state has the settings of its own run in it, and they would replace those of the present config unseen.
+    """Keep learning rate, betas and weight decay while the block loads a saved state; the schedule goes on from there.
+
+    A saved state contains the settings of its run, which would silently replace those of the present config.
     """
     assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
     names = ("initial_lr", "betas", "weight_decay")

@@ -1,4 +1,4 @@
-"""FSDP2's parameters are DTensors, of which a rank holds a shard; a model on one process may have plain tensors."""
+"""Sharded parameters: of FSDP2's DTensors a rank holds a shard; a model on one rank may have plain tensors."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ def num_shards(settings: ModelSettings) -> int:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor gathered from all ranks (collective), or itself where it is not sharded."""
+    """The tensor gathered from all ranks (collective); one that is not sharded is returned as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """The part of a tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def place(model: nn.Module, name: str, value: Tensor) -> None:
-    """Put a whole tensor of rank 0 in the place of a parameter or buffer, each rank its part. Collective.
+    """Replace a parameter or buffer by a tensor of rank 0, of which each rank gets its part. Collective.
 
     Args:
         model: the model.
         name: of the parameter or buffer.
-        value: of its shape and type, on the model's device; what it holds on other ranks than 0 does not matter.
+        value: the whole tensor, of the same shape and type, on the model's device; only rank 0's content counts.
     """
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
@@ -44,9 +44,9 @@ def place(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Make the parameters the shards again, where a pass has left its gathered copies.
+    """Free the gathered copies of parameters that a pass has left, so that the parameters are the shards again.
 
-    Those are in the compute type, and what changes in them is lost.
+    The copies are in the compute type, and changes to them would be lost.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
