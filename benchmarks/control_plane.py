@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.config.node_layout import slots_of
+from grpo_dist.engines.fakes import FakeRolloutEngine
 from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
-from grpo_dist.engines.vllm_engine import EngineLoad, Response
 from grpo_dist.protocol import DataProto, Mean, Ragged
 from grpo_dist.trainer.pump import RolloutPump
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
@@ -25,7 +25,7 @@ from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.resources import reserve
 from grpo_dist.workers.reward import Task, on_last_token
 from grpo_dist.workers.reward_pool import RewardPool
-from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
+from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
 
 N, PROMPT_LENGTH, LENGTHS = 8, 64, (32, 256)
@@ -34,23 +34,15 @@ REWARD_WORKERS, ACTOR_RANKS = 64, 64
 OBJECTIVE = ObjectiveSettings("vanilla", "token-mean", {}, False, "k3", 0.0, 0.0, on_policy=False)
 
 
-class FakeRollout:
+class FakeRolloutWorker(RolloutWorker):
     """Answers at once with responses of one length."""
 
-    length = 0
+    def __init__(self) -> None:
+        self.engine = FakeRolloutEngine(growth=0)
 
     async def set_length(self, length: int) -> None:
         """Of the responses to come."""
-        self.length = length
-
-    async def generate(
-        self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task
-    ) -> tuple[tuple[Label, EngineLoad], DataProto]:
-        """A group of equal responses."""
-        tokens, log_probs, versions = ([value] * self.length for value in (5, -1.0, 0))
-        response = Response(tokens, log_probs, False, versions)  # type: ignore[arg-type]
-        data = group_batch(uid, prompt, [response] * sampling.n)
-        return (Label.of(data, SMALL_COLUMNS), EngineLoad()), data
+        self.engine.length = length
 
 
 class FakeReward:
@@ -76,7 +68,7 @@ class FakeActor:
 
 def measure(num_workers: int, samples: int) -> list[dict[str, Any]]:
     """A step for each response length: the driver's processor and wall seconds, and its memory."""
-    rollout = _spawn("rollout", FakeRollout, num_workers, max_concurrency=1000)
+    rollout = _spawn("rollout", FakeRolloutWorker, num_workers, max_concurrency=1000)
     reward, actor = _spawn("reward", FakeReward, REWARD_WORKERS), _spawn("actor", FakeActor, ACTOR_RANKS)
     group = RolloutGroup(rollout)
     pump = RolloutPump(group, RewardPool(reward), {}, reward_timeout_s=600.0)
@@ -88,7 +80,7 @@ def measure(num_workers: int, samples: int) -> list[dict[str, Any]]:
 
 
 async def _step(pump: RolloutPump, actor: ActorGroup, samples: int) -> dict[str, float]:
-    sampling = SamplingSettings(N, 1.0, 1.0, -1, 1, 0)
+    sampling = SamplingSettings(N, 1.0, 1.0, -1, max(LENGTHS), 0)
     prompt = np.arange(PROMPT_LENGTH, dtype=np.int32)
     task = Task("arithmetic", "579", {"index": 0}, [{"role": "user", "content": "123+456=?"}])
     requests = [GroupRequest(f"step1-prompt{i}", prompt, sampling, task) for i in range(samples // N)]

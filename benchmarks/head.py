@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_dist.algorithms.masking import token_log_probs
-from grpo_dist.engines.head import HeadRequest, response_values
+from grpo_dist.engines.train.lm_head import HeadRequest, response_values
 
 
 def compare(vocab: int, hidden: int, tokens: int, threads: int) -> list[dict[str, Any]]:

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_dist.engines.fsdp_engine import FSDPEngine
-from grpo_dist.engines.fsdp_model import init_process_group
-from grpo_dist.engines.meeting import LOOPBACK, open_store
+from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
 from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto, Ragged
 
 SMOLLM2_135M = {
@@ -139,6 +138,6 @@ def seconds(call: Callable[[], Any], device: str) -> float:
 
 
 def _first_rows(data: DataProto) -> list[int]:
-    from grpo_dist.engines.micro_batch_plan import group_rows
+    from grpo_dist.engines.train.micro_batch_plan import group_rows
 
     return np.unique(group_rows(data["prompts"]), return_index=True)[1].tolist()

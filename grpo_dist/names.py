@@ -35,6 +35,7 @@ LOSS_MODES = (
     "clip_cov",
     "kl_cov",
 )
+ROLLOUT_ENGINES = ("vllm",)
 AGENT_LOOPS = ("single_turn_agent",)
 TOKEN_SELECTING_LOSSES = ("clip_cov", "kl_cov")  # choose tokens by the whole batch, before the update
 SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")  # published as a mean over sequences

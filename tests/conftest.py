@@ -90,7 +90,7 @@ def rollouts(local_ray: None, random_models: dict[str, str]) -> Iterator[Any]:
     a tokenizer.
     """
     from grpo_dist.engines.settings import EngineSettings
-    from tests.engines.watched_rollout import WatchedRolloutWorker
+    from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
     from tests.processes import spawned
 
     settings = [

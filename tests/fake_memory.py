@@ -24,12 +24,12 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_dist.engines import attention, fsdp_model, head
-from grpo_dist.engines import offload as offload_module
-from grpo_dist.engines.fsdp_engine import FSDPEngine
-from grpo_dist.engines.model_loading import DTYPES, UnloadedModel
-from grpo_dist.engines.offload import move_states
 from grpo_dist.engines.settings import ModelSettings, OptimizerSettings
+from grpo_dist.engines.train import attention, fsdp_model, lm_head
+from grpo_dist.engines.train import offload as offload_module
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.model_loading import DTYPES, UnloadedModel
+from grpo_dist.engines.train.offload import move_states
 from grpo_dist.protocol import DataProto, Ragged
 from tests.models import objective
 
@@ -139,7 +139,7 @@ def fake_engine(shape: dict[str, Any], settings: ModelSettings, ranks: int, *, t
         mock.patch.object(fsdp_model, "load_weights"),
         mock.patch.object(fsdp_model, "draw_factors"),
         mock.patch.object(fsdp_model, "init_device_mesh", _real(fsdp_model.init_device_mesh)),
-        mock.patch.dict(head.CHUNK_LOGITS, cpu=head.CHUNK_LOGITS["cuda"]),
+        mock.patch.dict(lm_head.CHUNK_LOGITS, cpu=lm_head.CHUNK_LOGITS["cuda"]),
         mock.patch.object(torch.nn.Module, "to", _to),
         mock.patch.object(attention, "block_mask", return_value=None),
         mock.patch.object(ShardingPropagator, _SHAPES, _real(getattr(ShardingPropagator, _SHAPES))),

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grpo_dist.engines.fsdp_engine import FSDPEngine
 from grpo_dist.engines.settings import LoraSettings, ModelSettings, ObjectiveSettings, OptimizerSettings
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto, Ragged
 
 VOCAB = 96

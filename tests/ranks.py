@@ -11,11 +11,10 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from grpo_dist.engines.fsdp_model import init_process_group
-from grpo_dist.engines.meeting import LOOPBACK, open_store
+from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
 
 # Imported once, by the server that the ranks are forked from: a rank then starts in a moment.
-PRELOADED = ["torch", "transformers.models.auto.modeling_auto", "grpo_dist.engines.fsdp_engine", "pytest"]
+PRELOADED = ["torch", "transformers.models.auto.modeling_auto", "grpo_dist.engines.train.fsdp_engine", "pytest"]
 PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")]
 
 

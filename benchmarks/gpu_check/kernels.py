@@ -15,10 +15,10 @@ from benchmarks.gpu_check.gpu import median_seconds
 from benchmarks.gpu_check.results import largest
 from benchmarks.gpu_check.update import LAYOUTS, freed
 from benchmarks.gpu_check.work import Work
-from grpo_dist.engines.attention import GRADIENT_TOLERANCE, block_mask, dense_mask, flex_attention_forward
-from grpo_dist.engines.forward import TOLERANCE
-from grpo_dist.engines.micro_batch import make_micro_batch
-from grpo_dist.engines.model_loading import DTYPES
+from grpo_dist.engines.train.attention import GRADIENT_TOLERANCE, block_mask, dense_mask, flex_attention_forward
+from grpo_dist.engines.train.forward import TOLERANCE
+from grpo_dist.engines.train.micro_batch import make_micro_batch
+from grpo_dist.engines.train.model_loading import DTYPES
 
 # Graphs that all lengths together may take, of masks and of the kernel. Dynamo gives up at as many of either.
 MOST_GRAPHS = 8

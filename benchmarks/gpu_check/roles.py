@@ -45,7 +45,7 @@ def broadcast(work: Work) -> None:
 def vllm_alone(work: Work) -> None:
     """The `LLM` of vLLM with the settings of our engine, on the same prompts."""
     from grpo_dist.config.placement import placement
-    from grpo_dist.engines.vllm_args import quiet_environment
+    from grpo_dist.engines.vllm.arguments import quiet_environment
 
     config = _config(work)
     place = placement(config)

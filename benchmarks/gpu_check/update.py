@@ -16,7 +16,7 @@ from benchmarks.gpu_check.gpu import host_gib, median_seconds, used_gib
 from benchmarks.gpu_check.work import Work
 from grpo_dist.config.model_shape import model_shape
 from grpo_dist.config.rank_memory import CUDA_GIB, GIB, PROCESS_GIB, MiniBatch, Rank
-from grpo_dist.engines.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto
 
 LAYOUTS = ("shared", "packed", "padded")

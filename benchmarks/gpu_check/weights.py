@@ -12,8 +12,7 @@ import torch
 from benchmarks import workload
 from benchmarks.gpu_check.gpu import forget_host_peak, host_gib, median_seconds
 from benchmarks.gpu_check.work import Work
-from grpo_dist.engines.fsdp_engine import FSDPEngine
-from grpo_dist.engines.hf_export import export_hf_model
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.sizes import GIB
 
 
@@ -24,7 +23,7 @@ def weights(work: Work) -> None:
     with _timed(work, "loading", size, "of files that were just written"):
         engine = workload.engine(str(work.model), "shared", work.device, optimizer_offload=True)
     with _timed(work, "export in bf16", size, "flushed to the disk"):
-        export_hf_model(engine, work.folder / "export", "bf16")
+        engine.export_hf_model(work.folder / "export", "bf16")
     work.found.right("tensors of the export that are others", _others(work.model, work.folder / "export"), 0)
     _offload(work, engine)
 

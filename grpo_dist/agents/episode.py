@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.engines.vllm_engine import Response
 
 # (prompt, sampling) -> the sampled continuation; None: it was aborted.
 Sample = Callable[[list[int], SamplingSettings], Awaitable[Response | None]]
@@ -25,9 +25,9 @@ _SEED_BITS = 30  # as the seeds of groups have
 
 @dataclass(frozen=True)
 class Row:
-    """The row of the data that an episode starts from: its prompt, as tokens and messages, and what it is told of it.
+    """The row of the data that an episode starts from: the prompt, as tokens and messages, and what belongs to it.
 
-    The ground truth is not part of it: what an environment must know goes into `extra_info`.
+    The ground truth is left out: whatever an environment must know goes into `extra_info`.
     """
 
     uid: str
@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy sampled at a time.
+    """One turn of an episode, sampled by the policy.
 
     Attributes:
         text: decoded, without special tokens.
@@ -88,7 +88,7 @@ class Episode:
         self._busy = False
 
     def connect(self, sample: Sample) -> None:
-        """Say what samples; for whoever runs the episode."""
+        """Set the function that samples; the runner calls this."""
         self._sample = sample
 
     @property

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from grpo_dist.agents.base import KEY, KWARGS_KEY, AgentLoop, load_agent_loop
 from grpo_dist.agents.episode import Episode, Sample
+from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import AgentSettings, SamplingSettings
-from grpo_dist.engines.vllm_engine import Response
 from grpo_dist.errors import AgentError, ConfigError, GrpoDistError
 from grpo_dist.redact import redact
 
@@ -25,7 +25,7 @@ TIMEOUT_KEY = "actor_rollout_ref.rollout.agent.timeout_s"
 # Seconds that cancelled episodes get to clean up.
 CANCEL_S = 5.0
 
-# VLLMEngine.generate
+# RolloutEngine.generate
 Generate = Callable[[Sequence[int], SamplingSettings, str | None], Awaitable[list[Response] | None]]
 # What user code may raise. On a thread beside the main one only it raises the last two; asyncio would end the thread.
 USER_ERRORS = (Exception, SystemExit, KeyboardInterrupt)

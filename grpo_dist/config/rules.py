@@ -251,6 +251,7 @@ def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
         "custom_reward_function.path": config.custom_reward_function.path,
         "data.sampler.class_path": config.data.sampler.class_path,
         "algorithm.adv_estimator": config.algorithm.adv_estimator.rpartition(":")[0],
+        f"{_ROLLOUT}.name": config.actor_rollout_ref.rollout.name.rpartition(":")[0],
         f"{_ROLLOUT}.agent.default_agent_loop": agent.default_agent_loop.rpartition(":")[0],
         f"{_ACTOR}.kl_loss_type": config.actor_rollout_ref.actor.kl_loss_type.rpartition(":")[0],
         f"{_ACTOR}.policy_loss.loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode.rpartition(":")[0],
@@ -262,7 +263,9 @@ def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
 
 
 def vllm_is_installed(config: RunConfig) -> Iterator[Problem]:
-    """On this machine, unless the workers run on a cluster that is already there."""
+    """On this machine, unless the workers run on a cluster that is already there, or with another engine."""
+    if config.actor_rollout_ref.rollout.name != "vllm":
+        return
     address = config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS") or "local"
     if address == "local" and find_spec("vllm") is None:
         key = f"{_ROLLOUT}.name"

@@ -32,7 +32,14 @@ from grpo_dist.config.field_types import (
     builtin_or_custom,
     one_of,
 )
-from grpo_dist.names import AGENT_LOOPS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES, WEIGHT_TRANSPORTS
+from grpo_dist.names import (
+    AGENT_LOOPS,
+    KL_LOSS_TYPES,
+    LOSS_AGG_MODES,
+    LOSS_MODES,
+    ROLLOUT_ENGINES,
+    WEIGHT_TRANSPORTS,
+)
 
 Device = Literal["cpu", "cuda"]
 Colocation = Literal["separate", "actor_ref", "all"]  # which roles share GPUs
@@ -201,7 +208,7 @@ class CheckpointEngineConfig(Section):
 class RolloutConfig(Section):
     """`actor_rollout_ref.rollout`: the engine and how it samples."""
 
-    name: Literal["vllm"]
+    name: Annotated[str, builtin_or_custom(ROLLOUT_ENGINES)]
     n: Count
     temperature: PositiveTemperature
     top_p: PositiveShare

@@ -1,4 +1,4 @@
-"""What engines are built from and called with. Plain numbers and names: loads neither torch nor vLLM."""
+"""The settings of engines, as plain numbers and names. Loads neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LoraSettings:
         rank: of the factors.
         alpha: scaling = alpha / rank.
         target_modules: "all-linear" (all but the output layer), or names of modules such as "q_proj".
-        exclude_modules: names to leave out.
+        exclude_modules: names of modules that get no factors.
     """
 
     rank: int
@@ -37,8 +37,8 @@ class ModelSettings:
         layout: of sequences in a forward pass: "padded", "packed" or "shared".
         fsdp_size: ranks that hold one copy of the weights together; -1: all.
         defer_grad_sync: whether gradients are reduced over ranks only in a mini-batch's last micro-batch.
-        param_offload: whether the weights wait on CPU between the phases of a step.
-        optimizer_offload: whether the optimizer's states do.
+        param_offload: whether the weights are in CPU memory between the phases of a step.
+        optimizer_offload: whether the optimizer's states are.
         shares_gpu: whether processes of other roles are on the same GPU.
         lora: train factors beside the weights; None: the weights themselves.
         max_model_len: most tokens of prompt and response, as the sampler has it; None: not known.
@@ -81,8 +81,8 @@ class ObjectiveSettings:
     Attributes:
         options: of the policy loss (clip_ratio, tau_pos, ...).
         loss_scale_factor: constant length for seq-mean-token-sum-norm.
-        weighted: whether the batch has importance weights against the sampler.
-        selects_tokens: whether the policy loss treats some tokens apart.
+        weighted: whether the batch has importance weights for the sampler's policy.
+        selects_tokens: whether the policy loss treats some tokens in another way.
         correction: options of `algorithms.correction.current_weights`, or None: no such weights.
         on_policy: the old log-probs are those of the forward pass that trains, without gradient.
     """
@@ -122,8 +122,8 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """The agent loop that runs episodes on an engine: its class as `path/to/file.py:Class`, its keyword arguments, and
-    the seconds that an episode may spend outside the engine.
+    """The agent loop that runs episodes: its class as `path/to/file.py:Class`, its keyword arguments, and the seconds
+    that an episode may spend outside the engine.
     """
 
     name: str
@@ -133,17 +133,22 @@ class AgentSettings:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is started with; lengths in tokens, memory in GiB (None: what vLLM finds free).
+    """What a rollout engine is started with; lengths in tokens.
 
-    `override_config` changes entries of the model's config, `engine_kwargs` are more arguments of vLLM's. The engine
-    loads the tokenizer only if it `needs_tokenizer`, to sample with texts that stop or are forbidden. New weights make
-    running requests compute their cache anew, unless `clear_kv_cache_on_update` is false; without `partial_rollout`
-    they wait until those have ended. They come by `weight_transport`: "object_store", "broadcast" or "ipc". With an
-    `agent` a prompt's responses are episodes that it runs; None: one turn each. `gpus` are those of an engine of
-    several processes that shares them with other roles: Ray has given it a part of the first only. Before vLLM starts,
-    `footprint_gib` must be free on each GPU: what the engine took that is replaced (None: there was none). With
-    `free_cache_engine` it can give its memory back until new weights come. Its processes wait up to
-    `collective_timeout_s` seconds for each other (None: vLLM's choice).
+    Attributes:
+        kv_cache_memory_gib: size of the KV cache; None: what vLLM finds free.
+        override_config: entries of the model's config.json to change.
+        engine_kwargs: more arguments for vLLM.
+        needs_tokenizer: whether sampling needs the tokenizer, for texts that stop a response or are forbidden.
+        clear_kv_cache_on_update: whether running requests compute their cache again under new weights.
+        partial_rollout: whether requests go on under new weights; false: an update waits until they have ended.
+        agent: what runs the episodes that are a prompt's responses; None: a response is one turn.
+        weight_transport: "object_store", "broadcast" or "ipc".
+        gpus: of an engine of several processes that shares its GPUs: Ray assigns it a part of the first one only.
+        footprint_gib: what must be free on each GPU before a replacement starts: what its predecessor took.
+        free_cache_engine: whether the engine can release its memory until new weights come.
+        collective_timeout_s: how long its processes wait for each other, in seconds; None: vLLM's default.
+        engine: its name, for `base.rollout_engine`.
     """
 
     model_path: str
@@ -170,19 +175,20 @@ class EngineSettings:
     footprint_gib: float | None = None
     free_cache_engine: bool = False
     collective_timeout_s: int | None = None
+    engine: str = "vllm"
 
 
 @dataclass(frozen=True)
 class GroupAddress:
-    """Where the ranks of a weight group meet; see weight_broadcast.py.
+    """Where the ranks of a weight group meet; see weights/broadcast.py.
 
     Attributes:
-        host: of the store, which lives in the sender's process; likewise `port`.
-        generation: number of the group; no two groups of a store have the same.
-        world_size: all senders and receivers.
-        timeout_s: limit of every step that waits for another rank.
-        backend: "broadcast" to all at once, or "ipc" from each sender to those on its device.
-        num_senders: which have the first ranks.
+        host: of the store, which is in the process of rank 0; likewise `port`.
+        generation: number of the group, unique in its store.
+        world_size: number of senders and receivers.
+        timeout_s: limit of every wait for another rank.
+        backend: "broadcast" from rank 0 to all, or "ipc" from each sender to the receivers on its device.
+        num_senders: number of senders, which have the first ranks.
     """
 
     host: str

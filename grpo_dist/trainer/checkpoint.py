@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.engines.durable import FileDigest, flush_path, flush_tree, write_durably
+from grpo_dist.engines.train.durable_files import FileDigest, flush_path, flush_tree, write_durably
 from grpo_dist.errors import CheckpointError
 from grpo_dist.trainer.checkpoint_files import damage, read_manifest, write_manifest
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import grpo_dist
-from grpo_dist.engines.durable import FileDigest, digest_file, write_durably
+from grpo_dist.engines.train.durable_files import FileDigest, digest_file, write_durably
 from grpo_dist.errors import CheckpointError
 
 MANIFEST = "manifest.json"

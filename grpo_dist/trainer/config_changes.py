@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.engines.durable import digest_file
+from grpo_dist.engines.train.durable_files import digest_file
 from grpo_dist.errors import CheckpointError
 from grpo_dist.redact import redact
 from grpo_dist.trainer.checkpoint import CONFIG, RunState

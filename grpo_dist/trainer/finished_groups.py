@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.engines.durable import FileDigest
+from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.reward_pool import RewardPool
 

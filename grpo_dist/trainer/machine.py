@@ -12,7 +12,7 @@ from pathlib import Path
 from grpo_dist.config.node_layout import slots
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.engines.build import build_problem
+from grpo_dist.engines.installed_build import build_problem
 from grpo_dist.errors import ConfigError
 from grpo_dist.sizes import GIB
 from grpo_dist.workers.cluster import LOCAL, find_cluster

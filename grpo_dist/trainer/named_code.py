@@ -9,6 +9,7 @@ from grpo_dist.algorithms.kl import KL
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.curriculum import load_sampler_class
+from grpo_dist.engines.base import ROLLOUT_ENGINES, rollout_engine
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards import load_reward_function
 from grpo_dist.rewards.components import chosen_components
@@ -28,6 +29,8 @@ def resolve_names(config: RunConfig) -> None:
     KL.get(actor.kl_loss_type.removesuffix("+"))
     POLICY_LOSS.get(actor.policy_loss.loss_mode)
     load_agent_loop(agent.default_agent_loop, agent.agent_kwargs)
+    if (engine := config.actor_rollout_ref.rollout.name) not in ROLLOUT_ENGINES:
+        rollout_engine(engine)
     sampler = config.data.sampler
     if sampler.class_path is not None and sampler.class_name is not None:
         load_sampler_class(sampler.class_path, sampler.class_name)

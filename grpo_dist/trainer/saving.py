@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.engines.durable import FileDigest
+from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.errors import CheckpointError, GrpoDistError, WorkerError
 from grpo_dist.trainer.checkpoint import (
     RunState,

@@ -246,6 +246,7 @@ def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSe
         weight_transport=rollout.checkpoint_engine.resolved_backend(place.device, shares_gpu=place.shares_gpu),
         free_cache_engine=rollout.free_cache_engine and place.shares_gpu,
         collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
+        engine=absolute(rollout.name),
     )
 
 

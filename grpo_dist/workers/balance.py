@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from grpo_dist.engines.micro_batch_plan import Lengths
+from grpo_dist.engines.train.micro_batch_plan import Lengths
 
 
 def balance(lengths: Lengths, num_ranks: int) -> list[np.ndarray]:

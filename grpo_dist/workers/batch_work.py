@@ -17,7 +17,7 @@ import torch
 
 from grpo_dist.algorithms.correction import compute_rollout_correction
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
-from grpo_dist.engines.durable import FileDigest, digest_file, flush_path
+from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush_path
 from grpo_dist.errors import CheckpointError, ConfigError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.engines.meeting import LOOPBACK_INTERFACE
+from grpo_dist.engines.rendezvous import LOOPBACK_INTERFACE
 from grpo_dist.errors import ConfigError, GrpoDistError
 
 LOCAL = "local"

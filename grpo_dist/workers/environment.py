@@ -1,11 +1,11 @@
-"""What of the driver's environment reaches the workers, on whatever node they are.
+"""The environment variables that workers on every node get from the driver.
 
 A worker has the environment that `ray start` had on its node. Credentials, proxies and settings of NCCL that are set
-where the run is started go to all of them besides, and hold there. They travel as an argument of the worker's
-constructor: Ray writes a `runtime_env` into the logs of every node, and these may be secrets.
+where the run is started override it. They are passed as an argument of the worker's constructor, since they may be
+secrets, and Ray writes a `runtime_env` into the logs of every node.
 
-What names a folder (HF_HOME, SSL_CERT_FILE) stays behind, since nodes differ in it, and so does what ties a process to
-its own machine.
+Variables that name a folder (HF_HOME, SSL_CERT_FILE) are not passed, since nodes differ, nor those that bind a process
+to its own machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_dist.engines.meeting import is_loopback_setting
+from grpo_dist.engines.rendezvous import is_loopback_setting
 
 NAMES = frozenset(
     {
@@ -25,12 +25,12 @@ NAMES = frozenset(
     }
 )
 PREFIXES = ("WANDB_", "NCCL_", "TORCH_NCCL_")
-# W&B's background process of the driver, which is not on other nodes, and folders.
+# The driver's background process of W&B, which other nodes do not have, and folders.
 _OF_THE_DRIVER = frozenset({"WANDB_SERVICE", "WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"})
 
 
 def shared_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a driver's environment that its workers get."""
+    """The variables of the driver's environment that workers get."""
     return {
         name: value
         for name, value in environment.items()
@@ -41,9 +41,9 @@ def shared_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def in_environment(worker_class: type) -> type:
-    """A class whose constructor takes environment variables first, sets them, and makes a worker of the rest.
+    """A subclass whose constructor first sets the environment variables that are its first argument.
 
-    It has the name of the worker's class, by which Ray's tools show a process.
+    It has the name of the worker's class, which Ray's tools show.
     """
 
     class Worker(worker_class):  # type: ignore[misc, valid-type]

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.engines.durable import FileDigest
-from grpo_dist.engines.meeting import LOOPBACK
-from grpo_dist.engines.micro_batch_plan import Lengths
+from grpo_dist.engines.rendezvous import LOOPBACK
 from grpo_dist.engines.settings import ObjectiveSettings
+from grpo_dist.engines.train.durable_files import FileDigest
+from grpo_dist.engines.train.micro_batch_plan import Lengths
 from grpo_dist.errors import GrpoDistError, WorkerError, WorkerLost
 from grpo_dist.protocol import Mean, Metric, Sum, merge_metrics
 from grpo_dist.workers.balance import balance

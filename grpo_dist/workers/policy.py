@@ -1,4 +1,4 @@
-"""Workers that hold the model: the actor trains it, the reference keeps its first weights."""
+"""Workers that hold the model: the actor trains it; the reference keeps the weights of the start."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from grpo_dist.engines.base import FSDP, SEQUENCE_COLUMNS, TrainEngine
+from grpo_dist.engines.rendezvous import LOOPBACK, START_TIMEOUT, init_process_group, open_store
 from grpo_dist.engines.settings import SENDER, GroupAddress, ModelSettings, ObjectiveSettings, OptimizerSettings
+from grpo_dist.engines.train.memory_errors import ACTOR_ROOM, REF_ROOM, remedied, smaller_passes, within_memory
+from grpo_dist.engines.weights.broadcast import WeightGroup, send
+from grpo_dist.engines.weights.buckets import check_buckets, pack, unpack
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.protocol import DataProto, Metric, Ragged
+from grpo_dist.registry import load_attribute
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.process import Process, keep_freed_memory, use_threads
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from grpo_dist.engines.checkpoint import ShardWriter
-    from grpo_dist.engines.durable import FileDigest
-    from grpo_dist.engines.fsdp_engine import FSDPEngine
-    from grpo_dist.engines.weight_broadcast import WeightGroup
+    from grpo_dist.engines.train.durable_files import FileDigest
 
 
 @dataclass(frozen=True)
@@ -31,23 +35,23 @@ class PolicySettings:
     """What a policy worker is built from.
 
     Attributes:
-        model: what to load; a `builtin:` path is resolved on the worker's own node.
+        model: what to load; the worker resolves a `builtin:` path on its own node.
         device: "cpu" or "cuda".
         num_threads: compute threads on CPU.
         temperature: the sampling temperature.
-        columns: what a log-prob pass computes: `old_` or `ref_` and a name of `FSDPEngine.compute_columns`.
+        columns: what a log-prob pass computes: `old_` or `ref_` and a name of `TrainEngine.compute_columns`.
         log_prob_micro_batch_size: sequences per forward pass.
-        log_prob_max_token_len: tokens per forward pass; None: sequences count.
+        log_prob_max_token_len: tokens per forward pass; None: the number of sequences is the limit.
         seed: of torch's random state.
         collective_timeout_s: how long a rank waits for the others in one operation.
         optimizer: None for the reference.
-        train_micro_batch_size: sequences per forward/backward pass.
-        train_max_token_len: tokens per forward/backward pass; None: sequences count.
+        train_micro_batch_size: sequences per forward and backward pass.
+        train_max_token_len: tokens per forward and backward pass; None: the number of sequences is the limit.
         grad_clip: largest gradient norm.
-        exact_kl: the loss takes the KL over the vocabulary, and needs the reference's output layer.
+        exact_kl: whether the loss takes the KL over the vocabulary, and needs the reference's output layer.
         reference_columns: of the actor with LoRA: what a pass without its factors computes.
-        weight_bucket_bytes: weights travel in pieces of this size, so that no process needs room for a second whole
-            model at once.
+        weight_bucket_bytes: size of the pieces in which weights travel, so that no process holds a second whole model.
+        engine: the class of the train engine, as `pkg.module:Class`.
     """
 
     model: ModelSettings
@@ -66,23 +70,22 @@ class PolicySettings:
     exact_kl: bool = False
     reference_columns: tuple[str, ...] = ()
     weight_bucket_bytes: int = 256 << 20
+    engine: str = FSDP
 
 
 def on_device(*, optimizer: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """While a method runs, the weights, and with `optimizer` its states, are on the device; see engines/offload.py.
+    """Decorator of a method that needs the weights, and with `optimizer` the optimizer's states, on the device.
 
-    If its memory is not enough for something whose size no other key sets, the error says what takes less of it.
+    If the device's memory is not enough, the error names a setting that takes less of it.
     """
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def run(self: PolicyWorker, *args: Any) -> Any:
-            from grpo_dist.engines.gpu_memory import remedied, within_memory
-
             with (
                 remedied(self.room()),
                 within_memory(method.__name__),
-                self.engine.offload.on_device(optimizer=optimizer),
+                self.engine.on_device(optimizer=optimizer),
             ):
                 return method(self, *args)
 
@@ -98,37 +101,24 @@ class PolicyWorker(Process):
     """
 
     settings: PolicySettings
-    engine: FSDPEngine
+    engine: TrainEngine
     log_prob_section = "actor_rollout_ref.ref"
-    _shard_writer: ShardWriter | None = None
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        import_engine()
+        import_transformers()
 
     def room(self) -> str:
-        """What makes room on the GPU."""
-        from grpo_dist.engines.gpu_memory import ACTOR_ROOM, REF_ROOM
-
+        """The settings that leave more room on the GPU, for messages."""
         return REF_ROOM if self.settings.optimizer is None else ACTOR_ROOM
 
     def open_store(self, host: str) -> int:
         """Rank 0: open the store at which the ranks meet, at an address of this machine; returns its port."""
-        from grpo_dist.engines.meeting import open_store
-
         self._store = open_store(host)
         return self._store.port
 
     def start(self, settings: PolicySettings, host: str, port: int) -> None:
         """Join the role's process group, at rank 0's store, and load the model."""
-        import torch
-        import torch.distributed as dist
-
-        from grpo_dist.engines.fsdp_engine import FSDPEngine
-        from grpo_dist.engines.fsdp_model import init_process_group
-        from grpo_dist.engines.gpu_memory import remedied, within_memory
-        from grpo_dist.engines.meeting import START_TIMEOUT
-
         self.check_build(settings.device)
         self.settings = settings
         use_threads(settings.num_threads)
@@ -145,17 +135,17 @@ class PolicyWorker(Process):
         )
         model = replace(settings.model, path=self.find_model(settings.model.path))
         with remedied(self.room()), within_memory("the weights of the model"):
-            self.engine = FSDPEngine(
+            self.engine = load_attribute(settings.engine, key="PolicySettings.engine")(
                 model,
                 device=settings.device,
                 temperature=settings.temperature,
                 optimizer=settings.optimizer,
                 grad_clip=settings.grad_clip,
             )
-        if settings.exact_kl:
-            # before the first step, and before a checkpoint is read, the policy is the reference
-            self.engine.reference_head = self.engine.output_layer(settings.device)
-        self.engine.offload.away()
+        with self.engine.on_device():  # after the block weights that are offloaded wait on CPU
+            if settings.exact_kl:
+                # before the first step, and before a checkpoint is read, the policy is the reference
+                self.engine.reference_head = self.engine.output_layer(settings.device)
 
     @on_device()
     def compute_log_probs(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
@@ -163,11 +153,8 @@ class PolicyWorker(Process):
         return self._columns(rows, self.settings.columns, self.engine.compute_columns)
 
     def _columns(
-        self, rows: DataProtoRef, names: tuple[str, ...], compute: Callable[..., dict[str, Ragged]]
+        self, rows: DataProtoRef, names: tuple[str, ...], compute: Callable[..., Mapping[str, Ragged]]
     ) -> tuple[Label, DataProto]:
-        from grpo_dist.engines.fsdp_engine import SEQUENCE_COLUMNS
-        from grpo_dist.engines.gpu_memory import smaller_passes
-
         plain = {name.partition("_")[2]: name for name in names}  # without old_ or ref_
         size, tokens = self.settings.log_prob_micro_batch_size, self.settings.log_prob_max_token_len
         try:
@@ -181,13 +168,11 @@ class PolicyWorker(Process):
 
     def forward_report(self) -> str:
         """One sentence on how sequences are laid out, and why; "" before the first pass."""
-        return self.engine.forward.report
+        return self.engine.report
 
     @on_device()
     def load_weights(self, buckets: Sequence[ray.ObjectRef], share: float) -> None:
-        """Move this role's weights towards those in the buckets: `share` of them, the rest of its own."""
-        from grpo_dist.engines.weight_buckets import check_buckets, unpack
-
+        """Move this role's weights towards those in the buckets: w = share * theirs + (1 - share) * w."""
         found = ray.get(list(buckets))
         check_buckets(found)
         for bucket in found:
@@ -199,34 +184,23 @@ class PolicyWorker(Process):
         head = self.engine.output_layer("cpu")
         return [ray.put(head)] if self.rank == 0 else []
 
-    @on_device()
+    @on_device(optimizer=True)
     def begin_save(self, folder: str) -> None:
-        """Copy this rank's shard of the weights to CPU memory, and begin to write it into `folder`."""
-        from grpo_dist.engines.checkpoint import weights_state
-
-        self._begin_save(weights_state(self.engine), folder)
-
-    def _begin_save(self, state: dict[str, Any], folder: str) -> None:
-        from grpo_dist.engines.checkpoint import ShardWriter
-
-        self._shard_writer = self._shard_writer or ShardWriter()
-        self._shard_writer.begin_save(state, Path(folder))
+        """Copy this rank's shard of the state to CPU memory, and begin to write it into `folder`."""
+        self.engine.begin_save(Path(folder))
 
     def finished_save(self, wait: bool) -> dict[str, FileDigest] | None:
-        """The files that this rank wrote since `begin_save`; None while it writes, unless `wait`.
+        """The files that this rank has written since `begin_save`; None while it writes, unless `wait`.
 
         Raises:
             CheckpointError: they cannot be written.
         """
-        assert self._shard_writer is not None, "begin_save comes first"
-        return self._shard_writer.finished(wait=wait)
+        return self.engine.finished_save(wait=wait)
 
-    @on_device()
+    @on_device(optimizer=True)
     def load_checkpoint(self, folder: str) -> None:
-        """Read the weights from `folder`; the number of ranks may differ."""
-        from grpo_dist.engines.checkpoint import load_parameters
-
-        load_parameters(self.engine, Path(folder))
+        """Read the state from `folder`; the number of ranks may differ."""
+        self.engine.load_checkpoint(Path(folder))
 
 
 def _labelled(columns: Mapping[str, Ragged]) -> tuple[Label, DataProto]:
@@ -234,8 +208,8 @@ def _labelled(columns: Mapping[str, Ragged]) -> tuple[Label, DataProto]:
     return Label.of(data, ()), data
 
 
-def import_engine() -> None:
-    """The slow imports of a policy worker: its constructor makes them while the driver still reads the prompts."""
+def import_transformers() -> None:
+    """Make the slow import of a policy worker early: while the driver still reads the prompts."""
     import transformers.modeling_utils  # noqa: F401
 
 
@@ -243,7 +217,7 @@ class ActorWorker(PolicyWorker):
     """One rank of the policy that trains."""
 
     log_prob_section = "actor_rollout_ref.rollout"
-    _weight_store: Any = None
+    _weight_store: dist.TCPStore | None = None
     _weight_group: WeightGroup | None = None
 
     @on_device()
@@ -255,7 +229,7 @@ class ActorWorker(PolicyWorker):
     def update(
         self, rows: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: ObjectiveSettings, step: int
     ) -> tuple[tuple[list[dict[str, Metric]], Label | None], DataProto | None]:
-        """One optimizer step per mini-batch.
+        """Take one optimizer step per mini-batch.
 
         Args:
             rows: this rank's rows of the whole batch.
@@ -264,11 +238,8 @@ class ActorWorker(PolicyWorker):
             step: training step, for messages.
 
         Returns:
-            ((metrics of this rank, one dict per mini-batch; label), on policy the rows' `old_log_probs`, else None).
+            ((this rank's metrics, one dict per mini-batch; label), on policy the rows' `old_log_probs`, else None).
         """
-        from grpo_dist.engines.fsdp_engine import SEQUENCE_COLUMNS
-        from grpo_dist.engines.gpu_memory import smaller_passes
-
         data = rows.fetch((*SEQUENCE_COLUMNS, *objective.columns, "uid"))
         results = []
         for number, mini_batch in enumerate(mini_batches):
@@ -295,39 +266,31 @@ class ActorWorker(PolicyWorker):
 
     @on_device()
     def export_weights(self, dtype: str) -> list[ray.ObjectRef]:
-        """Put the whole weights into the object store as the model's files have them, for engines; rank 0 returns them
-        bucket by bucket.
+        """Put the whole weights into the object store for rollout engines, bucket by bucket, under the names of the
+        model's files; rank 0 returns them.
         """
-        from grpo_dist.engines.file_names import as_in_files
-
-        tensors = self.engine.full_parameters(dtype)
-        return self._put(as_in_files(self.engine.model, tensors) if self.rank == 0 else tensors)
+        return self._put(self.engine.full_parameters(dtype, as_in_files=self.rank == 0))
 
     @on_device()
     def export_parameters(self) -> list[ray.ObjectRef]:
-        """The same in float32 under the names that they have in the model, for a reference."""
+        """Put the whole weights into the object store for a reference, in float32 under the names of the model."""
         return self._put(self.engine.full_parameters("float32"))
 
     def _put(self, tensors: Iterable[tuple[str, Tensor]]) -> list[ray.ObjectRef]:
-        from grpo_dist.engines.weight_buckets import pack
-
         if self.rank != 0:
-            for _ in tensors:  # gathering is collective: the other ranks take part and drop the result
-                pass
+            _use_up(tensors)
             return []
         return [ray.put(bucket) for bucket in pack(tensors, bucket_bytes=self.settings.weight_bucket_bytes)]
 
     def open_weight_store(self, others: Sequence[str]) -> tuple[str, int]:
-        """Rank 0: open the store at which weight groups meet, if it is not open: on loopback if all are on this node.
+        """Rank 0: open the store at which weight groups meet, unless it is open; on loopback if all are on this node.
 
         Args:
-            others: addresses of the nodes of those who will meet it there.
+            others: addresses of the receivers' nodes.
 
         Returns:
-            (its host, its port).
+            (host of the store, its port).
         """
-        from grpo_dist.engines.meeting import LOOPBACK, open_store
-
         own = self.address().ip
         host = LOOPBACK if set(others) == {own} else own
         if self._weight_store is None or self._weight_store.host != host:
@@ -335,11 +298,7 @@ class ActorWorker(PolicyWorker):
         return host, self._weight_store.port
 
     def join_weight_group(self, address: GroupAddress) -> None:
-        """A sender: join the group to which it will send, in place of the one before."""
-        import torch
-
-        from grpo_dist.engines.weight_broadcast import WeightGroup
-
+        """A sender: join the weight group to which it will send, and leave the one before."""
         if self._weight_group is not None:
             self._weight_group.close()
         store = self._weight_store if self.rank == SENDER else None
@@ -347,36 +306,21 @@ class ActorWorker(PolicyWorker):
 
     @on_device()
     def broadcast_weights(self, dtype: str, version: int) -> None:
-        """Send the whole weights to the group, bucket by bucket."""
-        from grpo_dist.engines.file_names import as_in_files
-        from grpo_dist.engines.weight_broadcast import send
-
-        device = self.settings.device
-        tensors = self.engine.full_parameters(dtype, device)
-        if self._weight_group is None or not self._weight_group.sends:
-            for _ in tensors:  # as in `_put`
-                pass
-            return
-        sent = as_in_files(self.engine.model, tensors, device)
-        send(self._weight_group, sent, version=version, bucket_bytes=self.settings.weight_bucket_bytes)
-
-    @on_device(optimizer=True)
-    def begin_save(self, folder: str) -> None:
-        """Copy this rank's shard of model, optimizer and schedule to CPU memory, and begin to write it."""
-        from grpo_dist.engines.checkpoint import engine_state
-
-        self._begin_save(engine_state(self.engine), folder)
-
-    @on_device(optimizer=True)
-    def load_checkpoint(self, folder: str) -> None:
-        """Read model, optimizer, schedule and, on as many ranks, random states from `folder`."""
-        from grpo_dist.engines.checkpoint import load_engine
-
-        load_engine(self.engine, Path(folder))
+        """Send the whole weights to the weight group, bucket by bucket."""
+        group = self._weight_group
+        if group is None or not group.sends:
+            _use_up(self.engine.full_parameters(dtype, self.settings.device))
+        else:
+            tensors = self.engine.full_parameters(dtype, self.settings.device, as_in_files=True)
+            send(group, tensors, version=version, bucket_bytes=self.settings.weight_bucket_bytes)
 
     @on_device()
     def export_hf_model(self, folder: str, dtype: str) -> None:
         """Write the policy in `dtype` and its tokenizer as a Hugging Face folder (rank 0 writes)."""
-        from grpo_dist.engines.hf_export import export_hf_model
+        self.engine.export_hf_model(Path(folder), dtype)
 
-        export_hf_model(self.engine, Path(folder), dtype)
+
+def _use_up(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Take part in gathering tensors, which is collective, and drop them."""
+    for _ in tensors:
+        pass

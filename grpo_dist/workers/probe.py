@@ -1,6 +1,6 @@
-"""What has become of a worker's process: its node's kernel is asked, not the worker, which may be unable to answer.
+"""The state of a worker's process, read from its node's kernel: the worker itself may be unable to answer.
 
-Of ranks that work together all are late when one is. The one that is stopped or gone is the one to blame.
+When one of several ranks that work together is lost, all are late; the lost one is stopped, dead or gone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_dist.workers.process import Address
 
-# A node that lives answers within a second or two, also one that must start a process for it.
+# A live node answers within a second or two, even if it must start a process for it.
 PROBE_TIMEOUT_S = 20.0
 # Letters of /proc/PID/stat in words.
 STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk", "T": "stopped", "t": "stopped", "Z": "dead"}
@@ -22,7 +22,7 @@ LOST = ("stopped", "dead", "gone")
 
 
 def process_state(pid: int) -> str:
-    """One of "running", "waiting", "stopped", "dead" and "gone"; "unknown" where there is no /proc to ask."""
+    """One of "running", "waiting", "stopped", "dead" and "gone"; "unknown" on machines without /proc."""
     if not Path("/proc/self/stat").exists():
         return "unknown"
     try:
@@ -33,14 +33,14 @@ def process_state(pid: int) -> str:
 
 
 def probe(addresses: Mapping[int, Address], timeout_s: float = PROBE_TIMEOUT_S) -> dict[int, str]:
-    """What several workers' processes are at.
+    """The states of several workers' processes.
 
     Args:
-        addresses: by rank.
+        addresses: of the workers, by rank.
         timeout_s: seconds to wait for other nodes.
 
     Returns:
-        By rank as `process_state` says; "gone" also if the node does not answer.
+        For each rank a value of `process_state`; also "gone" if the node does not answer.
     """
     here = ray.get_runtime_context().get_node_id()
     states, asked = {}, {}

@@ -1,20 +1,25 @@
-"""What every worker process can tell about itself."""
+"""The base of every worker class: a process's address, build, model folder and peak memory."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import socket
 from dataclasses import dataclass
 
 import ray
+import torch
 
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.assets.paths import is_folder
+from grpo_dist.engines.installed_build import build_problem
 from grpo_dist.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a worker runs, and its process; `node_id` is Ray's, and so are the `gpus` that it has or shares."""
+    """The node and the process of a worker; `node_id` and `gpus` (those that it has or shares) are Ray's names."""
 
     host: str
     ip: str
@@ -24,7 +29,7 @@ class Address:
 
 
 class Process:
-    """Base of the worker classes: address and peak memory."""
+    """Base of the worker classes."""
 
     def address(self) -> Address:
         """This process and its node."""
@@ -33,25 +38,20 @@ class Process:
         return Address(socket.gethostname(), ray.util.get_node_ip_address(), os.getpid(), node_id, gpus)
 
     def check_build(self, device: str) -> None:
-        """Check that the packages of this node can run on `device`.
+        """Check that the installed packages can run on `device`.
 
         Raises:
-            ConfigError: they were built for other machines.
+            ConfigError: they were built for another device.
         """
-        from grpo_dist.engines.build import build_problem
-
         if problem := build_problem(device):
             raise ConfigError(f"{self.here()}: {problem}")
 
     def find_model(self, path: str) -> str:
-        """The folder of a model on this node. One of the hub's is downloaded, unless it is here already.
+        """The folder of a model on this node. A model of the hub is downloaded, unless this node has it.
 
         Raises:
-            ConfigError: it is not on this node.
+            ConfigError: there is no such folder on this node.
         """
-        from grpo_dist.assets import resolve_model_path
-        from grpo_dist.assets.paths import is_folder
-
         try:
             folder = resolve_model_path(path)
         except ConfigError as error:
@@ -68,9 +68,7 @@ class Process:
         return f"node {socket.gethostname()} ({ray.util.get_node_ip_address()})"
 
     def peak_memory_gib(self) -> dict[str, float]:
-        """Most memory this process has held: resident, and on the GPU where there is one."""
-        import torch
-
+        """The largest memory that this process has held: resident, and on the GPU if it uses one."""
         peak = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             peak["gpu"] = torch.cuda.max_memory_allocated() / 2**30
@@ -78,13 +76,11 @@ class Process:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep large blocks that are freed, for the next pass, instead of giving them back to the kernel.
+    """Make glibc keep large freed blocks for the next pass instead of returning them to the kernel.
 
-    A pass on CPU asks for the same blocks again and again, and each new one costs a page fault every 4 KiB: 8 % of an
-    update of SmolLM2-135M. Elsewhere than on glibc nothing happens.
+    Every pass on CPU allocates the same blocks, and a new block costs a page fault every 4 KiB: 8 % of an update of
+    SmolLM2-135M. Without glibc nothing happens.
     """
-    import ctypes
-
     mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -95,7 +91,5 @@ def keep_freed_memory() -> None:
 
 
 def use_threads(num_threads: int) -> None:
-    """Limit torch to this many compute threads: processes that share cores must not all take all of them."""
-    import torch
-
+    """Limit torch to this many compute threads, so that processes that share cores do not each take all of them."""
     torch.set_num_threads(num_threads)

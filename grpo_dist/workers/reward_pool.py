@@ -14,7 +14,7 @@ import numpy as np
 import ray
 
 from grpo_dist.algorithms.targets import TargetSettings
-from grpo_dist.engines.durable import FileDigest
+from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.batch_work import SAMPLE_COLUMNS, TARGET_COLUMNS
 from grpo_dist.workers.group import Call, WorkerGroup

@@ -1,4 +1,4 @@
-"""The rollout worker: one vLLM engine in an asynchronous Ray actor. Many prompts are in flight at once."""
+"""The rollout worker: one rollout engine in an asynchronous Ray actor. Many prompts are in flight at once."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import ray
 import torch
 
+from grpo_dist.agents.episode import Episode, Row
+from grpo_dist.agents.runner import EpisodeRunner
+from grpo_dist.data.tokenize import load_tokenizer
+from grpo_dist.engines.base import EngineLoad, Footprint, Response, RolloutEngine, rollout_engine
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import Label
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.reward import Task
-
-if TYPE_CHECKING:
-    from grpo_dist.agents.runner import EpisodeRunner
-    from grpo_dist.engines.vllm_engine import EngineLoad, Response, VLLMEngine
-    from grpo_dist.engines.vllm_memory import Footprint
 
 # Columns that travel inside the handle: one number or string per sequence.
 SMALL_COLUMNS = (
@@ -36,28 +35,24 @@ SMALL_COLUMNS = (
 
 
 class RolloutWorker(Process):
-    """Generates responses, one turn or whole episodes of an agent loop, and takes new weights."""
+    """Generates responses, of one turn or of an agent loop's episodes, and loads new weights."""
 
-    engine: VLLMEngine
+    engine: RolloutEngine
     runner: EpisodeRunner | None = None
 
     async def start(self, settings: EngineSettings) -> Footprint | None:
-        """Start the engine, and the agent loop where there is one; returns what it took of its GPUs."""
-        from grpo_dist.engines.vllm_engine import VLLMEngine
-
+        """Start the engine, and the agent loop if there is one; returns the memory that it took of its GPUs."""
         if settings.gpus:  # before CUDA is set up
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
         self.check_build(settings.device)
-        self.engine = VLLMEngine(replace(settings, model_path=self.find_model(settings.model_path)))
+        engine = rollout_engine(settings.engine)
+        self.engine = engine(replace(settings, model_path=self.find_model(settings.model_path)))
         taken = await self.engine.start()
         if settings.agent is not None:
             await self._start_agent()
         return taken
 
     async def _start_agent(self) -> None:
-        from grpo_dist.agents.runner import EpisodeRunner
-        from grpo_dist.data.tokenize import load_tokenizer
-
         settings = self.engine.settings
         assert settings.agent is not None
         self.tokenizer = load_tokenizer(settings.model_path, trust_remote_code=settings.trust_remote_code)
@@ -68,10 +63,11 @@ class RolloutWorker(Process):
     async def generate(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None = None
     ) -> tuple[tuple[Label | None, EngineLoad], DataProto | None]:
-        """Sample a group of responses to one prompt; `task` is what an agent loop is told about it.
+        """Sample a group of responses to one prompt; an agent loop is told of the prompt by `task`.
 
         Returns:
-            ((label of the group, or None if it was aborted; how busy the engine is), the group, a row per response).
+            ((label of the group; the engine's load), the group, a row per response). An aborted group is None, and so
+            is its label.
         """
         if self.runner is None:  # one request: the prompt is computed once
             responses = await self.engine.generate(prompt.tolist(), sampling, uid)
@@ -86,8 +82,6 @@ class RolloutWorker(Process):
         self, runner: EpisodeRunner, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None
     ) -> list[Response] | None:
         """The responses of `sampling.n` episodes that run side by side; None if the group was aborted."""
-        from grpo_dist.agents.episode import Episode, Row
-
         row = Row(uid, prompt.tolist())
         if task is not None:  # all but the ground truth
             row = replace(row, messages=task.messages, data_source=task.data_source, extra_info=task.extra_info)
@@ -102,33 +96,33 @@ class RolloutWorker(Process):
             del self.episodes[uid]
 
     async def abort(self, uids: Sequence[str]) -> None:
-        """End the generation of these groups, and what their episodes are at."""
+        """End the generation of these groups, and their episodes."""
         for uid in uids:
             if self.runner is not None and uid in self.episodes:
                 self.episodes[uid].cancel()
             await self.engine.abort(uid)
 
     async def load_weights(self, buckets: Sequence[ray.ObjectRef], version: int) -> int:
-        """Replace the weights by the buckets' and return the version now held."""
+        """Replace the weights by those in the buckets; returns their version."""
         await self.engine.weights.load([await bucket for bucket in buckets], version)
-        return self.engine.weight_version
+        return self.engine.weights.version
 
     async def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
-        """Join the group to which the actor broadcasts, with ranks from `first_rank` on."""
+        """Join the weight group to which the actor sends, with ranks from `first_rank` on."""
         await self.engine.weights.join(address, first_rank)
 
     async def sleep(self) -> None:
-        """Give the GPUs' memory back until new weights come."""
+        """Release the GPUs' memory until new weights have come."""
         await self.engine.weights.sleep()
 
     async def pause_for_weights(self) -> None:
-        """Have what is sampled wait, or end first, until weights have come (`rollout.partial_rollout`)."""
+        """Hold the running requests, or let them end first (`rollout.partial_rollout`), until weights have come."""
         await self.engine.weights.pause()
 
     async def receive_weights(self, version: int) -> int:
-        """Replace the weights by those that the actor broadcasts and return the version now held."""
+        """Replace the weights by those that the actor sends; returns their version."""
         await self.engine.weights.receive(version)
-        return self.engine.weight_version
+        return self.engine.weights.version
 
     async def shutdown(self) -> None:
         """Stop the engine and the agent loop."""
@@ -138,7 +132,7 @@ class RolloutWorker(Process):
 
 
 def group_batch(uid: str, prompt: np.ndarray, responses: Sequence[Response]) -> DataProto:
-    """The responses to one prompt as a batch. What was sampled trains, the end-of-sequence token too."""
+    """The responses to one prompt as a batch. Sampled tokens train, the end-of-sequence token among them."""
     lengths = [len(response.token_ids) for response in responses]
     masks = [[1] * len(r.token_ids) if r.mask is None else r.mask for r in responses]
     versions = [

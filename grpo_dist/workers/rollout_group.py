@@ -27,7 +27,7 @@ from grpo_dist.workers.reward import Task
 from grpo_dist.workers.weight_transport import Outcomes, outcomes
 
 if TYPE_CHECKING:
-    from grpo_dist.engines.vllm_memory import Footprint
+    from grpo_dist.engines.base import Footprint
 
 # Where an engine's settings do not say how many sequences it runs at once.
 MAX_NUM_SEQS = 256

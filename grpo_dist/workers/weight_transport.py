@@ -3,11 +3,11 @@
 `object_store`: rank 0 of the actor puts buckets into Ray's object store, and every engine reads them there and writes
 them into a shared memory file for its workers. Works anywhere.
 
-`broadcast`: rank 0 broadcasts them to the workers of all engines at once (engines/weight_broadcast.py): NCCL on GPU,
+`broadcast`: rank 0 broadcasts them to the workers of all engines at once (engines/weights/broadcast.py): NCCL on GPU,
 gloo on CPU. Needs a GPU of its own for every process.
 
 `ipc`: each rank of the actor hands them to the engines' workers on its own GPU, in memory that they share, or on CPU to
-those on its machine (engines/weight_ipc.py). For the driver it is a broadcast with more senders.
+those on its machine (engines/weights/ipc.py). For the driver it is a broadcast with more senders.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.engines.vllm_engine import Response
 
 END = 0
 

@@ -9,8 +9,8 @@ import pytest
 
 from grpo_dist.agents import Episode, Row
 from grpo_dist.agents.episode import NO_VERSION
+from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.engines.vllm_engine import Response
 from tests.agents.fakes import END, Characters, Writer
 from tests.messages import refuses
 

@@ -12,8 +12,8 @@ import pytest
 
 from grpo_dist.agents import Episode, Row
 from grpo_dist.agents.runner import EpisodeRunner
+from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import AgentSettings, SamplingSettings
-from grpo_dist.engines.vllm_engine import Response
 from grpo_dist.errors import AgentError, ConfigError, EngineError
 from tests.agents.fakes import Characters, Writer
 from tests.messages import refuses

@@ -57,7 +57,7 @@ def imported_names(source: str, module: str = "grpo_dist.some.module") -> set[st
     return names
 
 
-def violations(source: str, layer: str, file_name: str = "module.py") -> list[str]:
+def violations(source: str, layer: str, file: str = "module.py") -> list[str]:
     """Imports that the layer must not have."""
     found = []
     for name in sorted(imported_names(source, f"grpo_dist.{layer}.module")):
@@ -66,8 +66,8 @@ def violations(source: str, layer: str, file_name: str = "module.py") -> list[st
             found.append(f"{layer} imports {name}")
         if top == "ray" and layer not in MAY_USE_RAY:
             found.append(f"{layer} imports ray")
-        if top == "vllm" and not (layer == "engines" and file_name.startswith("vllm_")):
-            found.append(f"{file_name} imports vllm")
+        if top == "vllm" and not file.startswith("engines/vllm/"):
+            found.append(f"{file} imports vllm")
     return found
 
 
@@ -92,11 +92,20 @@ def test_module_imports_only_what_its_layer_may(path: Path) -> None:
         return
     layer = layer_of(path)
     assert layer in ARROWS, f"{layer} is no layer of the design: give it a place among the arrows"
-    assert violations(path.read_text(), layer, path.name) == []
+    assert violations(path.read_text(), layer, str(path.relative_to(PACKAGE))) == []
 
 
 def test_every_layer_of_the_design_exists() -> None:
     assert {layer_of(path) for path in MODULES} - {"__init__"} == set(ARROWS)
+
+
+@pytest.mark.parametrize("folder", ["train", "vllm", "weights"])
+def test_engines_know_nothing_of_each_other(folder: str) -> None:
+    """Weights travel from one to the other in the terms of `weights`."""
+    others = {"train", "vllm"} - {folder}
+    for path in (PACKAGE / "engines" / folder).glob("*.py"):
+        names = imported_names(path.read_text())
+        assert not any(name.startswith(f"grpo_dist.engines.{other}.") for name in names for other in others), path.name
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import importlib
 import inspect
 import re
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import grpo_dist
@@ -160,6 +163,31 @@ def test_recipe_functions_work_by_name(tmp_path: Path) -> None:
 
 
 NAMES = ("median_baseline", "absolute")
+
+
+def test_the_recipe_of_a_rollout_engine_samples_for_a_worker(tmp_path: Path) -> None:
+    """Started by the name that the config has, and given new weights."""
+    from grpo_dist.trainer.names import resolve_names
+
+    from grpo_dist.config.load import load_config
+    from grpo_dist.config.placement import placement
+    from grpo_dist.engines.settings import SamplingSettings
+    from grpo_dist.trainer.settings import engine_settings
+    from grpo_dist.workers.rollout import RolloutWorker
+
+    (tmp_path / "engine.py").write_text(next(b for b in python_blocks(EXTENDING.read_text()) if "RepeatEngine" in b))
+    config, _ = load_config([f"actor_rollout_ref.rollout.name={tmp_path}/engine.py:RepeatEngine"])
+    resolve_names(config)
+
+    async def sample() -> Any:
+        worker = RolloutWorker()
+        await worker.start(engine_settings(config, placement(config), 0))
+        await worker.load_weights([], 4)
+        return (await worker.generate("p", np.array([7, 8], np.int32), SamplingSettings(2, 1.0, 1.0, -1, 3, 0)))[1]
+
+    data = asyncio.run(sample())
+    assert [row.tolist() for row in data["responses"].rows()] == [[8, 8, 8]] * 2
+    assert data["weight_version"].tolist() == [4, 4]
 
 
 def test_documents_name_files_that_exist() -> None:

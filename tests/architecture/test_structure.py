@@ -35,12 +35,12 @@ TESTED_ELSEWHERE = {
     "config/overrides.py": "config/test_load.py",  # the command line
     "config/problems.py": "config/test_load.py",  # wording of messages
     "config/usage.py": "config/test_load.py",  # --help
-    "engines/settings.py": "engines/test_fsdp_engine.py",  # plain records
-    "engines/optimizer.py": "engines/test_fsdp_engine.py",
-    "engines/fsdp_model.py": "engines/test_fsdp_engine.py",
-    "engines/sharded.py": "engines/test_lora.py",  # one line, which gathers merged weights
-    "engines/vllm_core.py": "engines/test_vllm_engine.py",  # how the engine starts on CPU
-    "engines/vllm_weight_backend.py": "engines/test_vllm_engine.py",  # runs inside vLLM only
+    "engines/settings.py": "engines/train/test_fsdp_engine.py",  # plain records
+    "engines/train/optimizer.py": "engines/train/test_fsdp_engine.py",
+    "engines/train/fsdp_model.py": "engines/train/test_fsdp_engine.py",
+    "engines/train/sharded_tensors.py": "engines/train/test_lora.py",  # one line, which gathers merged weights
+    "engines/vllm/core_process.py": "engines/vllm/test_engine.py",  # how the engine starts on CPU
+    "engines/vllm/weight_backend.py": "engines/vllm/test_engine.py",  # runs inside vLLM only
     "tracking/metric_names.py": "tracking/test_summary.py",  # metric names
     "trainer/build.py": "e2e/test_main_job.py",  # started workers
     "trainer/finished_groups.py": "trainer/test_staleness.py",  # written and read by a run that samples ahead

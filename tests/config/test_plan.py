@@ -121,8 +121,8 @@ def test_kv_cache_of_a_given_size():
 
 def test_memory_with_lora_is_that_of_its_factors(tmp_path):
     """Gradients and optimizer states only for what is trained: 2 matrices of rank 4 beside each one that peft finds."""
-    from grpo_dist.engines.lora import add_lora
     from grpo_dist.engines.settings import LoraSettings
+    from grpo_dist.engines.train.lora import add_lora
     from tests.models import random_model
 
     folder = random_model("Llama", tmp_path)
@@ -150,6 +150,16 @@ def test_memory_with_lora_is_that_of_its_factors(tmp_path):
 )
 def test_where_old_log_probs_come_from(override, passes):
     assert dict(batch_arithmetic(load(override)[0]))["old log-prob passes per actor rank"] == passes
+
+
+def test_numbers_of_the_engines_are_the_engines():
+    from grpo_dist.config.memory import CPU_KV_CACHE_GIB
+    from grpo_dist.config.rank_memory import CHUNK_LOGITS
+    from grpo_dist.engines.train import lm_head
+    from grpo_dist.engines.vllm import arguments
+
+    assert arguments.CPU_KV_CACHE_GIB == CPU_KV_CACHE_GIB
+    assert lm_head.CHUNK_LOGITS == CHUNK_LOGITS
 
 
 def test_plan_of_a_local_model(tmp_path):

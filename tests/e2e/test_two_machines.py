@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.engines.meeting import INTERFACE_VARIABLES
+from grpo_dist.engines.rendezvous import INTERFACE_VARIABLES
 from tests.machines import Machines, machines
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]

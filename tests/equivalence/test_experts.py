@@ -14,14 +14,14 @@ import pytest
 import ray
 import torch
 
-from grpo_dist.engines.weight_buckets import unpack
+from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.errors import WeightSyncError
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes
-from tests.engines.test_vllm_engine import PROMPTS, assert_log_probs_equal, generate, hf_greedy, sampling, tokens
+from tests.engines.vllm.test_engine import PROMPTS, assert_log_probs_equal, generate, hf_greedy, sampling, tokens
 from tests.messages import says
 from tests.models import EXPERTS, random_model
 from tests.processes import spawned, start_together

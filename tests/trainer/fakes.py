@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from grpo_dist.engines.durable import FileDigest, digest_file
+from grpo_dist.engines.base import EngineLoad, Response
 from grpo_dist.engines.settings import ObjectiveSettings
-from grpo_dist.engines.vllm_engine import EngineLoad, Response
+from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.protocol import DataProto, Mean, Ragged, Sum
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.process import Process

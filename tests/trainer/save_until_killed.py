@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from grpo_dist.engines.checkpoint import ShardWriter, load_state
+from grpo_dist.engines.train.checkpoint import ShardWriter, load_state
 from grpo_dist.trainer.checkpoint import (
     WRITING,
     begin_checkpoint,

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_dist.config.load import load_config
 from grpo_dist.config.placement import placement
-from grpo_dist.engines.vllm_memory import Footprint
+from grpo_dist.engines.base import Footprint
 from grpo_dist.trainer.build import Workers, on_gpus_of
 from grpo_dist.trainer.settings import engine_settings
 from grpo_dist.trainer.trainer import GRPOTrainer

@@ -184,7 +184,7 @@ def test_leftovers_of_a_killed_run_are_cleared(tmp_path: Path) -> None:
 
 
 def test_a_file_that_a_worker_wrote_and_the_driver_does_not_see_is_an_error(tmp_path: Path) -> None:
-    from grpo_dist.engines.durable import FileDigest
+    from grpo_dist.engines.train.durable_files import FileDigest
 
     temporary = begin_checkpoint(tmp_path, 1)
     with refuses(CheckpointError, "actor/__3_0.distcp", "driver"):

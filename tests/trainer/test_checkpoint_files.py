@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import grpo_dist
-from grpo_dist.engines.durable import FileDigest, digest_file
+from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.errors import CheckpointError
 from grpo_dist.trainer.checkpoint_files import (
     MANIFEST,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_dist.config.load import load_config
-from grpo_dist.engines.durable import FileDigest, digest_file
+from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.errors import CheckpointError, GrpoDistError, RewardError, TrainingDiverged, WorkerError
 from grpo_dist.trainer.checkpoint import LATEST, find_checkpoint, read_state
 from grpo_dist.trainer.saving import CheckpointSaver

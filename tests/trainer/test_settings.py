@@ -20,7 +20,7 @@ from grpo_dist.trainer.settings import (
     time_limits,
 )
 from grpo_dist.workers.group import WorkerGroup
-from tests.engines.test_vllm_engine import PROMPTS, generate, tokens
+from tests.engines.vllm.test_engine import PROMPTS, generate, tokens
 
 ACTOR = "actor_rollout_ref.actor"
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from grpo_dist.config.load import load_config
+from grpo_dist.engines.base import EngineLoad, Response
 from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
-from grpo_dist.engines.vllm_engine import EngineLoad, Response
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.protocol import DataProto
 from grpo_dist.trainer.build import build_trainer, reward_settings

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from grpo_dist.engines.micro_batch_plan import Lengths
+from grpo_dist.engines.train.micro_batch_plan import Lengths
 from grpo_dist.workers.balance import balance
 
 

@@ -56,7 +56,7 @@ def worker_class() -> type:  # noqa: C901 - it counts the methods
             raise RewardError("the scorer returned None")
 
         def fill_the_gpu(self) -> None:
-            from grpo_dist.engines.gpu_memory import smaller_passes, within_memory
+            from grpo_dist.engines.train.memory_errors import smaller_passes, within_memory
 
             with smaller_passes("actor_rollout_ref.actor.ppo_", 8, None), within_memory("a pass"):
                 import torch
@@ -344,7 +344,7 @@ def member_class() -> type:
             self.rank = rank
 
         def open(self) -> int:
-            from grpo_dist.engines.meeting import open_store
+            from grpo_dist.engines.rendezvous import open_store
 
             self.store = open_store("127.0.0.1")
             return self.store.port
@@ -354,7 +354,7 @@ def member_class() -> type:
 
             import torch.distributed as dist
 
-            from grpo_dist.engines.fsdp_model import init_process_group
+            from grpo_dist.engines.rendezvous import init_process_group
 
             store = self.store if self.rank == 0 else dist.TCPStore("127.0.0.1", port)
             init_process_group(device="cpu", rank=self.rank, world_size=3, store=store, timeout_s=240.0)

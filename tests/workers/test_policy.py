@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import ray
 
+from grpo_dist.engines.fakes import LOG_PROB
 from grpo_dist.engines.settings import LoraSettings, ModelSettings, OptimizerSettings
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.event_loop import run
@@ -19,11 +23,11 @@ from tests.processes import spawned
 pytestmark = pytest.mark.ray
 
 
-@pytest.fixture(scope="module")
-def actor(local_ray: None, random_models: dict[str, str]) -> Iterator[ActorGroup]:
+def policy_settings(path: str, **changes: Any) -> PolicySettings:
+    """An actor with LoRA on CPU."""
     lora = LoraSettings(4, 8, "all-linear")
     settings = PolicySettings(
-        model=ModelSettings(random_models["tied"], False, "fp32", "fp32", False, True, lora=lora),
+        model=ModelSettings(path, False, "fp32", "fp32", False, True, lora=lora),
         device="cpu",
         num_threads=1,
         temperature=1.0,
@@ -35,10 +39,26 @@ def actor(local_ray: None, random_models: dict[str, str]) -> Iterator[ActorGroup
         train_micro_batch_size=4,
         reference_columns=("ref_log_probs",),
     )
+    return replace(settings, **changes)
+
+
+@pytest.fixture(scope="module")
+def actor(local_ray: None, random_models: dict[str, str]) -> Iterator[ActorGroup]:
+    settings = policy_settings(random_models["tied"])
     with spawned("actor", ActorWorker, [(0, 2), (1, 2)]) as workers:
         group = ActorGroup(workers)
         run(group.start(settings))
         yield group
+
+
+def stored_batch() -> DataProtoRef:
+    """16 rows of 4 groups, as the driver has them before an update on policy."""
+    data = random_batch(num_groups=4, n=4)
+    data = data.select([name for name in data.columns() if name != "old_log_probs"])
+    lengths = {name: data[name].lengths.numpy() for name in ("prompts", "responses")}
+    handle = DataProtoRef.put(data, small=("uid",))
+    small = {"prompt_length": lengths["prompts"], "response_length": lengths["responses"]}
+    return DataProtoRef(handle.frames, handle.small | small, len(data))
 
 
 def log_probs(actor: ActorGroup, batch: DataProtoRef, method: str) -> np.ndarray:
@@ -48,12 +68,7 @@ def log_probs(actor: ActorGroup, batch: DataProtoRef, method: str) -> np.ndarray
 
 def test_lora_on_real_workers(actor: ActorGroup) -> None:
     """The reference stays what it was while the policy moves; on policy the update returns the old log-probs."""
-    data = random_batch(num_groups=4, n=4)
-    data = data.select([name for name in data.columns() if name != "old_log_probs"])
-    lengths = {name: data[name].lengths.numpy() for name in ("prompts", "responses")}
-    handle = DataProtoRef.put(data, small=("uid",))
-    small = {"prompt_length": lengths["prompts"], "response_length": lengths["responses"]}
-    batch = DataProtoRef(handle.frames, handle.small | small, len(data))
+    batch = stored_batch()
     before = {method: log_probs(actor, batch, method) for method in ("compute_log_probs", "compute_reference")}
     np.testing.assert_allclose(*before.values(), atol=1e-6)  # the factors start without effect
     trained, metrics = actor.update(batch, [np.arange(16)], objective(on_policy=True), 1)
@@ -72,3 +87,21 @@ def test_the_engines_get_plain_names(actor: ActorGroup, random_models: dict[str,
     names = {entry.name for bucket in buckets for entry in bucket.entries}
     plain = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
     assert names == {name for name, _ in plain.named_parameters()}
+
+
+def test_an_actor_over_another_train_engine(local_ray: None, random_models: dict[str, str], tmp_path: Path) -> None:
+    """One without a model, named in the settings: passes, a step, weights for engines, a checkpoint, an export."""
+    settings = policy_settings(random_models["tied"], engine="grpo_dist.engines.fakes:FakeTrainEngine")
+    with spawned("actor", ActorWorker, [(0, 1)]) as workers:
+        group, batch = ActorGroup(workers), stored_batch()
+        workers.gather(group.submit_start(settings))
+        assert set(log_probs(group, batch, "compute_log_probs")) == {LOG_PROB}
+        _, metrics = group.update(batch, [np.arange(16)], objective(on_policy=True), 1)
+        assert metrics["actor/loss"].value == 16
+        [bucket] = ray.get(workers.call_all("test", "export_weights", "float32")[0])
+        assert [(entry.name, entry.shape) for entry in bucket.entries] == [("weights", (4,))]
+        workers.call_all("test", "begin_save", str(tmp_path / "actor"))
+        assert list(workers.call_all("test", "finished_save", True)[0]) == ["rank0.json"]
+        workers.call_all("test", "load_checkpoint", str(tmp_path / "actor"))
+        group.export_hf_model(str(tmp_path / "huggingface"), "bf16")
+        assert (tmp_path / "huggingface" / "weights.json").is_file()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from grpo_dist import assets
-from grpo_dist.engines import build
 from grpo_dist.errors import ConfigError
+from grpo_dist.workers import process as process_module
 from grpo_dist.workers.process import Process
 from tests.messages import refuses, says
 
@@ -41,6 +41,6 @@ def test_a_model_that_the_hub_does_not_give_to_a_node(process: Process, monkeypa
 
 
 def test_a_node_with_the_other_build(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "build_problem", lambda device: f"no {device} here")
+    monkeypatch.setattr(process_module, "build_problem", lambda device: f"no {device} here")
     with refuses(ConfigError, "gpu7 (10.0.0.7)", "cuda here"):
         process.check_build("cuda")

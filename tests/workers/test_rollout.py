@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import AgentSettings, EngineSettings, SamplingSettings
-from grpo_dist.engines.vllm_engine import Response
 from grpo_dist.errors import AgentError, BatchError
 from grpo_dist.protocol.fields import FIELDS
 from grpo_dist.workers.batch_ref import DataProtoRef

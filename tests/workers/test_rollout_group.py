@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import ray
 
+from grpo_dist.engines.base import EngineLoad, Footprint
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
-from grpo_dist.engines.vllm_engine import EngineLoad
-from grpo_dist.engines.vllm_memory import Footprint
 from grpo_dist.errors import ConfigError, EngineError, GrpoDistError, WeightSyncError, WorkerError
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.event_loop import run

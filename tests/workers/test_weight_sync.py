@@ -1,6 +1,6 @@
 """The order and the bookkeeping of a weight sync, with workers that write down what they are asked.
 
-The weights themselves are checked against Hugging Face in tests/engines/test_vllm_engine.py.
+The weights themselves are checked against Hugging Face in tests/engines/vllm/test_engine.py.
 """
 
 from __future__ import annotations

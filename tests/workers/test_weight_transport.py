@@ -14,7 +14,7 @@ import ray
 import torch
 
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, ModelSettings, OptimizerSettings
-from grpo_dist.engines.weight_buckets import unpack
+from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError, WorkerLost
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.gang import Gang
@@ -26,7 +26,7 @@ from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.rollout_group import RolloutGroup
 from grpo_dist.workers.weight_sync import sync_weights
 from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes, weight_transport
-from tests.engines.test_vllm_engine import PROMPTS, RANKS, generate, hf_greedy, sampling, tokens
+from tests.engines.vllm.test_engine import PROMPTS, RANKS, generate, hf_greedy, sampling, tokens
 from tests.processes import open_to_others, spawned, start_together
 
 pytestmark = pytest.mark.ray

@@ -1,0 +1,299 @@
+"""What workers and agent loops ask of an engine, whichever it is, and the engines by name.
+
+A rollout engine samples responses; a train engine computes log-probs and takes optimizer steps. A new one is a class
+with these methods. Loads neither torch nor vLLM; fakes.py has engines without a model, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from grpo_dist.engines.settings import (
+    EngineSettings,
+    GroupAddress,
+    ModelSettings,
+    ObjectiveSettings,
+    OptimizerSettings,
+    SamplingSettings,
+)
+from grpo_dist.errors import ConfigError
+from grpo_dist.registry import load_attribute
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from grpo_dist.engines.train.durable_files import FileDigest
+    from grpo_dist.engines.weights.buckets import Bucket
+    from grpo_dist.protocol import DataProto, Metric, Ragged
+
+# Values of actor_rollout_ref.rollout.name -> the class; config/names.py has the names too, and a test compares them.
+ROLLOUT_ENGINES = {"vllm": "grpo_dist.engines.vllm.engine:VLLMEngine"}
+FSDP = "grpo_dist.engines.train.fsdp_engine:FSDPEngine"
+# Columns of a batch that a forward pass reads.
+SEQUENCE_COLUMNS = ("prompts", "responses", "response_mask")
+
+
+# --- rollout -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Response:
+    """One response, token by token.
+
+    Attributes:
+        token_ids: the tokens.
+        log_probs: of each token, in nats, temperature applied.
+        truncated: whether the response was cut short.
+        weight_versions: of the weights that sampled each token; -1: those of the model folder.
+        stop: the text that ended it; None: the end-of-sequence token, or it was cut short.
+        mask: 1 on tokens that were sampled, 0 on those an environment put in; None: all were sampled.
+        num_turns: how often the policy was sampled for it.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    truncated: bool
+    weight_versions: list[int]
+    stop: str | None = None
+    mask: list[int] | None = None
+    num_turns: int = 1
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Sequences that run in an engine, and that wait in it, after its last step."""
+
+    running: int = 0
+    waiting: int = 0
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory that a started engine holds on each of its GPUs, in GiB: in total, and the part that is KV cache."""
+
+    total_gib: float
+    kv_cache_gib: float
+
+
+class EngineWeights(Protocol):
+    """The weights of a rollout engine: their version, and how new ones come in.
+
+    New weights come as buckets (`load`), or over a process group that the engine has joined (`join`, then `receive`).
+    `version` is that of the weights in force; -1: those of the model folder.
+    """
+
+    version: int
+
+    async def pause(self) -> None:
+        """Hold the running requests, or let them end first, until new weights have come."""
+
+    async def sleep(self) -> None:
+        """Release the GPUs' memory until new weights have come."""
+
+    async def load(self, buckets: Sequence[Bucket], version: int) -> None:
+        """Replace all weights by those in the buckets.
+
+        Raises:
+            WeightSyncError: a bucket is damaged or missing; the weights in force stay.
+        """
+
+    async def join(self, address: GroupAddress, first_rank: int) -> None:
+        """Join a weight group. The engine's workers take the ranks from `first_rank` on.
+
+        Raises:
+            WeightSyncError: the group was not formed.
+        """
+
+    async def receive(self, version: int) -> None:
+        """Replace all weights by those that the actor sends to the group.
+
+        Raises:
+            WeightSyncError: a bucket was damaged or did not come; the message says which weights are in force.
+        """
+
+
+class RolloutEngine(Protocol):
+    """Samples responses to prompts. `weights` are there once it has started."""
+
+    settings: EngineSettings
+    load: EngineLoad
+    weights: EngineWeights
+
+    def __init__(self, settings: EngineSettings) -> None: ...
+
+    async def start(self) -> Footprint | None:
+        """Load the model.
+
+        Returns:
+            The memory that the engine took; None without GPUs.
+        """
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
+    ) -> list[Response] | None:
+        """Sample `sampling.n` responses to one prompt. Calls run at the same time.
+
+        Args:
+            prompt: token ids.
+            sampling: how to sample.
+            request_id: a name for `abort`.
+
+        Returns:
+            The responses; None if the request was aborted.
+
+        Raises:
+            BatchError: the prompt does not fit the model.
+            ConfigError: the engine refuses the sampling settings.
+            EngineError: the engine failed, and is replaced.
+        """
+
+    async def abort(self, request_id: str) -> None:
+        """End the requests of this name; nothing happens if there are none."""
+
+    def shutdown(self) -> None:
+        """Stop the engine and every process that it started."""
+
+
+def rollout_engine(name: str) -> type[RolloutEngine]:
+    """The class of a rollout engine.
+
+    Args:
+        name: one of `ROLLOUT_ENGINES`, or `pkg.module:Class`, or `path/to/file.py:Class`.
+
+    Raises:
+        ConfigError: there is no such class, or it lacks a method of a rollout engine.
+    """
+    key = "actor_rollout_ref.rollout.name"
+    found = load_attribute(ROLLOUT_ENGINES.get(name, name), key=key)
+    methods = ("start", "generate", "abort", "shutdown")
+    if missing := [method for method in methods if not callable(getattr(found, method, None))]:
+        raise ConfigError(f"{key}={name}: it lacks {', '.join(missing)}; see RolloutEngine in {__name__}")
+    return found
+
+
+# --- training ------------------------------------------------------------------------------------------------------
+class MiniBatchResult(NamedTuple):
+    """The metrics of an optimizer step; on policy also the log-probs (nats, a row each) of its forward pass."""
+
+    metrics: dict[str, Metric]
+    log_probs: Ragged | None
+
+
+class TrainEngine(Protocol):
+    """One rank of a causal LM that computes log-probs and, if it has an optimizer, trains.
+
+    Every method is collective: all ranks call it together, each with its own rows (a rank may have none).
+
+    `reference_head` is the reference's output layer, which the exact KL needs; None: the loss has no such KL.
+    """
+
+    reference_head: Any
+
+    def __init__(
+        self,
+        model: ModelSettings,
+        *,
+        device: str,
+        temperature: float,
+        optimizer: OptimizerSettings | None = None,
+        grad_clip: float = float("inf"),
+    ) -> None: ...
+
+    @property
+    def report(self) -> str:
+        """One sentence on how sequences are laid out, and why; "" before the first forward pass."""
+
+    def on_device(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
+        """Within the block the weights, and with `optimizer` the optimizer's states, are on the device."""
+
+    def compute_columns(
+        self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None
+    ) -> Mapping[str, Ragged]:
+        """What a forward pass tells about the response tokens.
+
+        Args:
+            data: `SEQUENCE_COLUMNS`.
+            names: of "log_probs" (nats, at the sampling temperature), "entropies" (nats, likewise) and "hidden_states"
+                (H numbers a token: the input of the output layer, in the compute type).
+            micro_batch_size: sequences per forward pass, where there is no token budget.
+            max_token_len: tokens per forward pass; None: no token budget.
+
+        Returns:
+            By name, one row per row of `data`; float32 except for hidden states.
+
+        Raises:
+            TrainingDiverged: on all ranks, if any rank's log-probs are not finite.
+        """
+
+    def compute_reference_columns(
+        self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None
+    ) -> Mapping[str, Ragged]:
+        """With LoRA: `compute_columns` of the model without its factors."""
+
+    def train_mini_batch(
+        self,
+        data: DataProto,
+        *,
+        micro_batch_size: int,
+        objective: ObjectiveSettings,
+        max_token_len: int | None = None,
+    ) -> MiniBatchResult:
+        """Take one optimizer step on this rank's rows of a mini-batch; none if no token of it trains on any rank.
+
+        Args:
+            data: `SEQUENCE_COLUMNS` and `objective.columns`.
+            micro_batch_size: sequences per forward and backward pass, where there is no token budget.
+            objective: the loss.
+            max_token_len: tokens per forward and backward pass; None: no token budget.
+
+        Returns:
+            The metrics of this rank's rows, to be merged over ranks, and on policy the log-probs before the step.
+
+        Raises:
+            TrainingDiverged: on all ranks, before the step, if any rank's loss or the gradient is not finite.
+        """
+
+    def full_parameters(
+        self, dtype: str, device: str = "cpu", *, as_in_files: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The whole weights on `device`, tensor by tensor, with LoRA's factors merged; dtype is torch's name.
+
+        With `as_in_files` they have the names and the form of the model's files, as rollout engines load them, not
+        those of the model. Ranks that drop the tensors leave it out, since it holds some of them for a while.
+        """
+
+    def mix_parameters(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
+        """Move the weights towards those of another `full_parameters`: w = share * other + (1 - share) * w."""
+
+    def output_layer(self, device: str) -> Any:
+        """A copy of the output layer, for another engine's `reference_head`; it has a method `to(device)`."""
+
+    def begin_save(self, folder: Path) -> None:
+        """Copy the weights and, if it trains, optimizer, schedule and random states, and begin to write them.
+
+        Raises:
+            CheckpointError: the checkpoint before is still being written.
+        """
+
+    def finished_save(self, *, wait: bool) -> dict[str, FileDigest] | None:
+        """The files that this rank has written since `begin_save`, flushed to disk; None while it writes.
+
+        Raises:
+            CheckpointError: they cannot be written.
+        """
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Read what `begin_save` wrote, on any number of ranks.
+
+        Raises:
+            CheckpointError: the folder is not a readable checkpoint of this model.
+        """
+
+    def export_hf_model(self, folder: Path, dtype: str) -> None:
+        """Write the policy and its tokenizer as a Hugging Face folder, in "fp32" or "bf16"; rank 0 writes.
+
+        Raises:
+            CheckpointError: on every rank: the files cannot be written.
+        """

@@ -1,0 +1,146 @@
+"""Model, optimizer, schedule and random states on disk, sharded with torch.distributed.checkpoint.
+
+A save has two parts. `begin_save` copies everything to CPU memory, while the weights stand still. A thread then writes
+the copies. It has a process group of its own, so that its messages never mix with those of the training going on.
+"""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.optim import Optimizer
+
+from grpo_dist.engines.train.checkpoint_reader import SafePlanner, SafeReader
+from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush_path
+from grpo_dist.engines.train.optimizer import keep_settings
+from grpo_dist.errors import CheckpointError
+
+# Ranks wait for the slowest writer at the end of a checkpoint: as long as a slow shared disk takes for its shards.
+WRITE_TIMEOUT = timedelta(minutes=30)
+RANDOM_STATES = "random_{rank}.pt"
+
+
+def training_state(model: nn.Module, optimizer: Optimizer | None, schedule: Any) -> dict[str, Any]:
+    """What a checkpoint holds: the weights and, of a model that trains, its optimizer and its schedule."""
+    if optimizer is None:
+        return {"model": get_model_state_dict(model)}
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments, "schedule": schedule.state_dict()}
+
+
+class ShardWriter:
+    """Writes this rank's shards in the background, one checkpoint at a time. Made on all ranks at once."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._running: Future[dict[str, FileDigest]] | None = None
+
+    def begin_save(self, state: dict[str, Any], folder: Path) -> None:
+        """Copy `state` and this rank's random states to CPU memory, and begin to write them into `folder`. Collective.
+
+        Raises:
+            CheckpointError: the checkpoint before is still being written.
+        """
+        if self._running is not None and not self._running.done():
+            raise CheckpointError(f"{folder}: the checkpoint before it is still being written")
+        writer = dcp.FileSystemWriter(folder)
+        copies, states = writer.stage(state), random_states()
+        self._running = self._thread.submit(self._write, writer, copies, states, folder)
+
+    def finished(self, *, wait: bool) -> dict[str, FileDigest] | None:
+        """The files that this rank has written since `begin_save`, flushed to disk; None while it writes.
+
+        Raises:
+            CheckpointError: they cannot be written.
+        """
+        assert self._running is not None, "begin_save comes first"
+        if not (wait or self._running.done()):
+            return None
+        try:
+            return self._running.result()
+        except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
+            raise CheckpointError(reason(error)) from error
+
+    def _write(
+        self, writer: dcp.FileSystemWriter, state: dict[str, Any], states: dict[str, Any], folder: Path
+    ) -> dict[str, FileDigest]:
+        rank = dist.get_rank()
+        dcp.save(state, storage_writer=writer, process_group=self._group)
+        own = folder / RANDOM_STATES.format(rank=rank)
+        torch.save(states, own)
+        flush_path(own)
+        # DCP has flushed its own: __RANK_*.distcp, and on rank 0 the index
+        paths = [own, *sorted(folder.glob(f"__{rank}_*")), *([folder / ".metadata"] if rank == 0 else [])]
+        return {path.name: digest_file(path) for path in paths}
+
+
+def load_training_state(folder: Path, model: nn.Module, optimizer: Optimizer | None, schedule: Any) -> None:
+    """Read a checkpoint into a model, its optimizer and its schedule, on any number of ranks. Collective.
+
+    Learning rate, weight decay and betas stay those that the optimizer was built with, at the saved place in the
+    schedule. Random states are read only on as many ranks as there were, and only for a model that trains.
+
+    Raises:
+        CheckpointError: the folder is not a readable checkpoint of this model.
+    """
+    load_state(state := training_state(model, optimizer, schedule), folder)
+    if optimizer is None:
+        set_model_state_dict(model, state["model"])
+        return
+    with keep_settings(optimizer, schedule):
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        schedule.load_state_dict(state["schedule"])
+    if len(list(folder.glob(RANDOM_STATES.format(rank="*")))) == dist.get_world_size():
+        set_random_states(torch.load(folder / RANDOM_STATES.format(rank=dist.get_rank()), weights_only=True))
+
+
+def load_state(state: dict[str, Any], folder: Path) -> None:
+    """Read into `state`, which says what is wanted. Collective.
+
+    Raises:
+        CheckpointError: the folder is not a readable checkpoint of it.
+    """
+    try:
+        dcp.load(state, storage_reader=SafeReader(folder), planner=SafePlanner())
+    except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
+        raise CheckpointError(f"{folder} cannot be read as a checkpoint of this model: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """The failures of a CheckpointException by rank, without its tracebacks; any other error's own text."""
+    if not isinstance(error, CheckpointException):
+        return f"{type(error).__name__}: {error}"
+    return "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+
+
+def random_states() -> dict[str, Any]:
+    """The states of this process's random generators: Python's, torch's on CPU, and on its GPUs."""
+    version, numbers, gauss = random.getstate()
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return {"python": [version, list(numbers), gauss], "cpu": torch.get_rng_state(), "cuda": gpus}
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Go on from what `random_states` returned."""
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(states["cpu"])
+    gpus: list[Tensor] = states["cuda"]
+    if gpus and torch.cuda.is_available() and torch.cuda.device_count() == len(gpus):
+        torch.cuda.set_rng_state_all(gpus)

@@ -1,0 +1,225 @@
+"""The forward pass: from rows of a batch to log-probs of their response tokens, and the check of layout and head.
+
+Methods that run the model are collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_dist.algorithms.masking import token_entropy, token_log_probs
+from grpo_dist.engines.train.attention import DENSE_TOKENS, FLEX, attention_inputs, flex_backward_fault, why_padded
+from grpo_dist.engines.train.exact_kl import ReferenceHead, exact_kl_error
+from grpo_dist.engines.train.lm_head import HeadRequest, HeadValues, ResponseHead
+from grpo_dist.engines.train.micro_batch import MicroBatch, make_micro_batch
+from grpo_dist.engines.train.micro_batch_plan import group_rows
+from grpo_dist.protocol import DataProto, Ragged
+
+# Packed rows on CPU grow to this many tokens: SDPA computes all pairs of a row, masked or not.
+CPU_ROW_TOKENS = 256
+# The check compares so many responses of so many prompts, cut to so many tokens, and the last tokens of the longest.
+CHECKED_PROMPTS, CHECKED_RESPONSES, CHECKED_TOKENS = 2, 2, 128
+# Largest mean difference of log-probs, in nats, that rounding explains, by compute type.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+LAYOUT_NAMES = {
+    "padded": "padded sequences",
+    "packed": "packed sequences",
+    "shared": "shared prompts",
+    "alone": "one sequence at a time",  # only a fallback: for models whose log-probs depend on the other sequences
+}
+
+
+class PolicyForward:
+    """Runs a causal LM over micro-batches.
+
+    Args:
+        model: in which `ResponseHead.install` was tried.
+        layout: the wanted one: padded, packed or shared.
+        temperature: logits are divided by it.
+        compute_dtype: of the forward pass, for the tolerance of the check.
+        device: where it runs.
+
+    Attributes:
+        layout: the one in use; "alone": each sequence in a pass of its own.
+        report: one sentence for the user on the layout and why; "" before the check.
+        dense_tokens: rows on CPU up to this long take their attention under a dense mask.
+    """
+
+    def __init__(
+        self, model: Any, *, layout: str, temperature: float, compute_dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.model, self.temperature, self.compute_dtype, self.device = model, temperature, compute_dtype, device
+        head = model.get_output_embeddings()
+        self.head: ResponseHead | None = head if isinstance(head, ResponseHead) else None
+        self.padding_id: int = model.config.pad_token_id or 0
+        self._unfit = "" if layout == "padded" else why_padded(model.config)
+        self.layout = "padded" if self._unfit else layout
+        self.wanted = layout
+        self.report = ""
+        self.dense_tokens = DENSE_TOKENS
+
+    # --- forward -----------------------------------------------------------------------------------------------
+    def micro_batch(self, data: DataProto, columns: Sequence[str], *, min_width: int = 0) -> MicroBatch:
+        """The rows of `data` in the layout, in tensor rows of at least `min_width` tokens where they are not padded."""
+        width = min_width
+        if self.layout == "packed" and self.device.type == "cpu":
+            width = max(width, CPU_ROW_TOKENS)
+        elif self.device.type == "cuda" and len(data):  # one row: the kernels skip pairs that are masked
+            width = max(width, int(data["prompts"].lengths.sum() + data["responses"].lengths.sum()))
+        layout = "padded" if self.layout == "alone" else self.layout
+        made = make_micro_batch(data, columns, self.padding_id, layout=layout, row_width=width, min_width=min_width)
+        return made.to(self.device)
+
+    def __call__(
+        self,
+        micro_batch: MicroBatch,
+        *,
+        entropies: bool = False,
+        hidden_states: bool = False,
+        reference: ReferenceHead | None = None,
+        reference_states: Tensor | None = None,
+    ) -> HeadValues:
+        """Log-probs of the M response tokens, and what else is asked for; see `HeadRequest`."""
+        if reference_states is not None and reference is not None:
+            reference_states = _at_tokens(reference_states, micro_batch.slots, reference.weight.shape[1])
+        request = HeadRequest(
+            micro_batch.predictors,
+            micro_batch.targets,
+            self.temperature,
+            entropies,
+            hidden_states,
+            reference,
+            reference_states,
+        )
+        if self.head is None:
+            return self._plain(micro_batch, request)
+        with self.head.answering(request):
+            return self._run(micro_batch).logits
+
+    def _run(self, micro_batch: MicroBatch, **options: Any) -> Any:
+        implementation = self.model.config._attn_implementation
+        mask = attention_inputs(micro_batch.segments, micro_batch.position_ids, implementation, self.dense_tokens)
+        return self.model(
+            input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids, use_cache=False, **mask, **options
+        )
+
+    def _plain(self, micro_batch: MicroBatch, request: HeadRequest) -> HeadValues:
+        """The same through the model's own logits, for models that change them after the output layer.
+
+        Raises:
+            ConfigError: the request is for the exact KL, which is made of hidden states and the output layer.
+        """
+        if request.hidden_states or request.reference is not None:
+            raise exact_kl_error(f"through the chunked output layer this model's log-probs are others: {self.report}")
+        rows = request.predictors // micro_batch.input_ids.shape[1]
+        kept, columns = torch.unique(request.predictors % micro_batch.input_ids.shape[1], return_inverse=True)
+        logits = self._run(micro_batch, logits_to_keep=kept).logits[rows, columns]
+        entropies = token_entropy(logits, self.temperature) if request.entropies else None
+        return HeadValues(token_log_probs(logits, request.targets, self.temperature), entropies, None, None)
+
+    # --- check -------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def check(self, data: DataProto, width: int, agree: Callable[[float], float]) -> None:
+        """Compare the layout and the head with each sequence alone through the model's own logits; once.
+
+        Fall back while they differ by more than rounding: first to padded sequences, then to the model's own logits,
+        then to one sequence at a time.
+
+        Args:
+            data: this rank's rows, of which a few and the longest are compared.
+            width: tokens of the widest tensor row that this layout makes of the data.
+            agree: the largest of all ranks' differences, from this rank's, so that all ranks decide alike.
+        """
+        self.dense_tokens = 0  # the few are short: long rows' attention is what may not fit the model
+        few = _sample_rows(data)
+        alone = self._alone(few)
+        reasons = [self._unfit] if self._unfit else []
+        candidates = [(self.layout, self.head), ("padded", self.head), ("padded", None), ("alone", None)]
+        for layout, head in dict.fromkeys(candidates):
+            self.layout, self.head = layout, head
+            if layout == "alone":
+                difference = 0.0
+                break
+            difference, fault = self._difference(few, alone, width)
+            difference = agree(difference)
+            if difference <= TOLERANCE[self.compute_dtype]:
+                break
+            what = "the chunked output layer" if layout == "padded" and head is not None else LAYOUT_NAMES[layout]
+            reasons.append(f"{what}: {fault or f'log-probs differ by {difference:.2g} nats on average'}")
+        self.dense_tokens = DENSE_TOKENS
+        self.report = _report(self.wanted, self.layout, self.head is not None, reasons, difference)
+
+    def _difference(self, data: DataProto, alone: Tensor, width: int) -> tuple[float, str]:
+        """Mean difference to `alone`; infinite, with the reason, if the forward pass fails."""
+        try:
+            micro_batch = self.micro_batch(data, (), min_width=width)
+            if fault := self._backward_fault(micro_batch):
+                return float("inf"), fault
+            found = micro_batch.to_rows(self(micro_batch).log_probs)
+        except torch.OutOfMemoryError:  # nothing against the layout
+            raise
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+            return float("inf"), f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if not len(data):
+            return 0.0, ""
+        lengths = data["responses"].lengths.tolist()
+        flat = torch.cat([row[:length][-CHECKED_TOKENS:] for row, length in zip(found, lengths, strict=True)])
+        difference = (flat - alone).abs().mean().item() if len(flat) else 0.0
+        return (difference, "") if np.isfinite(difference) else (float("inf"), "log-probs are not finite")
+
+    def _backward_fault(self, micro_batch: MicroBatch) -> str:
+        """Why the backward pass of the layout's attention is wrong; "" if it is right, or not needed."""
+        trains = any(parameter.requires_grad for parameter in self.model.parameters())
+        config, segments = self.model.config, micro_batch.segments
+        if not trains or segments is None or config._attn_implementation != FLEX:
+            return ""
+        return flex_backward_fault(config, segments, self.compute_dtype)
+
+    def _alone(self, data: DataProto) -> Tensor:
+        """Log-probs of each row's last tokens, row after row alone; equally many forward passes on every rank."""
+        parts = [torch.zeros(0, device=self.device)]
+        for i in range(CHECKED_PROMPTS * CHECKED_RESPONSES + 1):
+            row = make_micro_batch(data.slice(i, i + 1), (), self.padding_id, layout="padded").to(self.device)
+            last = slice(-CHECKED_TOKENS, None)  # logits of a long response would fill the memory
+            request = HeadRequest(row.predictors[last], row.targets[last], self.temperature)
+            log_probs = self._plain(row, request).log_probs
+            parts.append(log_probs if i < len(data) else log_probs[:0])
+        return torch.cat(parts)
+
+
+def _at_tokens(states: Tensor, slots: Tensor, width: int) -> Tensor:
+    """(N, T, H) -> (M, H); the stand-in (N, T) of a rank without rows gets its H."""
+    if states.dim() == 2:
+        states = states.unsqueeze(-1).expand(-1, -1, width)
+    return states.flatten(0, 1)[slots]
+
+
+def _sample_rows(data: DataProto) -> DataProto:
+    """The beginnings of a few responses of the first prompts, and the longest sequence, whole."""
+    if not len(data):
+        return data
+    groups = group_rows(data["prompts"])
+    rows = np.concatenate([np.flatnonzero(groups == g)[:CHECKED_RESPONSES] for g in range(CHECKED_PROMPTS)])
+    longest = int((data["prompts"].lengths + data["responses"].lengths).argmax())
+    part = data.select(("prompts", "responses", "response_mask")).index(np.append(rows, longest))
+    limits = [CHECKED_TOKENS] * len(rows) + [None]
+    cut = {
+        name: [row[:limit] for row, limit in zip(part[name].rows(), limits, strict=True)]
+        for name in ("responses", "response_mask")
+    }
+    columns = {name: Ragged.from_rows(values, part[name].values.dtype) for name, values in cut.items()}
+    return DataProto({"prompts": part["prompts"], **columns})
+
+
+def _report(wanted: str, layout: str, chunked: bool, reasons: list[str], difference: float) -> str:
+    text = LAYOUT_NAMES[layout] + ("" if layout == wanted else f" instead of {LAYOUT_NAMES[wanted]}")
+    text += "" if chunked else ", logits of whole micro-batches"
+    if reasons:
+        text += f" ({'; '.join(reasons)})"
+    return f"{text}; log-probs equal those of each sequence alone within {difference:.1g} nats"

@@ -1,0 +1,132 @@
+"""A Hugging Face causal LM sharded with FSDP2 (`fully_shard`)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.train.lm_head import ResponseHead
+from grpo_dist.engines.train.lora import add_lora, draw_factors, lora_hidden, merged_parameters
+from grpo_dist.engines.train.model_loading import DTYPES, load_weights, open_model
+from grpo_dist.engines.train.rope import hold_longrope_factors
+from grpo_dist.engines.train.sharded_tensors import free_gathered, num_shards
+from grpo_dist.errors import ConfigError
+
+
+def load_sharded_model(settings: ModelSettings, device: str, *, frozen: bool = False) -> Any:
+    """Load a causal LM, sharded over the default process group; no rank ever holds more than its shards.
+
+    The model stays in eval mode. Every layer of its no-split classes becomes one FSDP unit, the rest another. With an
+    `fsdp_size` below the number of ranks each group of that many ranks holds a copy of the model (hybrid sharding). A
+    `frozen` model on a single rank, in its compute type, is not sharded: FSDP2 would hold it twice, as shards and as
+    gathered weights.
+
+    Raises:
+        DataError: the model cannot be loaded.
+    """
+    unloaded = open_model(settings, device)
+    model = unloaded.model
+    if settings.lora is not None:
+        add_lora(model, settings.lora)
+    ResponseHead.install(model)
+    model.eval()  # for good: dropout, jitter and the like would make the update's policy another one than the sampler's
+    if settings.gradient_checkpointing:
+        recompute_layers(model)
+    alone = frozen and dist.get_world_size() == 1 and settings.model_dtype == settings.compute_dtype
+    if not alone:
+        shard(model, settings, device)
+    with lora_hidden(model):
+        load_weights(unloaded, device)
+    draw_factors(model)
+    if settings.max_model_len is not None:
+        hold_longrope_factors(model, settings.max_model_len)
+    return model
+
+
+def shard(model: Any, settings: ModelSettings, device: str) -> None:
+    """Shard a model that has no memory yet."""
+    compute, master = DTYPES[settings.compute_dtype], DTYPES[settings.model_dtype]
+    policy = MixedPrecisionPolicy(param_dtype=None if compute == master else compute, reduce_dtype=torch.float32)
+    shards = num_shards(settings)
+    hybrid = (dist.get_world_size() // shards, shards)
+    mesh_shape, names = (hybrid, ("replicate", "shard")) if hybrid[0] > 1 else (hybrid[1:], ("shard",))
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device, mesh_shape, mesh_dim_names=names),
+        "mp_policy": policy,
+        "reshard_after_forward": reshards(settings),
+    }
+    for layer in transformer_layers(model):
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+
+
+def recompute_layers(model: Any) -> None:
+    """Have each layer keep only its inputs and compute the rest again in the backward pass.
+
+    transformers' own switch works in training mode only.
+
+    Raises:
+        ConfigError: the model does not say what its layers are.
+    """
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = layers or transformer_layers(model)
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    if not layers:
+        raise ConfigError(
+            "actor_rollout_ref.model.enable_gradient_checkpointing=true: the code of this model does not say what its "
+            "layers are (_no_split_modules); set it to false"
+        )
+
+
+def reshards(settings: ModelSettings) -> bool:
+    """Whether gathered weights are freed early. A rank that holds all weights would only copy them again."""
+    return settings.reshard_after_forward and num_shards(settings) > 1
+
+
+def transformer_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks, by the class names that the model itself says must not be split."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def full_parameters(model: nn.Module, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (Hugging Face name, whole tensor on `device` in `dtype`) one at a time; a tied tensor comes once.
+
+    LoRA's factors are merged. Collective: all ranks iterate together.
+    """
+    free_gathered(model)  # or these would be copies in the compute type
+    for name, tensor in merged_parameters(model, dtype):
+        yield name, tensor.to(device)
+
+
+@contextlib.contextmanager
+def gradient_sync(model: Any, settings: ModelSettings, *, last: bool) -> Iterator[None]:
+    """A block with one backward pass of a mini-batch, of which it is the `last` or not.
+
+    Gradients are reduced over the ranks that hold a copy of the model together in every pass, so that a rank keeps no
+    more of them than its shard. With `settings.defer_grad_sync` that waits for the last pass, and until then a rank
+    keeps whole gradients in float32; so it does where its shard is the whole. Over copies (hybrid sharding) shards are
+    reduced in the last pass only, which costs no memory. Weights that are not resharded stay gathered between passes.
+    """
+    defers = settings.defer_grad_sync or num_shards(settings) == 1
+    model.set_requires_gradient_sync(last or not defers)
+    model.set_requires_all_reduce(last)
+    model.set_reshard_after_backward(last or reshards(settings))
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+        model.set_requires_all_reduce(True)
+        model.set_reshard_after_backward(True)

@@ -1,0 +1,88 @@
+"""The weights of a sharded model: how they go out, come in, and are saved. Every method is collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.train.checkpoint import ShardWriter, load_training_state, training_state
+from grpo_dist.engines.train.durable_files import FileDigest
+from grpo_dist.engines.train.exact_kl import ReferenceHead
+from grpo_dist.engines.train.fsdp_model import full_parameters
+from grpo_dist.engines.train.hf_export import export_hf_model
+from grpo_dist.engines.train.hf_names import as_in_files as named_as_in_files
+from grpo_dist.engines.train.model_loading import DTYPES
+from grpo_dist.engines.train.offload import Offload
+from grpo_dist.engines.train.sharded_tensors import free_gathered
+
+
+class FSDPWeights:
+    """Base of `FSDPEngine`: what it does with its weights besides forward and backward passes.
+
+    Attributes:
+        settings: what was loaded.
+        device: where passes run.
+        model: the sharded model.
+        optimizer: None for a frozen model; likewise `schedule`.
+        offload: moves the tensors between device and CPU.
+    """
+
+    settings: ModelSettings
+    device: torch.device
+    model: Any
+    optimizer: Any = None
+    schedule: Any = None
+    offload: Offload
+    _writer: ShardWriter | None = None
+
+    def on_device(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
+        """See `Offload.on_device`."""
+        return self.offload.on_device(optimizer=optimizer)
+
+    def full_parameters(
+        self, dtype: str, device: str = "cpu", *, as_in_files: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """See `TrainEngine.full_parameters`."""
+        tensors = full_parameters(self.model, getattr(torch, dtype), device)
+        return named_as_in_files(self.model, tensors, device) if as_in_files else tensors
+
+    @torch.no_grad()
+    def mix_parameters(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
+        """See `TrainEngine.mix_parameters`."""
+        free_gathered(self.model)
+        own = dict(self.model.named_parameters())
+        for name, tensor in tensors:
+            parameter = own[name]
+            other = tensor.to(self.device, parameter.dtype)
+            if isinstance(parameter, DTensor):
+                other = distribute_tensor(other, parameter.device_mesh, parameter.placements)
+            parameter.mul_(1 - share).add_(other, alpha=share)
+
+    def output_layer(self, device: str) -> ReferenceHead:
+        """A copy of the output layer in the compute type."""
+        return ReferenceHead.of(self.model, device, DTYPES[self.settings.compute_dtype])
+
+    def begin_save(self, folder: Path) -> None:
+        """See `TrainEngine.begin_save`."""
+        self._writer = self._writer or ShardWriter()
+        self._writer.begin_save(training_state(self.model, self.optimizer, self.schedule), folder)
+
+    def finished_save(self, *, wait: bool) -> dict[str, FileDigest] | None:
+        """See `TrainEngine.finished_save`."""
+        assert self._writer is not None, "begin_save comes first"
+        return self._writer.finished(wait=wait)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """See `TrainEngine.load_checkpoint`."""
+        load_training_state(folder, self.model, self.optimizer, self.schedule)
+
+    def export_hf_model(self, folder: Path, dtype: str) -> None:
+        """See `export_hf_model`."""
+        export_hf_model(self.model, self.settings, folder, dtype)

@@ -1,0 +1,121 @@
+"""The trained policy as a Hugging Face folder, written file by file while its tensors are gathered one by one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.train.durable_files import flush_path, flush_tree
+from grpo_dist.engines.train.fsdp_model import full_parameters
+from grpo_dist.engines.train.hf_names import as_in_files
+from grpo_dist.engines.train.model_loading import DTYPES
+from grpo_dist.errors import CheckpointError
+from grpo_dist.sizes import EXPORT_FILE_BYTES
+
+WEIGHTS = "model.safetensors"
+
+
+def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: str) -> None:
+    """Write a folder that `transformers` and vLLM load: config, safetensors, tokenizer. Collective; rank 0 writes.
+
+    The folder appears only when it is complete, and replaces one of that name. Beside its shards rank 0 holds
+    `EXPORT_FILE_BYTES` or the largest tensor; the other ranks drop each tensor.
+
+    Args:
+        model: the policy; LoRA's factors are merged.
+        settings: what it was loaded from.
+        folder: where the files go.
+        dtype: of the weights in the files: "fp32" or "bf16".
+
+    Raises:
+        CheckpointError: on every rank: the files cannot be written.
+    """
+    tensors, failure = full_parameters(model, DTYPES[dtype]), [""]
+    if dist.get_rank() == 0:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            settings.path, trust_remote_code=settings.trust_remote_code
+        )
+        config = copy.deepcopy(model.config)
+        config.dtype = DTYPES[dtype]
+        try:
+            _write((config, model.generation_config, tokenizer), as_in_files(model, tensors), folder)
+        except (OSError, SafetensorError) as error:
+            failure = [f"{type(error).__name__}: {error}"]
+    for _ in tensors:  # gathering is collective, also what comes after a failure
+        pass
+    dist.broadcast_object_list(failure, src=0)
+    if failure[0]:
+        raise CheckpointError(
+            f"cannot write the trained policy to {folder}: {failure[0]}. Make room there, or make it writable "
+            "(trainer.default_local_dir), and start the same command again: it goes on from the last checkpoint"
+        )
+
+
+def _write(parts: Iterable[Any], tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Write config, generation config, tokenizer and weights into a temporary folder, then rename it."""
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        for part in parts:
+            part.save_pretrained(temporary)
+        _save_safetensors(tensors, temporary)
+        flush_tree(temporary)
+        _put_in_place(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _put_in_place(temporary: Path, folder: Path) -> None:
+    """Rename the temporary folder; an older folder of that name, from an earlier end of this run, is removed after."""
+    aside = folder.with_name(f"{folder.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if folder.exists():
+        folder.rename(aside)
+    temporary.rename(folder)
+    flush_path(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _save_safetensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Files of at most `EXPORT_FILE_BYTES`, or of one tensor, with an index if they are several, as usual."""
+    files: list[list[str]] = []
+    total = 0
+    for part in _parts(tensors):
+        total += sum(tensor.nbytes for tensor in part.values())
+        save_file(part, folder / f"{len(files)}.part", metadata={"format": "pt"})
+        files.append(list(part))
+        part.clear()
+    named = {WEIGHTS: files[0]}
+    if len(files) > 1:
+        named = {f"model-{i + 1:05}-of-{len(files):05}.safetensors": names for i, names in enumerate(files)}
+        weight_map = {name: file for file, names in named.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index, indent=2))
+    for i, file in enumerate(named):
+        (folder / f"{i}.part").rename(folder / file)
+
+
+def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each file; empty a dict before you ask for the next."""
+    part: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        tensor = tensor.contiguous()
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:  # a part of a larger one, which it would keep
+            tensor = tensor.clone()
+        if part and sum(other.nbytes for other in part.values()) + tensor.nbytes > EXPORT_FILE_BYTES:
+            yield part
+            part = {}
+        part[name] = tensor
+    yield part

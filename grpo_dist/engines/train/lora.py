@@ -1,0 +1,176 @@
+"""LoRA (arXiv 2106.09685) by peft: small trained factors beside frozen weights, W + scaling * B A.
+
+The factors are added before the model is sharded. Weights for rollout engines and exported folders have them merged,
+tensor by tensor, so both need not know of LoRA. The reference is the same model with the factors switched off, so there
+are no reference workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from grpo_dist.engines.settings import LoraSettings
+from grpo_dist.engines.train.sharded_tensors import place, whole
+from grpo_dist.errors import ConfigError
+
+ADAPTER = "default"  # peft's name of the first adapter
+KEY = "actor_rollout_ref.model"
+
+
+def add_lora(model: Any, settings: LoraSettings) -> None:
+    """Freeze a model without memory and put trainable factors beside its target modules; `draw_factors` fills them.
+
+    These are linear layers. What a model holds otherwise, such as the experts and the router of a layer, stays frozen.
+
+    Raises:
+        ConfigError: peft is not installed, no linear layer has such a name, or peft would train something else.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError(f"{KEY}.lora_rank={settings.rank}: needs peft ({error}); pip install -e '.[lora]'") from None
+    targets, names = settings.target_modules, _target_names(model, settings)
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]
+        target_modules=names,
+        bias="none",
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fan_in_fan_out")  # peft finds it by itself for each module, and says so
+            inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise ConfigError(f"{KEY}.target_modules={targets}: {error}") from None
+    layers = lora_layers(model)
+    if layers.keys() != set(names) or any(hasattr(layer, "parameter_name") for layer in layers.values()):
+        raise ConfigError(
+            f"{KEY}.target_modules={targets}: the experts of a layer and their router take no factors, and peft takes "
+            "some of these names for theirs; name the layers of the attention, or train all with lora_rank=0"
+        )
+    for name, layer in layers.items():
+        if ADAPTER not in layer.lora_A:
+            kind = type(layer.get_base_layer()).__name__
+            raise ConfigError(
+                f"{KEY}.target_modules={targets}: {name} is of class {kind}, and LoRA is for linear layers"
+            )
+        for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
+            factor.to(layer.get_base_layer().weight.dtype)
+
+
+def _target_names(model: Any, settings: LoraSettings) -> list[str]:
+    """The modules meant, by their whole names.
+
+    Of a mixture of experts peft would make more of "all-linear" than linear layers, and of names of its older code.
+
+    Raises:
+        ConfigError: there is none of one of the names, or all are left out.
+    """
+    targets, modules = settings.target_modules, dict(model.named_modules())
+    if targets == "all-linear":
+        head = model.get_output_embeddings()
+        found = [name for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    else:
+        found = [name for name in modules if _is_called(name, targets)]
+        if missing := [target for target in targets if not any(_is_called(name, (target,)) for name in found)]:
+            raise ConfigError(
+                f"{KEY}.target_modules={targets}: this model has no module that is called {' or '.join(missing)}; "
+                "experts that a layer holds as one tensor take no factors. Name others, or all-linear"
+            )
+    names = [name for name in found if not _is_called(name, settings.exclude_modules)]
+    if not names:
+        raise ConfigError(f"{KEY}.exclude_modules={settings.exclude_modules}: leaves out all of {targets}; name fewer")
+    return names
+
+
+def _is_called(name: str, ends: Iterable[str]) -> bool:
+    """Whether a module's name ends in one of these, at a dot."""
+    return any(f".{name}".endswith(f".{end}") for end in ends)
+
+
+@torch.no_grad()
+def draw_factors(model: nn.Module) -> None:
+    """Draw LoRA's factors of a sharded model: A as peft draws it, B is 0, so nothing changes yet. Collective.
+
+    A layer's factors are whole for a moment. What is drawn depends on torch's random state on rank 0 alone, and is what
+    peft itself would draw then: each factor's own start comes first, and is dropped.
+    """
+    for name, layer in lora_layers(model).items():
+        a, b = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+        first, second = (nn.Linear(factor.in_features, factor.out_features, bias=False) for factor in (a, b))
+        nn.init.kaiming_uniform_(first.weight, a=math.sqrt(5))
+        nn.init.zeros_(second.weight)
+        for factor, drawn in (("lora_A", first), ("lora_B", second)):
+            old = getattr(layer, factor)[ADAPTER].weight
+            place(
+                model,
+                f"{name}.{factor}.{ADAPTER}.weight",
+                drawn.weight.detach().to(old.device_mesh.device_type, old.dtype),
+            )
+
+
+@contextlib.contextmanager
+def lora_hidden(model: nn.Module) -> Iterator[None]:
+    """Within the block the layers with factors are replaced by the plain ones, under their plain names."""
+    layers = lora_layers(model)
+    for name, layer in layers.items():
+        model.set_submodule(name, layer.get_base_layer())
+    try:
+        yield
+    finally:
+        for name, layer in layers.items():
+            model.set_submodule(name, layer)
+
+
+def lora_layers(model: nn.Module) -> dict[str, Any]:
+    """The modules with factors, by name; {} without LoRA."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+@contextlib.contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within the block the factors are off: the model is the reference."""
+    layers = lora_layers(model).values()
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def merged_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name before LoRA, whole tensor in `dtype`) one at a time; a tied tensor comes once. Collective."""
+    layers = lora_layers(model)
+    for name, parameter, plain in _named(model):
+        owner, base, leaf = name.rpartition(".base_layer.")
+        if base and leaf == "weight":
+            layer = layers[owner]
+            factors = [whole(factor[ADAPTER].weight.detach().float()) for factor in (layer.lora_B, layer.lora_A)]
+            change = layer.scaling[ADAPTER] * (factors[0] @ factors[1])
+            if layer.fan_in_fan_out:  # Conv1D (GPT-2) holds its weight as (in, out), transposed
+                change = change.t()
+            yield plain, (whole(parameter.detach().float()) + change).to(dtype)
+        else:
+            yield plain, whole(parameter.detach().to(dtype))
+
+
+def merged_names(model: nn.Module) -> list[str]:
+    """The names that `merged_parameters` yields."""
+    return [plain for _, _, plain in _named(model)]
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
+    """Parameters but for LoRA's factors: name, parameter, name before LoRA."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            yield name, parameter, name.replace(".base_layer.", ".")

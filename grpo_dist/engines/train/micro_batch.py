@@ -1,0 +1,186 @@
+"""Rows of a batch as tensors for one forward pass, in one of three layouts.
+
+    padded  one sequence per tensor row, padded on the right; a causal model needs no mask. The reference.
+    packed  several sequences per tensor row; each attends to itself only.
+    shared  the responses of a prompt follow it once, [prompt | r1 | ... | rn]: a response attends to the prompt and to
+            itself, and its positions go on from the prompt's end. n(P + R) tokens become P + nR. (Prefix sharing as in
+            verl's prefix grouper and AReaL's tree training; here it is a mask, so that any rotary model takes it.)
+
+What enters and leaves an engine is ragged; padding stays in this file and its callers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_dist.engines.train.micro_batch_plan import first_fit, group_rows
+from grpo_dist.protocol import DataProto
+
+# Segment of padding tokens; it is its own parent, so that their attention is defined.
+PADDING = -1
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """N sequences for one forward pass in B tensor rows; M response tokens in all, T in the longest response.
+
+    Attributes:
+        input_ids: (B, L) int64.
+        position_ids: (B, L) int64.
+        segments: (2, B, L) int32, or None where the causal mask is enough: the segment of each token, and the segment
+            that it sees besides its own (its prompt's).
+        predictors: (M,) int64, which of the B * L tokens predicts each response token.
+        targets: (M,) int64, the response tokens.
+        slots: (M,) int64, where they are among the N * T.
+        response_mask: (N, T) float32, 1 on response tokens that train.
+        columns: per-token columns of the batch, padded to (N, T), or (N, T, H).
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    segments: Tensor | None
+    predictors: Tensor
+    targets: Tensor
+    slots: Tensor
+    response_mask: Tensor
+    columns: dict[str, Tensor]
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on `device`."""
+        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+        return MicroBatch(**moved | {"columns": {name: value.to(device) for name, value in self.columns.items()}})
+
+    def to_rows(self, values: Tensor) -> Tensor:
+        """(M, ...) numbers of the response tokens -> (N, T, ...), 0 elsewhere; gradients flow."""
+        flat = values.new_zeros(self.response_mask.numel(), *values.shape[1:])
+        return flat.index_copy(0, self.slots, values).unflatten(0, self.response_mask.shape)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A prompt and some of its responses: rows of the batch that lie in one tensor row."""
+
+    rows: np.ndarray
+    length: int
+
+
+def make_micro_batch(
+    data: DataProto,
+    columns: Sequence[str],
+    padding_id: int,
+    *,
+    layout: str = "shared",
+    row_width: int = 0,
+    min_width: int = 0,
+) -> MicroBatch:
+    """Lay out the rows of `data`, which has `prompts`, `responses`, `response_mask` and the ragged `columns`.
+
+    An empty `data` gives one sequence of two padding tokens whose mask is 0: a rank without rows still takes part in
+    the collectives of the forward and backward pass.
+
+    Args:
+        data: the rows.
+        columns: per-token columns to pad.
+        padding_id: token id of padding.
+        layout: padded, packed or shared.
+        row_width: tokens that a tensor row may grow to, for packed and shared; 0: as long as the longest piece.
+        min_width: tokens that tensor rows have at least, for packed and shared.
+    """
+    if len(data) == 0:
+        return _empty_micro_batch(columns, padding_id)
+    pieces = _pieces(data, shared=layout == "shared")
+    lengths = [piece.length for piece in pieces]
+    if layout == "padded":
+        bins = [[i] for i in range(len(pieces))]
+    else:
+        bins = first_fit(lengths, max(row_width, *lengths))
+    width = max(sum(lengths[i] for i in members) for members in bins)
+    builder = _Builder(data, len(bins), width if layout == "padded" else max(width, min_width), padding_id)
+    if layout == "padded":  # positions go on behind a sequence, or it would look like the start of another one
+        builder.position_ids[:] = torch.arange(width)
+    for row, members in enumerate(bins):
+        for i in members:
+            builder.add(row, pieces[i].rows)
+    mask = data["response_mask"].to_padded(0).float()
+    predictors, targets, slots = builder.response_tokens(mask.shape[1])
+    return MicroBatch(
+        input_ids=builder.input_ids,
+        position_ids=builder.position_ids,
+        segments=None if layout == "padded" else builder.segments,
+        predictors=predictors,
+        targets=targets,
+        slots=slots,
+        response_mask=mask,
+        columns={name: data[name].to_padded(0.0) for name in columns},
+    )
+
+
+class _Builder:
+    """Writes pieces into the tensors of a micro-batch, each row from left to right."""
+
+    def __init__(self, data: DataProto, num_rows: int, width: int, padding_id: int) -> None:
+        self.prompts, self.responses = data["prompts"].rows(), data["responses"].rows()
+        self.input_ids = torch.full((num_rows, width), padding_id, dtype=torch.int64)
+        # of padding 0: a larger one may be beyond the model's positions, or decide how the real ones are embedded
+        self.position_ids = torch.zeros((num_rows, width), dtype=torch.int64)
+        self.segments = torch.full((2, num_rows, width), PADDING, dtype=torch.int32)
+        self._filled = [0] * num_rows
+        self._num_segments = 0
+        self._predictors: list[tuple[int, Tensor]] = []
+
+    def add(self, row: int, members: np.ndarray) -> None:
+        """Append a prompt and its responses to tensor row `row`."""
+        prompt = self.prompts[members[0]]
+        own = self._num_segments
+        start = self._append(row, prompt, 0, own, own)
+        for number, member in enumerate(members.tolist()):
+            response = self.responses[member]
+            first = self._append(row, response, len(prompt), own + 1 + number, own)
+            # the prompt's last token predicts the first response token, each response token the next one
+            before = torch.arange(first - 1, first - 1 + len(response))
+            before[:1] = start + len(prompt) - 1
+            self._predictors.append((member, row * self.input_ids.shape[1] + before))
+        self._num_segments += 1 + len(members)
+
+    def response_tokens(self, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`predictors`, `targets` and `slots`, in the order of the tokens."""
+        predictors = torch.cat([tokens for _, tokens in self._predictors])
+        targets = torch.cat([self.responses[member] for member, _ in self._predictors]).long()
+        slots = torch.cat([member * longest + torch.arange(len(tokens)) for member, tokens in self._predictors])
+        return predictors, targets, slots
+
+    def _append(self, row: int, tokens: Tensor, position: int, segment: int, parent: int) -> int:
+        start = self._filled[row]
+        end = self._filled[row] = start + len(tokens)
+        self.input_ids[row, start:end] = tokens
+        self.position_ids[row, start:end] = torch.arange(position, position + len(tokens))
+        self.segments[0, row, start:end] = segment
+        self.segments[1, row, start:end] = parent
+        return start
+
+
+def _pieces(data: DataProto, *, shared: bool) -> list[_Piece]:
+    prompts, responses = data["prompts"].lengths.numpy(), data["responses"].lengths.numpy()
+    groups = group_rows(data["prompts"]) if shared else np.arange(len(data))
+    members = [np.flatnonzero(groups == group) for group in np.unique(groups)]
+    return [_Piece(rows, int(prompts[rows[0]] + responses[rows].sum())) for rows in members]
+
+
+def _empty_micro_batch(columns: Sequence[str], padding_id: int) -> MicroBatch:
+    one = torch.zeros(1, dtype=torch.int64)
+    return MicroBatch(
+        input_ids=torch.full((1, 2), padding_id, dtype=torch.int64),
+        position_ids=torch.arange(2).unsqueeze(0),
+        segments=torch.zeros(2, 1, 2, dtype=torch.int32),
+        predictors=one,
+        targets=one,
+        slots=one,
+        response_mask=torch.zeros(1, 1),
+        columns={name: torch.zeros(1, 1) for name in columns},
+    )

@@ -1,0 +1,279 @@
+"""A causal LM read from safetensors straight into the shards of its ranks.
+
+No process ever holds the whole model. It is built on torch's meta device, where tensors have shapes but no memory; the
+caller changes and shards it; then transformers' own loader fills it: of each tensor it reads the rows that this rank
+holds, under the model's present names, and stacks experts that the model holds as one tensor. Before, the same loader
+runs on the files' headers, to find tensors that are missing, superfluous or of another shape.
+
+Some conversions of transformers cut or join tensors along their rows, and are wrong if they see some of the rows only.
+For models that need one, rank 0 loads the whole model and distributes it tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors import safe_open
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.initialization import meta_device_safe_creation_ops
+from transformers.modeling_utils import LoadStateDictConfig, LoadStateDictInfo
+from transformers.utils import logging as library
+
+from grpo_dist.assets.model_folder import read_header, weight_files
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.train.attention import attention_implementation
+from grpo_dist.engines.train.hf_names import lost_names
+from grpo_dist.engines.train.sharded_tensors import local_shard, num_shards, place
+from grpo_dist.errors import ConfigError, DataError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MOST_NAMED = 3  # weights in a message
+# Conversions that rank by rank give each rank its rows of the result: the first stacks tensors, and each rank leaves
+# out those that it does not hold; the second joins them along another axis than the rows.
+STACK, JOIN = "MergeModulelist", "Concatenate"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class UnloadedModel:
+    """A causal LM without memory, and where its weights are.
+
+    Attributes:
+        model: on the meta device, in eval mode.
+        settings: what it was built from.
+        conversions: transformers' renamings and conversions that these files need.
+        whole_because: why its files cannot be read in slices; "" where they can.
+    """
+
+    model: Any
+    settings: ModelSettings
+    conversions: list[Any]
+    whole_because: str
+
+
+def open_model(settings: ModelSettings, device: str) -> UnloadedModel:
+    """Build a model on the meta device, with the attention that its layout takes on `device`, and check its files.
+
+    Raises:
+        DataError: there is no usable model at the path.
+    """
+    with _refusing(settings):
+        probe, setting = _build(settings, device), _setting(settings)
+        files = weight_files(Path(settings.path), setting)
+        headers = {
+            name: torch.empty(shape, device="meta")
+            for file in files
+            for name, shape in read_header(Path(settings.path, file), setting).items()
+        }
+        report = _convert(probe, headers, get_model_conversion_mapping(probe), "meta")
+        _check_names(report, setting)
+        if lost := lost_names(probe, headers):
+            raise DataError(
+                f"{setting}: its weights do not come back from the model as they were in the files: {_some(lost)}; "
+                "engines and exported folders would get what they cannot read, so this model cannot be trained here"
+            )
+        whole_because = _why_whole(probe, num_shards(settings))
+        model, types = _build(settings, device), {name: weight.dtype for name, weight in probe.named_parameters()}
+        for name, weight in model.named_parameters():  # some models keep some weights in float32
+            weight.data = weight.data.to(types[name])
+        return UnloadedModel(model, settings, probe._weight_conversions, whole_because)
+
+
+def load_weights(unloaded: UnloadedModel, device: str) -> None:
+    """Fill a model that has been sharded, and that has its layers under their own names. Collective.
+
+    Buffers that are in no file, such as the factors of rotary embeddings, are computed by the model's own code.
+
+    Raises:
+        DataError: on every rank: a weight is no number, or two that the config ties are different.
+    """
+    model, settings = unloaded.model, unloaded.settings
+    with _refusing(settings):
+        if unloaded.whole_because:
+            _distribute(unloaded, device)
+        else:
+            with contextlib.ExitStack() as files:
+                _convert(model, _open_tensors(Path(settings.path), files), unloaded.conversions, device)
+    _check_numbers(model, settings)
+
+
+# --- building --------------------------------------------------------------------------------------------------------
+def _build(settings: ModelSettings, device: str) -> Any:
+    """The model on the meta device, as `from_pretrained` builds it before it loads anything."""
+    config = _read_config(settings)
+    if quantization := getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"its weights are quantized ({getattr(quantization, 'quant_method', None) or quantization}), and such "
+            "weights cannot be trained; give the model in bfloat16 or float32"
+        )
+    with torch.device("meta"), meta_device_safe_creation_ops():
+        model = transformers.AutoModelForCausalLM.from_config(
+            config,
+            dtype=DTYPES[settings.model_dtype],
+            attn_implementation=attention_implementation(config, settings.layout, device),
+            trust_remote_code=settings.trust_remote_code,
+        )
+    with contextlib.suppress(OSError):  # it is optional
+        model.generation_config = transformers.GenerationConfig.from_pretrained(settings.path)
+    return model.eval()
+
+
+def _read_config(settings: ModelSettings) -> Any:
+    """The model's config.json, with the entries that the run changes."""
+    config = transformers.AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
+    config.update(dict(settings.override_config))
+    return config
+
+
+def _open_tensors(folder: Path, files: contextlib.ExitStack) -> dict[str, Any]:
+    """The tensors of a model folder by name, of which nothing is read yet.
+
+    Files are read, not mapped: mapped pages would count as this process's memory, and weights of the files' own type
+    would stay in the files.
+    """
+    tensors = {}
+    for name in weight_files(folder, str(folder)):
+        file = files.enter_context(safe_open(folder / name, framework="pt", backend="pread"))
+        tensors.update({tensor: file.get_slice(tensor) for tensor in file.keys()})
+    return tensors
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+def _convert(model: Any, tensors: dict[str, Any], conversions: list[Any], device: str) -> Any:
+    """Have transformers fill a model from the tensors of its files; returns its report."""
+    config = _load_config(model, conversions, device)
+    report, _ = convert_and_load_state_dict_in_model(model, tensors, config)
+    if report.conversion_errors:
+        made = _some(sorted(report.conversion_errors))
+        raise ValueError(f"{made} cannot be made of the tensors that are there; some are missing or of another shape")
+    return model._finalize_model_loading(model, config, report)
+
+
+def _load_config(model: Any, conversions: list[Any], device: str) -> Any:
+    return LoadStateDictConfig(
+        ignore_mismatched_sizes=True,  # the library's own error does not say which; _check_names does
+        device_map={"": device},
+        dtype=model.config.dtype,
+        dtype_plan=model._get_dtype_plan(model.config.dtype),
+        weight_mapping=conversions,
+    )
+
+
+def _why_whole(model: Any, shards: int) -> str:
+    """Why the files of a model, once loaded from them, cannot be read in slices; "" where they can."""
+    steps = [step for conversion in model._weight_conversions for step in getattr(conversion, "operations", ())]
+    for step in steps:
+        name, along = type(step).__name__, getattr(step, "dim", -1)
+        if not ((name == STACK and along == 0) or (name == JOIN and along > 0)):
+            return f"transformers converts its weights by {name}"
+    for name, weight in model.named_parameters() if steps else ():
+        if weight.ndim > 2 and -(-len(weight) // shards) * (shards - 1) >= len(weight):
+            return f"{name} is made of {len(weight)} tensors, too few for each of {shards} ranks to hold one"
+    return ""
+
+
+def _distribute(unloaded: UnloadedModel, device: str) -> None:
+    """Load the whole model on rank 0 and give each rank its part, tensor by tensor. Collective."""
+    model, settings = unloaded.model, unloaded.settings
+    whole = {}
+    if dist.get_rank() == 0:
+        logger.warning("%s is loaded whole by rank 0: %s", settings.path, unloaded.whole_because)
+        whole = transformers.AutoModelForCausalLM.from_pretrained(
+            settings.path,
+            config=_read_config(settings),
+            dtype=DTYPES[settings.model_dtype],
+            use_safetensors=True,  # pickled weights can run code
+            trust_remote_code=settings.trust_remote_code,
+        ).state_dict()
+    names, filled = set(model.state_dict()), set()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in names:
+            source = whole[name].to(device) if whole else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            place(model, name, source)
+            model.get_parameter_or_buffer(name)._is_hf_initialized = True  # else transformers would draw it anew
+            filled.add(name)
+    report = LoadStateDictInfo(names - filled, set(), set(), [], {}, set())  # what is tied is not there twice
+    model._finalize_model_loading(model, _load_config(model, [], device), report)
+    model._weight_conversions = unloaded.conversions
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def _refusing(settings: ModelSettings) -> Iterator[None]:
+    """Turn what the library, and code that comes with a model, raise into a DataError that names the model."""
+    verbosity = library.get_verbosity()
+    library.disable_progress_bar()
+    library.set_verbosity_error()  # its report of what is missing is a table; _check_names says it
+    try:
+        yield
+    except (ConfigError, DataError):
+        raise
+    except Exception as error:  # of many kinds
+        problem = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        raise DataError(f"{_setting(settings)}: cannot load a causal LM: {problem}") from error
+    finally:
+        library.set_verbosity(verbosity)
+
+
+def _setting(settings: ModelSettings) -> str:
+    return f"actor_rollout_ref.model.path={settings.path}"
+
+
+def _check_names(report: Any, setting: str) -> None:
+    """Check that the files have all weights of the model, in its shapes, and no others.
+
+    Raises:
+        DataError: they have not.
+    """
+    if report.mismatched_keys:
+        found = sorted(report.mismatched_keys)
+        shapes = [f"{name} {tuple(shape)}, should be {tuple(wanted)}" for name, shape, wanted in found]
+        raise DataError(f"{setting}: the weights are not of the shapes that config.json says: {_some(shapes)}")
+    if report.missing_keys:
+        raise DataError(f"{setting}: the weights are incomplete: there is no {_some(sorted(report.missing_keys))}")
+    if report.unexpected_keys:
+        raise DataError(
+            f"{setting}: the model that config.json describes has no {_some(sorted(report.unexpected_keys))}, which "
+            "the weights have; config and weights do not belong together"
+        )
+
+
+def _check_numbers(model: Any, settings: ModelSettings) -> None:
+    """Check on all ranks that every rank's weights are numbers, and that what is to be tied is one tensor.
+
+    Raises:
+        DataError: on every rank: they are not.
+    """
+    for name, other in _tied(model):
+        if model.get_parameter(name) is not model.get_parameter(other):
+            raise DataError(
+                f"{_setting(settings)}: config.json ties {name} to {other}, and the weights have both, with different "
+                "values; set actor_rollout_ref.model.override_config.tie_word_embeddings=false"
+            )
+    bad = [name for name, weight in model.named_parameters() if not bool(torch.isfinite(local_shard(weight)).all())]
+    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, bad)
+    if names := sorted({name for of_rank in found for name in of_rank}):
+        raise DataError(f"{_setting(settings)}: nan or infinity in the weights: {_some(names)}; the file is damaged")
+
+
+def _tied(model: nn.Module) -> list[tuple[str, str]]:
+    """Weights that the model's config ties: name, and the name of the one that it is."""
+    return list(model.get_expanded_tied_weights_keys(all_submodels=True).items())  # type: ignore[operator]
+
+
+def _some(names: Collection[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more

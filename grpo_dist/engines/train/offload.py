@@ -1,0 +1,75 @@
+"""Weights and optimizer states that are in CPU memory between the phases of a step (verl's `param_offload`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@dataclass
+class Offload:
+    """Moves a role's tensors to its device for a phase, and back.
+
+    Attributes:
+        model: a module, sharded with FSDP2 or not. Also a frozen model's weights are copied both ways, not kept twice.
+        optimizer: its optimizer, or None.
+        device: where phases run. On CPU nothing moves.
+        parameters: whether the weights are offloaded.
+        optimizer_states: whether the optimizer's states are.
+        shares_device: whether other processes need the device's memory between phases: then torch's cache is emptied.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    device: torch.device
+    parameters: bool = False
+    optimizer_states: bool = False
+    shares_device: bool = False
+
+    def away(self) -> None:
+        """Move the offloaded tensors to CPU, and free the device's memory."""
+        if self.device.type == "cpu":
+            return
+        if self.parameters:
+            self.model.to("cpu")
+        if self.optimizer_states:
+            move_states(self.optimizer, torch.device("cpu"))
+        if self.device.type == "cuda" and (self.parameters or self.optimizer_states or self.shares_device):
+            torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
+        """Within the block the weights, and with `optimizer` its states, are on the device."""
+        if self.device.type != "cpu" and self.parameters:
+            self.model.to(self.device)
+        if self.device.type != "cpu" and self.optimizer_states and optimizer:
+            move_states(self.optimizer, self.device)
+        try:
+            yield
+        finally:
+            self.away()
+
+    @contextlib.contextmanager
+    def states_on_device(self) -> Iterator[None]:
+        """Within the block, an optimizer step, the states are on the device: never together with activations."""
+        moves = self.device.type != "cpu" and self.optimizer_states
+        if moves:
+            move_states(self.optimizer, self.device)
+        try:
+            yield
+        finally:
+            if moves:
+                move_states(self.optimizer, torch.device("cpu"))
+
+
+def move_states(optimizer: Optimizer | None, device: torch.device) -> None:
+    """Move every tensor of the optimizer's states, also sharded ones, to `device`."""
+    for state in optimizer.state.values() if optimizer is not None else ():
+        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in state.items()}
+        state.update(moved)

@@ -1,0 +1,53 @@
+"""Sharded parameters: of FSDP2's DTensors a rank holds a shard; a model on one rank may have plain tensors."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from grpo_dist.engines.settings import ModelSettings
+
+
+def num_shards(settings: ModelSettings) -> int:
+    """Ranks that hold one copy of the weights together."""
+    return dist.get_world_size() if settings.fsdp_size < 0 else min(settings.fsdp_size, dist.get_world_size())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor gathered from all ranks (collective); one that is not sharded is returned as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def place(model: nn.Module, name: str, value: Tensor) -> None:
+    """Replace a parameter or buffer by a tensor of rank 0, of which each rank gets its part. Collective.
+
+    Args:
+        model: the model.
+        name: of the parameter or buffer.
+        value: the whole tensor, of the same shape and type, on the model's device; only rank 0's content counts.
+    """
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    old = getattr(module, leaf)
+    if isinstance(old, DTensor):
+        value = distribute_tensor(value, old.device_mesh, old.placements)
+    else:
+        dist.broadcast(value, 0)
+    setattr(module, leaf, nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free the gathered copies of parameters that a pass has left, so that the parameters are the shards again.
+
+    The copies are in the compute type, and changes to them would be lost.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

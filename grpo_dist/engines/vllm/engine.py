@@ -1,0 +1,252 @@
+"""The rollout engine on vLLM's AsyncLLM, the same on CPU and GPU. It works on token ids, without Ray and tokenizer.
+
+New weights come while requests run (weight_update.py), and each token has the version that sampled it. A call into vLLM
+ends when the engine dies, and has a time limit. Calls that last as long as responses do have the driver's limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import uuid
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.engines.base import EngineLoad, Footprint, Response
+from grpo_dist.engines.rendezvous import stay_on_loopback
+from grpo_dist.engines.settings import EngineSettings, SamplingSettings
+from grpo_dist.engines.vllm.arguments import engine_args, quiet_environment
+from grpo_dist.engines.vllm.core_process import inproc_core, knows_core, tied_core
+from grpo_dist.engines.vllm.gpu_memory import GPU, footprint, gpus, wait_until_free
+from grpo_dist.engines.vllm.weight_update import WeightUpdater
+from grpo_dist.engines.weights.bucket_files import clear_left_behind, note_segments, remove
+from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError
+
+# An engine call that takes longer than this hangs.
+CALL_TIMEOUT_S = 600.0
+DEATH_POLL_S = 1.0
+
+
+class VLLMEngine:
+    """One vLLM engine; see `RolloutEngine`."""
+
+    weights: WeightUpdater
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.load = EngineLoad()
+        self._running: dict[str | None, set[str]] = {}  # ours -> vLLM's ids
+        self._llm: Any = None
+        self._segments: Path | None = None
+        self._vocab_size = 0
+        self._stop_token_ids: list[int] = []
+
+    async def start(self) -> Footprint | None:
+        """Load the model; on GPUs once there is enough free memory.
+
+        Returns:
+            The memory that it took of its GPUs; None without GPUs.
+
+        Raises:
+            ConfigError: vLLM is not installed or refuses the settings.
+            EngineError: its GPUs are full.
+            RuntimeError: vLLM did not start; says where the reason is.
+        """
+        quiet_environment(self.settings.device)
+        stay_on_loopback()  # the processes of an engine share a node
+        clear_left_behind()
+        self._sockets = tempfile.TemporaryDirectory(prefix="grpo_dist-")  # vLLM never deletes its own
+        os.environ["VLLM_RPC_BASE_PATH"] = self._sockets.name
+        try:
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.name=vllm: vLLM cannot be imported ({error}). "
+                "Install it with `pip install -e '.[cpu]'`, or '.[gpu]' on a GPU machine."
+            ) from error
+        on_gpus = self.settings.device == "cuda"
+        before = await wait_until_free(self.settings) if on_gpus else []
+        self._llm = self._start_llm(AsyncLLM)
+        config = self._llm.vllm_config.model_config
+        self._vocab_size = config.get_vocab_size()
+        self._stop_token_ids = _stop_token_ids(config)
+        self.weights = WeightUpdater(self._llm, self._call, settings=self.settings)
+        if self.settings.tensor_parallel_size > 1:
+            segments = await self._call(self._llm.collective_rpc("shared_memory"))
+            self._segments = note_segments({name for names in segments for name in names})
+        return await self._footprint(before) if on_gpus else None
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: SamplingSettings, request_id: str | None = None
+    ) -> list[Response] | None:
+        """See `RolloutEngine.generate`; concurrent calls share vLLM's batch.
+
+        Raises:
+            BatchError: the prompt is empty, too long, or has an id outside the vocabulary, which would kill vLLM.
+            ConfigError: vLLM refuses the sampling settings.
+            EngineError: the engine failed, or a failed sync has left its weights mixed.
+        """
+        self.weights.check_not_mixed()
+        self._check_prompt(prompt)
+        params = _sampling_params(sampling, self._stop_token_ids)
+        # as long as it takes: the limit is the driver's, who knows how long a group may wait and run
+        output = await self._call(self._final_output(list(prompt), params, request_id), timeout_s=None)
+        if any(r.finish_reason in (None, "abort") for r in output.outputs) or len(output.outputs) < sampling.n:
+            return None
+        return [_response(r) for r in sorted(output.outputs, key=lambda r: r.index)]
+
+    async def abort(self, request_id: str) -> None:
+        """See `RolloutEngine.abort`."""
+        for vllm_id in list(self._running.get(request_id, ())):
+            await self._call(self._llm.abort(vllm_id))
+
+    def shutdown(self) -> None:
+        """Stop the engine and every process it started."""
+        if self._llm is not None:
+            self._llm.shutdown()
+            self._llm = None
+            self._sockets.cleanup()
+            if self._segments is not None:
+                remove(self._segments)  # vLLM may not have come to it yet
+
+    def _start_llm(self, async_llm: Any) -> Any:
+        """Start vLLM's AsyncLLM and its processes; see `start`."""
+        core = inproc_core if self.settings.device == "cpu" else tied_core
+        stats = [self._stat_logger()]
+        try:
+            with core() if knows_core() else contextlib.nullcontext():
+                return async_llm.from_engine_args(engine_args(self.settings), stat_loggers=stats)
+        except ConfigError:
+            raise
+        except ValueError as error:  # pydantic's ValidationError is one too
+            reason = next((line for line in str(error).splitlines() if "error, " in line.lower()), str(error))
+            raise ConfigError(f"actor_rollout_ref.rollout: vLLM refuses the settings: {reason.strip()[:400]}") from None
+        except Exception as error:  # its processes fail on their own, and vLLM says only that they did
+            raise RuntimeError(f"vLLM did not start: {type(error).__name__}: {error}{_error_log()}") from error
+
+    async def _footprint(self, before: list[GPU]) -> Footprint:
+        """The memory that the engine has taken since `before`."""
+        found = await self._call(self._llm.collective_rpc("kv_cache_bytes"))
+        measured = [size for size in found if size is not None]
+        after = gpus(self.settings.tensor_parallel_size)
+        return footprint(self.settings, before, after, min(measured, default=None))
+
+    async def _final_output(self, prompt: list[int], params: Any, request_id: str | None) -> Any:
+        request: dict[str, Any] = {"prompt_token_ids": prompt}
+        vllm_id = uuid.uuid4().hex
+        if not self.settings.clear_kv_cache_on_update:
+            # blocks of older weights serve no new request; which weights one is run with that comes now is open
+            request["cache_salt"] = vllm_id if self.weights.updating else f"weights {self.weights.version}"
+        running = self._running.setdefault(request_id, set())
+        running.add(vllm_id)
+        try:
+            outputs = [o async for o in self._llm.generate(request, params, vllm_id)]
+        finally:
+            running.discard(vllm_id)
+            if not running:
+                self._running.pop(request_id, None)
+        return outputs[-1]
+
+    def _stat_logger(self) -> Any:
+        """The class that vLLM calls after each step; it keeps `load` up to date."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        engine = self
+
+        class LoadLogger(StatLoggerBase):
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+
+            def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+                if scheduler_stats is not None:
+                    engine.load = EngineLoad(scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs)
+
+            def log_engine_initialized(self) -> None: ...
+
+        return LoadLogger
+
+    async def _call(self, call: Coroutine[Any, Any, Any], timeout_s: float | None = CALL_TIMEOUT_S) -> Any:
+        """Await a vLLM call; its exceptions become ours, since vLLM's own cannot be sent to another process.
+
+        A call that is pending when vLLM's processes die never ends, so this checks every `DEATH_POLL_S` if they live.
+        """
+        task = asyncio.ensure_future(call)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not (await asyncio.wait({task}, timeout=DEATH_POLL_S))[0]:
+                    if self._llm.errored:
+                        raise EngineError("vLLM's core, or a process of it, has died")
+                return await task
+        except TimeoutError:
+            raise EngineError(f"vLLM did not answer within {timeout_s:.0f} s") from None
+        except GrpoDistError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever vLLM raises
+            raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from None
+        finally:
+            task.cancel()
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        longest = self.settings.max_model_len - 1
+        if not 0 < len(prompt) <= longest:
+            raise BatchError(
+                f"a prompt of {len(prompt)} tokens: the engine takes 1 to {longest} "
+                f"(actor_rollout_ref.rollout.max_model_len={self.settings.max_model_len})"
+            )
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            raise BatchError(
+                f"prompt ids {min(prompt)}..{max(prompt)} leave the model's vocabulary of {self._vocab_size}: "
+                "tokenizer and model do not belong together"
+            )
+
+
+def _response(output: Any) -> Response:
+    """A vLLM output as a `Response`."""
+    versions: list[int] = []
+    for span in output.weight_versions or ():
+        number = -1 if span.version == "default" else int(span.version)  # before the first sync
+        versions.extend([number] * (span.end - span.start))
+    return Response(
+        list(output.token_ids),
+        list(output.logprobs.logprobs),
+        output.finish_reason == "length",
+        versions,
+        stop=output.stop_reason if isinstance(output.stop_reason, str) else None,  # a number is a token's id
+    )
+
+
+def _error_log() -> str:
+    """The end of a message: the file to which this process and its children write errors."""
+    file = os.path.realpath("/proc/self/fd/2")
+    return f"; the reason is in {file}" if os.path.isfile(file) else ""
+
+
+def _sampling_params(sampling: SamplingSettings, stop_token_ids: list[int]) -> Any:
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMError
+    from vllm.sampling_params import RequestOutputKind
+
+    options = asdict(sampling) | {"stop": list(sampling.stop), "bad_words": list(sampling.bad_words)}
+    try:
+        return SamplingParams(
+            **options,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=bool(sampling.stop),
+            stop_token_ids=[] if sampling.ignore_eos else stop_token_ids,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    except (ValueError, VLLMError) as error:
+        raise ConfigError(f"actor_rollout_ref.rollout: vLLM refuses the sampling settings: {error}") from None
+
+
+def _stop_token_ids(model_config: Any) -> list[int]:
+    """End-of-sequence ids that the model's config and generation config name."""
+    named = [model_config.hf_text_config.eos_token_id, model_config.try_get_generation_config().get("eos_token_id")]
+    ids: list[int] = []
+    for value in named:
+        ids.extend(value if isinstance(value, list) else [value] if value is not None else [])
+    return sorted(set(ids))

@@ -1,0 +1,218 @@
+"""Weight-transfer backends for vLLM: buckets from shared memory files of the node, or sent by the actor to a group.
+
+vLLM imports this module in each of its workers (`worker_extension_cls`) before it makes the transfer engine, and the
+import registers the backends under the names of `BACKENDS`. vLLM calls them in this order: start, any number of
+updates, finish. The workers of a tensor parallel engine are separate processes: each checks what it reads, loads its
+part of every tensor, and reports the outcome in a receipt.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from grpo_dist.descendants import end_with_parent
+from grpo_dist.engines.settings import GroupAddress
+from grpo_dist.engines.weights.broadcast import Receipt, WeightGroup, receive
+from grpo_dist.engines.weights.bucket_files import read_bucket
+from grpo_dist.engines.weights.buckets import damage, unpack
+from grpo_dist.errors import WeightSyncError
+
+# Transport of the weights (EngineSettings.weight_transport) -> name of the backend in vLLM's factory.
+BACKENDS = {
+    "object_store": "grpo_dist_shared_memory",
+    "broadcast": "grpo_dist_broadcast",
+    "ipc": "grpo_dist_broadcast",  # which of the two a group is, its address says
+}
+
+
+@dataclass
+class SharedMemoryInitInfo(WeightTransferInitInfo):
+    """Empty: files need no preparation."""
+
+
+@dataclass
+class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
+    """One bucket, in a file (weights/bucket_files.py). Entries are plain lists: they cross a process boundary."""
+
+    path: str
+    num_bytes: int
+    entries: list[list[Any]]
+    number: int
+    last: bool
+    checksum: int
+
+
+@dataclass
+class BroadcastInitInfo(WeightTransferInitInfo):
+    """The group to join (`GroupAddress`), and the rank of the engine's first worker in it."""
+
+    address: dict[str, Any]
+    first_rank: int
+
+
+@dataclass
+class BroadcastUpdateInfo(WeightTransferUpdateInfo):
+    """The sync to receive: all its buckets."""
+
+    version: int
+
+
+class LayerwiseWeightTransferEngine(WeightTransferEngine):
+    """Loads tensors through vLLM's layerwise reload, which also fuses names and cuts tensor parallel shards."""
+
+    receipt = Receipt()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.device.type == "cpu":
+            pack_experts_at_each_load(self.model)
+
+    def start_weight_update(self) -> None:
+        """Begin a reload of all layers."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.receipt = Receipt()
+        initialize_layerwise_reload(self.model)
+
+    def load(self, tensors: list[tuple[str, Tensor]]) -> None:
+        """Load some tensors. The reload keeps tensors of a layer until the layer is complete."""
+        model: Any = self.model
+        model.load_weights((name, tensor.to(self.device, non_blocking=False)) for name, tensor in tensors)
+
+    def finish_weight_update(self) -> None:
+        """Post-process the layers, as after loading a checkpoint; a layer without new tensors keeps its weights."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            repack_tied_embeddings(self.model)
+
+
+class SharedMemoryWeightTransferEngine(LayerwiseWeightTransferEngine):
+    """Maps one bucket after the other. After a fault, which `receipt` names, nothing more is loaded."""
+
+    init_info_cls = SharedMemoryInitInfo
+    update_info_cls = SharedMemoryUpdateInfo
+
+    def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
+        """Nothing to set up."""
+
+    def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
+        """Check one bucket, as every process that reads it does, and load it."""
+        bucket, loaded = read_bucket(vars(update_info)), self.receipt.loaded
+        fault = self.receipt.fault or damage(bucket)
+        self.receipt = Receipt(loaded if fault else loaded + 1, fault)
+        if not fault:
+            self.load(unpack(bucket.data, bucket.entries))
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+
+class BroadcastWeightTransferEngine(LayerwiseWeightTransferEngine):
+    """Receives all buckets from an actor rank. Errors go into `receipt`, since vLLM would lose their type."""
+
+    init_info_cls = BroadcastInitInfo
+    update_info_cls = BroadcastUpdateInfo
+    group: WeightGroup | None = None
+
+    def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
+        """Join a group, and leave the one before."""
+        self.shutdown()
+        rank = init_info.first_rank + self.parallel_config.rank
+        self.receipt = Receipt()
+        try:
+            self.group = WeightGroup(GroupAddress(**init_info.address), rank, self.device)
+        except WeightSyncError as error:
+            self.receipt = Receipt(fault=str(error))
+
+    def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
+        """Receive and load one sync."""
+        if self.group is None:
+            self.receipt = Receipt(fault="the engine is in no weight group")
+        else:
+            self.receipt = receive(self.group, version=update_info.version, load=self.load)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+
+
+def repack_tied_embeddings(model: Any) -> None:
+    """Pack the weights of an lm_head that shares its tensor with the embedding again.
+
+    On CPU vLLM packs each linear layer's weight once, and the reload packs a layer anew only when that layer receives
+    a weight. A tied lm_head receives none, so it would silently go on generating with its old weights.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    sharing: dict[int, list[Any]] = {}
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            weight: Any = module.weight
+            if weight.numel():
+                sharing.setdefault(weight.data_ptr(), []).append(module)
+    for modules in sharing.values():
+        if len(modules) > 1:
+            for module in modules:
+                dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def pack_experts_at_each_load(model: Any) -> None:
+    """Make layers of experts build their kernel again after every load.
+
+    On CPU vLLM pads and packs the weights of experts when it builds the kernel, which it does at the first load only.
+    Reloaded weights would stay unpacked, and the kernel would read them as packed.
+    """
+
+    def process(method: Any, packs: Callable[[Any], None], layer: Any) -> None:
+        method.moe_kernel = None
+        packs(layer)
+
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            packs = method.process_weights_after_loading
+            method.process_weights_after_loading = functools.partial(process, method, packs)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's workers, which therefore import this module."""
+
+    weight_transfer_engine: LayerwiseWeightTransferEngine
+
+    def weight_receipt(self) -> dict[str, Any]:
+        """The fields of this worker's `Receipt` for the last update, or the last group that it joined."""
+        return asdict(self.weight_transfer_engine.receipt)
+
+    def kv_cache_bytes(self) -> int | None:
+        """The size that this worker has measured for its KV cache; None if the settings name it."""
+        return getattr(self, "available_kv_cache_memory_bytes", None)
+
+    def shared_memory(self) -> list[str]:
+        """Names of the segments under /dev/shm that this worker has mapped."""
+        return sorted(set(re.findall(r" /dev/shm/(\S+)$", Path("/proc/self/maps").read_text(), re.MULTILINE)))
+
+
+# A worker that is a process of its own ends when the engine has. vLLM's workers watch a pipe, but not before they have
+# started, and in vain while they wait for something else.
+end_with_parent()
+
+for backend, engine in (
+    (BACKENDS["object_store"], SharedMemoryWeightTransferEngine),
+    (BACKENDS["broadcast"], BroadcastWeightTransferEngine),
+):
+    if backend not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(backend, engine)

@@ -1,0 +1,171 @@
+"""How a running vLLM engine replaces its weights, by whichever transport they come.
+
+The engine pauses (the prefix cache is dropped), loads, sets the version and resumes. Running requests are held
+meanwhile. The settings can make them end first, or keep their cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from grpo_dist.engines.settings import EngineSettings, GroupAddress
+from grpo_dist.engines.weights.bucket_files import bucket_files
+from grpo_dist.engines.weights.buckets import Bucket, check_buckets
+from grpo_dist.errors import EngineError, WeightSyncError
+
+
+class WeightUpdater:
+    """The weights of one engine; see `EngineWeights`.
+
+    Attributes:
+        version: of the weights in force; -1: those of the model folder.
+        updating: whether an update is under way: from the pause until requests go on.
+
+    Args:
+        llm: vLLM's AsyncLLM.
+        call: awaits one of its calls within a time limit (`timeout_s`), and makes its exceptions ours.
+        settings: the engine's.
+    """
+
+    def __init__(self, llm: Any, call: Callable[..., Awaitable[Any]], *, settings: EngineSettings) -> None:
+        self._llm, self._call = llm, call
+        self._pause = {
+            "mode": "keep" if settings.partial_rollout else "wait",
+            "clear_cache": settings.clear_kv_cache_on_update,
+        }
+        self.version = -1
+        self.updating = False
+        self._mixed = ""
+        self._paused = self._asleep = False
+
+    def check_not_mixed(self) -> None:
+        """Refuse to sample after a failed sync that has left some old and some new weights.
+
+        Raises:
+            EngineError: the weights are mixed.
+        """
+        if self._mixed:
+            raise EngineError(self._mixed)
+
+    async def pause(self) -> None:
+        """Hold the running requests, or let them end first, until weights have come; nothing if they are held already.
+
+        To let them end takes as long as the longest response, which only the driver can limit
+        (trainer.stage_timeout_s).
+
+        Raises:
+            EngineError: the engine failed, and is replaced.
+        """
+        if not self._paused:
+            self.updating = True
+            await self._call(self._llm.pause_generation(**self._pause), timeout_s=None)
+            self._paused = True
+
+    async def sleep(self) -> None:
+        """Release the GPUs' memory until weights have come: drop the KV cache, and move the weights to CPU memory.
+
+        Raises:
+            EngineError: the engine failed, and is replaced.
+        """
+        self.updating = True
+        await self._call(self._llm.sleep(level=1, mode="wait"))  # weights in force, should the sync fail
+        self._paused = self._asleep = True
+
+    async def load(self, buckets: Sequence[Bucket], version: int) -> None:
+        """Replace all weights by those in the buckets, which are all checked before the first is loaded.
+
+        Raises:
+            WeightSyncError: a bucket is damaged or missing, or `version` is not newer than the one in force; the engine
+                keeps its weights.
+            EngineError: the engine failed, and is replaced.
+        """
+        with self._keeps_weights(version):
+            self._check_newer(version)
+            check_buckets(buckets)
+        with contextlib.closing(bucket_files(buckets)) as files:
+            await self._replace(files, version)
+
+    async def join(self, address: GroupAddress, first_rank: int) -> None:
+        """Make all workers of the engine join a weight group; the first one gets `first_rank`.
+
+        Raises:
+            WeightSyncError: the group was not formed; the engine keeps its weights.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest({"address": asdict(address), "first_rank": first_rank})
+        await self._call(self._llm.init_weight_transfer_engine(request))
+        _, fault = await self._receipt()
+        if fault:
+            raise WeightSyncError(fault)
+
+    async def receive(self, version: int) -> None:
+        """Replace all weights by those that the actor sends to the group.
+
+        Raises:
+            WeightSyncError: a bucket was damaged, out of order, or did not come. If nothing had been loaded, the engine
+                keeps its weights. Otherwise it has some old and some new ones, and stays paused until a whole sync
+                succeeds or its worker is replaced; the message says which.
+            EngineError: the engine failed, and is replaced.
+        """
+        with self._keeps_weights(version):
+            self._check_newer(version)
+        await self._replace([{"version": version}], version)
+
+    async def _replace(self, updates: Iterable[dict[str, Any]], version: int) -> None:
+        """Pause, load the updates, set the version and resume."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self.pause()
+        if self._asleep:
+            await self._call(self._llm.wake_up(["weights"]))
+        await self._call(self._llm.start_weight_update())
+        for update in updates:
+            await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update)))
+        loaded, fault = await self._receipt()
+        await self._call(self._llm.finish_weight_update())  # also after a fault: the layers become whole again
+        if self._asleep:
+            await self._call(self._llm.wake_up(["kv_cache"]))  # only now: the sync had its memory for buckets
+            self._asleep = False
+        if fault and loaded:
+            self._mixed = (
+                f"sync of weight version {version}: {fault}; {loaded} weight buckets were loaded before, so the "
+                f"engine's weights are mixed of versions {self.version} and {version}: it stays paused until a whole "
+                "sync succeeds, or its worker is replaced"
+            )
+            raise WeightSyncError(self._mixed)
+        if not fault:
+            await self._call(self._llm.update_weight_version(str(version)))
+            self.version, self._mixed = version, ""
+        if not self._mixed:
+            await self._call(self._llm.resume_generation())
+            self._paused = self.updating = False
+        with self._keeps_weights(version):
+            if fault:
+                raise WeightSyncError(fault)
+
+    async def _receipt(self) -> tuple[int, str]:
+        """(the most buckets that a worker of the engine has loaded, the first fault that a worker reports or "")."""
+        receipts = await self._call(self._llm.collective_rpc("weight_receipt"))
+        faults = [
+            f"tensor parallel rank {rank}: {receipt['fault']}" if len(receipts) > 1 else receipt["fault"]
+            for rank, receipt in enumerate(receipts)
+            if receipt["fault"]
+        ]
+        return max(receipt["loaded"] for receipt in receipts), next(iter(faults), "")
+
+    def _check_newer(self, version: int) -> None:
+        if version <= self.version:
+            raise WeightSyncError(f"weight version {version} came after version {self.version}")
+
+    @contextlib.contextmanager
+    def _keeps_weights(self, version: int) -> Iterator[None]:
+        """Add to errors of the block, which loads nothing, that the engine keeps its weights."""
+        try:
+            yield
+        except WeightSyncError as error:
+            kept = self._mixed or f"the engine keeps version {self.version}"
+            raise WeightSyncError(f"sync of weight version {version}: {error}; {kept}") from None

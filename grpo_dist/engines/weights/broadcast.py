@@ -1,0 +1,297 @@
+"""Weights from the actor straight into every vLLM worker: one broadcast per bucket, over a process group of its own.
+
+Rank 0 is the sender; worker t of engine e has rank 1 + e * workers per engine + t. The group is NCCL's on GPU and
+gloo's on CPU, and is independent of the default group; everything else is the same on both. The tests run over gloo:
+the NCCL group itself has not been run on GPUs. Where actor ranks share devices with engines, each rank passes the
+buckets to the engines on its own device instead (ipc.py); again everything else is the same.
+
+A bucket's header (number, checksum, offsets of the tensors) goes ahead through the group's store. So a rank enters a
+broadcast only when the sender has, and learns from the store if the sender has failed. After a failure a group is
+closed; the next one has a higher generation and may have other members.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_dist.engines.rendezvous import LOOPBACK, own_ip, refuse_loopback
+from grpo_dist.engines.settings import SENDER, GroupAddress
+from grpo_dist.engines.weights.buckets import Entry, PackedTensors, pack_tensors, unpack
+from grpo_dist.engines.weights.ipc import SharedMemoryGroup
+from grpo_dist.errors import GrpoDistError, WeightSyncError
+
+# Words that are summed up at once for a checksum: their products stay in a CPU's cache.
+_CHECKSUM_WORDS = 1 << 17
+
+
+@dataclass(frozen=True)
+class Header:
+    """Sent ahead of a bucket; see `buckets.Bucket`."""
+
+    number: int
+    last: bool
+    num_bytes: int
+    checksum: int
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """The outcome at a receiver: the number of buckets whose loading has begun, and what went wrong ("": nothing)."""
+
+    loaded: int = 0
+    fault: str = ""
+
+
+class WeightGroup:
+    """A rank's place in the group; made on all ranks at the same time.
+
+    Args:
+        address: where to meet.
+        rank: those of senders come first.
+        device: where its tensors lie.
+        store: the store that the sender has opened; None: connect to it.
+
+    Attributes:
+        sends: whether this rank sends to any other.
+
+    Raises:
+        WeightSyncError: not all ranks came in time.
+    """
+
+    def __init__(self, address: GroupAddress, rank: int, device: torch.device, store: Any = None) -> None:
+        self.address, self.device, self.sends = address, device, rank == SENDER
+        self._limit = timedelta(seconds=address.timeout_s)
+        self._group: Any = None
+        self._announced: list[str] = []
+        try:
+            if store is None:
+                store = dist.TCPStore(address.host, address.port, timeout=self._limit)
+            self._store = dist.PrefixStore(f"weights/{address.generation}", store.clone())
+            self._store.set_timeout(self._limit)
+            self._meet(rank)
+            if address.backend == "ipc":
+                self._group = SharedMemoryGroup(self._store, rank, device, address)
+                self._store, self.sends = self._group.store, self._group.sends
+            else:
+                self._group = _make_group(self._store, rank, device, address)
+            self.wait(self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)))  # connects the ranks
+        except (RuntimeError, ValueError) as error:
+            self.close()
+            raise WeightSyncError(f"{self} cannot be formed: {_first_line(error)}") from None
+
+    def __str__(self) -> str:
+        return f"weight group {self.address.generation} of {self.address.world_size} ranks"
+
+    def publish(self, version: int, number: int, header: Header | str) -> None:
+        """Sender: announce bucket `number`, or with a text why it will not come."""
+        content = header if isinstance(header, str) else asdict(header)
+        self._announced.append(f"{version}/{number}")
+        self._store.set(self._announced[-1], json.dumps(content))
+
+    def read(self, version: int, number: int) -> Header:
+        """Receiver: wait for the announcement of bucket `number`.
+
+        Raises:
+            WeightSyncError: the sender has failed, or announced nothing in time.
+        """
+        key = f"{version}/{number}"
+        try:
+            content = json.loads(self._store.get(key))
+        except RuntimeError:
+            limit = f"{self.address.timeout_s:g} s"
+            raise WeightSyncError(f"the sender announced no weight bucket {number} within {limit}") from None
+        if isinstance(content, str):
+            raise WeightSyncError(f"the sender gave up at weight bucket {number}: {content}")
+        return Header(
+            **content | {"entries": tuple(Entry(**e | {"shape": tuple(e["shape"])}) for e in content["entries"])}
+        )
+
+    def forget(self) -> None:
+        """Sender: delete the announcements of syncs that all receivers have finished."""
+        while self._announced:
+            self._store.delete_key(self._announced.pop())
+
+    def broadcast(self, data: Tensor) -> Any:
+        """Start to send `data` to all ranks, or to receive it; see `wait`."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = SENDER, 0, self._limit
+        return self._group.broadcast([data], options)
+
+    def wait(self, work: Any) -> None:
+        """Wait for a broadcast.
+
+        Raises:
+            WeightSyncError: a rank has died or is too late.
+        """
+        try:
+            work.wait(self._limit)  # with a limit, NCCL's too blocks until the bytes are there
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"{self}: a rank died or did not answer within {self.address.timeout_s:g} s ({_first_line(error)})"
+            ) from None
+
+    def close(self) -> None:
+        """Leave the group; ranks that wait for this one in a broadcast notice."""
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+
+    def _meet(self, rank: int) -> None:
+        """Wait for all ranks: to make a communicator has no time limit of its own on NCCL."""
+        keys = [f"joined/{r}" for r in range(self.address.world_size)]
+        self._store.set(keys[rank], "")
+        try:
+            self._store.wait(keys, self._limit)
+        except RuntimeError:
+            missing = [str(r) for r, key in enumerate(keys) if not self._store.check([key])]
+            limit = f"{self.address.timeout_s:g} s"
+            raise RuntimeError(f"rank {', '.join(missing)} did not come within {limit}") from None
+
+
+def send(group: WeightGroup, tensors: Iterable[tuple[str, Tensor]], *, version: int, bucket_bytes: int) -> None:
+    """Broadcast named tensors, packed into buckets; one is packed while the one before it is on its way.
+
+    `tensors` is used up even if this fails: gathering them is collective, and the other actor ranks go on.
+
+    Raises:
+        WeightSyncError: a receiver died or did not answer in time. The group is closed.
+    """
+    stream, announced = iter(tensors), 0
+    try:
+        group.forget()
+        on_its_way = None
+        for packed in pack_tensors(stream, bucket_bytes=bucket_bytes):
+            header = describe(packed)
+            if on_its_way is not None:
+                group.wait(on_its_way[0])
+            group.publish(version, announced, header)
+            announced += 1
+            on_its_way = group.broadcast(packed.data), packed  # which must stay until it has arrived
+        if on_its_way is not None:
+            group.wait(on_its_way[0])
+    except Exception as error:
+        reason = _reason(error)
+        with contextlib.suppress(RuntimeError):
+            group.publish(version, announced, reason)
+        group.close()
+        for _ in stream:
+            pass
+        raise WeightSyncError(
+            f"sync of weight version {version}, after {announced} weight buckets: {reason}"
+        ) from error
+
+
+def receive(group: WeightGroup, *, version: int, load: Callable[[list[tuple[str, Tensor]]], None]) -> Receipt:
+    """Receive the buckets of a sync; each is verified before it is loaded.
+
+    After a damaged bucket nothing more is loaded, but the rest is received, so that the other ranks need not wait.
+    """
+    loaded = number = 0
+    fault, last = "", False
+    try:
+        while not last:
+            header = group.read(version, number)
+            data = torch.empty(header.num_bytes, dtype=torch.uint8, device=group.device)
+            group.wait(group.broadcast(data))
+            fault = fault or find_fault(header, number, data)
+            if not fault:
+                loaded += 1
+                load(unpack(data, header.entries))
+            number, last = number + 1, header.last
+    except Exception as error:  # noqa: BLE001 - vLLM would lose its type; the engine reads the receipt
+        group.close()
+        return Receipt(loaded, fault or _reason(error))
+    return Receipt(loaded, fault)
+
+
+def describe(packed: PackedTensors) -> Header:
+    """The header of a bucket."""
+    return Header(packed.number, packed.last, len(packed.data), position_checksum(packed.data), packed.entries)
+
+
+def find_fault(header: Header, number: int, data: Tensor) -> str:
+    """What is wrong with a bucket that arrived as number `number`; "" if nothing is."""
+    if header.number != number:
+        return f"weight bucket {header.number} arrived in place of {number}"
+    found = position_checksum(data)
+    if found == header.checksum:
+        return ""
+    names = f"{header.entries[0].name} to {header.entries[-1].name}"
+    return (
+        f"weight bucket {number} ({names}) is damaged: checksum {found % 2**64:#018x}, "
+        f"sent with {header.checksum % 2**64:#018x}"
+    )
+
+
+def position_checksum(data: Tensor) -> int:
+    """A checksum that a GPU computes as fast as it reads: the sum of 8-byte words times weights of their positions.
+
+    All arithmetic wraps around at 64 bits. The weights are odd, so any change within one word is found; several changes
+    cancel out about as rarely as a random number hits another one.
+
+    Args:
+        data: uint8; a multiple of 8 bytes.
+    """
+    weights = _weights(str(data.device))
+    parts = [(part * weights[: len(part)]).sum() for part in data.view(torch.int64).split(_CHECKSUM_WORDS)]
+    return int((torch.stack(parts) * weights[: len(parts)]).sum())
+
+
+@functools.cache
+def _weights(device: str) -> Tensor:
+    """Odd numbers that look random: neighbours exchanged do not cancel out."""
+    numbers = torch.arange(1, _CHECKSUM_WORDS + 1, device=device) * -0x61C8864680B583EB  # 2**64 / golden ratio
+    return (numbers ^ (numbers >> 32)) | 1
+
+
+def _make_group(store: Any, rank: int, device: torch.device, address: GroupAddress) -> Any:
+    limit, size = timedelta(seconds=address.timeout_s), address.world_size
+    store = dist.PrefixStore("group", store)
+    if device.type == "cuda":
+        if address.host != LOOPBACK:
+            refuse_loopback(["NCCL_SOCKET_IFNAME"])
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = limit
+        # without it NCCL's watchdog ends the whole process when a peer is too late
+        with _environment("TORCH_NCCL_BLOCKING_WAIT", "1"):
+            return nccl(store, rank, size, options)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices, options._timeout = [gloo.create_device(hostname=own_ip(address.host, address.port))], limit
+    return gloo(store, rank, size, options)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Within the block the variable is set."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, GrpoDistError) else f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300]

@@ -1,0 +1,63 @@
+"""Every engine has the methods of its protocol, with the same arguments; engines are found by name."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.config import names
+from grpo_dist.engines.base import (
+    FSDP,
+    ROLLOUT_ENGINES,
+    EngineWeights,
+    RolloutEngine,
+    TrainEngine,
+    rollout_engine,
+)
+from grpo_dist.engines.fakes import FakeRolloutEngine, FakeTrainEngine, FakeWeights
+from grpo_dist.engines.vllm.weight_update import WeightUpdater
+from grpo_dist.errors import ConfigError
+from grpo_dist.registry import load_attribute
+
+METHODS = {
+    protocol: [name for name in vars(protocol) if inspect.isfunction(vars(protocol)[name]) and name[0] != "_"]
+    for protocol in (RolloutEngine, EngineWeights, TrainEngine)
+}
+CLASSES = [
+    *((RolloutEngine, rollout_engine(name)) for name in ROLLOUT_ENGINES),
+    (RolloutEngine, FakeRolloutEngine),
+    (EngineWeights, WeightUpdater),
+    (EngineWeights, FakeWeights),
+    (TrainEngine, load_attribute(FSDP, key="FSDP")),
+    (TrainEngine, FakeTrainEngine),
+]
+
+
+@pytest.mark.parametrize(("protocol", "engine"), CLASSES, ids=lambda each: each.__name__)
+def test_an_engine_has_what_its_protocol_says(protocol: type, engine: type) -> None:
+    assert METHODS[protocol]
+    for name in METHODS[protocol]:
+        wanted, found = getattr(protocol, name), getattr(engine, name)
+        assert inspect.iscoroutinefunction(found) == inspect.iscoroutinefunction(wanted), name
+        arguments = [(p.name, p.kind, p.default) for p in inspect.signature(wanted).parameters.values()]
+        assert [(p.name, p.kind, p.default) for p in inspect.signature(found).parameters.values()] == arguments, name
+
+
+def test_the_names_are_those_of_the_config() -> None:
+    assert tuple(ROLLOUT_ENGINES) == names.ROLLOUT_ENGINES
+
+
+def test_an_engine_of_a_file_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from grpo_dist.engines.fakes import FakeRolloutEngine as Mine\n\n\nclass Half:\n    def start(): ...\n"
+    )
+    assert rollout_engine(f"{file}:Mine") is FakeRolloutEngine
+    with pytest.raises(ConfigError) as caught:
+        rollout_engine(f"{file}:Half")
+    for part in ("actor_rollout_ref.rollout.name", f"{file}:Half", "generate, abort, shutdown"):
+        assert part in str(caught.value)
+    with pytest.raises(ConfigError, match="did you mean 'Mine'"):
+        rollout_engine(f"{file}:Min")

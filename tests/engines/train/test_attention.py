@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.nn.attention.flex_attention import BlockMask
+
+from grpo_dist.engines.settings import choose_layout
+from grpo_dist.engines.train import attention
+from grpo_dist.engines.train.attention import (
+    FLASH,
+    FLEX,
+    SEGMENTS,
+    attention_implementation,
+    attention_inputs,
+    block_mask,
+    dense_mask,
+    flex_attention_forward,
+    sees,
+    varlen_inputs,
+    why_padded,
+)
+from grpo_dist.errors import ConfigError
+from tests.messages import refuses, says
+
+# [prompt | r1 | r2] of one group, a second group, two tokens of padding; and a row of padding but for one token.
+OWN = [[0, 0, 0, 1, 1, 2, 3, 3, 4, -1, -1], [5] + [-1] * 10]
+PARENT = [[0, 0, 0, 0, 0, 0, 3, 3, 3, -1, -1], [5] + [-1] * 10]
+ROWS = torch.tensor([OWN, PARENT], dtype=torch.int32)
+
+
+def by_hand(row: int, q: int, k: int) -> bool:
+    return q >= k and (OWN[row][q] == OWN[row][k] or PARENT[row][q] == OWN[row][k])
+
+
+def test_both_masks_are_the_rule() -> None:
+    dense = dense_mask(ROWS)
+    mask_mod = sees(ROWS)
+    assert dense.shape == (2, 1, 11, 11)
+    for row in range(2):
+        for q in range(11):
+            for k in range(11):
+                expected = by_hand(row, q, k)
+                assert dense[row, 0, q, k].item() == expected
+                index = [torch.tensor(i) for i in (row, 0, q, k)]
+                assert mask_mod(*index).item() == expected
+
+
+def test_flex_attention_under_the_block_mask_equals_sdpa_under_the_dense_one() -> None:
+    """Forward only: its backward pass needs a GPU. Four query heads over two key heads."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 11, 8, generator=generator) for heads in (4, 2, 2))
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    mask = block_mask(ROWS)
+    assert isinstance(mask, BlockMask)
+    with torch.no_grad():
+        flex, _ = flex_attention_forward(module, query, key, value, mask, scaling=0.3)  # type: ignore[arg-type]
+        dense, _ = flex_attention_forward(module, query, key, value, dense_mask(ROWS), scaling=0.3)  # type: ignore[arg-type]
+    torch.testing.assert_close(flex, dense, atol=1e-5, rtol=0)
+    assert flex.shape == (2, 11, 4, 8)
+
+
+def sdpa_in_its_place(factor: float) -> Callable[..., tuple[torch.Tensor, None]]:
+    """A kernel that goes backward on CPU; the gradient of its values is `factor` of what it should be."""
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask
+    ) -> tuple[torch.Tensor, None]:
+        value = factor * value + (1 - factor) * value.detach()
+        dense = dense_mask(ROWS[:, :1])
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=dense, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("factor", "fault"), [(1.0, ""), (0.9, "gradients of its attention are off by 0.1 of their size")]
+)
+def test_gradients_of_flex_attention_are_compared(factor: float, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    monkeypatch.setattr(attention, "flex_attention_forward", sdpa_in_its_place(factor))
+    monkeypatch.setattr(attention, "CHECKED_TOKENS", 11)
+    found = attention.flex_backward_fault(config, ROWS, torch.float32)
+    assert re.fullmatch(fault, found)
+
+
+def test_a_kernel_that_is_compiled_too_often_is_an_error_with_advice() -> None:
+    """And not, as torch would have it, slow from then on."""
+    limit = torch._dynamo.config.recompile_limit
+    kernel = attention._compiled(lambda x, name: x + len(name), backend="eager")
+    names = ["a" * length for length in range(1, limit + 2)]
+    for name in names[:-1]:
+        assert kernel(torch.zeros(1), name).item() == len(name)
+    with refuses(ConfigError, "model.use_remove_padding=true", f"{limit} times", "false"):
+        kernel(torch.zeros(1), names[-1])
+
+
+def test_varlen_by_hand() -> None:
+    found = varlen_inputs(torch.tensor([[0, 1, 2, 0, 0, 1]]))
+    assert found["cu_seq_lens_q"].tolist() == [0, 3, 4, 6]
+    assert found["max_length_q"] == 3
+
+
+def test_inputs_of_each_kernel() -> None:
+    positions = torch.arange(11).repeat(2, 1)
+    assert attention_inputs(None, positions, "sdpa") == {}
+    assert attention_inputs(ROWS, positions, "sdpa")["attention_mask"].dtype == torch.bool
+    assert isinstance(attention_inputs(ROWS, positions, FLEX)["attention_mask"], BlockMask)
+    short, long = (attention_inputs(ROWS, positions, SEGMENTS, limit) for limit in (11, 10))
+    assert short["attention_mask"].shape == (2, 1, 11, 11)
+    assert len(long["segments"]) == 8
+    assert "cu_seq_lens_k" in attention_inputs(ROWS, positions[:1], FLASH)
+
+
+@pytest.mark.parametrize(
+    ("layout", "device", "flash", "expected"),
+    [
+        ("shared", "cpu", True, SEGMENTS),
+        ("padded", "cpu", True, "sdpa"),
+        ("padded", "cuda", True, "sdpa"),
+        ("shared", "cuda", True, FLEX),
+        ("packed", "cuda", True, FLASH),
+        ("packed", "cuda", False, FLEX),
+    ],
+)
+def test_kernel_by_device_and_layout(
+    layout: str, device: str, flash: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: flash)
+    assert attention_implementation(transformers.Qwen3Config(), layout, device) == expected
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_model_runs_with_the_registered_kernel(device: str, random_models: dict[str, str]) -> None:
+    """transformers hands the block mask, or the runs, through to it."""
+    name = attention_implementation(transformers.Qwen3Config(), "shared", device)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13, 3, 3]])
+    positions = torch.tensor([[0, 1, 2, 3, 4, 3, 0, 1, 2, 9, 10]])
+    segments = ROWS[:, :1]
+    logits = {}
+    for kernel in ("sdpa", name):
+        model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"], attn_implementation=kernel)
+        with torch.no_grad():
+            mask = attention_inputs(segments, positions, kernel, dense_tokens=0)
+            logits[kernel] = model(input_ids=ids, position_ids=positions, **mask).logits
+    torch.testing.assert_close(logits["sdpa"][:, :9], logits[name][:, :9], atol=1e-4, rtol=0)  # two of padding
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (transformers.LlamaConfig(), ""),
+        (transformers.Qwen2Config(), ""),
+        (transformers.Qwen3Config(), ""),
+        (transformers.Qwen2Config(use_sliding_window=True, max_window_layers=2), "sliding_attention"),
+        (transformers.MistralConfig(sliding_window=4096), "4096"),
+        (transformers.MistralConfig(sliding_window=None), ""),
+        (transformers.Gemma2Config(), "sliding_attention"),
+        (transformers.Gemma3TextConfig(), "sliding_attention"),
+        (SimpleNamespace(attn_logit_softcapping=50.0), "attention logits"),
+        (SimpleNamespace(alibi=True), "ALiBi"),
+    ],
+)
+def test_models_that_stay_padded(config: object, reason: str) -> None:
+    found = why_padded(config)
+    if reason:
+        says(found, reason)
+    else:
+        assert found == ""
+
+
+def test_capped_attention_is_not_left_to_sdpa() -> None:
+    assert attention_implementation(transformers.Gemma2Config(), "padded", "cpu") == "eager"
+
+
+def test_layout_by_keys() -> None:
+    assert choose_layout(use_remove_padding=True, use_prefix_grouper=True) == "shared"
+    assert choose_layout(use_remove_padding=True, use_prefix_grouper=False) == "packed"
+    assert choose_layout(use_remove_padding=False, use_prefix_grouper=True) == "padded"

@@ -1,0 +1,33 @@
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush_path, flush_tree, write_durably
+
+
+def test_a_digest_is_that_of_the_contents(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 1_000_003)
+    expected = FileDigest(1_000_003, hashlib.blake2b(b"x" * 1_000_003, digest_size=32).hexdigest())
+    assert digest_file(path) == expected
+    path.write_bytes(b"x" * 1_000_002 + b"y")
+    assert digest_file(path).num_bytes == expected.num_bytes
+    assert digest_file(path).blake2b != expected.blake2b
+    with pytest.raises(FileNotFoundError):
+        digest_file(tmp_path / "nowhere")
+
+
+def test_every_file_and_folder_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    (tmp_path / "a/b").mkdir(parents=True)
+    write_durably(tmp_path / "a/b/file", "text")
+    assert flushed == [str(tmp_path / "a/b/file")]
+    assert (tmp_path / "a/b/file").read_text() == "text"
+    flushed.clear()
+    flush_tree(tmp_path)
+    assert sorted(flushed) == [str(tmp_path / part) for part in ("", "a", "a/b", "a/b/file")]
+    flush_path(tmp_path / "a")
+    assert flushed[-1] == str(tmp_path / "a")

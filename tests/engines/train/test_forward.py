@@ -1,0 +1,163 @@
+"""The check of layout and head: what it accepts, what it gives up, and what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.train import forward, lm_head, model_loading
+from grpo_dist.engines.train.attention import attention_implementation
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.lm_head import response_values
+from grpo_dist.protocol import DataProto
+from tests.messages import says
+from tests.models import objective, random_batch, random_model, trainable_engine
+from tests.ranks import run_ranks
+
+
+def columns(engine: FSDPEngine, data: DataProto) -> list[Any]:
+    found = engine.compute_columns(data, ("log_probs", "entropies"), micro_batch_size=8)
+    return [column.values.numpy().copy() for column in found.values()]
+
+
+def one_rank(rank: int, paths: dict[str, str]) -> dict[str, Any]:
+    data = random_batch(num_groups=3, n=4)
+    out: dict[str, Any] = {}
+    for name in ("Qwen3", "Gemma2", "Mistral"):
+        engine = trainable_engine(paths[name])
+        padded = trainable_engine(paths[name], layout="padded")
+        out[name] = {"columns": columns(engine, data), "padded": columns(padded, data)}
+        metrics = engine.train_mini_batch(data, micro_batch_size=8, objective=objective()).metrics
+        out[name] |= {"report": engine.forward.report, "layout": engine.forward.layout, "metrics": sorted(metrics)}
+    bf16 = trainable_engine(paths["Qwen3"], dtype="bf16")
+    bf16.compute_log_probs(data, micro_batch_size=8)
+    out["bf16"] = bf16.forward.report
+    out["broken"] = broken(paths["Qwen3"], data)
+    return out
+
+
+def broken(path: str, data: DataProto) -> dict[str, Any]:
+    out = {}
+    for name, layout, module, patch in (
+        ("mask", "shared", forward, {"attention_inputs": lambda *args: {}}),
+        ("refused", "packed", forward, {"attention_inputs": refuse}),
+        ("head", "shared", lm_head, {"response_values": off_by_one}),
+        ("everything", "shared", forward, {"TOLERANCE": {torch.float32: -1.0}}),
+        ("backward", "shared", model_loading, {"attention_implementation": on_a_gpu}),
+    ):
+        kept = {key: getattr(module, key) for key in patch}
+        vars(module).update(patch)
+        try:
+            engine = trainable_engine(path, layout=layout)
+            out[name] = (columns(engine, data), engine.forward.report)
+        finally:
+            vars(module).update(kept)
+    return out
+
+
+def off_by_one(*args: Any) -> Any:
+    values = response_values(*args)
+    return values._replace(log_probs=values.log_probs + 1)
+
+
+def on_a_gpu(config: Any, layout: str, device: str) -> str:
+    """FlexAttention, which goes backward on a GPU only."""
+    return attention_implementation(config, layout, "cuda")
+
+
+def refuse(segments: Any, *args: Any) -> dict[str, Any]:
+    if segments is None:
+        return {}
+    raise ValueError("this model takes no 4-D mask")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    changes: dict[str, dict[str, Any]] = {
+        "Qwen3": {"head_dim": 8},
+        "Gemma2": {"head_dim": 8, "sliding_window": 4, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0},
+        "Mistral": {"head_dim": 8, "sliding_window": 4},
+    }
+    paths = {name: random_model(name, tmp_path_factory.mktemp(name), **some) for name, some in changes.items()}
+    (out,) = run_ranks(1, one_rank, paths)
+    return out
+
+
+def test_a_good_layout_is_kept(alone: dict[str, Any]) -> None:
+    assert alone["Qwen3"]["layout"] == "shared"
+    assert alone["Qwen3"]["report"].startswith("shared prompts; ")
+    assert alone["bf16"].startswith("shared prompts; ")
+
+
+@pytest.mark.parametrize(("name", "reason"), [("Gemma2", "sliding_attention layers"), ("Mistral", "window of 4")])
+def test_windows_and_capping_stay_padded(alone: dict[str, Any], name: str, reason: str) -> None:
+    case = alone[name]
+    assert case["layout"] == "padded"
+    assert case["report"].startswith("padded sequences")
+    says(case["report"], "shared prompts", reason)
+    assert ("whole micro-batches" in case["report"]) == (name == "Gemma2"), "it caps its logits, too"
+    for found, expected in zip(case["columns"], case["padded"], strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert "actor/entropy" in case["metrics"]
+
+
+def test_a_broken_layout_is_given_up(alone: dict[str, Any]) -> None:
+    """What is wrong without a mask is seen by the check, and padded sequences give what they should."""
+    found, report = alone["broken"]["mask"]
+    assert report.startswith("padded sequences")
+    says(report, "shared prompts:", "log-probs differ")
+    np.testing.assert_allclose(found[0], alone["Qwen3"]["padded"][0], atol=1e-5)
+
+
+def test_a_layout_that_the_model_refuses_is_given_up(alone: dict[str, Any]) -> None:
+    _, report = alone["broken"]["refused"]
+    says(report, "padded sequences", "packed sequences: ValueError:")
+
+
+def test_a_layout_whose_attention_cannot_go_backward_is_given_up(alone: dict[str, Any]) -> None:
+    found, report = alone["broken"]["backward"]
+    assert report.startswith("padded sequences")
+    says(report, "shared prompts:", "backward pass")
+    np.testing.assert_allclose(found[0], alone["Qwen3"]["padded"][0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("broken", "left", "because"),
+    [
+        ("head", "padded sequences", ["chunked output", "log-probs differ"]),
+        ("everything", "one sequence", ["; padded sequences: log-probs differ"]),
+    ],
+)
+def test_what_differs_by_the_head_or_by_its_company_is_given_up(
+    alone: dict[str, Any], broken: str, left: str, because: list[str]
+) -> None:
+    found, report = alone["broken"][broken]
+    assert report.startswith(left)
+    says(report, "shared prompts", "whole micro-batches")
+    says(report, *because)
+    for mine, theirs in zip(found, alone["Qwen3"]["padded"], strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def two_ranks(rank: int, path: str) -> tuple[str, float]:
+    """Only rank 1 has rows, and only its mask is broken: both give the layout up."""
+    if rank == 1:
+        forward.attention_inputs = lambda *args: {}  # type: ignore[assignment]
+    data = random_batch(num_groups=2, n=4) if rank == 1 else DataProto()
+    model = ModelSettings(path, False, "fp32", "fp32", False, True)
+    engine = FSDPEngine(model, device="cpu", temperature=1.0)
+    engine.compute_log_probs(data, micro_batch_size=8)
+    return engine.forward.report, len(data)
+
+
+def test_all_ranks_decide_alike(tmp_path: Path) -> None:
+    (first, rows), (second, _) = run_ranks(2, two_ranks, random_model("Qwen3", tmp_path, head_dim=8))
+    assert rows == 0
+    assert first.startswith("padded sequences")
+    says(first, "shared prompts")
+    assert first == second

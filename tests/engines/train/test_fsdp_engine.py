@@ -1,0 +1,266 @@
+"""One step of the engine against the same step in plain PyTorch; and what it does with a loss that is not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from grpo_dist.algorithms import policy_objective
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.sharded_tensors import whole
+from grpo_dist.errors import DataError, TrainingDiverged
+from grpo_dist.protocol import DataProto, Ragged, metric_values
+from tests.messages import says
+from tests.models import objective, random_batch, trainable_engine
+from tests.ranks import run_ranks
+
+TEMPERATURE, ENTROPY_COEFF = 0.7, 0.5
+
+
+# --- plain PyTorch -----------------------------------------------------------------------------------------------
+def plain_row(model: Any, prompt: torch.Tensor, response: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of a response, from a forward pass over this one unpadded sequence."""
+    ids = torch.cat([prompt, response]).long()
+    logits = model(input_ids=ids.unsqueeze(0)).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+    log_probs = torch.log_softmax(logits, -1)
+    return log_probs.gather(-1, response.long().unsqueeze(-1)).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)
+
+
+def plain_step(path: str, data: DataProto, entropy_coeff: float) -> dict[str, Any]:
+    """Loss, entropy, gradient norm and the weights after one clipped AdamW step, without FSDP or micro-batches."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    rows = [plain_row(model, *row) for row in zip(data["prompts"].rows(), data["responses"].rows(), strict=True)]
+    log_probs, entropy = (torch.nn.utils.rnn.pad_sequence(column, True) for column in zip(*rows, strict=True))
+    mask = data["response_mask"].to_padded(0).float()
+    columns = {name: data[name].to_padded(0.0) for name in ("old_log_probs", "advantages", "ref_log_probs")}
+    loss, _ = policy_objective(
+        log_probs=log_probs,
+        response_mask=mask,
+        entropy=entropy,
+        loss_mode="vanilla",
+        loss_agg_mode="token-mean",
+        options={"clip_ratio": 0.2, "clip_ratio_c": 3.0},
+        kl_loss_type="k3",
+        kl_loss_coef=0.1,
+        entropy_coeff=entropy_coeff,
+        global_tokens=mask.sum(),
+        global_sequences=float(len(data)),
+        **columns,
+    )
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01).step()
+    return {
+        "log_probs": [row[0].detach().numpy() for row in rows],
+        "entropy": float((entropy.detach() * mask).sum() / mask.sum()),
+        "loss": loss.item(),
+        "grad_norm": norm.item(),
+        "weights": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "gradients": {name: p.grad.numpy() for name, p in model.named_parameters()},
+    }
+
+
+def numpy(weights: Any) -> dict[str, Any]:
+    return {name: tensor.numpy().copy() for name, tensor in weights}
+
+
+# --- on one rank -------------------------------------------------------------------------------------------------
+def one_rank(rank: int, path: str) -> dict[str, Any]:
+    data = random_batch(num_groups=3, n=3)
+    out: dict[str, Any] = {}
+    for coefficient in (0.0, ENTROPY_COEFF):
+        plain = plain_step(path, data, coefficient)
+        engine = trainable_engine(path, temperature=TEMPERATURE)
+        before = [engine.compute_log_probs(data, micro_batch_size=size) for size in (1, 4, 100)]
+        metrics = engine.train_mini_batch(
+            data, micro_batch_size=4, objective=objective(entropy_coeff=coefficient)
+        ).metrics
+        out[f"entropy_coeff={coefficient}"] = {
+            "plain": plain | {"weights": numpy(plain["weights"].items())},
+            "metrics": metric_values(metrics),
+            "weights": numpy(engine.full_parameters("float32")),
+            "log_probs": [[row.numpy().copy() for row in column.rows()] for column in before],
+        }
+    frozen = FSDPEngine(ModelSettings(path, False, "fp32", "fp32", False, True), device="cpu", temperature=TEMPERATURE)
+    mixed = FSDPEngine(ModelSettings(path, False, "fp32", "bf16", False, True), device="cpu", temperature=TEMPERATURE)
+    out["frozen"] = {
+        "sharded": [isinstance(each.model, FSDPModule) for each in (frozen, mixed, engine)],
+        "trainable": [name for name, p in frozen.model.named_parameters() if p.requires_grad],
+        "log_probs": frozen.compute_log_probs(data, micro_batch_size=4).values.numpy(),
+        "bf16": {str(tensor.dtype) for _, tensor in frozen.full_parameters("bfloat16")},
+        "no rows": len(frozen.compute_log_probs(DataProto(), micro_batch_size=4)),
+    }
+    try:
+        FSDPEngine(ModelSettings("/no/model", False, "fp32", "fp32", False, True), device="cpu", temperature=1.0)
+    except DataError as error:
+        out["no model"] = str(error)
+    return out
+
+
+@pytest.fixture(scope="module")
+def alone(random_models: dict[str, str]) -> dict[str, Any]:
+    (out,) = run_ranks(1, one_rank, random_models["tied"])
+    return out
+
+
+CASES = ["entropy_coeff=0.0", f"entropy_coeff={ENTROPY_COEFF}"]
+
+
+def test_log_probs_equal_a_plain_forward_of_each_row_alone(alone: dict[str, Any]) -> None:
+    case = alone[CASES[0]]
+    plain = case["plain"]["log_probs"]
+    assert np.concatenate(plain).std() > 0.3, "near uniform: the temperature would not show"
+    for column in case["log_probs"]:
+        for row, expected in zip(column, plain, strict=True):
+            np.testing.assert_allclose(row, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_gradient_and_step_equal_plain_pytorch(alone: dict[str, Any], case: str) -> None:
+    plain, metrics = alone[case]["plain"], alone[case]["metrics"]
+    assert metrics["actor/loss"] == pytest.approx(plain["loss"], rel=1e-4)
+    assert metrics["actor/grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
+    assert metrics["actor/grad_norm"] > 1.0, "the norm is reported before clipping, and clipping was at work"
+    assert metrics["actor/lr"] == 1e-2
+    for name, weight in plain["weights"].items():
+        # Adam's first step is lr * sign(gradient), which turns the rounding of a gradient near zero into a real step
+        sure = np.abs(plain["gradients"][name]) > 1e-6
+        assert sure.mean() > 0.9 or "embed" in name
+        np.testing.assert_allclose(alone[case]["weights"][name][sure], weight[sure], atol=1e-4, rtol=0, err_msg=name)
+
+
+def test_entropy_is_a_bonus_of_its_own_metric(alone: dict[str, Any]) -> None:
+    without, with_ = (alone[case] for case in CASES)
+    entropy = with_["plain"]["entropy"]
+    assert with_["metrics"]["actor/entropy"] == pytest.approx(entropy, rel=1e-4)
+    assert 0.1 < entropy < 4.5, "between a point and the uniform distribution over 96 ids"
+    difference = without["metrics"]["actor/loss"] - with_["metrics"]["actor/loss"]
+    assert difference == pytest.approx(ENTROPY_COEFF * entropy, rel=1e-4)
+    assert "actor/entropy" not in without["metrics"], "not computed where it is not used"
+
+
+def test_a_frozen_engine_gives_the_same_log_probs(alone: dict[str, Any]) -> None:
+    frozen = alone["frozen"]
+    assert frozen["trainable"] == []
+    assert frozen["sharded"] == [False, True, True], (
+        "FSDP2 would hold its weights twice; it casts those of another type"
+    )
+    rows = torch.cat([torch.from_numpy(row) for row in alone[CASES[0]]["log_probs"][1]])
+    torch.testing.assert_close(torch.from_numpy(frozen["log_probs"]), rows, atol=1e-6, rtol=0)
+    assert frozen["bf16"] == {"torch.bfloat16"}
+    assert frozen["no rows"] == 0
+
+
+def test_a_missing_model_is_named(alone: dict[str, Any]) -> None:
+    says(alone["no model"], "actor_rollout_ref.model.path=/no/model", "load")
+
+
+# --- on two ranks, one of which has bad rows -----------------------------------------------------------------------
+FAULTS = {
+    "inf advantage on rank 0": (0, "advantages", float("inf")),
+    "inf advantage on rank 1": (1, "advantages", float("inf")),
+    "nan old log-prob on rank 1": (1, "old_log_probs", float("nan")),
+    "nan reference log-prob on rank 1": (1, "ref_log_probs", float("nan")),
+    "gradient overflows": (1, "advantages", 1e30),
+}
+
+
+def poison(data: DataProto, column: str, value: float) -> DataProto:
+    """`value` in the last token of the last row."""
+    values = data[column].values.clone()
+    values[-1] = value
+    return DataProto({**data.batch, column: Ragged(values, data[column].offsets)}, data.non_tensor_batch)
+
+
+def two_ranks(rank: int, path: str) -> dict[str, Any]:
+    data = random_batch(num_groups=4, n=2).index([[0, 1, 2, 3], [4, 5, 6, 7]][rank])
+    engine = trainable_engine(path, temperature=TEMPERATURE)
+    before = numpy(engine.full_parameters("float32"))
+    messages = {}
+    for name, (bad_rank, column, value) in FAULTS.items():
+        rows = poison(data, column, value) if rank == bad_rank else data
+        try:
+            engine.train_mini_batch(rows, micro_batch_size=2, objective=objective())
+        except TrainingDiverged as error:
+            messages[name] = str(error)
+    after = numpy(engine.full_parameters("float32"))
+    state = dict(engine.optimizer.state)
+    metrics = engine.train_mini_batch(data, micro_batch_size=2, objective=objective()).metrics
+    return {
+        "messages": messages,
+        "changed": [name for name in before if (before[name] != after[name]).any()],
+        "optimizer": len(state),
+        "next step": metric_values(metrics),
+        "moved": any((before[name] != tensor.numpy()).any() for name, tensor in engine.full_parameters("float32")),
+        "no rows on rank 1": len(engine.compute_log_probs(data if rank == 0 else DataProto(), micro_batch_size=2)),
+    }
+
+
+@pytest.fixture(scope="module")
+def pair(random_models: dict[str, str]) -> list[dict[str, Any]]:
+    return run_ranks(2, two_ranks, random_models["tied"])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_loss_that_is_not_finite_stops_every_rank_with_one_message(pair: list, fault: str) -> None:
+    first, second = (rank["messages"].get(fault) for rank in pair)
+    assert first == second
+    bad_rank = FAULTS[fault][0]
+    if fault == "gradient overflows":
+        says(first, "gradient norm", "inf")
+    else:
+        says(first, f"rank {bad_rank}", "loss")
+        assert f"prompts p{2 * bad_rank}" in first or f"prompts p{2 * bad_rank + 1}" in first
+    says(first, "optimizer step")
+
+
+def test_nothing_was_changed_and_training_can_go_on(pair: list) -> None:
+    for rank in pair:
+        assert rank["changed"] == []
+        assert rank["optimizer"] == 0, "no state was made: no step was taken"
+        assert rank["moved"], "the next good step works"
+        assert 0 < rank["next step"]["actor/grad_norm"] < 1e6, "no gradient of the bad steps is left"
+
+
+def test_a_rank_without_rows_takes_part(pair: list) -> None:
+    assert [rank["no rows on rank 1"] for rank in pair] == [4, 0]
+
+
+def without_a_token(rank: int, path: str) -> dict[str, Any]:
+    """A step, a mini-batch whose mask is 0 on every rank, and one whose mask is 0 on rank 1 only."""
+    engine = trainable_engine(path)
+    data = random_batch(num_groups=2, n=2)
+    mask = {"response_mask": Ragged(torch.zeros_like(data["response_mask"].values), data["response_mask"].offsets)}
+    masked = data.select([name for name in data.columns() if name != "response_mask"]).union(DataProto(mask))
+    limits: dict[str, Any] = {"micro_batch_size": 2, "objective": objective()}
+    engine.train_mini_batch(data, **limits)
+
+    def state() -> list[np.ndarray]:
+        values = [v for states in engine.optimizer.state.values() for v in states.values()]
+        tensors = [*values, *(tensor for _, tensor in engine.full_parameters("float32"))]
+        return [whole(tensor).numpy().copy() for tensor in tensors]
+
+    before, place = state(), engine.schedule.last_epoch
+    skipped = metric_values(engine.train_mini_batch(masked, **limits).metrics)
+    same = all(np.array_equal(a, b) for a, b in zip(before, state(), strict=True))
+    places = [place, engine.schedule.last_epoch]
+    taken = metric_values(engine.train_mini_batch(data if rank == 0 else masked, **limits).metrics)
+    moved = any((a != b).any() for a, b in zip(before, state(), strict=True))
+    return {"same": same, "places": [*places, engine.schedule.last_epoch], "moved": moved, "told": [skipped, taken]}
+
+
+def test_a_mini_batch_without_a_trained_token_is_no_step(random_models: dict[str, str]) -> None:
+    """Neither weight decay nor Adam's momentum moves the weights; a token on one rank is enough for a step on all."""
+    for found in run_ranks(2, without_a_token, random_models["tied"]):
+        assert found["same"]
+        assert found["moved"]
+        assert found["places"] == [1, 1, 2], "the schedule counts steps that were taken"
+        assert [told["actor/skipped_updates"] for told in found["told"]] == [1.0, 0.0]
+        assert found["told"][0]["actor/grad_norm"] == 0

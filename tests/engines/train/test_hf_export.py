@@ -1,0 +1,114 @@
+"""The exported policy is there whole or not at all, file by file. What it holds: test_checkpoint.py."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_dist.engines.settings import LoraSettings
+from grpo_dist.engines.train import hf_export
+from grpo_dist.errors import CheckpointError
+from tests.messages import says
+from tests.models import objective, random_batch, random_model, trainable_engine
+from tests.ranks import run_ranks
+
+
+def export_twice(rank: int, model: str, folder: Path) -> str:
+    """Once as it should be; then in files of 30 kB where none may grow beyond 20: the first is refused on the way."""
+    engine = trainable_engine(model)
+    engine.export_hf_model(folder, "fp32")
+    hf_export.EXPORT_FILE_BYTES = 30_000
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        engine.export_hf_model(folder, "fp32")
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_full_disk_leaves_the_one_before_and_all_ranks_say_so(random_models: dict[str, str], tmp_path: Path) -> None:
+    folder = tmp_path / "huggingface"
+    errors = run_ranks(2, export_twice, random_models["tied"], folder)
+    for error in errors:
+        says(error, "write", folder, "trainer.default_local_dir")
+    assert (folder / "model.safetensors").stat().st_size > 20_000
+    assert {path.name for path in folder.iterdir()} >= {"config.json", "generation_config.json", "tokenizer.json"}
+    assert list(tmp_path.iterdir()) == [folder], "nothing half written is left"
+
+
+def export(rank: int, model: str, folder: Path, lora: LoraSettings | None) -> dict[str, Any]:
+    """A trained policy in small files, in both types."""
+    hf_export.EXPORT_FILE_BYTES = 20_000
+    engine = trainable_engine(model, lora=lora)
+    ranks = torch.distributed.get_world_size()
+    rows = random_batch(num_groups=2, n=2).index(np.arange(4)[rank::ranks])
+    engine.train_mini_batch(rows, micro_batch_size=1, objective=objective())
+    for dtype in ("fp32", "bf16"):
+        engine.export_hf_model(folder / dtype, dtype)
+    return {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")}
+
+
+def with_tokenizer(family: str, folder: Path, tokenizer: str, **changes: Any) -> str:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        folder.mkdir(exist_ok=True)
+        shutil.copy(Path(tokenizer, name), folder)
+    return random_model(family, folder, **changes)
+
+
+CASES: dict[str, tuple[str, dict[str, Any], LoraSettings | None]] = {
+    "dense": ("Llama", {}, None),
+    # merged weights, some of them transposed
+    "lora": ("GPT2", {}, LoraSettings(4, 8.0, "all-linear")),
+    # experts that transformers holds stacked are apart again, and buffers of the files are there
+    "experts": (
+        "DeepseekV3",
+        {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+        | {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8}
+        | {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_the_files_have_the_names_of_the_model_that_was_loaded(
+    case: str, random_models: dict[str, str], tmp_path: Path
+) -> None:
+    import transformers
+
+    family, changes, lora = CASES[case]
+    source = with_tokenizer(family, tmp_path / "source", random_models["tied"], **changes)
+    trained, _ = run_ranks(2, export, source, tmp_path, lora)
+    names = set(load_file(Path(source, "model.safetensors")))
+    for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        folder = tmp_path / dtype
+        files = sorted(folder.glob("*.safetensors"))
+        assert [path.name for path in files] == [
+            f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))
+        ]
+        held = {path.name: load_file(path) for path in files}
+        assert all(len(tensors) == 1 or _bytes(tensors) <= 20_000 for tensors in held.values())
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert index["weight_map"] == {name: file for file, tensors in held.items() for name in tensors}
+        assert index["metadata"]["total_size"] == sum(_bytes(tensors) for tensors in held.values())
+        assert set(index["weight_map"]) == names
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert model.config.dtype == kind
+        assert dict(model.named_parameters()).keys() == trained.keys()
+        for name, weight in model.named_parameters():
+            assert torch.equal(weight, torch.from_numpy(trained[name]).to(kind)), name
+        fresh = dict(transformers.AutoModelForCausalLM.from_pretrained(source).named_parameters())
+        assert any((trained[name] != fresh[name].detach().numpy()).any() for name in fresh), "it has been trained"
+
+
+def _bytes(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,0 +1,136 @@
+"""The chunked head against plain logits and autograd: values and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from grpo_dist.algorithms import kl_penalty
+from grpo_dist.algorithms.masking import token_entropy, token_log_probs
+from grpo_dist.engines.train.exact_kl import ReferenceHead
+from grpo_dist.engines.train.lm_head import HeadRequest, ResponseHead, response_values
+
+B, L, H, V, M, TEMPERATURE = 2, 9, 16, 50, 11, 0.7
+
+
+def inputs(dtype: torch.dtype, bias: bool) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return {
+        "hidden": normal(B, L, H).requires_grad_(),
+        "weight": normal(V, H).requires_grad_(),
+        "bias": normal(V).requires_grad_() if bias else None,
+        # token 3 predicts twice: the first tokens of two responses to one prompt
+        "predictors": torch.tensor([3, 3, 4, 5, 8, 9, 12, 13, 14, 16, 17]),
+        "targets": torch.randint(0, V, (M,), generator=generator),
+        "reference": ReferenceHead(normal(V, 8), None),
+        "reference_states": normal(M, 8),
+        "upstream": torch.randn(3, M, generator=generator),
+    }
+
+
+def plain(x: dict[str, Any], entropies: bool, kl: bool) -> list[torch.Tensor]:
+    states = x["hidden"].flatten(0, 1)[x["predictors"]]
+    logits = nn.functional.linear(states, x["weight"], x["bias"])
+    found = [token_log_probs(logits, x["targets"], TEMPERATURE)]
+    found += [token_entropy(logits, TEMPERATURE)] if entropies else []
+    if kl:
+        reference = nn.functional.linear(x["reference_states"], x["reference"].weight)
+        found.append(kl_penalty("full", logits.float() / TEMPERATURE, reference.float() / TEMPERATURE))
+    return found
+
+
+def chunked(x: dict[str, Any], entropies: bool, kl: bool, chunk_tokens: int | None) -> list[torch.Tensor]:
+    reference = (x["reference"], x["reference_states"]) if kl else (None, None)
+    request = HeadRequest(x["predictors"], x["targets"], TEMPERATURE, entropies, True, *reference)
+    values = response_values(x["hidden"], x["weight"], x["bias"], request, chunk_tokens)
+    assert (values.entropies is None, values.exact_kl is None) == (not entropies, not kl)
+    assert values.hidden_states is not None
+    assert torch.equal(values.hidden_states, x["hidden"].flatten(0, 1)[x["predictors"]])
+    return [value for value in values[:3] if value is not None]
+
+
+def gradients(x: dict[str, Any], found: list[torch.Tensor]) -> list[torch.Tensor]:
+    loss = sum((value * weight).sum() for value, weight in zip(found, x["upstream"], strict=False))
+    assert isinstance(loss, torch.Tensor)
+    return list(torch.autograd.grad(loss, [x[name] for name in ("hidden", "weight", "bias") if x[name] is not None]))
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 4, 11, 100, None])
+@pytest.mark.parametrize(("entropies", "kl", "bias"), [(False, False, False), (True, False, True), (True, True, False)])
+def test_values_and_gradients_equal_plain_logits(
+    chunk_tokens: int | None, entropies: bool, kl: bool, bias: bool
+) -> None:
+    x = inputs(torch.float32, bias)
+    expected, found = plain(x, entropies, kl), chunked(x, entropies, kl, chunk_tokens)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(gradients(x, found), gradients(x, expected), strict=True):
+        largest = theirs.abs().max().item()  # the sums hold terms of this size, whose rounding differs by processor
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * largest)
+        assert largest > 0.1
+
+
+@pytest.mark.parametrize("chunk_tokens", [2, 100])
+def test_bf16_inputs_sum_in_float32(chunk_tokens: int) -> None:
+    x = inputs(torch.bfloat16, False)
+    expected, found = plain(x, True, True), chunked(x, True, True, chunk_tokens)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(gradients(x, found), gradients(x, expected), strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine.float() - theirs.float()).norm() / theirs.float().norm() < 1e-2
+
+
+def test_no_tensor_over_all_tokens_and_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward see logits of at most `chunk_tokens` tokens at a time; the last chunk's are kept."""
+    seen: list[int] = []
+    log_softmax = torch.log_softmax
+    monkeypatch.setattr(torch, "log_softmax", lambda z, dim: seen.append(len(z)) or log_softmax(z, dim))
+    x = inputs(torch.float32, False)
+    values = chunked(x, True, False, 4)
+    loss = values[0].sum() + values[1].sum()
+    first = torch.autograd.grad(loss, x["weight"], retain_graph=True)[0]
+    assert seen == [4, 4, 3, 4, 4]
+    assert torch.equal(torch.autograd.grad(loss, x["weight"])[0], first), "also once they are gone"
+    assert seen[5:] == [3, 4, 4]
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_inside_a_model(random_models: dict[str, str], name: str) -> None:
+    """Gradients of all parameters, the embedding's shared ones too; without a request the layer gives logits."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(random_models[name], dtype=torch.float32)
+    names = [name for name, _ in model.named_parameters()]
+    ids = torch.randint(3, 90, (2, 6), generator=torch.Generator().manual_seed(0))
+    expected = token_log_probs(model(input_ids=ids).logits[:, 1:4], ids[:, 2:5], TEMPERATURE)
+    expected.sum().backward()
+    plain = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    head = ResponseHead.install(model)
+    assert head is not None
+    assert [name for name, _ in model.named_parameters()] == names
+    predictors = torch.tensor([1, 2, 3, 7, 8, 9])
+    with head.answering(HeadRequest(predictors, ids.flatten()[predictors + 1], TEMPERATURE)):
+        found = model(input_ids=ids).logits.log_probs
+    torch.testing.assert_close(found.view(2, 3), expected, rtol=1e-5, atol=1e-5)
+    found.sum().backward()
+    for parameter_name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain[parameter_name], rtol=1e-4, atol=1e-5, msg=parameter_name)
+    assert model(input_ids=ids).logits.shape == (2, 6, 96)
+
+
+def test_a_model_that_changes_its_logits_keeps_its_layer(random_models: dict[str, str]) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
+    model.config.final_logit_softcapping = 30.0
+    before = model.get_output_embeddings()
+    assert ResponseHead.install(model) is None
+    assert model.get_output_embeddings() is before

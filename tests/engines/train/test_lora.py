@@ -1,0 +1,148 @@
+"""LoRA's factors: B = 0 changes nothing, training moves them alone, merged weights are what the model computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.engines.settings import LoraSettings, ModelSettings
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.lora import add_lora, lora_layers
+from grpo_dist.errors import ConfigError
+from tests.messages import refuses
+from tests.models import objective, random_batch, random_model, trainable_engine
+from tests.ranks import run_ranks
+
+LORA = LoraSettings(4, 8.0, "all-linear")
+
+
+def log_probs(engine: FSDPEngine, reference: bool = False) -> np.ndarray:
+    data = random_batch(num_groups=3, n=3)
+    compute = engine.compute_reference_columns if reference else engine.compute_columns
+    return compute(data, ("log_probs",), micro_batch_size=9)["log_probs"].values.numpy().copy()
+
+
+def train(rank: int, path: str, folder: str) -> dict[str, Any]:
+    torch.manual_seed(1)
+    plain = trainable_engine(path)
+    engine = trainable_engine(path, lora=LORA)
+    data = random_batch(num_groups=4, n=2)
+    share = list(range(8))[rank :: torch.distributed.get_world_size()]
+    before = {name: tensor.clone() for name, tensor in engine.full_parameters("float32")}
+    untouched = log_probs(engine)
+    metrics = [
+        engine.train_mini_batch(data.index(share), micro_batch_size=2, objective=objective()).metrics for _ in range(3)
+    ]
+    merged = dict(engine.full_parameters("float32"))
+    engine.export_hf_model(Path(folder), "fp32")
+    return {
+        "same names": list(before) == [name for name, _ in plain.full_parameters("float32")],
+        "start": float(np.abs(untouched - log_probs(plain)).max()),
+        "moved": {name: float((merged[name] - before[name]).abs().max()) for name in merged},
+        "after": log_probs(engine),
+        "merged": log_probs(trainable_engine(folder)),
+        "reference": float(np.abs(log_probs(engine, reference=True) - untouched).max()),
+        "again": log_probs(engine),
+        "grad_norm": metrics[-1]["actor/grad_norm"].value,
+        "trained": sum(p.numel() for p in engine.optimizer.param_groups[0]["params"]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "targets"),
+    [
+        ("Qwen3", 1, ("_proj.weight",)),
+        ("Qwen3", 2, ("_proj.weight",)),
+        ("Qwen3Moe", 2, ("_proj.weight",)),  # of the attention: experts are no layers, and have no such names
+        ("GPT2", 2, ("c_attn.weight", "c_proj.weight", "c_fc.weight")),  # Conv1D: transposed weights
+    ],
+)
+def test_training_moves_the_factors_and_merging_them_gives_the_same_model(
+    family: str, ranks: int, targets: tuple[str, ...], random_models: dict[str, str], tmp_path: Any
+) -> None:
+    known = {"Qwen3": "tied", "Qwen3Moe": "experts"}
+    path = random_models[known[family]] if family in known else random_model(family, tmp_path / "model")
+    for found in run_ranks(ranks, train, path, str(tmp_path / "merged")):
+        assert found["same names"]
+        assert found["start"] < 1e-6, "B starts at 0"
+        moved = {name for name, change in found["moved"].items() if change > 0}
+        expected = {name for name in found["moved"] if name.endswith(targets)}
+        assert moved == expected, "embeddings, norms and biases are frozen"
+        np.testing.assert_allclose(found["after"], found["merged"], rtol=1e-4, atol=1e-4)
+        assert found["reference"] < 1e-6, "without its factors the model is what it was"
+        assert np.array_equal(found["after"], found["again"]), "and the factors come back"
+        assert found["grad_norm"] > 0
+
+
+def test_one_rank_and_two_ranks_train_alike(random_models: dict[str, str], tmp_path: Any) -> None:
+    (one,) = run_ranks(1, train, random_models["tied"], str(tmp_path / "one"))
+    two, _ = run_ranks(2, train, random_models["tied"], str(tmp_path / "two"))
+    np.testing.assert_allclose(one["after"], two["after"], rtol=1e-4, atol=1e-4)
+
+
+def test_targets_by_name(random_models: dict[str, str]) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
+    add_lora(model, LoraSettings(2, 4.0, ("q_proj", "v_proj"), ("v_proj",)))
+    assert {name.rpartition(".")[2] for name in lora_layers(model)} == {"q_proj"}
+    assert not lora_layers(transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"]))
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [("tied", "c_attn"), ("tied", "j_proj"), ("experts", "gate_proj"), ("experts", "gate_up_proj")],
+)
+def test_a_target_that_is_not_there(random_models: dict[str, str], model: str, name: str) -> None:
+    import transformers
+
+    whole = transformers.AutoModelForCausalLM.from_pretrained(random_models[model])
+    with refuses(ConfigError, f"target_modules=('q_proj', '{name}'):", f"{name};"):
+        add_lora(whole, LoraSettings(2, 4.0, ("q_proj", name)))
+
+
+# Targets of the tiny Qwen3-MoE, its layers without experts, and what the message says of it. peft knows the names in
+# the files of such a model: those of an ordinary layer it would take for the experts', and leave the layer out.
+OF_EXPERTS: list[tuple[Any, list[int], str]] = [
+    (("gate",), [], "router"),
+    (("experts",), [], "Qwen3MoeExperts"),
+    (("gate_proj", "up_proj"), [0], "peft"),
+    ("all-linear", [0, 1], "peft"),
+]
+
+
+@pytest.mark.parametrize(("targets", "ordinary", "words"), OF_EXPERTS)
+def test_experts_and_their_router_take_no_factors(
+    random_models: dict[str, str], targets: Any, ordinary: list[int], words: str
+) -> None:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(random_models["experts"], mlp_only_layers=ordinary)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with refuses(ConfigError, "target_modules=", words):
+        add_lora(model, LoraSettings(2, 4.0, targets))
+
+
+def test_something_is_left_to_train(random_models: dict[str, str]) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
+    with refuses(ConfigError, "exclude_modules=('q_proj',):", "all of ('q_proj',)"):
+        add_lora(model, LoraSettings(2, 4.0, ("q_proj",), ("q_proj",)))
+
+
+def test_a_target_that_is_not_linear(random_models: dict[str, str]) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
+    with refuses(ConfigError, "target_modules=('embed_tokens',)", "model.embed_tokens", "Embedding"):
+        add_lora(model, LoraSettings(2, 4.0, ("embed_tokens",)))
+
+
+def test_settings_without_lora() -> None:
+    assert ModelSettings("m", False, "fp32", "fp32", False, True).lora is None

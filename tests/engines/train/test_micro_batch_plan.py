@@ -1,0 +1,92 @@
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.engines.train.micro_batch_plan import ATTENTION_PAIRS, Lengths, first_fit, group_rows, plan_micro_batches
+from grpo_dist.protocol import Ragged
+
+
+def lengths(groups: list[int], prompts: list[int], responses: list[int]) -> Lengths:
+    return Lengths(np.array(groups), np.array(prompts), np.array(responses))
+
+
+def random_lengths(num_groups: int, n: int, seed: int = 0) -> Lengths:
+    rng = np.random.default_rng(seed)
+    groups = np.repeat(np.arange(num_groups), n)
+    return Lengths(groups, rng.integers(5, 60, num_groups)[groups], rng.integers(1, 100, num_groups * n))
+
+
+def plan(rows: Lengths, *, size: int = 1, budget: int | None = None, shared: bool = True, ranks_make: int = 0) -> list:
+    return plan_micro_batches(
+        rows, micro_batch_size=size, max_token_len=budget, shared=shared, agree=lambda count: max(count, ranks_make)
+    )
+
+
+def test_equal_prompts_are_a_group() -> None:
+    prompts = Ragged.from_rows([[1, 2], [3], [1, 2], [1, 2, 0], [3]], torch.int32)
+    assert group_rows(prompts).tolist() == [0, 1, 0, 2, 1]
+
+
+def test_cost_by_hand() -> None:
+    """Prompt 10, responses 4 and 2: 16 tokens; pairs 50 + 4 * 12 + 2 * 11 = 120."""
+    rows = lengths([0, 0], [10, 10], [4, 2])
+    assert rows.tokens(np.array([0, 1])) == 16
+    assert rows.tokens(np.array([0, 1]), shared=False) == 26
+    assert rows.cost(np.array([0, 1])) == pytest.approx(16 + 120 / ATTENTION_PAIRS)
+
+
+def test_first_fit_by_hand() -> None:
+    assert first_fit([3, 7, 5, 2, 12], 10) == [[4], [1, 0], [2, 3]]
+    assert first_fit([], 10) == []
+
+
+def test_counts_keep_groups_together() -> None:
+    """Groups of 4 into micro-batches of 8; a group of 12 is cut in two parts of 6."""
+    rows = lengths([0] * 4 + [1] * 4 + [2] * 12, [5] * 20, [3] * 20)
+    found = [sorted(part.tolist()) for part in plan(rows, size=8)]
+    assert sorted(found) == [list(range(8)), list(range(8, 14)), list(range(14, 20))]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("num_groups", "n", "budget"), [(6, 8, 900), (6, 8, 200), (1, 16, 300), (3, 1, 160)])
+def test_no_micro_batch_exceeds_the_budget(num_groups: int, n: int, budget: int, shared: bool) -> None:
+    rows = random_lengths(num_groups, n)
+    found = plan(rows, budget=budget, shared=shared)
+    assert sorted(np.concatenate(found).tolist()) == list(range(num_groups * n))
+    for part in found:
+        groups = [part[rows.groups[part] == g] for g in np.unique(rows.groups[part])]
+        assert sum(rows.tokens(group, shared=shared) for group in groups) <= budget
+
+
+def test_a_group_that_fits_is_never_cut() -> None:
+    rows = random_lengths(6, 8)
+    for part in plan(rows, budget=900):
+        assert all((rows.groups == group).sum() == (rows.groups[part] == group).sum() for group in rows.groups[part])
+
+
+def test_a_sequence_over_the_budget_runs_alone() -> None:
+    found = plan(lengths([0, 0], [10, 10], [500, 3]), budget=100)
+    assert sorted(part.tolist() for part in found) == [[0], [1]]
+
+
+def test_all_ranks_make_equally_many() -> None:
+    rows = random_lengths(4, 4)
+    alone = plan(rows, budget=5000)
+    found = plan(rows, budget=5000, ranks_make=3)
+    assert len(alone) == 1
+    assert [len(part) for part in found].count(0) == 0, "spread, rather than two idle micro-batches"
+    empty = lengths([], [], [])
+    assert [part.tolist() for part in plan(empty, budget=100, ranks_make=2)] == [[], []]
+    assert [part.dtype for part in plan(empty, budget=100)] == [np.int64]
+    few = plan(random_lengths(1, 1), budget=5000, ranks_make=3)
+    assert [len(part) for part in few] == [1, 0, 0]
+
+
+def test_costs_of_micro_batches_are_nearly_equal() -> None:
+    rows = random_lengths(32, 8)
+    costs = [
+        sum(rows.cost(np.flatnonzero(rows.groups == g)) for g in np.unique(rows.groups[p]))
+        for p in plan(rows, budget=3000)
+    ]
+    assert max(costs) / min(costs) < 1.1
+    assert costs == sorted(costs, reverse=True)

@@ -1,0 +1,287 @@
+"""Each rank reads its shards of a model's files, and all of them together are what transformers loads."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from grpo_dist.engines.settings import LoraSettings, ModelSettings
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.sharded_tensors import local_shard, whole
+from grpo_dist.errors import DataError
+from tests.messages import says
+from tests.models import random_batch, random_model, trainable_engine
+from tests.ranks import run_ranks
+
+PLAIN = ModelSettings("", False, "fp32", "fp32", False, True)
+LORA = LoraSettings(4, 8.0, "all-linear")
+WEIGHTS = "model.safetensors"
+EXPERTS = {"num_experts": 5, "num_local_experts": 5, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+DEEPSEEK = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+DEEPSEEK |= {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8}
+# What differs in how it is loaded: ties, rotary factors, other computed buffers, transposed weights, stacked experts,
+# renamed tensors, buffers that are in the files, and conversions that need whole tensors (the last two).
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("Qwen3", {"head_dim": 8}),
+    "untied": ("Llama", {"tie_word_embeddings": False}),
+    "yarn": ("Llama", {"rope_parameters": YARN}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "gemma3": ("Gemma3Text", {"head_dim": 8}),
+    "gpt2": ("GPT2", {}),
+    "qwen3_moe": ("Qwen3Moe", {"head_dim": 8, **EXPERTS}),
+    "mixtral": ("Mixtral", EXPERTS),
+    "deepseek_v3": ("DeepseekV3", EXPERTS | DEEPSEEK),
+    "too_few_experts": ("Qwen3Moe", {"head_dim": 8, **EXPERTS, "num_experts": 2, "num_local_experts": 2}),
+    "joined_rows": ("OlmoHybrid", {"layer_types": ["linear_attention", "full_attention"]}),
+}
+WHOLE = {"too_few_experts": "too few for each of 3 ranks", "joined_rows": "converts its weights by Concatenate"}
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {
+        name: random_model(family, tmp_path_factory.mktemp(name), **changes)
+        for name, (family, changes) in FAMILIES.items()
+    }
+
+
+def compare(rank: int, paths: dict[str, str], dtype: str) -> dict[str, Any]:
+    """What differs from the model as transformers loads it, and how much of it this rank holds."""
+    import transformers
+
+    told: list[str] = []
+    logging.getLogger("grpo_dist.engines.train.model_loading").addFilter(lambda r: bool(told.append(r.getMessage())))
+    found = {}
+    for name, path in paths.items():
+        engine = FSDPEngine(replace(PLAIN, path=path, model_dtype=dtype), device="cpu", temperature=1.0)
+        kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+        expected = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=kind)
+        own = {n: whole(p.detach()) for n, p in engine.model.named_parameters()}
+        same = [
+            n for n, p in expected.named_parameters() if n in own and own[n].dtype == p.dtype and torch.equal(own[n], p)
+        ]
+        held = dict(engine.model.named_buffers())
+        found[name] = {
+            "names": list(own) == [n for n, _ in expected.named_parameters()],
+            "other parameters": set(own) - set(same),
+            "other buffers": [
+                n
+                for n, b in expected.named_buffers()
+                if n not in held or held[n].dtype != b.dtype or not torch.equal(held[n], b)
+            ],
+            "tied": engine.model.get_output_embeddings().weight is engine.model.get_input_embeddings().weight,
+            "numbers": sum(local_shard(p).numel() for p in engine.model.parameters()),
+            "told": [line for line in told if path in line],
+        }
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(3, "fp32"), (1, "bf16")])
+def test_the_shards_are_what_transformers_loads(families: dict[str, str], ranks: int, dtype: str) -> None:
+    results = run_ranks(ranks, compare, families, dtype)
+    for rank, result in enumerate(results):
+        for name, found in result.items():
+            assert found["names"], name
+            assert not found["other parameters"], name
+            assert not found["other buffers"], name
+            assert found["tied"] == (FAMILIES[name][1].get("tie_word_embeddings", True)), name
+            if ranks == 3:  # rank 0 alone may load a model whole, and says so
+                assert [WHOLE[name] in line for line in found["told"]] == [True] * (rank == 0 and name in WHOLE), name
+    for name in families:  # no rank holds what another one holds
+        total = sum(result[name]["numbers"] for result in results)
+        assert total == sum(weight.numel() for weight in _unique(families[name])), name
+
+
+def _unique(path: str) -> list[torch.Tensor]:
+    import transformers
+
+    return list(transformers.AutoModelForCausalLM.from_pretrained(path).parameters())
+
+
+def in_several_files(rank: int, path: str, joined: str) -> dict[str, Any]:
+    """On ranks of which two hold the same, from several files, and from rank 0; the random state is not touched."""
+    torch.manual_seed(5)
+    settings = replace(PLAIN, path=path, fsdp_size=2)
+    engine = FSDPEngine(settings, device="cpu", temperature=1.0)
+    drawn = torch.rand(2).tolist()
+    torch.manual_seed(5)
+    assert drawn == torch.rand(2).tolist(), "loading draws no random number"
+    data = random_batch(num_groups=1, n=2)
+    handed = FSDPEngine(replace(settings, path=joined), device="cpu", temperature=1.0)
+    return {
+        "weights": {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")},
+        "handed out": {name: tensor.numpy().copy() for name, tensor in handed.full_parameters("float32")},
+        "own": sum(local_shard(p).numel() for p in engine.model.parameters()),
+        "log_probs": engine.compute_log_probs(data, micro_batch_size=2).values.tolist(),
+    }
+
+
+def test_several_files_and_copies_of_the_shards(families: dict[str, str], tmp_path: Path) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(families["untied"], dtype=torch.float32)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    joined = transformers.AutoModelForCausalLM.from_pretrained(families["joined_rows"], dtype=torch.float32)
+    results = run_ranks(4, in_several_files, str(tmp_path), families["joined_rows"])
+    for result in results:
+        assert result["own"] == sum(weight.numel() for weight in model.parameters()) // 2
+        assert result["log_probs"] == results[0]["log_probs"]
+        for name, weight in model.named_parameters():
+            assert (result["weights"][name] == weight.detach().numpy()).all(), name
+        for name, weight in joined.named_parameters():
+            assert (result["handed out"][name] == weight.detach().numpy()).all(), name
+
+
+# --- LoRA ------------------------------------------------------------------------------------------------------------
+def draw(rank: int, path: str) -> dict[str, Any]:
+    torch.manual_seed(7)
+    engine = trainable_engine(path, lora=LORA)
+    then = torch.rand(1).item()
+    factors = {
+        name: whole(weight.detach()).numpy() for name, weight in engine.model.named_parameters() if ".lora_" in name
+    }
+    return {
+        "factors": factors,
+        "then": then,
+        "trained": [n for n, p in engine.model.named_parameters() if p.requires_grad],
+    }
+
+
+@pytest.mark.parametrize("family", ["tied", "gpt2"])
+def test_lora_starts_as_peft_starts_it_on_any_number_of_ranks(families: dict[str, str], family: str) -> None:
+    import transformers
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(families[family], dtype=torch.float32)
+    torch.manual_seed(7)
+    inject_adapter_in_model(LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"), model)
+    then = torch.rand(1).item()
+    expected = {name: weight.detach().numpy() for name, weight in model.named_parameters() if ".lora_" in name}
+    assert expected
+    for ranks in (1, 2, 3):
+        for found in run_ranks(ranks, draw, families[family]):
+            assert found["factors"].keys() == expected.keys()
+            assert all((found["factors"][name] == weight).all() for name, weight in expected.items())
+            assert found["then"] == then, "the random state goes on as after peft"
+            assert found["trained"] == list(expected)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+def refusals(rank: int, paths: list[str]) -> list[str]:
+    messages = []
+    for path in paths:
+        try:
+            FSDPEngine(replace(PLAIN, path=path), device="cpu", temperature=1.0)
+            messages.append("")
+        except DataError as error:
+            messages.append(str(error))
+        dist.barrier()
+    return messages
+
+
+def change_config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+def change_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        weights = load_file(folder / WEIGHTS)
+        change(weights)
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return apply
+
+
+EMBEDDING, QUERY = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+WRONG: list[tuple[str, Callable[[Path], None], list[str]]] = [
+    ("tied", change_weights(lambda w: w.pop(QUERY)), ["incomplete", QUERY]),
+    ("tied", change_weights(lambda w: w.update({"model.extra": torch.ones(3)})), ["model.extra", "config"]),
+    # larger than the model: every rank would find as many rows as it asks for
+    ("tied", change_weights(lambda w: w.update({QUERY: torch.ones(64, 32)})), [QUERY, "(64, 32)", "(32, 32)"]),
+    ("tied", change_weights(lambda w: w.update({QUERY: torch.ones(5, 32)})), [QUERY, "(5, 32)", "(32, 32)"]),
+    (
+        "tied",
+        change_weights(lambda w: w[QUERY][31].fill_(float("nan"))),
+        ["nan or infinity", QUERY],
+    ),  # of the last rank
+    ("tied", change_weights(lambda w: w.update({"lm_head.weight": w[EMBEDDING] + 1})), ["lm_head.weight", EMBEDDING]),
+    ("untied", change_weights(lambda w: w.pop("lm_head.weight")), ["incomplete", "lm_head.weight"]),
+    ("qwen3_moe", change_weights(lambda w: w.pop(EXPERT)), ["model.layers.1.mlp.experts"]),
+    ("qwen3_moe", change_weights(lambda w: w.update({EXPERT: torch.ones(25, 32)})), ["model.layers.1.mlp.experts"]),
+    ("tied", change_config(quantization_config={"quant_method": "fp8"}), ["quantized", "fp8", "bfloat16"]),
+    ("untied", change_config(num_hidden_layers=1), ["model.layers.1."]),
+    ("tied", lambda folder: (folder / WEIGHTS).unlink(), ["no weights"]),
+]
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(families: dict[str, str], tmp_path: Path) -> None:
+    paths = []
+    for i, (family, change, _) in enumerate(WRONG):
+        change(Path(shutil.copytree(families[family], tmp_path / str(i))))
+        paths.append(str(tmp_path / str(i)))
+    for messages in run_ranks(2, refusals, paths):
+        for path, message, (_, _, parts) in zip(paths, messages, WRONG, strict=True):
+            says(message, f"actor_rollout_ref.model.path={path}", *parts)
+
+
+def test_a_copy_of_the_tied_weight_in_the_file_is_no_fault(families: dict[str, str], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(families["tied"], tmp_path / "both"))
+    change_weights(lambda w: w.update({"lm_head.weight": w[EMBEDDING].clone()}))(folder)
+    for result in run_ranks(2, compare, {"tied": str(folder)}, "fp32"):
+        assert result["tied"]["tied"]
+        assert not result["tied"]["other parameters"]
+
+
+CODE = """
+import torch
+from transformers import LlamaForCausalLM
+
+class OwnCausalLM(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.ones(7))
+        self.register_buffer("counts", torch.zeros(3))
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+"""
+
+
+def with_code(rank: int, path: str) -> tuple[list[float], list[float], float]:
+    engine = FSDPEngine(replace(PLAIN, path=path, trust_remote_code=True), device="cpu", temperature=1.0)
+    data = random_batch(num_groups=1, n=2)
+    numbers = engine.compute_log_probs(data, micro_batch_size=2).values
+    scale = whole(engine.model.get_parameter("scale").detach())
+    return scale.tolist(), engine.model.get_buffer("counts").tolist(), float(numbers.sum())
+
+
+def test_code_that_comes_with_the_model(families: dict[str, str], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(families["untied"], tmp_path / "own"))
+    (folder / "modeling_own.py").write_text(CODE)
+    change_config(auto_map={"AutoModelForCausalLM": "modeling_own.OwnCausalLM"}, architectures=["OwnCausalLM"])(folder)
+    scale, counts = torch.arange(7.0), torch.arange(3.0)
+    change_weights(lambda w: w.update({"scale": scale, "counts": counts}))(folder)
+    (expected,) = run_ranks(1, with_code, str(folder))
+    assert expected[:2] == (scale.tolist(), counts.tolist())
+    for found in run_ranks(2, with_code, str(folder)):
+        assert found[:2] == expected[:2]
+        assert found[2] == pytest.approx(expected[2], abs=1e-4)

@@ -1,0 +1,81 @@
+"""The pass that trains computes what the passes before it did: no dropout, and recomputed layers change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from grpo_dist.engines.settings import LoraSettings
+from grpo_dist.engines.train.fsdp_model import recompute_layers
+from grpo_dist.errors import ConfigError
+from grpo_dist.protocol import DataProto, metric_values
+from tests.messages import refuses
+from tests.models import objective, random_batch, random_model, trainable_engine
+from tests.ranks import run_ranks
+
+DROPOUT = {
+    "GPT2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "Llama": {"attention_dropout": 0.1},  # a number that the attention reads, no module
+}
+
+
+def ratios(rank: int, path: str) -> dict[str, Any]:
+    """The old log-probs, those of the update's own pass, and the update's metrics where it compares the two."""
+    data = random_batch(num_groups=4, n=2)
+    engine = trainable_engine(path, gradient_checkpointing=True)
+    old = engine.compute_log_probs(data, micro_batch_size=8)
+    rest = data.select([name for name in data.columns() if name != "old_log_probs"])
+    compared = rest.union(DataProto({"old_log_probs": old}))
+    metrics = engine.train_mini_batch(compared, micro_batch_size=8, objective=objective()).metrics
+    again = trainable_engine(path, gradient_checkpointing=True)
+    own = again.train_mini_batch(rest, micro_batch_size=8, objective=objective(on_policy=True)).log_probs
+    assert own is not None
+    return {"old": old.values.numpy(), "own": own.values.numpy(), "metrics": metric_values(metrics)}
+
+
+@pytest.mark.parametrize("family", DROPOUT)
+def test_a_model_with_dropout_trains_on_the_policy_that_sampled(family: str, tmp_path: Path) -> None:
+    (found,) = run_ranks(1, ratios, random_model(family, tmp_path, **DROPOUT[family]))
+    np.testing.assert_allclose(found["own"], found["old"], atol=1e-5)
+    assert found["metrics"]["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)
+    assert found["metrics"]["actor/pg_clipfrac"] == 0
+
+
+def steps(rank: int, path: str, lora: LoraSettings | None) -> dict[str, Any]:
+    out = {}
+    for recomputed in (False, True):
+        torch.manual_seed(1)  # LoRA's first factors
+        engine = trainable_engine(path, lora=lora, gradient_checkpointing=recomputed)
+        runs: list[int] = []
+        norm = engine.model.get_submodule("model.layers.1.input_layernorm")
+        norm.register_forward_hook(lambda *args, runs=runs: runs.append(1))
+        data = random_batch(num_groups=4, n=2).index(np.arange(8)[rank :: torch.distributed.get_world_size()])
+        engine.compute_log_probs(data, micro_batch_size=8)
+        before = len(runs)
+        metrics = engine.train_mini_batch(data, micro_batch_size=8, objective=objective()).metrics
+        weights = {name: tensor.numpy().copy() for name, tensor in engine.full_parameters("float32")}
+        out[recomputed] = len(runs) - before, metrics["actor/grad_norm"].value, weights
+    return out
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(4, 8.0, "all-linear")])
+def test_layers_are_computed_again_in_the_backward_pass(lora: LoraSettings | None, tmp_path: Path) -> None:
+    for found in run_ranks(2, steps, random_model("Qwen3", tmp_path, head_dim=8), lora):
+        kept, recomputed = found[False], found[True]
+        assert (kept[0], recomputed[0]) == (1, 2)
+        assert recomputed[1] == pytest.approx(kept[1], rel=1e-5)
+        for name, weights in kept[2].items():
+            np.testing.assert_allclose(recomputed[2][name], weights, atol=1e-5, err_msg=name)
+
+
+def test_a_model_without_layers_is_refused(tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(random_model("Qwen3", tmp_path, head_dim=8))
+    model.model.layers = torch.nn.ModuleList()
+    model._no_split_modules = None
+    with refuses(ConfigError, "enable_gradient_checkpointing=true", "false"):
+        recompute_layers(model)

@@ -1,0 +1,237 @@
+"""An engine of two processes: it samples what one process does, weights reach both, and both end with it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+import transformers
+
+from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.engines.weights.bucket_files import clear_left_behind
+from grpo_dist.engines.weights.buckets import pack
+from grpo_dist.errors import EngineError, WeightSyncError, WorkerError
+from grpo_dist.workers.event_loop import run
+from grpo_dist.workers.gang import Gang
+from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.weight_transport import BroadcastTransport, outcomes
+from tests.engines.vllm.split_rollout import SplitRolloutWorker, SpoiledWorker
+from tests.engines.vllm.test_engine import PROMPTS, generate, hf_greedy, perturbed, sampling, tokens
+from tests.messages import refuses, says
+from tests.observed import alive_as, command_line
+from tests.processes import open_to_others, spawned, start_together
+from tests.workers.test_weight_transport import TIMEOUT_S, Case, actor_class, engine_settings, policy_settings
+
+pytestmark = pytest.mark.ray
+
+SIZE = 2
+GREEDY = sampling(n=1, temperature=0.0, seed=None)
+SECRET = "hf_only_in_the_environment"
+# Two processes add up their halves of every matrix product in another order than one does: rounding, in fp32.
+ROUNDING = 1e-4
+
+
+def split_settings(path: str, transport: str) -> EngineSettings:
+    extension = {"worker_extension_cls": f"{SpoiledWorker.__module__}.{SpoiledWorker.__name__}"}
+    one = engine_settings(path, 0)
+    timeout = int(TIMEOUT_S)
+    return replace(
+        one,
+        tensor_parallel_size=SIZE,
+        weight_transport=transport,
+        engine_kwargs=extension,
+        collective_timeout_s=timeout,
+    )
+
+
+def engine_processes(rollout: WorkerGroup) -> list[psutil.Process]:
+    """Those that the rollout worker has started for its engine."""
+    children = psutil.Process(rollout.addresses[0].pid).children(recursive=True)
+    return [each for each in children if "Worker_TP" in command_line(each)]
+
+
+@pytest.fixture(scope="module")
+def engines(local_ray: None, random_models: dict[str, str]) -> Iterator[tuple[Case, WorkerGroup]]:
+    """An actor and an engine of two processes; and one of a single process with the same model."""
+    path, env = random_models["tied"], {"OMP_NUM_THREADS": "1", "HF_TOKEN": SECRET}
+    with (
+        spawned("actor", actor_class(), [(0, 1)]) as actor,
+        spawned("rollout", SplitRolloutWorker, [()], env=env) as rollout,
+        spawned("rollout", SplitRolloutWorker, [()], env=env) as one,
+    ):
+        start_together(
+            Gang(actor).start(policy_settings(path)),
+            rollout.ask(0, "start", "start", split_settings(path, "broadcast")),
+            one.ask(0, "start", "start", engine_settings(path, 0)),
+        )
+        run(rollout.call_home())
+        yield Case("tied", path, actor, rollout, BroadcastTransport(SIZE, TIMEOUT_S)), one
+
+
+@pytest.fixture
+def case(engines: tuple[Case, WorkerGroup]) -> Case:
+    return engines[0]
+
+
+def test_two_processes_sample_as_one_does(engines: tuple[Case, WorkerGroup]) -> None:
+    case, single = engines
+    for settings in (GREEDY, sampling(n=8)):
+        one, two = (generate(group, 0, PROMPTS, settings) for group in (single, case.rollout))
+        assert tokens(two) == tokens(one)
+        log_probs = [data["rollout_log_probs"].values for data in (two, one)]
+        torch.testing.assert_close(*log_probs, atol=ROUNDING, rtol=0)
+    whole = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_pretrained(case.path).parameters())
+    parts = case.rollout.call(0, "test", "num_parameters")
+    assert len(parts) == len(engine_processes(case.rollout)) == SIZE
+    assert all(part < 0.6 * whole for part in parts), "each holds half of the matrices, and all of the norms"
+
+
+def test_its_processes_are_closed_to_others_and_tell_no_secrets(case: Case) -> None:
+    case.sync()
+    processes = engine_processes(case.rollout)
+    for each in processes:
+        assert each.environ()["HF_TOKEN"] == SECRET
+        assert each.environ()["GLOO_SOCKET_IFNAME"] == "lo"
+    worker = psutil.Process(case.rollout.addresses[0].pid)
+    assert open_to_others(worker) == {}
+    said = [command_line(each) for each in (worker, *worker.children(recursive=True))]
+    assert len(said) > SIZE
+    for secret in (SECRET, os.environ["RAY_AUTH_TOKEN"]):
+        assert not [line for line in said if secret in line]
+
+
+def test_both_processes_get_the_actors_weights(case: Case) -> None:
+    seen = []
+    for step, dtype in enumerate(("float32", "bfloat16")):
+        case.actor.call_all("test", "perturb", step)
+        case.sync(dtype)
+        model = case.hugging_face(dtype)
+        assert case.answers(0) == [hf_greedy(model, prompt, 20) for prompt in PROMPTS], dtype
+        seen.append(case.answers(0))
+    assert seen[0] != seen[1], "the change does not show"
+    assert case.transport.generation == 1, "one group for all syncs"
+
+
+@pytest.mark.parametrize("bucket", [0, 2])
+def test_a_bucket_that_one_process_reads_wrong_is_found_and_mended(case: Case, bucket: int) -> None:
+    """The other process has loaded it, so the weights are mixed, wherever the damage is."""
+    case.sync()
+    case.rollout.call(0, "test", "damage", 1, bucket)
+    case.actor.call_all("test", "perturb", 10 + bucket)
+    call = case.rollout.submit(0, "test", "receive_weights", case.version + 1)
+    case.actor.call_all("test", "broadcast_weights", "float32", case.version + 1)
+    error = run(outcomes({0: call}))[0]
+    assert isinstance(error, WeightSyncError)
+    says(error, "rank 1", f"bucket {bucket}", f"versions {case.version} and {case.version + 1}")
+    with refuses(EngineError, "weights", "mixed"):
+        generate(case.rollout, 0, PROMPTS, GREEDY)
+    case.sync()
+    model = case.hugging_face()
+    assert case.answers(0) == [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+
+
+def test_one_such_bucket_costs_a_second_attempt_only(case: Case) -> None:
+    case.sync()
+    groups = case.transport.generation
+    case.rollout.call(0, "test", "damage", 0, 1)
+    case.actor.call_all("test", "perturb", 30)
+    case.sync()
+    assert case.transport.generation == groups + 1
+    model = case.hugging_face()
+    assert case.answers(0) == [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+
+
+def test_its_processes_end_with_it_whatever_they_are_at(case: Case, tmp_path: Path) -> None:
+    """The last test of the case."""
+    case.sync()
+    segments = {Path("/dev/shm", name) for names in case.rollout.call(0, "test", "shared_memory") for name in names}
+    assert len(segments) > SIZE
+    assert len(engine_processes(case.rollout)) == SIZE
+    assert left_by_a_killed_engine(case.rollout, tmp_path) == []
+    clear_left_behind()  # as the next engine does
+    assert not [segment for segment in segments if segment.exists()]
+
+
+def left_by_a_killed_engine(rollout: WorkerGroup, folder: Path) -> list[psutil.Process]:
+    """What still runs of its processes, which all hang. Ray stands still, for it would end what a worker has left."""
+    rollout.submit(0, "test", "hang", str(folder))
+    while len(list(folder.iterdir())) < SIZE:
+        time.sleep(0.01)
+    worker = psutil.Process(rollout.addresses[0].pid)
+    raylet, processes = worker.parent(), worker.children(recursive=True)
+    assert raylet is not None
+    assert raylet.name() == "raylet"
+    # Asked while all of them live: one that has ended and waits for its parent to notice has no command line.
+    engine = [each for each in processes if "resource_tracker" not in command_line(each)]
+    raylet.suspend()
+    try:
+        worker.kill()
+        # The worker may end after its engine: threads of its own are still at work when the engine's end.
+        _, alive = psutil.wait_procs([worker, *engine], TIMEOUT_S)
+    finally:
+        raylet.resume()
+    return [each for each in alive if alive_as(each)]
+
+
+@pytest.mark.long
+def test_a_core_of_its_own_ends_with_the_engine_too(
+    local_ray: None, random_models: dict[str, str], tmp_path: Path
+) -> None:
+    with spawned("rollout", SplitRolloutWorker, [()], env={"OMP_NUM_THREADS": "1"}) as rollout:
+        rollout.call(0, "start", "start_as_on_gpus", split_settings(random_models["tied"], "broadcast"))
+        run(rollout.call_home())
+        assert any("EngineCore" in command_line(p) for p in psutil.Process(rollout.addresses[0].pid).children())
+        assert len(engine_processes(rollout)) == SIZE
+        assert len(tokens(generate(rollout, 0, PROMPTS, GREEDY))) == len(PROMPTS)
+        assert left_by_a_killed_engine(rollout, tmp_path) == []
+
+
+@pytest.mark.long
+def test_an_engine_that_does_not_start_says_where_its_processes_have_written_why(
+    local_ray: None, random_models: dict[str, str]
+) -> None:
+    settings = replace(split_settings(random_models["tied"], "broadcast"), kv_cache_memory_gib=1e6)
+    with spawned("rollout", SplitRolloutWorker, [()]) as rollout:
+        with refuses(WorkerError, "rollout worker 0", "vLLM", "start") as caught:
+            rollout.call(0, "start", "start", settings)
+        file = next(word for word in str(caught.value).splitlines()[0].split() if word.startswith("/"))
+        said = Path(file).read_text()
+        assert "Available memory" in said
+        assert "(Worker_TP1 pid=" in said, "which process says it"
+
+
+# --- through files of the node ------------------------------------------------------------------------------------
+@pytest.mark.long
+def test_files_reach_both_processes_and_are_checked_by_both(local_ray: None, random_models: dict[str, str]) -> None:
+    path = random_models["untied"]
+    old: Any = transformers.AutoModelForCausalLM.from_pretrained(path)
+    with spawned("rollout", SplitRolloutWorker, [()], env={"OMP_NUM_THREADS": "1"}) as rollout:
+        rollout.call(0, "start", "start", split_settings(path, "object_store"))
+
+        def load(model: Any, version: int) -> int:
+            weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+            buckets = [ray.put(bucket) for bucket in pack(weights, bucket_bytes=20_000)]
+            return rollout.call(0, "sync_weights", "load_weights", buckets, version)
+
+        for version, model in enumerate((perturbed(old, 1), perturbed(old, 2))):
+            assert load(model, version) == version
+            expected = [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+            assert tokens(generate(rollout, 0, PROMPTS, GREEDY)) == expected
+        rollout.call(0, "test", "damage", 1, 0)
+        with refuses(WeightSyncError, "rank 1", "bucket 0", "mixed", "1 and 2"):
+            load(old, 2)
+        with refuses(EngineError, "weights", "mixed", "1 and 2"):
+            generate(rollout, 0, PROMPTS, GREEDY)
+        assert load(old, 2) == 2
+        assert tokens(generate(rollout, 0, PROMPTS, GREEDY)) == [hf_greedy(old, prompt, 20) for prompt in PROMPTS]
+        segments = {Path("/dev/shm", name) for names in rollout.call(0, "test", "shared_memory") for name in names}
+        rollout.call(0, "shutdown", "shutdown")
+        assert not [segment for segment in segments if segment.exists()]

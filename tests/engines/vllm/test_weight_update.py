@@ -1,0 +1,241 @@
+"""What an engine is told when weights come, and what real ones then do with responses in flight.
+
+test_engine.py and test_weight_transport.py have engines that compute the cache anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.engines.vllm.weight_update import WeightUpdater
+from grpo_dist.engines.weights.buckets import pack
+from grpo_dist.errors import WeightSyncError
+from grpo_dist.protocol import DataProto
+from grpo_dist.workers.group import Call, WorkerGroup
+from tests.engines.vllm.test_engine import (
+    PROMPTS,
+    assert_log_probs_equal,
+    generate,
+    hf_log_probs,
+    perturbed,
+    sampling,
+    submit,
+)
+from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
+from tests.messages import refuses
+from tests.processes import spawned
+
+LIMIT_S = 0.05
+
+
+class SlowToPause:
+    """vLLM with long responses in flight."""
+
+    def __init__(self) -> None:
+        self.pauses: list[dict[str, Any]] = []
+
+    async def pause_generation(self, **options: Any) -> None:
+        await asyncio.sleep(4 * LIMIT_S)
+        self.pauses.append(options)
+
+
+async def call(coroutine: Coroutine[Any, Any, Any], timeout_s: float | None = LIMIT_S) -> Any:
+    """As the engine's."""
+    return await asyncio.wait_for(coroutine, timeout_s)
+
+
+@pytest.mark.parametrize(("partial", "mode"), [(False, "wait"), (True, "keep")])
+def test_pausing_takes_as_long_as_responses_do_and_is_done_once(partial: bool, mode: str) -> None:
+    limits = {"max_model_len": 96, "max_num_seqs": 64, "max_num_batched_tokens": 128}
+    memory = {"gpu_memory_utilization": 0.8, "kv_cache_memory_gib": None}
+    ways = {"enforce_eager": True, "enable_chunked_prefill": False, "partial_rollout": partial}
+    settings = EngineSettings("model", "cpu", "float32", False, 1, seed=0, **limits, **memory, **ways)  # type: ignore[arg-type]
+    llm = SlowToPause()
+    weights = WeightUpdater(llm, call, settings=settings)
+
+    async def pause_twice() -> None:
+        await weights.pause()
+        await weights.pause()
+
+    asyncio.run(pause_twice())
+    assert llm.pauses == [{"mode": mode, "clear_cache": True}]
+
+
+class Sleeper:
+    """vLLM with weights that reach it; writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.receipt = {"loaded": 3, "fault": ""}
+
+    async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
+        return [self.receipt]
+
+    def __getattr__(self, name: str) -> Any:
+        async def ask(*args: Any, **options: Any) -> None:
+            plain = [arg for arg in args if isinstance(arg, (list, str))]
+            self.asked.append((name, *plain, *options.values()))
+
+        return ask
+
+
+def asleep() -> tuple[WeightUpdater, Sleeper]:
+    common = ("model", "cuda", "bfloat16", False, 1, 96, 64, 128, 0.8, None, True, False, 0)
+    llm = Sleeper()
+    return WeightUpdater(llm, call, settings=EngineSettings(*common, free_cache_engine=True)), llm
+
+
+UPDATE = [("wake_up", ["weights"]), ("start_weight_update",), ("update_weights",), ("finish_weight_update",)]
+
+
+def test_an_engine_that_sleeps_has_its_cache_again_only_after_the_sync() -> None:
+    """And is asked to pause no more: it has. The next sync finds it awake."""
+    weights, llm = asleep()
+
+    async def run() -> None:
+        await weights.sleep()
+        await weights.pause()
+        await weights.receive(0)
+        await weights.receive(1)
+
+    asyncio.run(run())
+    first, later = llm.asked[: len(UPDATE) + 4], llm.asked[len(UPDATE) + 4 :]
+    woken = [("wake_up", ["kv_cache"]), ("update_weight_version", "0"), ("resume_generation",)]
+    assert first == [("sleep", 1, "wait"), *UPDATE, *woken]
+    awake = [("pause_generation", "keep", True), *UPDATE[1:], ("update_weight_version", "1"), ("resume_generation",)]
+    assert later == awake
+    assert weights.version == 1
+
+
+def test_an_engine_that_slept_keeps_its_weights_if_none_come() -> None:
+    """vLLM has brought them back from CPU memory before it was to load others."""
+    weights, llm = asleep()
+    llm.receipt = {"loaded": 0, "fault": "weight bucket 0 is damaged"}
+
+    async def run() -> None:
+        await weights.sleep()
+        await weights.receive(0)
+
+    with refuses(WeightSyncError, "bucket 0", "damaged", "version -1"):
+        asyncio.run(run())
+    assert llm.asked == [("sleep", 1, "wait"), *UPDATE, ("wake_up", ["kv_cache"]), ("resume_generation",)]
+
+
+# --- real engines -------------------------------------------------------------------------------------------------
+KEPT, WHOLE = 0, 1  # ranks: one keeps the cache of what is in flight, one has it end first
+PROMPT = PROMPTS[2]  # longer than a block of the cache
+LONG = sampling(n=4, max_tokens=55, ignore_eos=True)
+VERSIONS = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def engines(local_ray: None, random_models: dict[str, str]) -> Iterator[WorkerGroup]:
+    common = (random_models["tied"], "cpu", "float32", False, 1, 96, 64, 128, 0.8, 0.0625, True, False, 0)
+    settings = EngineSettings(*common)
+    each = [replace(settings, clear_kv_cache_on_update=False), replace(settings, partial_rollout=False)]
+    with spawned("rollout", WatchedRolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as group:
+        group.call_each("start", "start", [(each[KEPT],), (each[WHOLE],)])
+        yield group
+        group.call_all("shutdown", "shutdown")
+
+
+@pytest.fixture(scope="module")
+def models(random_models: dict[str, str]) -> tuple[Any, Any]:
+    """The old weights and the new ones."""
+    import transformers
+
+    old = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
+    return old, perturbed(old, 5)
+
+
+def send(group: WorkerGroup, rank: int, model: Any, version: int, when_running: int | None = None) -> Call:
+    weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    buckets = [ray.put(bucket) for bucket in pack(weights, bucket_bytes=20_000)]
+    if when_running is not None:
+        return group.submit(rank, "sync_weights", "load_weights_when_running", when_running, buckets, version)
+    return group.submit(rank, "sync_weights", "load_weights", buckets, version)
+
+
+def updated_in_flight(group: WorkerGroup, rank: int, models: tuple[Any, Any]) -> tuple[DataProto, DataProto, int]:
+    """A group that is in flight when the new weights come, one asked for right after that, and the old version."""
+    old = next(VERSIONS)
+    group.gather([send(group, rank, models[0], old)])
+    call = submit(group, rank, PROMPT, LONG)
+    sync = send(group, rank, models[1], next(VERSIONS), when_running=LONG.n)
+    after = submit(group, rank, PROMPT, LONG)
+    (_, data), (_, later), version = group.gather([call, after, sync])
+    assert version == old + 1
+    if rank == KEPT:
+        assert set(data["last_weight_version"].tolist()) == {version}
+    return data, later, old
+
+
+@torch.no_grad()
+def log_probs_with_kept_cache(models: tuple[Any, Any], prompt: Any, response: Any, num_old: int) -> Any:
+    """Of the tokens under the new weights: all that the old ones had read stays in the cache as it was."""
+    old, new = models
+    ids = torch.cat([prompt, response]).long().unsqueeze(0)
+    num_read = (
+        len(prompt) + num_old - 1
+    )  # the last one that the old weights sampled is the first that the new ones read
+    cache = old(input_ids=ids[:, :num_read], use_cache=True).past_key_values
+    logits = new(input_ids=ids[:, num_read:-1], past_key_values=cache).logits[0] / LONG.temperature
+    return torch.log_softmax(logits, -1).gather(-1, response[num_old:].long().unsqueeze(-1)).squeeze(-1)
+
+
+@pytest.mark.ray
+def test_a_kept_cache_goes_on_under_new_weights(engines: WorkerGroup, models: tuple[Any, Any]) -> None:
+    data, _, old = updated_in_flight(engines, KEPT, models)
+    assert data["response_length"].tolist() == [LONG.max_tokens] * LONG.n
+    columns = (data[name].rows() for name in ("prompts", "responses", "rollout_log_probs", "weight_versions"))
+    for prompt, response, log_probs, versions in zip(*columns, strict=True):
+        num_old = int((versions == old).sum())
+        assert versions.tolist() == [old] * num_old + [old + 1] * (LONG.max_tokens - num_old)
+        expected = hf_log_probs(models[0], prompt, response)[:num_old]
+        torch.testing.assert_close(log_probs[:num_old], expected, atol=1e-4, rtol=0)
+        kept = log_probs_with_kept_cache(models, prompt, response, num_old)
+        torch.testing.assert_close(log_probs[num_old:], kept, atol=1e-4, rtol=0)
+        recomputed = hf_log_probs(models[1], prompt, response)[num_old:]
+        assert (kept - recomputed).abs().max() > 1e-2, "the difference shows"
+
+
+@pytest.mark.ray
+def test_a_kept_cache_serves_no_request_that_comes_later(engines: WorkerGroup, models: tuple[Any, Any]) -> None:
+    """Its prompt was computed under the old weights, and is there in the cache."""
+    updated_in_flight(engines, KEPT, models)
+    for _ in range(2):
+        assert_log_probs_equal(models[1], generate(engines, KEPT, [PROMPT], LONG))
+
+
+@pytest.mark.ray
+def test_a_kept_cache_serves_no_request_that_comes_while_weights_do(
+    engines: WorkerGroup, models: tuple[Any, Any]
+) -> None:
+    old = next(VERSIONS)
+    engines.gather([send(engines, KEPT, models[0], old)])
+    assert_log_probs_equal(models[0], generate(engines, KEPT, [PROMPT], LONG))
+    engines.call(KEPT, "sync_weights", "pause_for_weights")
+    call = submit(engines, KEPT, PROMPT, LONG)
+    (_, data), version = engines.gather([call, send(engines, KEPT, models[1], next(VERSIONS))])
+    assert set(data["weight_version"].tolist()) == {version}
+    assert_log_probs_equal(models[1], data)
+
+
+@pytest.mark.ray
+def test_without_partial_rollouts_new_weights_wait_for_responses(engines: WorkerGroup, models: tuple[Any, Any]) -> None:
+    data, later, old = updated_in_flight(engines, WHOLE, models)
+    assert data["response_length"].tolist() == [LONG.max_tokens] * LONG.n
+    assert set(data["weight_versions"].values.tolist()) == {old}
+    assert_log_probs_equal(models[0], data)
+    (version,) = set(later["weight_versions"].values.tolist())
+    assert_log_probs_equal(models[version - old], later)
+    assert_log_probs_equal(models[1], generate(engines, WHOLE, [PROMPT], LONG))

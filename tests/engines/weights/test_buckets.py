@@ -1,0 +1,134 @@
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.engines.weights.buckets import ALIGNMENT, Bucket, check_buckets, pack, unpack
+from grpo_dist.errors import WeightSyncError
+from tests.messages import refuses
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "embed": torch.randn(5, 3, generator=generator).bfloat16(),  # 30 bytes
+        "norm": torch.randn(7, generator=generator),  # 28 bytes
+        "scale": torch.tensor(1.5),  # a scalar: 4 bytes
+        "steps": torch.arange(3),  # 24 bytes
+        "head": torch.randn(4, 10, generator=generator).half(),  # 80 bytes
+        "turned": torch.randn(2, 4, generator=generator).T,  # not contiguous, 32 bytes
+    }
+
+
+def unpacked(buckets: list[Bucket]) -> dict[str, torch.Tensor]:
+    return {name: tensor for bucket in buckets for name, tensor in unpack(bucket.data, bucket.entries)}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 150, 1 << 20])
+def test_round_trip(bucket_bytes: int) -> None:
+    tensors = weights()
+    result = unpacked(list(pack(tensors.items(), bucket_bytes=bucket_bytes)))
+    assert list(result) == list(tensors), "the order is kept"
+    for name, tensor in tensors.items():
+        assert result[name].dtype == tensor.dtype, name
+        assert torch.equal(result[name], tensor), name
+
+
+def test_buckets_by_hand() -> None:
+    """Each tensor takes whole units of 64 bytes: 64 + 64 + 64 fit into 200; 64 + 128 do, 64 more do not."""
+    buckets = list(pack(weights().items(), bucket_bytes=200))
+    assert [[entry.name for entry in b.entries] for b in buckets] == [
+        ["embed", "norm", "scale"],
+        ["steps", "head"],
+        ["turned"],
+    ]
+    assert [entry.offset for entry in buckets[0].entries] == [0, 64, 128]
+    assert [entry.num_bytes for entry in buckets[0].entries] == [30, 28, 4]
+    assert buckets[0].entries[0].dtype == "bfloat16"
+    assert buckets[0].entries[0].shape == (5, 3)
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 100, 128, 200, 256])
+def test_no_bucket_is_larger_than_asked(bucket_bytes: int) -> None:
+    buckets = list(pack(weights().items(), bucket_bytes=bucket_bytes))
+    for bucket in buckets:
+        last = bucket.entries[-1]
+        assert last.offset + last.num_bytes <= bucket_bytes or len(bucket.entries) == 1
+        assert len(bucket.data) <= -(-bucket_bytes // ALIGNMENT) * ALIGNMENT or len(bucket.entries) == 1
+        assert all(entry.offset % ALIGNMENT == 0 for entry in bucket.entries)
+
+
+def test_a_tensor_larger_than_a_bucket_has_one_of_its_own() -> None:
+    tensors = [("a", torch.zeros(4)), ("big", torch.arange(100.0)), ("b", torch.ones(4))]
+    buckets = list(pack(tensors, bucket_bytes=128))
+    assert [[entry.name for entry in b.entries] for b in buckets] == [["a"], ["big"], ["b"]]
+    assert torch.equal(unpacked(buckets)["big"], torch.arange(100.0))
+
+
+def test_packing_is_lazy() -> None:
+    """Weights are gathered one bucket at a time: no process needs room for two whole models."""
+    taken: list[str] = []
+
+    def tensors():
+        for name in "abcd":
+            taken.append(name)
+            yield name, torch.zeros(16)
+
+    buckets = pack(tensors(), bucket_bytes=64)
+    next(buckets)
+    assert taken == ["a", "b"]
+
+
+def test_nothing_gives_no_bucket() -> None:
+    assert list(pack([], bucket_bytes=64)) == []
+
+
+def test_unpacked_tensors_are_views() -> None:
+    bucket = next(pack(weights().items(), bucket_bytes=1 << 20))
+    start, end = bucket.data.ctypes.data, bucket.data.ctypes.data + len(bucket.data)
+    assert all(start <= tensor.data_ptr() < end for _, tensor in unpack(bucket.data, bucket.entries))
+
+
+def test_buckets_travel_out_of_band_and_read_only(recwarn: pytest.WarningsRecorder) -> None:
+    bucket = next(pack([("w", torch.arange(10_000.0))], bucket_bytes=1 << 20))
+    buffers: list[pickle.PickleBuffer] = []
+    in_band = pickle.dumps(bucket, protocol=5, buffer_callback=buffers.append)
+    assert len(in_band) < 1000
+    received = pickle.loads(in_band, buffers=[bytes(buffer.raw()) for buffer in buffers])
+    assert not received.data.flags.writeable
+    ((name, tensor),) = unpack(received.data, received.entries)
+    assert (name, torch.equal(tensor, torch.arange(10_000.0))) == ("w", True)
+    assert not recwarn.list, "reading read-only memory is the normal case"
+
+
+def test_a_bucket_cut_short_is_not_read() -> None:
+    bucket = next(pack([("w", torch.arange(64.0))], bucket_bytes=1 << 20))
+    with pytest.raises(RuntimeError):
+        unpack(np.ascontiguousarray(bucket.data[:100]), bucket.entries)
+
+
+def damaged(buckets: list[Bucket], byte: int) -> list[Bucket]:
+    """The second bucket with one bit flipped."""
+    data = buckets[1].data.copy()
+    data[byte] ^= 1
+    return [buckets[0], dataclasses.replace(buckets[1], data=data), *buckets[2:]]
+
+
+def test_a_model_that_arrives_whole_passes() -> None:
+    check_buckets([pickle.loads(pickle.dumps(bucket)) for bucket in pack(weights().items(), bucket_bytes=64)])
+
+
+@pytest.mark.parametrize("byte", [0, 23, 40])  # the first, the last of "steps", and one of the gap behind it
+def test_one_flipped_bit_is_found(byte: int) -> None:
+    buckets = list(pack(weights().items(), bucket_bytes=200))
+    with refuses(WeightSyncError, "bucket 1", "(steps to head)", "damaged"):
+        check_buckets(damaged(buckets, byte))
+
+
+@pytest.mark.parametrize("order", [[0, 2, 1], [0, 1], [1, 2], [0, 0, 1, 2], []])
+def test_missing_and_misplaced_buckets_are_found(order: list[int]) -> None:
+    buckets = list(pack(weights().items(), bucket_bytes=200))
+    with refuses(WeightSyncError, "0, 1, 2"):
+        check_buckets([buckets[i] for i in order])
