@@ -15,9 +15,10 @@ from benchmarks.gpu_check.device import square_rate
 from benchmarks.gpu_check.gpu import host_gib, median_seconds, used_gib
 from benchmarks.gpu_check.work import Work
 from grpo_dist.config.model_shape import model_shape
-from grpo_dist.config.rank_memory import CUDA_GIB, GIB, PROCESS_GIB, MiniBatch, Rank
+from grpo_dist.config.rank_memory import CUDA_GIB, PROCESS_GIB, MiniBatch, Rank
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto
+from grpo_dist.sizes import GIB
 
 LAYOUTS = ("shared", "packed", "padded")
 # Useful operations per second, of those of a large matrix product.
