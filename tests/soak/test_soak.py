@@ -45,13 +45,24 @@ def role_of(process: psutil.Process) -> str:
     return "driver" if "grpo_dist.main" in command else process.name()
 
 
+def own_mib(pid: int) -> float:
+    """MiB that a process has written. Pages of libraries do not count: they are its alone only until another process,
+    such as one of another run, maps them too.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError as error:
+        raise psutil.NoSuchProcess(pid) from error
+    return next(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:")) / 1024
+
+
 def observe(run: psutil.Process) -> dict[str, float]:
     """MiB and open files by role, number of processes, and MiB of shared memory in use."""
     seen: dict[str, float] = defaultdict(float)
     for process in [run, *run.children(recursive=True)]:
         try:
             role = role_of(process)
-            seen[f"{role} MiB"] += process.memory_full_info().uss / 2**20
+            seen[f"{role} MiB"] += own_mib(process.pid)
             seen[f"{role} files"] += process.num_fds()
             seen["processes"] += 1
         except psutil.Error:
