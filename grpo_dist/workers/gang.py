@@ -123,13 +123,13 @@ class ReferenceGroup(Gang):
             GrpoDistError: `error`, if it is no loss, there have been too many, or the reference has moved: then only a
                 checkpoint has its weights.
         """
-        assert self._settings is not None, "it was started before"
         while True:
             if not isinstance(error, WorkerLost) or self.has_moved:
                 raise error
             self.restarts.spend(error)
             for rank in range(len(self.workers)):
                 self.workers.respawn(rank)
+            assert self._settings is not None, "it was started before"
             try:
                 return await self.start(self._settings)
             except WorkerError as another:
