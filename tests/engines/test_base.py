@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.config import names
+from grpo_dist import names
 from grpo_dist.engines.base import (
     FSDP,
     ROLLOUT_ENGINES,
