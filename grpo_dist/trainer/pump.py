@@ -12,8 +12,9 @@ update.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import numpy as np
 from grpo_dist.errors import RewardError, WorkerLost
 from grpo_dist.trainer.rollout_job import RolloutJob
 from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
 
@@ -148,6 +150,14 @@ class RolloutPump:
         self.tasks.discard(task)
         if not task.cancelled():
             task.exception()  # it is raised where the job or the step is waited for; else asyncio would complain
+
+    @contextlib.contextmanager
+    def stopping(self) -> Iterator[None]:
+        """At the end of the block, end all that goes on. For the main thread."""
+        try:
+            yield
+        finally:
+            run(self.stop())
 
     async def stop(self) -> None:
         """End all that goes on."""

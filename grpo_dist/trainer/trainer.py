@@ -124,7 +124,7 @@ class GRPOTrainer:
             KeyboardInterrupt: SIGINT; or SIGTERM, after a checkpoint was written.
         """
         # what still runs in the background at the end must not disturb the last checkpoint: it is the innermost
-        with self.saver.completing(), self.saving_on_sigterm(), self.ending_background():
+        with self.saver.completing(), self.saving_on_sigterm(), self.pump.stopping():
             self.sync_weights()
             if self.config.trainer.val_only or (self.config.trainer.val_before_train and self.step == 0):
                 self.validate()
@@ -160,14 +160,6 @@ class GRPOTrainer:
                 run(self.saver.poll())  # after the step's metrics are on record
                 self.preemption.release()
             self.finish()
-
-    @contextlib.contextmanager
-    def ending_background(self) -> Iterator[None]:
-        """At the end of the block, end what is sampled in the background."""
-        try:
-            yield
-        finally:
-            run(self.pump.stop())
 
     @contextlib.contextmanager
     def saving_on_sigterm(self) -> Iterator[None]:
@@ -295,11 +287,7 @@ class GRPOTrainer:
 
     # --- around the stages -------------------------------------------------------------------------------------
     def resume(self) -> Path | None:
-        """Go on from a checkpoint, if the config and the run directory say so; returns its folder. See `resume`.
-
-        Raises:
-            CheckpointError: there are checkpoints, and none is whole, or the config does not fit.
-        """
+        """Go on from a checkpoint, if the config and the run directory say so; returns its folder. See `resume`."""
         return run(resume(self))
 
     async def refresh_reference_head(self) -> None:

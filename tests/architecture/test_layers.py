@@ -14,7 +14,18 @@ import grpo_dist
 PACKAGE = Path(grpo_dist.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-BASE = {"errors", "registry", "redact", "descendants", "assets", "algorithms", "protocol", "config"}
+BASE = {
+    "errors",
+    "names",
+    "sizes",
+    "registry",
+    "redact",
+    "descendants",
+    "assets",
+    "algorithms",
+    "protocol",
+    "config",
+}
 PARTS = {"data", "rewards", "tracking", "engines"}
 # Layer -> the layers it may import. A layer may always import itself.
 ARROWS: dict[str, set[str]] = {

@@ -167,11 +167,10 @@ NAMES = ("median_baseline", "absolute")
 
 def test_the_recipe_of_a_rollout_engine_samples_for_a_worker(tmp_path: Path) -> None:
     """Started by the name that the config has, and given new weights."""
-    from grpo_dist.trainer.names import resolve_names
-
     from grpo_dist.config.load import load_config
     from grpo_dist.config.placement import placement
     from grpo_dist.engines.settings import SamplingSettings
+    from grpo_dist.trainer.named_code import resolve_names
     from grpo_dist.trainer.settings import engine_settings
     from grpo_dist.workers.rollout import RolloutWorker
 

@@ -21,11 +21,11 @@ def stages_in_code(source: str) -> list[Stage]:
     """The decorated methods, in order."""
     found: list[Stage] = []
     for node in ast.walk(ast.parse(source)):
-        for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+        for decorator in node.decorator_list if isinstance(node, ast.AsyncFunctionDef) else ():
             if isinstance(decorator, ast.Call) and getattr(decorator.func, "id", "") == "stage":
                 keywords = [keyword for keyword in decorator.keywords if keyword.arg in ("needs", "adds")]
                 columns = {keyword.arg: tuple(ast.literal_eval(keyword.value)) for keyword in keywords}
-                assert isinstance(node, ast.FunctionDef)
+                assert isinstance(node, ast.AsyncFunctionDef)
                 name = ast.literal_eval(decorator.args[0])
                 found.append((name, node.name, columns.get("needs", ()), columns.get("adds", ())))
     return found
@@ -57,7 +57,7 @@ def test_the_columns_are_in_the_contract() -> None:
 
 
 def test_both_readers_see_a_difference() -> None:
-    source = 'class T:\n    @stage("adv", needs=("a", "b"), adds=("c",))\n    def advantages(self, batch): ...\n'
+    source = 'class T:\n    @stage("adv", needs=("a", "b"), adds=("c",))\n    async def advantages(self, batch): ...\n'
     table = f"{HEADER} what |\n|---|---|---|---|---|\n| `adv` | `advantages` | `a`, `b` | `c` | text |\n\nafter"
     assert stages_in_code(source) == stages_in_table(table) == [("adv", "advantages", ("a", "b"), ("c",))]
     assert stages_in_table(table.replace("`b`", "`d`")) != stages_in_code(source)

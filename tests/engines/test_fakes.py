@@ -47,8 +47,8 @@ def test_new_weights_show_in_the_responses_and_old_ones_stay_after_a_failure() -
 
 def test_a_failing_engine() -> None:
     engine = FakeRolloutEngine()
-    engine.failure = EngineError("the engine died")
-    with pytest.raises(EngineError, match="the engine died"):
+    engine.failure = EngineError("died")
+    with pytest.raises(EngineError, match="died"):
         responses(engine)
 
 

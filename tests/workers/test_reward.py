@@ -89,7 +89,7 @@ def test_a_response_that_the_function_fails_on(worker: Local) -> None:
 
 @pytest.mark.ray
 def test_start_names_what_is_wrong(random_models: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"not a Hugging Face model folder: it has no config\.json"):
+    with pytest.raises(DataError, match=r"config\.json"):
         RewardWorker().start(RewardSettings(str(tmp_path), False, None, "compute_score", {}))
     with pytest.raises(ConfigError, match=r"absent\.py"):
         RewardWorker().start(RewardSettings(random_models["tied"], False, f"{tmp_path}/absent.py", "f", {}))
@@ -142,7 +142,7 @@ def test_step_scores_sit_on_the_last_token_of_their_step(
         "a word ends where the space of the next one comes"
     )
     assert rows(data["step_mask"]) == [[0, 1, 1, 1], [], [1]]
-    with pytest.raises(RewardError, match="returned 2 step_scores for a response of 3 steps"):
+    with pytest.raises(RewardError, match=r"2 step_scores .* 3 steps"):
         worker.score(put([[5, 6, 9]]), TASK)
 
 
