@@ -155,6 +155,7 @@ class Pool:
             await self.prepare(rank)
         except GrpoDistError as error:
             self._fail(error)
+            return
         if member is self.members[rank]:
             member.is_ready = True
             self.update_load(rank)
