@@ -50,7 +50,7 @@ def test_no_test_rests_on_a_sentence(path: Path) -> None:
 
 
 def test_sentences_are_found() -> None:
-    raised = 'with pytest.raises(Error, match=r"k=1\.5: must be .* than two"):\n    run()\n'
+    raised = 'with pytest.raises(Error, match=r"k=1\\.5: must be .* than two"):\n    run()\n'
     assert sentences(raised) == []
     assert sentences(raised.replace("must", "it must")) == ["k=1.5: it must be .* than two"]
     assert sentences('assert f"{key} has no effect here" in str(caught.value)') == [" has no effect here"]

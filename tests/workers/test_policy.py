@@ -71,7 +71,7 @@ def test_lora_on_real_workers(actor: ActorGroup) -> None:
     batch = stored_batch()
     before = {method: log_probs(actor, batch, method) for method in ("compute_log_probs", "compute_reference")}
     np.testing.assert_allclose(*before.values(), atol=1e-6)  # the factors start without effect
-    trained, metrics = actor.update(batch, [np.arange(16)], objective(on_policy=True), 1)
+    trained, metrics = run(actor.update(batch, [np.arange(16)], objective(on_policy=True), 1))
     old = trained.fetch(("old_log_probs",))["old_log_probs"].values.numpy()
     np.testing.assert_allclose(old, before["compute_log_probs"], atol=1e-5)
     assert metrics["actor/grad_norm"].value > 0
@@ -94,14 +94,14 @@ def test_an_actor_over_another_train_engine(local_ray: None, random_models: dict
     settings = policy_settings(random_models["tied"], engine="grpo_dist.engines.fakes:FakeTrainEngine")
     with spawned("actor", ActorWorker, [(0, 1)]) as workers:
         group, batch = ActorGroup(workers), stored_batch()
-        workers.gather(group.submit_start(settings))
+        run(group.start(settings))
         assert set(log_probs(group, batch, "compute_log_probs")) == {LOG_PROB}
-        _, metrics = group.update(batch, [np.arange(16)], objective(on_policy=True), 1)
+        _, metrics = run(group.update(batch, [np.arange(16)], objective(on_policy=True), 1))
         assert metrics["actor/loss"].value == 16
         [bucket] = ray.get(workers.call_all("test", "export_weights", "float32")[0])
         assert [(entry.name, entry.shape) for entry in bucket.entries] == [("weights", (4,))]
         workers.call_all("test", "begin_save", str(tmp_path / "actor"))
         assert list(workers.call_all("test", "finished_save", True)[0]) == ["rank0.json"]
         workers.call_all("test", "load_checkpoint", str(tmp_path / "actor"))
-        group.export_hf_model(str(tmp_path / "huggingface"), "bf16")
+        run(group.export_hf_model(str(tmp_path / "huggingface"), "bf16"))
         assert (tmp_path / "huggingface" / "weights.json").is_file()

@@ -72,4 +72,4 @@ def test_a_rank_that_is_stopped_or_gone_is_named_rather_than_those_that_wait_for
     assert isinstance(late, WorkerLost)
     assert (late.role, late.rank, late.node, late.stage) == ("actor", 1, node, "update")
     says(late, "5 s", "stopped", "late too")
-    assert re.search("running|waiting", str(group.late(calls[:1], 5.0)))
+    assert re.search("running|waiting", str(run(group.late(calls[:1], 5.0))))
