@@ -22,7 +22,7 @@ import numpy as np
 from grpo_dist.errors import RewardError, WorkerLost
 from grpo_dist.trainer.rollout_job import RolloutJob
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.event_loop import run
+from grpo_dist.workers.event_loop import in_background, run
 from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
 
@@ -141,15 +141,7 @@ class RolloutPump:
     # --- background --------------------------------------------------------------------------------------------
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Have something go on in the background until it ends, or the run does (`stop`)."""
-        task = asyncio.create_task(coroutine)
-        self.tasks.add(task)
-        task.add_done_callback(self._forget)
-        return task
-
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        self.tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # it is raised where the job or the step is waited for; else asyncio would complain
+        return in_background(coroutine, self.tasks)
 
     @contextlib.contextmanager
     def stopping(self) -> Iterator[None]:

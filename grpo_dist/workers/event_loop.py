@@ -39,6 +39,20 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         future.cancel()  # does nothing to one that is done
 
 
+def in_background(coroutine: Coroutine[Any, Any, T], tasks: set[asyncio.Task[Any]]) -> asyncio.Task[T]:
+    """Have a coroutine go on by itself, as one of `tasks` until it ends. Who waits for it is told if it fails."""
+    task = asyncio.create_task(coroutine)
+    tasks.add(task)
+
+    def forget(task: asyncio.Task[T]) -> None:
+        tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # else asyncio complains where nobody waits for it
+
+    task.add_done_callback(forget)
+    return task
+
+
 def blocking(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
     """A coroutine function as a function that waits, for code outside the driver's loop."""
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.errors import GrpoDistError, WorkerLost
+from grpo_dist.workers.event_loop import in_background
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.restarts import RestartBudget
 
@@ -171,15 +172,7 @@ class Pool:
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run something that goes on by itself; its failure is told to those whom it concerns."""
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-        return task
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # else asyncio would complain that nobody looked
+        return in_background(coroutine, self._tasks)
 
     # --- asking ------------------------------------------------------------------------------------------------
     async def ask(

@@ -1,6 +1,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,6 +45,8 @@ class Fragile(Process):
 
     def score(self, group: DataProtoRef, task: Task) -> tuple[tuple, DataProto]:
         self._step_on_trap()
+        while self.trap.with_name("hold").exists():
+            time.sleep(0.01)
         data = DataProto.from_dict({"score": torch.arange(len(group)).float()})
         return (Label.of(data, ("score",)), [f"by {os.getpid()}"], ([], 0)), data
 
@@ -119,9 +122,12 @@ def test_a_process_that_hangs_is_replaced_once(make: Callable, tmp_path: Path) -
     assert len(pool.restarts.failures) == 1
 
 
-def test_each_process_has_one_group_at_a_time_and_a_cancelled_one_keeps_its_process_busy(make: Callable) -> None:
+def test_each_process_has_one_group_at_a_time_and_a_cancelled_one_keeps_its_process_busy(
+    make: Callable, tmp_path: Path
+) -> None:
     """The process is at work on it until it answers, whether anybody wants that or not."""
     pool, sent = make(0, size=2), []
+    (tmp_path / "hold").touch()
     submit = pool.workers.submit_for_data
     pool.workers.submit_for_data = lambda *args, **kw: sent.append(submit(*args, **kw)) or sent[-1]  # type: ignore[method-assign]
 
@@ -133,8 +139,11 @@ def test_each_process_has_one_group_at_a_time_and_a_cancelled_one_keeps_its_proc
         tasks[2].cancel()
         await asyncio.gather(tasks[0], tasks[2], return_exceptions=True)
         assert len(sent) == 2, "nobody has answered yet"
+        (tmp_path / "hold").unlink()
         assert [await tasks[i] for i in (1, 3)]
         assert len(sent) == 3, "one was cancelled before it was sent"
+        while any(member.taken for member in pool.members):  # the cancelled one may be the last to be answered
+            await asyncio.sleep(0.01)
 
     run(scenario())
     assert [member.taken for member in pool.members] == [0, 0]
