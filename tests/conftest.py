@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from grpo_dist.workers import event_loop
 from grpo_dist.workers.cluster import connect, set_local_environment
 from tests.chaos.runs import Outcome, train
 
@@ -21,6 +23,25 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests run on CPU, also where ther
 def fp32_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of the tests hold in fp32, also on a processor that has bf16."""
     monkeypatch.setattr("grpo_dist.config.schema.has_bf16", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def empty_event_loop(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test on fakes leaves on the driver's event loop ends with it.
+
+    Else asyncio complains of it whenever it is collected as garbage, in the middle of another test; under Python 3.11
+    that breaks an `ast.parse` at work (CPython's gh-106905).
+    """
+    yield
+    if request.node.get_closest_marker("ray") is None and event_loop._loop.cache_info().currsize:
+        event_loop.run(_end_all())
+
+
+async def _end_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @pytest.fixture(scope="session")

@@ -93,6 +93,10 @@ class EpisodeRunner:
                 self._events.run_forever()
             except (SystemExit, KeyboardInterrupt):  # of a task that the user's code has made: it has that as its error
                 continue
+        if tasks := asyncio.all_tasks(self._events):  # else they complain when they are collected as garbage
+            for task in tasks:
+                task.cancel()
+            self._events.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_S))
 
     async def _make(self) -> AgentLoop:
         loop_class = load_agent_loop(self.settings.name, self.settings.kwargs)
@@ -105,8 +109,10 @@ class EpisodeRunner:
     async def _run_all(self, episodes: Sequence[Episode], engine: asyncio.AbstractEventLoop) -> list[Response]:
         group = _Group()
         tasks = [asyncio.create_task(self._run_one(episode, engine, group)) for episode in episodes]
+        together = asyncio.gather(*tasks)
+        together.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio may complain of it
         try:
-            return list(await asyncio.shield(asyncio.gather(*tasks)))  # who cancels this cancels the tasks below
+            return list(await asyncio.shield(together))  # who cancels this cancels the tasks below
         finally:
             group.ending = True
             for task in tasks:
