@@ -16,7 +16,7 @@ from grpo_dist.config.node_layout import slots_of
 from grpo_dist.engines.fakes import FakeRolloutEngine
 from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
 from grpo_dist.protocol import DataProto, Mean, Ragged
-from grpo_dist.trainer.pump import RolloutPump
+from grpo_dist.trainer.rollout.pump import RolloutPump
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.gang import ActorGroup

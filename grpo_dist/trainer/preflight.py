@@ -19,8 +19,8 @@ from grpo_dist.config.problems import config_error
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import CheckpointError, ConfigError, GrpoDistError
 from grpo_dist.tracking.base import check_trackers
-from grpo_dist.trainer.checkpoint import find_checkpoint, last_checkpoint, read_state
-from grpo_dist.trainer.config_changes import check_changes, digest_code, read_config
+from grpo_dist.trainer.checkpoint.config_changes import check_changes, digest_code, read_config
+from grpo_dist.trainer.checkpoint.folder import find_checkpoint, last_checkpoint, read_state
 from grpo_dist.trainer.machine import Machine, check_machine
 from grpo_dist.trainer.named_code import import_reward, resolve_names
 from grpo_dist.trainer.run_lock import check_run_dir

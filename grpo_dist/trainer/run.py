@@ -18,8 +18,8 @@ from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.jsonl import FILE_NAME as METRICS
 from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.tracking.summary import format_summary
-from grpo_dist.trainer.checkpoint import last_checkpoint
-from grpo_dist.trainer.config_changes import saved_config
+from grpo_dist.trainer.checkpoint.config_changes import saved_config
+from grpo_dist.trainer.checkpoint.folder import last_checkpoint
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.preflight import Ready, preflight
 from grpo_dist.trainer.run_lock import run_lock, writing_into

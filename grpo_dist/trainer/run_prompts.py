@@ -14,7 +14,7 @@ from grpo_dist.data.prompts import Prompt, add_system_prompt, load_prompts
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, load_tokenizer, tokenize_prompts
 from grpo_dist.rewards import check_data_sources
-from grpo_dist.trainer.config_changes import identify_prompts
+from grpo_dist.trainer.checkpoint.config_changes import identify_prompts
 
 # Overlong prompts that are named; the others are counted.
 MOST_ROWS_NAMED = 5

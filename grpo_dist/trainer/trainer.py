@@ -32,18 +32,18 @@ from grpo_dist.protocol import metric_values
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.samples import format_samples
-from grpo_dist.trainer.config_changes import digest_code
+from grpo_dist.trainer.checkpoint.config_changes import digest_code
+from grpo_dist.trainer.checkpoint.resume import resume, run_state
+from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.health import HealthMonitor
 from grpo_dist.trainer.metrics import IdleShares, PeakMemory, batch_metrics, performance_metrics, staleness_metrics
 from grpo_dist.trainer.preemption import Preemption
-from grpo_dist.trainer.pump import LogProbSource, RolloutPump
-from grpo_dist.trainer.resume import resume, run_state
 from grpo_dist.trainer.roles import Roles
+from grpo_dist.trainer.rollout.pump import LogProbSource, RolloutPump
+from grpo_dist.trainer.rollout.sampling import TrainingSampler
+from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.trainer.run_prompts import Prompts
 from grpo_dist.trainer.sample_log import SampleLog
-from grpo_dist.trainer.sampling import TrainingSampler
-from grpo_dist.trainer.saving import CheckpointSaver
-from grpo_dist.trainer.seeds import group_seed
 from grpo_dist.trainer.settings import kl_controller
 from grpo_dist.trainer.stage import stage
 from grpo_dist.trainer.validation import require_metric, validation_metrics, validation_requests

@@ -17,8 +17,8 @@ from grpo_dist.algorithms.validation import best_at_k, majority_at_n, subset_siz
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError
-from grpo_dist.trainer.sampling import make_request
-from grpo_dist.trainer.seeds import group_seed
+from grpo_dist.trainer.rollout.sampling import make_request
+from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.reward import EXTRA
 from grpo_dist.workers.rollout_group import GroupRequest

@@ -43,8 +43,8 @@ TESTED_ELSEWHERE = {
     "engines/vllm/weight_backend.py": "engines/vllm/test_engine.py",  # runs inside vLLM only
     "tracking/metric_names.py": "tracking/test_summary.py",  # metric names
     "trainer/build.py": "e2e/test_main_job.py",  # started workers
-    "trainer/finished_groups.py": "trainer/test_staleness.py",  # written and read by a run that samples ahead
-    "trainer/rollout_job.py": "trainer/test_trainer.py",  # every rollout there goes through it
+    "trainer/checkpoint/finished_groups.py": "trainer/test_staleness.py",  # by a run that samples ahead
+    "trainer/rollout/job.py": "trainer/test_trainer.py",  # every rollout there goes through it
     "trainer/roles.py": "trainer/test_trainer.py",  # plain records
     "trainer/sample_log.py": "trainer/test_trainer.py",  # every step there writes one
     "workers/resources.py": "workers/test_group.py",  # placement group

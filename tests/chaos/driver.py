@@ -94,7 +94,7 @@ def victim(role: str) -> int | None:
 
 def install(timetable: Timetable) -> None:
     """Hook the timetable into the trainer."""
-    from grpo_dist.trainer import pump
+    from grpo_dist.trainer.rollout import pump
     from grpo_dist.trainer.trainer import GRPOTrainer
     from grpo_dist.workers.group import Call, WorkerGroup
 

@@ -23,10 +23,10 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.protocol import metric_values
 from grpo_dist.trainer.build import Workers, build_trainer
 from grpo_dist.trainer.preflight import check_model
-from grpo_dist.trainer.pump import LOG_PROB_PASSES
 from grpo_dist.trainer.roles import Roles
+from grpo_dist.trainer.rollout.pump import LOG_PROB_PASSES
+from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.trainer.run_prompts import load_run_prompts
-from grpo_dist.trainer.seeds import group_seed
 from grpo_dist.trainer.settings import objective_settings, sampling_settings, target_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.batch_ref import DataProtoRef

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from grpo_dist.trainer.checkpoint import RunState, begin_checkpoint, prune_checkpoints, publish_checkpoint
-from grpo_dist.trainer.checkpoint_files import MANIFEST, write_manifest
+from grpo_dist.trainer.checkpoint.folder import RunState, begin_checkpoint, prune_checkpoints, publish_checkpoint
+from grpo_dist.trainer.checkpoint.manifest import MANIFEST, write_manifest
 
 
 def run_state(step: int, metrics: Mapping[str, float] | None = None) -> RunState:

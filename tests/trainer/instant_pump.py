@@ -15,9 +15,9 @@ import numpy as np
 from grpo_dist.config.load import load_config
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.trainer.finished_groups import Group
-from grpo_dist.trainer.rollout_job import RolloutJob
-from grpo_dist.trainer.sampling import TrainingSampler
+from grpo_dist.trainer.checkpoint.finished_groups import Group
+from grpo_dist.trainer.rollout.job import RolloutJob
+from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from grpo_dist.workers.batch_ref import DataProtoRef, Frame
 from grpo_dist.workers.event_loop import blocking
 from grpo_dist.workers.rollout_group import GroupRequest

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_dist.engines.train.checkpoint import ShardWriter, load_state
-from grpo_dist.trainer.checkpoint import (
+from grpo_dist.trainer.checkpoint.folder import (
     WRITING,
     begin_checkpoint,
     checkpoints,
@@ -25,7 +25,7 @@ from grpo_dist.trainer.checkpoint import (
     prune_checkpoints,
     publish_checkpoint,
 )
-from grpo_dist.trainer.checkpoint_files import damage, git_commit, versions
+from grpo_dist.trainer.checkpoint.manifest import damage, git_commit, versions
 from tests.trainer.checkpoints import run_state
 
 KEEP, SIZE = 2, 100_000

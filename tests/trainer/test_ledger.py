@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.trainer.pump import RolloutPump
-from grpo_dist.trainer.sampling import TrainingSampler
+from grpo_dist.trainer.rollout.pump import RolloutPump
+from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from grpo_dist.workers.event_loop import blocking, run
 from tests.trainer.instant_pump import (
     EQUAL,

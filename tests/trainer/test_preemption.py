@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from grpo_dist.errors import Terminated, WorkerLost
-from grpo_dist.trainer.checkpoint import read_state
+from grpo_dist.trainer.checkpoint.folder import read_state
 from grpo_dist.trainer.preemption import Preemption
-from grpo_dist.trainer.sampling import Rollout
+from grpo_dist.trainer.rollout.sampling import Rollout
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.group import WorkerGroup
 from tests.trainer.fake_run import make_trainer

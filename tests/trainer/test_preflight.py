@@ -20,8 +20,8 @@ from grpo_dist.config.load import load_config
 from grpo_dist.errors import DataError
 from grpo_dist.main import main
 from grpo_dist.trainer import preflight as module
-from grpo_dist.trainer.checkpoint import CONFIG, LATEST, STATE
-from grpo_dist.trainer.config_changes import saved_config
+from grpo_dist.trainer.checkpoint.config_changes import saved_config
+from grpo_dist.trainer.checkpoint.folder import CONFIG, LATEST, STATE
 from grpo_dist.trainer.machine import Machine
 from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.run_lock import run_lock

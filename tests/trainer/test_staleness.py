@@ -19,7 +19,7 @@ from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.protocol import DataProto
 from grpo_dist.trainer.build import build_trainer, reward_settings
-from grpo_dist.trainer.checkpoint import read_state
+from grpo_dist.trainer.checkpoint.folder import read_state
 from grpo_dist.trainer.metrics import staleness_metrics
 from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.roles import Roles

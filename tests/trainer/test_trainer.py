@@ -14,9 +14,9 @@ import pytest
 
 from grpo_dist.errors import BatchError, CheckpointError, ConfigError, HealthError, RewardError, WorkerError
 from grpo_dist.tracking.base import Trackers
-from grpo_dist.trainer.checkpoint import read_state
-from grpo_dist.trainer.rollout_job import RolloutJob
-from grpo_dist.trainer.sampling import Rollout
+from grpo_dist.trainer.checkpoint.folder import read_state
+from grpo_dist.trainer.rollout.job import RolloutJob
+from grpo_dist.trainer.rollout.sampling import Rollout
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.event_loop import run
@@ -268,8 +268,8 @@ def test_a_few_failures_are_counted_and_shown(groups: dict, tmp_path: Path) -> N
 def test_a_reward_process_that_hangs_ends_the_step(
     groups: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_dist.trainer.pump.SCORER_START_S", 0.0)
-    monkeypatch.setattr("grpo_dist.trainer.pump.SCORER_RESTART_S", 0.0)
+    monkeypatch.setattr("grpo_dist.trainer.rollout.pump.SCORER_START_S", 0.0)
+    monkeypatch.setattr("grpo_dist.trainer.rollout.pump.SCORER_RESTART_S", 0.0)
     with spawned("reward", StuckRewardWorker, [()]) as reward:
         stuck = groups | {"reward": reward}
         trainer = make_trainer(tmp_path, stuck, "reward.timeout_s=0.2", "trainer.max_worker_restarts=0")

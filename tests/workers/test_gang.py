@@ -18,8 +18,8 @@ import torch
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import TrainingDiverged, WorkerLost
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.trainer.pump import RolloutPump
-from grpo_dist.trainer.rollout_job import RolloutJob
+from grpo_dist.trainer.rollout.job import RolloutJob
+from grpo_dist.trainer.rollout.pump import RolloutPump
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.gang import ActorGroup, Gang, ReferenceGroup, find_model

@@ -1,4 +1,4 @@
-from grpo_dist.trainer.seeds import group_seed
+from grpo_dist.trainer.rollout.seeds import group_seed
 
 
 def test_seeds_depend_on_every_part_and_leave_room_for_the_group() -> None:

@@ -19,8 +19,8 @@ from grpo_dist.config.load import load_config
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import WorkerError
 from grpo_dist.trainer.build import reward_settings
-from grpo_dist.trainer.pump import SCORER_RESTART_S, SCORER_START_S, RolloutPump
-from grpo_dist.trainer.rollout_job import RolloutJob
+from grpo_dist.trainer.rollout.job import RolloutJob
+from grpo_dist.trainer.rollout.pump import SCORER_RESTART_S, SCORER_START_S, RolloutPump
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.gang import Gang

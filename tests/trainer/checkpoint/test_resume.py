@@ -12,9 +12,9 @@ import pytest
 
 from grpo_dist.config.load import load_config
 from grpo_dist.errors import CheckpointError
-from grpo_dist.trainer.checkpoint import RunState, begin_checkpoint, publish_checkpoint
-from grpo_dist.trainer.config_changes import saved_config
-from grpo_dist.trainer.resume import restore_tracker_ids, resume, run_state, tracker_ids
+from grpo_dist.trainer.checkpoint.config_changes import saved_config
+from grpo_dist.trainer.checkpoint.folder import RunState, begin_checkpoint, publish_checkpoint
+from grpo_dist.trainer.checkpoint.resume import restore_tracker_ids, resume, run_state, tracker_ids
 from grpo_dist.workers.event_loop import run
 
 

@@ -11,8 +11,8 @@ import pytest
 from grpo_dist.config.load import load_config
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.errors import CheckpointError, GrpoDistError, RewardError, TrainingDiverged, WorkerError
-from grpo_dist.trainer.checkpoint import LATEST, find_checkpoint, read_state
-from grpo_dist.trainer.saving import CheckpointSaver
+from grpo_dist.trainer.checkpoint.folder import LATEST, find_checkpoint, read_state
+from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.workers.event_loop import run
 from tests.trainer.checkpoints import names, run_state
 
@@ -165,7 +165,7 @@ def test_the_first_error_is_the_one_that_shows(tmp_path: Path) -> None:
 
 def test_the_interval_counts_from_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("grpo_dist.trainer.saving.time.monotonic", lambda: now)
+    monkeypatch.setattr("grpo_dist.trainer.checkpoint.saver.time.monotonic", lambda: now)
     saver, _, _ = make_saver(tmp_path, "trainer.save_interval_minutes=2")
     never, _, _ = make_saver(tmp_path)
     now = 219.0

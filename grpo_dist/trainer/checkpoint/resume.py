@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_dist.tracking.base import WANDB_RUN_ID
-from grpo_dist.trainer.checkpoint import RunState, clear_leftovers, find_checkpoint, read_state
-from grpo_dist.trainer.config_changes import check_changes
-from grpo_dist.trainer.finished_groups import FinishedGroups, read_finished
+from grpo_dist.trainer.checkpoint.config_changes import check_changes
+from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, read_finished
+from grpo_dist.trainer.checkpoint.folder import RunState, clear_leftovers, find_checkpoint, read_state
 
 if TYPE_CHECKING:
     from grpo_dist.trainer.trainer import GRPOTrainer

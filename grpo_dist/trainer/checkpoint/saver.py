@@ -16,7 +16,9 @@ from pathlib import Path
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.errors import CheckpointError, GrpoDistError, WorkerError
-from grpo_dist.trainer.checkpoint import (
+from grpo_dist.trainer.checkpoint.config_changes import saved_config
+from grpo_dist.trainer.checkpoint.finished_groups import FOLDER, FinishedGroups
+from grpo_dist.trainer.checkpoint.folder import (
     RunState,
     begin_checkpoint,
     cannot_write,
@@ -24,8 +26,6 @@ from grpo_dist.trainer.checkpoint import (
     prune_checkpoints,
     publish_checkpoint,
 )
-from grpo_dist.trainer.config_changes import saved_config
-from grpo_dist.trainer.finished_groups import FOLDER, FinishedGroups
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.gang import Gang

@@ -19,7 +19,7 @@ def test_a_kill_at_any_moment_loses_no_checkpoint(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=280,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -29,10 +29,10 @@ from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import DataError, GrpoDistError, RewardError
-from grpo_dist.trainer.finished_groups import FinishedGroups, Group
-from grpo_dist.trainer.pump import RolloutPump
-from grpo_dist.trainer.rollout_job import RolloutJob, timings
-from grpo_dist.trainer.seeds import group_seed
+from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
+from grpo_dist.trainer.rollout.job import RolloutJob, timings
+from grpo_dist.trainer.rollout.pump import RolloutPump
+from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.reward import EXTRA, Task
 from grpo_dist.workers.rollout_group import GroupRequest

@@ -21,7 +21,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.engines.train.durable_files import digest_file
 from grpo_dist.errors import CheckpointError
 from grpo_dist.redact import redact
-from grpo_dist.trainer.checkpoint import CONFIG, RunState
+from grpo_dist.trainer.checkpoint.folder import CONFIG, RunState
 
 if TYPE_CHECKING:
     from grpo_dist.data.tokenize import TokenizedPrompt

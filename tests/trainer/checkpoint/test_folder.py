@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.errors import CheckpointError
-from grpo_dist.trainer import checkpoint
-from grpo_dist.trainer.checkpoint import (
+from grpo_dist.trainer.checkpoint import folder as module
+from grpo_dist.trainer.checkpoint.folder import (
     LATEST,
     RunState,
     begin_checkpoint,
@@ -26,7 +26,7 @@ from grpo_dist.trainer.checkpoint import (
     publish_checkpoint,
     read_state,
 )
-from grpo_dist.trainer.checkpoint_files import read_manifest
+from grpo_dist.trainer.checkpoint.manifest import read_manifest
 from tests.messages import refuses, says
 from tests.trainer.checkpoints import names, reseal, run_state, save
 
@@ -215,7 +215,7 @@ def test_a_disk_that_is_full_costs_only_the_new_checkpoint(tmp_path: Path) -> No
         capture_output=True,
         text=True,
         preexec_fn=limited_to(largest),
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         check=False,
     )
     says(done.stderr, "CheckpointError:", f"{tmp_path}/global_step_2", "too large", "room", "writable")
@@ -247,7 +247,7 @@ def test_a_disk_that_turns_read_only_is_named(tmp_path: Path, monkeypatch: pytes
         with refuses(CheckpointError, "global_step_2.tmp", "Read-only", "default_local_dir="):
             save(tmp_path, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "flush_tree", refused)
+        patch.setattr(module, "flush_tree", refused)
         with refuses(CheckpointError, "global_step_2", "Read-only"):
             save(tmp_path, 2)
     assert names(tmp_path) == ["global_step_1", LATEST]
@@ -282,7 +282,7 @@ def test_a_clock_that_is_set_back_makes_no_checkpoint_old(tmp_path: Path, monkey
     """As on another machine after a pre-emption."""
     for step in (1, 2):
         save(tmp_path, step, keep=2)
-    monkeypatch.setattr("grpo_dist.trainer.checkpoint_files.time.time", lambda: 1e9)
+    monkeypatch.setattr("grpo_dist.trainer.checkpoint.manifest.time.time", lambda: 1e9)
     for step in (3, 4):
         folder = save(tmp_path, step, keep=2)
         assert find_checkpoint(tmp_path, "auto", None) == folder

@@ -10,7 +10,7 @@ import pytest
 import grpo_dist
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.errors import CheckpointError
-from grpo_dist.trainer.checkpoint_files import (
+from grpo_dist.trainer.checkpoint.manifest import (
     MANIFEST,
     damage,
     git_commit,
@@ -75,7 +75,7 @@ def test_every_flipped_bit_of_the_manifest_is_found(folder: Path) -> None:
 
 
 def test_another_format_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_dist.trainer.checkpoint_files.FORMAT", 2)
+    monkeypatch.setattr("grpo_dist.trainer.checkpoint.manifest.FORMAT", 2)
     with refuses(CheckpointError, "format 1", 2):
         read_manifest(folder)
 

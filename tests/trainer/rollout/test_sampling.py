@@ -10,7 +10,7 @@ import pytest
 
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.errors import DataError, GrpoDistError, RewardError
-from grpo_dist.trainer.sampling import OpenStep, informative, require_metric
+from grpo_dist.trainer.rollout.sampling import OpenStep, informative, require_metric
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.event_loop import run
 from tests.trainer.instant_pump import EQUAL, FILTER, MIXED, N, RecordingOrder, make_sampler, open_steps

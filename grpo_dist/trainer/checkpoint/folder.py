@@ -28,7 +28,7 @@ from typing import Any
 
 from grpo_dist.engines.train.durable_files import FileDigest, flush_path, flush_tree, write_durably
 from grpo_dist.errors import CheckpointError
-from grpo_dist.trainer.checkpoint_files import damage, read_manifest, write_manifest
+from grpo_dist.trainer.checkpoint.manifest import damage, read_manifest, write_manifest
 
 LATEST = "latest_checkpointed_iteration.txt"
 STATE, CONFIG = "state.json", "config.yaml"

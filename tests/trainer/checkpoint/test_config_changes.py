@@ -12,8 +12,7 @@ import yaml
 from grpo_dist.config.load import load_config
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import CheckpointError
-from grpo_dist.trainer.checkpoint import RunState
-from grpo_dist.trainer.config_changes import (
+from grpo_dist.trainer.checkpoint.config_changes import (
     HARMLESS,
     LENGTH,
     REFUSED,
@@ -24,6 +23,7 @@ from grpo_dist.trainer.config_changes import (
     identify_prompts,
     saved_config,
 )
+from grpo_dist.trainer.checkpoint.folder import RunState
 from tests.messages import refuses, says
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.errors import RewardError, WorkerLost
-from grpo_dist.trainer.rollout_job import RolloutJob
+from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.event_loop import in_background, run
 from grpo_dist.workers.reward_pool import RewardPool
