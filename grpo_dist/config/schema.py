@@ -252,8 +252,13 @@ class RunConfig(Section):
 
     @property
     def needs_reference_workers(self) -> bool:
-        """Whether reference workers are started. With LoRA the actor is the reference, its factors switched off."""
+        """Whether reference workers are started: not with LoRA."""
         return self.needs_reference and self.actor_rollout_ref.model.lora_rank == 0
+
+    @property
+    def actor_is_reference(self) -> bool:
+        """Whether the actor, its LoRA factors switched off, computes the reference's log-probs."""
+        return self.needs_reference and not self.needs_reference_workers
 
     @property
     def needs_reference(self) -> bool:

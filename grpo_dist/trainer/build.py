@@ -7,9 +7,11 @@ share GPUs with others start first, since vLLM measures what is free.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from grpo_dist.config.node_layout import slots
@@ -18,11 +20,17 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
+from grpo_dist.trainer.checkpoint.resume import Resumed, load_checkpoint
+from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.metrics import ask_for_peak, take_peaks
+from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.roles import Roles
+from grpo_dist.trainer.rollout.pump import LogProbSource, RolloutPump
+from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from grpo_dist.trainer.run_prompts import Prompts
 from grpo_dist.trainer.settings import (
     engine_settings,
+    kl_controller,
     objective_settings,
     policy_settings,
     reference_settings,
@@ -33,7 +41,7 @@ from grpo_dist.trainer.settings import (
 )
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.environment import shared_environment
-from grpo_dist.workers.event_loop import blocking
+from grpo_dist.workers.event_loop import blocking, run
 from grpo_dist.workers.gang import ActorGroup, ReferenceGroup, find_model
 from grpo_dist.workers.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.workers.policy import ActorWorker, PolicyWorker
@@ -44,6 +52,7 @@ from grpo_dist.workers.reward import RewardWorker
 from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.rollout_group import RolloutGroup
+from grpo_dist.workers.weight_transport import weight_transport
 
 # Ray's limit on concurrent calls of one rollout worker; the engine itself queues what it cannot run yet.
 MAX_PROMPTS_IN_FLIGHT = 10_000
@@ -131,24 +140,77 @@ def on_gpus_of(engines: Sequence[EngineSettings], actor: Sequence[Address]) -> l
     return [replace(each, gpus=tuple(gpus[i * size : (i + 1) * size])) for i, each in enumerate(engines)]
 
 
-def build_trainer(config: RunConfig, roles: Roles, prompts: Prompts, steps: int) -> GRPOTrainer:
-    """A trainer on started workers, without trackers or a display yet."""
+def build_trainer(
+    config: RunConfig,
+    roles: Roles,
+    prompts: Prompts,
+    steps: int,
+    *,
+    resumed: Resumed | None,
+    trackers: Trackers,
+    progress: Progress,
+    preemption: Preemption,
+) -> GRPOTrainer:
+    """A trainer on started workers, which load the checkpoint that it goes on from.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be loaded.
+    """
+    rollout, reward = config.actor_rollout_ref.rollout, config.reward
+    place, sources = placement(config), _log_prob_sources(config, roles)
+    limits = {"reward_timeout_s": reward.timeout_s, "max_failure_rate": reward.max_failure_rate}
+    pump = RolloutPump(roles.rollout, roles.reward, sources, **limits)
     sampling, val_sampling = sampling_settings(config)
-    silent = Progress(steps, 0, None)
-    objective = objective_settings(config)
-    targets = target_settings(config)
-    return GRPOTrainer(
-        config,
-        roles,
-        prompts,
-        sampling,
-        val_sampling,
-        objective,
-        targets,
-        Trackers({}, resumed_step=None),
-        silent,
+    trainer = GRPOTrainer(
+        config=config,
+        roles=roles,
+        prompts=prompts,
         total_steps=steps,
+        pump=pump,
+        sampler=TrainingSampler(config, pump, prompts.train, prompts.sampler, sampling, list(sources)),
+        val_sampling=val_sampling,
+        targets=target_settings(config),
+        objective=objective_settings(config),
+        kl_controller=kl_controller(config.algorithm.kl_ctrl),
+        transport=weight_transport(
+            rollout.checkpoint_engine.resolved_backend(place.device, shares_gpu=place.shares_gpu),
+            workers_per_engine=place.tensor_parallel,
+            collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
+        ),
+        saver=CheckpointSaver(config, roles, Path(config.trainer.default_local_dir)),
+        trackers=trackers,
+        progress=progress,
+        preemption=preemption,
     )
+    if resumed is not None:
+        _go_on_from(resumed, trainer)
+    return trainer
+
+
+def _go_on_from(resumed: Resumed, trainer: GRPOTrainer) -> None:
+    """Put workers and trainer where they were when the checkpoint was written."""
+    state, sampler = resumed.state, trainer.sampler
+    restored = run(load_checkpoint(resumed, trainer.roles, exact_kl=trainer.objective.exact_kl))
+    trainer.prompts.sampler.load_state_dict(state.sampler)
+    sampler.load_state_dict(state.ledger)
+    sampler.restored = restored
+    trainer.step, trainer.weight_version = state.step, state.weight_version - 1
+    trainer.saver.resumed_from(resumed.folder, state.step)
+    if trainer.kl_controller.target_kl is not None:  # a fixed coefficient is the config's
+        trainer.kl_controller.coef = state.kl_coef
+
+
+def _log_prob_sources(config: RunConfig, roles: Roles) -> dict[str, LogProbSource]:
+    """What computes log-probs while groups are generated: the reference, and the actor if it stands still then."""
+    sources: dict[str, LogProbSource] = {}
+    actor, ref, in_step = roles.actor, roles.ref, config.trainer.max_staleness == 0
+    if ref is not None:
+        sources["ref"] = functools.partial(ref.compute_log_probs, "ref_log_prob")
+    if in_step and config.actor_is_reference:
+        sources["ref"] = functools.partial(actor.compute_log_probs, "ref_log_prob", method="compute_reference")
+    if in_step and config.needs_old_log_probs:
+        sources["old_log_prob"] = functools.partial(actor.compute_log_probs, "old_log_prob")
+    return sources
 
 
 def _thread_environment(place: Placement) -> dict[str, str]:

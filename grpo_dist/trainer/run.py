@@ -20,6 +20,7 @@ from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.tracking.summary import format_summary
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import last_checkpoint
+from grpo_dist.trainer.checkpoint.resume import Resumed, find_resumed, restore_tracker_ids
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.preflight import Ready, preflight
 from grpo_dist.trainer.run_lock import run_lock, writing_into
@@ -149,46 +150,62 @@ def _tell_memory(config: RunConfig, workers: Workers) -> None:
 def _build(
     config: RunConfig, run_dir: Path, stack: ExitStack, preemption: Preemption, ready: Ready
 ) -> tuple[GRPOTrainer, Workers]:
-    """Started workers, and a trainer that has resumed if it should, with its trackers."""
+    """Started workers, which have loaded the checkpoint to go on from, if there is one, and their trainer."""
     from grpo_dist.trainer.build import Workers, build_trainer
 
     started, steps = time.monotonic(), ready.steps
     workers = Workers(config)
     stack.callback(workers.shutdown)
     _say(config, "starting workers: " + ", ".join(f"{len(group)} {group.role}" for group in workers.groups))
-    # from the first batch, also after a restart
-    prompts = replace(ready.prompts, sampler=new_sampler(config, ready.prompts.train))
-    trainer = build_trainer(config, workers.start(steps), prompts, steps)
-    folder = trainer.resume()
-    if folder is not None:
-        _say(config, f"resumed from {folder}")
-        if trainer.changes:
-            _say(config, "the config has changed since then:\n" + "\n".join(f"  {line}" for line in trainer.changes))
-        if trainer.step >= steps and not config.trainer.val_only:
-            _say(
-                config,
-                f"nothing to train: it is at step {trainer.step} of {steps}. For more, raise "
-                "trainer.total_training_steps; for a new run, set trainer.experiment_name or resume_mode=disable",
-            )
-    goes_on = folder is not None and not config.trainer.val_only
+    resumed = find_resumed(config, ready.prompts.identity)
+    roles = workers.start(steps)
     stream = sys.stderr if "console" in config.trainer.logger else None
-    trainer.progress = stack.enter_context(Progress(steps, trainer.step, stream))
-    trainer.trackers = stack.enter_context(_trackers(config, run_dir, trainer.step if goes_on else None))
-    for note in trainer.trackers.notes:
-        trainer.progress.message(note)
-    trainer.preemption = preemption
+    progress = stack.enter_context(Progress(steps, resumed.state.step if resumed is not None else 0, stream))
+    trackers = stack.enter_context(_trackers(config, run_dir, resumed))
+    trainer = build_trainer(
+        config,
+        roles,
+        # from the first batch, also after a restart
+        replace(ready.prompts, sampler=new_sampler(config, ready.prompts.train)),
+        steps,
+        resumed=resumed,
+        trackers=trackers,
+        progress=progress,
+        preemption=preemption,
+    )
+    for note in [*_notes(config, resumed, steps), *trackers.notes]:
+        progress.message(note)
     _say(config, f"workers ready after {time.monotonic() - started:.1f} s")
     return trainer, workers
 
 
-def _trackers(config: RunConfig, run_dir: Path, resumed_step: int | None) -> Trackers:
+def _notes(config: RunConfig, resumed: Resumed | None, steps: int) -> list[str]:
+    """What a person should know of the checkpoint that the run goes on from."""
+    if resumed is None:
+        return []
+    notes = [f"resumed from {resumed.folder}"]
+    if resumed.changes:
+        notes.append("\n  ".join(["the config has changed since then:", *resumed.changes]))
+    if resumed.state.step >= steps and not config.trainer.val_only:
+        notes.append(
+            f"nothing to train: it is at step {resumed.state.step} of {steps}. For more, raise "
+            "trainer.total_training_steps; for a new run, set trainer.experiment_name or resume_mode=disable"
+        )
+    return notes
+
+
+def _trackers(config: RunConfig, run_dir: Path, resumed: Resumed | None) -> Trackers:
+    """The trackers of the run, or of the one that it goes on from."""
+    goes_on = resumed is not None and not config.trainer.val_only
+    if resumed is not None:
+        restore_tracker_ids(Path(config.trainer.default_local_dir), resumed.state.trackers)
     return build_trackers(
         config.trainer.logger,
         run_dir=run_dir,
         project_name=config.trainer.project_name,
         experiment_name=config.trainer.experiment_name,
         config=config.model_dump(mode="json"),
-        resumed_step=resumed_step,
+        resumed_step=resumed.state.step if resumed is not None and goes_on else None,
     )
 
 

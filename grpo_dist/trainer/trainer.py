@@ -15,7 +15,6 @@ coroutine on the driver's event loop (stage.py), where sampling goes on in the b
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_dist.algorithms.kl_control import KLController
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
@@ -33,62 +33,72 @@ from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.samples import format_samples
 from grpo_dist.trainer.checkpoint.config_changes import digest_code
-from grpo_dist.trainer.checkpoint.resume import resume, run_state
+from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups
+from grpo_dist.trainer.checkpoint.folder import RunState
+from grpo_dist.trainer.checkpoint.resume import tracker_ids
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.health import HealthMonitor
 from grpo_dist.trainer.metrics import IdleShares, PeakMemory, batch_metrics, performance_metrics, staleness_metrics
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.roles import Roles
-from grpo_dist.trainer.rollout.pump import LogProbSource, RolloutPump
+from grpo_dist.trainer.rollout.pump import RolloutPump
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.trainer.run_prompts import Prompts
 from grpo_dist.trainer.sample_log import SampleLog
-from grpo_dist.trainer.settings import kl_controller
 from grpo_dist.trainer.stage import stage
 from grpo_dist.trainer.validation import require_metric, validation_metrics, validation_requests
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.event_loop import blocking, run
 from grpo_dist.workers.rollout_group import GroupRequest
 from grpo_dist.workers.weight_sync import sync_weights
-from grpo_dist.workers.weight_transport import weight_transport
+from grpo_dist.workers.weight_transport import WeightTransport
 
 
 @dataclass
 class GRPOTrainer:
-    """Runs GRPO on started workers.
+    """Runs GRPO on started workers. `build.build_trainer` makes one.
 
     Attributes:
         config: the whole run's config.
         roles: started workers.
         prompts: training and validation prompts.
-        sampling: how to sample while training; the seed is set per prompt.
+        total_steps: training steps of the run.
+        pump: brings groups through rollout, reward and log-probs.
+        sampler: which prompts make a step's batch.
         val_sampling: how to sample while validating.
+        targets: what comes before the loss: rewards, advantages, corrections.
         objective: the loss.
-        targets: what comes before it: rewards, advantages, corrections.
+        kl_controller: the coefficient of the KL penalty in the reward.
+        transport: how weights reach the engines.
+        saver: writes checkpoints.
         trackers: where metrics go.
         progress: what the person at the terminal sees.
-        total_steps: training steps of the run.
         preemption: whether SIGTERM has come.
+        step: the last step that is trained.
+        weight_version: of the weights that the engines have; the first sync makes it one more.
     """
 
     config: RunConfig
     roles: Roles
     prompts: Prompts
-    sampling: SamplingSettings
+    total_steps: int
+    pump: RolloutPump
+    sampler: TrainingSampler
     val_sampling: SamplingSettings
-    objective: ObjectiveSettings
     targets: TargetSettings
+    objective: ObjectiveSettings
+    kl_controller: KLController
+    transport: WeightTransport
+    saver: CheckpointSaver
     trackers: Trackers
     progress: Progress
-    total_steps: int
+    preemption: Preemption
     step: int = 0
     weight_version: int = -1
     timings: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     validated: dict[str, float] = field(default_factory=dict)
-    changes: list[str] = field(default_factory=list)
-    preemption: Preemption = field(default_factory=Preemption)
     _requests: list[GroupRequest] = field(default_factory=list)
     _told_layout: bool = False
     _told_restarts: int = 0
@@ -96,23 +106,8 @@ class GRPOTrainer:
     def __post_init__(self) -> None:
         trainer = self.config.trainer
         self.run_dir = Path(trainer.default_local_dir)
-        self.kl_controller = kl_controller(self.config.algorithm.kl_ctrl)
-        place, rollout = placement(self.config), self.config.actor_rollout_ref.rollout
-        self.num_devices = place.num_devices
-        self.transport = weight_transport(
-            rollout.checkpoint_engine.resolved_backend(place.device, shares_gpu=place.shares_gpu),
-            workers_per_engine=place.tensor_parallel,
-            collective_timeout_s=self.config.actor_rollout_ref.nccl_timeout,
-        )
-        reward = self.config.reward
-        limits = {"reward_timeout_s": reward.timeout_s, "max_failure_rate": reward.max_failure_rate}
-        sources = self._log_prob_sources()
-        self.pump = RolloutPump(self.roles.rollout, self.roles.reward, sources, **limits)
-        self.sampler = TrainingSampler(
-            self.config, self.pump, self.prompts.train, self.prompts.sampler, self.sampling, list(sources)
-        )
+        self.num_devices = placement(self.config).num_devices
         self.samples = SampleLog(trainer, self.roles.reward)
-        self.saver = CheckpointSaver(self.config, self.roles, self.run_dir)
         self.idle, self.memory = IdleShares(self.roles.workers), PeakMemory(self.roles.workers)
         self.health = HealthMonitor(trainer.health)
         self.code = digest_code(self.config)
@@ -251,7 +246,8 @@ class GRPOTrainer:
         """Move the reference towards the policy (DeepSeekMath, algorithm 1)."""
         assert self.roles.ref is not None
         await self.roles.ref.move_towards(self.roles.actor, self.config.actor_rollout_ref.ref.ref_model_mixup_alpha)
-        await self.refresh_reference_head()
+        if self.objective.exact_kl:
+            await self.roles.actor.take_reference_head(self.roles.ref)
 
     @stage("testing", counted=True)
     async def validate(self) -> None:
@@ -275,26 +271,34 @@ class GRPOTrainer:
     @stage("save_checkpoint", counted=True)
     async def save(self) -> None:
         """Begin to write a checkpoint; what it holds is copied now."""
-        await self.saver.begin(*run_state(self))
+        await self.saver.begin(*self.state())
+
+    def state(self) -> tuple[RunState, list[FinishedGroups]]:
+        """Where the run is, and the finished groups of coming steps; both of the same moment."""
+        groups = self.sampler.finished_groups()
+        state = RunState(
+            step=self.step,
+            weight_version=self.weight_version,
+            sampler=self.prompts.sampler.state_dict(),
+            kl_coef=self.kl_controller.coef,
+            ledger=self.sampler.state_dict(),
+            prompts=self.prompts.identity,
+            code=self.code,
+            metrics=self.validated,
+            trackers=tracker_ids(self.run_dir),
+            finished=[each.describe() for each in groups],
+        )
+        return state, groups
 
     def late_log_probs(self, batch: DataProtoRef) -> DataProtoRef:
         """What the actor itself computes of a batch: at staleness 0 that comes with the rollout."""
-        if self._actor_is_reference:
+        if self.config.actor_is_reference:
             batch = self.reference_log_probs(batch)
         if self.config.needs_old_log_probs:
             batch = self.old_log_probs(batch)
         return batch
 
     # --- around the stages -------------------------------------------------------------------------------------
-    def resume(self) -> Path | None:
-        """Go on from a checkpoint, if the config and the run directory say so; returns its folder. See `resume`."""
-        return run(resume(self))
-
-    async def refresh_reference_head(self) -> None:
-        """Bring the reference's output layer to the actor, for the exact KL."""
-        if self.objective.exact_kl and self.roles.ref is not None:
-            await self.roles.actor.take_reference_head(self.roles.ref)
-
     def reference_is_due(self) -> bool:
         """Whether the reference moves after the step that is being finished."""
         every = self.config.actor_rollout_ref.ref.ref_model_sync_steps
@@ -363,25 +367,9 @@ class GRPOTrainer:
             await self.roles.actor.export_hf_model(str(self.run_dir / "huggingface"), self.config.export_dtype)
 
     # --- parts -------------------------------------------------------------------------------------------------
-    @property
-    def _actor_is_reference(self) -> bool:
-        return self.config.needs_reference and self.roles.ref is None
-
-    def _log_prob_sources(self) -> dict[str, LogProbSource]:
-        """What computes log-probs while groups are generated: the reference, and the actor if it stands still then."""
-        sources: dict[str, LogProbSource] = {}
-        actor, ref = self.roles.actor, self.roles.ref
-        if ref is not None:
-            sources["ref"] = functools.partial(ref.compute_log_probs, "ref_log_prob")
-        if not self.staleness and self._actor_is_reference:
-            sources["ref"] = functools.partial(actor.compute_log_probs, "ref_log_prob", method="compute_reference")
-        if not self.staleness and self.config.needs_old_log_probs:
-            sources["old_log_prob"] = functools.partial(actor.compute_log_probs, "old_log_prob")
-        return sources
-
     def _mini_batches(self, num_rows: int) -> list[np.ndarray]:
         """Row positions of each mini-batch of each epoch; a group is never cut, so its responses meet one policy."""
-        actor, n = self.config.actor_rollout_ref.actor, self.sampling.n
+        actor, n = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
         groups = np.arange(num_rows).reshape(-1, n)
         batches: list[np.ndarray] = []
         for epoch in range(actor.ppo_epochs):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from grpo_dist.config.load import load_config
-from grpo_dist.trainer.build import build_trainer, reward_settings
 from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.run_prompts import load_run_prompts
+from grpo_dist.trainer.settings import reward_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.gang import ActorGroup, ReferenceGroup
@@ -16,7 +16,7 @@ from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout_group import RolloutGroup
-from tests.trainer.recorded import record
+from tests.trainer.recorded import recorded_trainer
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -54,4 +54,4 @@ def make_trainer(
     ref = ReferenceGroup(groups["ref"], restarts)
     roles = Roles(ActorGroup(groups["actor"]), RolloutGroup(groups["rollout"], restarts), pool, ref, restarts)
     prompts, _ = load_run_prompts(config, check_model(config))
-    return record(build_trainer(config, roles, prompts, 3))
+    return recorded_trainer(config, roles, prompts, 3)

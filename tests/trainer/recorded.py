@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.tracking.base import Trackers
+from grpo_dist.tracking.console import Progress
+from grpo_dist.trainer.build import build_trainer
+from grpo_dist.trainer.checkpoint.resume import find_resumed
+from grpo_dist.trainer.preemption import Preemption
+from grpo_dist.trainer.roles import Roles
+from grpo_dist.trainer.run_prompts import Prompts
 from grpo_dist.trainer.trainer import GRPOTrainer
 
 
@@ -22,14 +29,22 @@ class Rows:
     def close(self) -> None: ...
 
 
-def record(trainer: GRPOTrainer) -> GRPOTrainer:
-    """The trainer, which keeps its rows from now on."""
-    trainer.trackers = Trackers({"rows": Rows()}, resumed_step=None)
-    return trainer
+def recorded_trainer(config: RunConfig, roles: Roles, prompts: Prompts, steps: int) -> GRPOTrainer:
+    """A trainer that keeps its rows; it goes on from a checkpoint where the config says so."""
+    return build_trainer(
+        config,
+        roles,
+        prompts,
+        steps,
+        resumed=find_resumed(config, prompts.identity),
+        trackers=Trackers({"rows": Rows()}, resumed_step=None),
+        progress=Progress(steps, 0, None),
+        preemption=Preemption(),
+    )
 
 
 def history(trainer: GRPOTrainer) -> list[dict[str, float]]:
-    """The rows of a trainer that is `record`ed."""
+    """The rows of a `recorded_trainer`."""
     rows = trainer.trackers._active["rows"]
     assert isinstance(rows, Rows)
     return rows.rows

@@ -109,7 +109,6 @@ def test_a_batch_that_is_sampled_and_has_not_trained_is_not_lost(
     make_trainer(tmp_path / "a", groups, *overrides).fit()
     terminated_in_the_rollout(make_trainer(tmp_path / "b", groups, *overrides), step=2, num_scored=4)
     resumed = make_trainer(tmp_path / "b", groups, *overrides)
-    resumed.resume()
     assert resumed.step == 1
     assert len(resumed.sampler.restored) == 4, "nor are its responses"
     resumed.fit()
@@ -137,7 +136,6 @@ def test_a_draw_is_not_cut_in_two(tmp_path: Path, groups: dict[str, WorkerGroup]
     with pytest.raises(Terminated):
         trainer.fit()
     resumed = make_trainer(tmp_path / "b", groups, *overrides)
-    resumed.resume()
     assert resumed.step == 1
     resumed.fit()
     for step in (1, 2, 3):

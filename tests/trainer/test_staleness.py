@@ -18,12 +18,13 @@ from grpo_dist.engines.base import EngineLoad, Response
 from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.protocol import DataProto
-from grpo_dist.trainer.build import build_trainer, reward_settings
 from grpo_dist.trainer.checkpoint.folder import read_state
+from grpo_dist.trainer.checkpoint.resume import find_resumed
 from grpo_dist.trainer.metrics import staleness_metrics
 from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.run_prompts import load_run_prompts
+from grpo_dist.trainer.settings import reward_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.event_loop import run
@@ -34,9 +35,10 @@ from grpo_dist.workers.reward import RewardWorker
 from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
 from grpo_dist.workers.rollout_group import RolloutGroup
+from tests.messages import says
 from tests.processes import spawned
 from tests.trainer.fakes import FakeActorWorker, FakeRolloutWorker, HeldRolloutWorker
-from tests.trainer.recorded import history, record
+from tests.trainer.recorded import history, recorded_trainer
 
 pytestmark = pytest.mark.ray
 
@@ -121,7 +123,7 @@ def make_trainer(tmp_path: Path, groups: dict[str, WorkerGroup], *overrides: str
     rollout = RolloutGroup(groups["rollout"], restarts)
     prompts, _ = load_run_prompts(config, check_model(config))
     roles = Roles(ActorGroup(groups["actor"]), rollout, pool, None, restarts)
-    return record(build_trainer(config, roles, prompts, STEPS))
+    return recorded_trainer(config, roles, prompts, STEPS)
 
 
 def trained_uids(groups: dict[str, WorkerGroup]) -> list[list[str]]:
@@ -189,7 +191,7 @@ def test_a_run_that_was_ahead_resumes_with_the_same_prompts(tmp_path: Path, grou
     assert [len(drawn[0]) for drawn in state["ledger"]["open"].values()] == [4, 4, 4]
     folder = f"trainer.resume_from_path={tmp_path}/run/global_step_3"
     resumed = make_trainer(tmp_path, groups, *overrides, "trainer.resume_mode=resume_path", folder)
-    assert resumed.resume() is not None
+    assert resumed.step == 3
     resumed.fit()
     assert trained_uids(groups) == whole[3:]
 
@@ -248,7 +250,7 @@ def test_finished_groups_of_coming_steps_are_taken_from_the_checkpoint(
     groups_sampled(groups)
     names = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
     resumed = make_trainer(tmp_path, groups, *overrides, *names)
-    assert resumed.resume() == folder
+    assert resumed.saver.last == folder
     assert sorted(resumed.sampler.restored) == sorted(there)
     for uid, (group, score) in resumed.sampler.restored.items():
         data = group.fetch(group.columns)
@@ -261,11 +263,10 @@ def test_finished_groups_of_coming_steps_are_taken_from_the_checkpoint(
     assert groups_sampled(groups) == 3 * 4 - len(there), "the others are sampled again"
     assert history(resumed)[-1]["step"] == STEPS
     changed = make_trainer(tmp_path, groups, *overrides, *names, "actor_rollout_ref.rollout.temperature=0.5")
-    changed.resume()
-    assert changed.changes == [
-        "actor_rollout_ref.rollout.temperature: 1.0 -> 0.5",
-        f"so {len(there)} finished groups of coming steps are not used, but sampled again",
-    ]
+    told = find_resumed(changed.config, changed.prompts.identity)
+    assert told is not None
+    assert told.changes[0] == "actor_rollout_ref.rollout.temperature: 1.0 -> 0.5"
+    says(told.changes[1], str(len(there)), "groups", "again")
     assert changed.sampler.restored == {}, "at another temperature they are not what would be sampled"
 
 

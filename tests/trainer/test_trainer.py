@@ -21,6 +21,7 @@ from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.group import Call, WorkerGroup
+from tests.messages import refuses
 from tests.processes import spawned
 from tests.trainer.checkpoints import reseal
 from tests.trainer.fake_run import make_trainer
@@ -146,7 +147,7 @@ def test_a_run_goes_on_where_it_stopped(finished: tuple, groups: dict, tmp_path:
     before, run_dir, _ = finished
     folder = run_dir / "global_step_2"
     trainer = make_trainer(tmp_path, groups, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
-    assert trainer.resume() == folder
+    assert trainer.saver.last == folder
     trainer.fit()
     assert [row["step"] for row in history(trainer)] == [3]
     prompts = [path / "rollouts/3.jsonl" for path in (run_dir, tmp_path / "run")]
@@ -161,11 +162,9 @@ def test_resume_refuses_another_model(finished: tuple, groups: dict, tmp_path: P
     config = tmp_path / "global_step_3/config.yaml"
     config.write_text(config.read_text().replace("builtin:tiny-qwen3", "other/model"))
     reseal(config.parent)
-    trainer = make_trainer(
-        tmp_path, groups, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={config.parent}"
-    )
-    with pytest.raises(CheckpointError, match=r"actor_rollout_ref\.model\.path: other/model -> builtin:tiny-qwen3"):
-        trainer.resume()
+    from_there = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={config.parent}")
+    with refuses(CheckpointError, "actor_rollout_ref.model.path: other/model -> builtin:tiny-qwen3"):
+        make_trainer(tmp_path, groups, *from_there)
 
 
 def test_checkpoints_have_the_validation_of_their_step(finished: tuple) -> None:
@@ -299,7 +298,7 @@ def test_iterative_grpo_moves_the_reference_and_saves_it(tmp_path: Path, groups:
     trainer.fit()
     assert groups["ref"].call_all("seen", "seen") == [[0.6]]
     assert (tmp_path / "run" / "global_step_3" / "ref" / "rank0").is_file()
-    assert make_trainer(tmp_path, groups, *overrides).resume() is not None
+    assert make_trainer(tmp_path, groups, *overrides).step == 3
 
 
 def test_the_kl_controller_goes_on_where_it_was(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
@@ -310,10 +309,8 @@ def test_the_kl_controller_goes_on_where_it_was(tmp_path: Path, groups: dict[str
     trainer.fit()
     assert trainer.kl_controller.coef == pytest.approx(0.5 * (1 - 0.2 * 16 / 100) ** 3)
     resumed = make_trainer(tmp_path, groups, *overrides)
-    resumed.resume()
     assert resumed.kl_controller.coef == trainer.kl_controller.coef
     fixed = make_trainer(tmp_path, groups, "algorithm.use_kl_in_reward=true", f"{key}.kl_coef=0.25")
-    fixed.resume()
     assert fixed.kl_controller.coef == 0.25, "a fixed coefficient is the config's"
 
 

@@ -1,71 +1,80 @@
-"""A run's state into a checkpoint, and out of it again."""
+"""Going on from a checkpoint: which one, whether it fits the config, and bringing it back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.tracking.base import WANDB_RUN_ID
-from grpo_dist.trainer.checkpoint.config_changes import check_changes
-from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, read_finished
+from grpo_dist.trainer.checkpoint.config_changes import check_changes, digest_code
+from grpo_dist.trainer.checkpoint.finished_groups import Group, read_finished
 from grpo_dist.trainer.checkpoint.folder import RunState, clear_leftovers, find_checkpoint, read_state
-
-if TYPE_CHECKING:
-    from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.trainer.roles import Roles
 
 
-def run_state(trainer: GRPOTrainer) -> tuple[RunState, list[FinishedGroups]]:
-    """Where the run is, and the finished groups of coming steps; both of the same moment."""
-    groups = trainer.sampler.finished_groups()
-    state = RunState(
-        step=trainer.step,
-        weight_version=trainer.weight_version,
-        sampler=trainer.prompts.sampler.state_dict(),
-        kl_coef=trainer.kl_controller.coef,
-        ledger=trainer.sampler.state_dict(),
-        prompts=trainer.prompts.identity,
-        code=trainer.code,
-        metrics=trainer.validated,
-        trackers=tracker_ids(trainer.run_dir),
-        finished=[each.describe() for each in groups],
-    )
-    return state, groups
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint that a run goes on from.
+
+    Attributes:
+        folder: of the checkpoint.
+        state: where the run was.
+        changes: what the config has otherwise, a line for each key.
+    """
+
+    folder: Path
+    state: RunState
+    changes: Sequence[str]
 
 
-async def resume(trainer: GRPOTrainer) -> Path | None:
-    """Go on from a checkpoint, if the config and the run directory say so.
+def find_resumed(config: RunConfig, prompts: Mapping[str, Any]) -> Resumed | None:
+    """The checkpoint to go on from, if the config and the run directory say so; nothing is loaded yet.
 
-    Returns:
-        Its folder; `trainer.changes` then tells, key by key, what the config has otherwise.
+    Args:
+        config: the present config.
+        prompts: `identify_prompts` of the present training prompts.
 
     Raises:
         CheckpointError: there are checkpoints, and none is whole, or the config does not fit.
     """
-    config, roles = trainer.config.trainer, trainer.roles
-    if not config.val_only:  # the run that these checkpoints are of may be at work
-        clear_leftovers(trainer.run_dir)
-    folder = find_checkpoint(trainer.run_dir, config.resume_mode, config.resume_from_path)
+    trainer = config.trainer
+    run_dir = Path(trainer.default_local_dir)
+    if not trainer.val_only:  # the run that these checkpoints are of may be at work
+        clear_leftovers(run_dir)
+    folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
     if folder is None:
         return None
-    state, where = read_state(folder), folder.absolute()
-    trainer.changes = check_changes(folder, state, trainer.config, trainer.prompts.identity, trainer.code)
-    await roles.actor.load_checkpoint(str(where / "actor"))
-    if roles.ref is not None and (where / "ref").is_dir():
-        await roles.ref.load_checkpoint(str(where / "ref"))
-        await trainer.refresh_reference_head()
-    trainer.prompts.sampler.load_state_dict(state.sampler)
-    trainer.sampler.load_state_dict(state.ledger)
-    if not trainer.changes:
-        trainer.sampler.restored = await read_finished(where, state.finished, roles.reward)
-    elif num_groups := sum(len(each["rows"]) for each in state.finished):
-        trainer.changes.append(f"so {num_groups} finished groups of coming steps are not used, but sampled again")
-    trainer.step, trainer.weight_version = state.step, state.weight_version - 1
-    trainer.saver.resumed_from(folder, state.step)
-    if trainer.kl_controller.target_kl is not None:
-        trainer.kl_controller.coef = state.kl_coef
-    restore_tracker_ids(trainer.run_dir, state.trackers)
-    return folder
+    state = read_state(folder)
+    changes = check_changes(folder, state, config, prompts, digest_code(config))
+    if changes and (num_groups := sum(len(each["rows"]) for each in state.finished)):
+        changes.append(f"so {num_groups} finished groups of coming steps are not used, but sampled again")
+    return Resumed(folder, state, changes)
+
+
+async def load_checkpoint(resumed: Resumed, roles: Roles, *, exact_kl: bool) -> dict[str, Group]:
+    """Have the actor, and a reference that has moved, load their shards.
+
+    Args:
+        resumed: the checkpoint.
+        roles: started workers.
+        exact_kl: whether the loss needs the reference's output layer.
+
+    Returns:
+        The finished groups of coming steps, by uid; none where the config has changed.
+
+    Raises:
+        CheckpointError: the shards do not fit the model, or cannot be read.
+    """
+    folder = resumed.folder.absolute()
+    await roles.actor.load_checkpoint(str(folder / "actor"))
+    if roles.ref is not None and (folder / "ref").is_dir():
+        await roles.ref.load_checkpoint(str(folder / "ref"))
+        if exact_kl:
+            await roles.actor.take_reference_head(roles.ref)
+    return {} if resumed.changes else await read_finished(folder, resumed.state.finished, roles.reward)
 
 
 def tracker_ids(run_dir: Path) -> dict[str, str]:

@@ -11,135 +11,128 @@ from typing import Any
 import pytest
 
 from grpo_dist.config.load import load_config
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import CheckpointError
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
-from grpo_dist.trainer.checkpoint.folder import RunState, begin_checkpoint, publish_checkpoint
-from grpo_dist.trainer.checkpoint.resume import restore_tracker_ids, resume, run_state, tracker_ids
+from grpo_dist.trainer.checkpoint.folder import begin_checkpoint, publish_checkpoint
+from grpo_dist.trainer.checkpoint.resume import find_resumed, load_checkpoint, restore_tracker_ids, tracker_ids
+from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.event_loop import run
+from tests.messages import refuses
 
 
-class Recorder:
-    """Remembers what it is given."""
+class Holder:
+    """A sampler of prompts, or the trainer's own: holds a state."""
 
-    def __init__(self, state: dict | None = None) -> None:
-        self.state, self.loaded, self.restored, self.coef, self.target_kl = state, [], {}, 0.5, None
-
-    def state_dict(self) -> dict | None:
-        return self.state
-
-    def load_state_dict(self, state: dict) -> None:
+    def __init__(self, state: dict[str, str]) -> None:
         self.state = state
+
+    def state_dict(self) -> dict[str, str]:
+        return self.state
 
     def finished_groups(self) -> list:
         return []
 
+
+class Ranks:
+    """The actor or the reference: remembers what it loads."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self.head_of: Any = None
+
     async def load_checkpoint(self, folder: str) -> None:
         self.loaded.append(folder)
 
-
-async def nothing() -> None: ...
-
-
-class Saver:
-    """Remembers what it need not write again."""
-
-    def resumed_from(self, folder: Path, step: int) -> None:
-        self.last, self.step = folder, step
+    async def take_reference_head(self, ref: Any) -> None:
+        self.head_of = ref
 
 
-def make_run(run_dir: Path, *overrides: str, state: str = "") -> Any:
-    """The parts of a trainer that a checkpoint is about."""
-    config, _ = load_config([f"trainer.default_local_dir={run_dir}", *overrides])
-    prompts = SimpleNamespace(sampler=Recorder({"order": state}), identity={"count": 2, "fingerprint": "ab"})
-    roles = SimpleNamespace(actor=Recorder(), ref=Recorder(), reward=None)
-    return SimpleNamespace(
-        config=config,
-        run_dir=run_dir,
-        roles=roles,
-        prompts=prompts,
-        sampler=Recorder({"ledger": state}),
-        kl_controller=Recorder(),
+PROMPTS = {"count": 2, "fingerprint": "ab"}
+
+
+def make_config(run_dir: Path, *overrides: str) -> RunConfig:
+    return load_config([f"trainer.default_local_dir={run_dir}", *overrides])[0]
+
+
+def make_roles() -> Any:
+    return SimpleNamespace(actor=Ranks(), ref=Ranks(), reward=None)
+
+
+def save(config: RunConfig, *, step: int = 4, ref: bool = False) -> Path:
+    """What a trainer at that step writes, with empty shards."""
+    trainer: Any = SimpleNamespace(
+        run_dir=Path(config.trainer.default_local_dir),
+        prompts=SimpleNamespace(sampler=Holder({"order": "middle"}), identity=PROMPTS),
+        sampler=Holder({"ledger": "middle"}),
+        kl_controller=SimpleNamespace(coef=0.75),
         code={},
-        step=0,
-        weight_version=-1,
+        step=step,
+        weight_version=9,
         validated={"val-core/x/reward/mean@1": 0.25},
-        changes=[],
-        saver=Saver(),
-        head=[],
-        refresh_reference_head=nothing,
     )
-
-
-def saved(run: Any, *, ref: bool = False) -> RunState:
-    state, groups = run_state(run)
+    state, groups = GRPOTrainer.state(trainer)
     assert groups == []
-    temporary = begin_checkpoint(run.run_dir, state.step)
-    (temporary / "actor").mkdir()
-    (temporary / "actor/shard").write_text("x")
-    if ref:
-        (temporary / "ref").mkdir()
-        (temporary / "ref/shard").write_text("x")
-    publish_checkpoint(temporary, state, saved_config(run.config))
-    return state
+    temporary = begin_checkpoint(trainer.run_dir, state.step)
+    for role in ("actor", "ref") if ref else ("actor",):
+        (temporary / role).mkdir()
+        (temporary / role / "shard").write_text("x")
+    return publish_checkpoint(temporary, state, saved_config(config))
 
 
-def test_the_state_goes_on(tmp_path: Path) -> None:
-    before = make_run(tmp_path, state="middle")
-    before.step, before.weight_version, before.kl_controller.coef = 4, 9, 0.75
-    state = saved(before, ref=True)
-    assert state.metrics == {"val-core/x/reward/mean@1": 0.25}
-    (tmp_path / "global_step_9.tmp").mkdir()
-    after = make_run(tmp_path)
-    after.kl_controller.target_kl = 0.1
-    folder = run(resume(after))
+def test_what_went_in_comes_out(tmp_path: Path) -> None:
+    folder = save(make_config(tmp_path))
     assert folder == tmp_path / "global_step_4"
-    assert after.changes == []
-    assert (after.step, after.weight_version) == (4, 8), "the first sync makes it 9 again"
-    assert after.prompts.sampler.state == {"order": "middle"}
-    assert after.sampler.state == {"ledger": "middle"}
-    assert after.kl_controller.coef == 0.75
-    assert (after.saver.last, after.saver.step) == (folder, 4), "it need not be written again"
-    assert after.roles.actor.loaded == [str(folder / "actor")]
-    assert after.roles.ref.loaded == [str(folder / "ref")]
+    (tmp_path / "global_step_9.tmp").mkdir()
+    resumed = find_resumed(make_config(tmp_path), PROMPTS)
+    assert resumed is not None
+    assert (resumed.folder, list(resumed.changes)) == (folder, [])
+    state = resumed.state
+    assert (state.step, state.weight_version, state.kl_coef) == (4, 9, 0.75)
+    assert (state.sampler, state.ledger) == ({"order": "middle"}, {"ledger": "middle"})
+    assert state.metrics == {"val-core/x/reward/mean@1": 0.25}
     assert not (tmp_path / "global_step_9.tmp").exists(), "leftovers are cleared at the start"
 
 
+@pytest.mark.parametrize("exact_kl", [False, True])
+@pytest.mark.parametrize("moved", [False, True])
+def test_who_loads_what(tmp_path: Path, moved: bool, exact_kl: bool) -> None:
+    """A reference that has never moved is the config's; one that has brings its output layer to the actor."""
+    folder = save(make_config(tmp_path), ref=moved)
+    resumed = find_resumed(make_config(tmp_path), PROMPTS)
+    assert resumed is not None
+    roles = make_roles()
+    assert run(load_checkpoint(resumed, roles, exact_kl=exact_kl)) == {}
+    assert roles.actor.loaded == [str(folder / "actor")]
+    assert roles.ref.loaded == ([str(folder / "ref")] if moved else [])
+    assert roles.actor.head_of is (roles.ref if moved and exact_kl else None)
+
+
 def test_validation_alone_leaves_alone_what_a_run_at_work_writes(tmp_path: Path) -> None:
-    saved(make_run(tmp_path))
+    save(make_config(tmp_path))
     (tmp_path / "global_step_9.tmp").mkdir()
-    assert run(resume(make_run(tmp_path, "trainer.val_only=true"))) is not None
+    assert find_resumed(make_config(tmp_path, "trainer.val_only=true"), PROMPTS) is not None
     assert (tmp_path / "global_step_9.tmp").exists()
 
 
-def test_a_fixed_kl_coefficient_and_a_frozen_reference_are_the_configs(tmp_path: Path) -> None:
-    before = make_run(tmp_path)
-    before.kl_controller.coef = 0.75
-    saved(before)
-    after = make_run(tmp_path, "actor_rollout_ref.actor.kl_loss_coef=0.5")
-    run(resume(after))
-    assert after.kl_controller.coef == 0.5
-    assert after.roles.ref.loaded == []
-    assert after.changes == ["actor_rollout_ref.actor.kl_loss_coef: 0.001 -> 0.5"]
-
-
-def test_a_config_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    saved(make_run(tmp_path))
-    after = make_run(tmp_path, "trainer.seed=2")
-    with pytest.raises(CheckpointError, match=r"trainer\.seed: 1 -> 2"):
-        run(resume(after))
-    assert after.roles.actor.loaded == []
-    anew = make_run(tmp_path, "trainer.seed=2", "trainer.resume_mode=disable")
-    assert run(resume(anew)) is None
+def test_a_change_of_the_config_is_shown_or_refused(tmp_path: Path) -> None:
+    save(make_config(tmp_path))
+    resumed = find_resumed(make_config(tmp_path, "actor_rollout_ref.actor.kl_loss_coef=0.5"), PROMPTS)
+    assert resumed is not None
+    assert list(resumed.changes) == ["actor_rollout_ref.actor.kl_loss_coef: 0.001 -> 0.5"]
+    with refuses(CheckpointError, "trainer.seed: 1 -> 2"):
+        find_resumed(make_config(tmp_path, "trainer.seed=2"), PROMPTS)
+    assert find_resumed(make_config(tmp_path, "trainer.seed=2", "trainer.resume_mode=disable"), PROMPTS) is None
 
 
 def test_trackers_go_on_in_their_runs_also_from_another_directory(tmp_path: Path) -> None:
-    before = make_run(tmp_path / "a")
     assert tracker_ids(tmp_path / "a") == {}
     restore_tracker_ids(tmp_path / "a", {"wandb": "abc123"})
-    saved(before)
-    folder = tmp_path / "a/global_step_0"
-    after = make_run(tmp_path / "b", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
-    assert run(resume(after)) == folder
+    folder = save(make_config(tmp_path / "a"))
+    from_there = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
+    resumed = find_resumed(make_config(tmp_path / "b", *from_there), PROMPTS)
+    assert resumed is not None
+    restore_tracker_ids(tmp_path / "b", resumed.state.trackers)
     assert (tmp_path / "b/wandb/run_id").read_text() == "abc123\n"
     assert tracker_ids(tmp_path / "b") == {"wandb": "abc123"}
     restore_tracker_ids(tmp_path / "c", {})
