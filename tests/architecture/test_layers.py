@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,22 @@ def test_module_imports_only_what_its_layer_may(path: Path) -> None:
     layer = layer_of(path)
     assert layer in ARROWS, f"{layer} is no layer of the design: give it a place among the arrows"
     assert violations(path.read_text(), layer, str(path.relative_to(PACKAGE))) == []
+
+
+def dotted(path: Path) -> str:
+    return ".".join(("grpo_dist", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def test_no_two_modules_need_each_other() -> None:
+    """Not by way of others either, nor for their types."""
+    sources = {dotted(path): path.read_text() for path in MODULES}
+    imports = {module: imported_names(source, module) for module, source in sources.items()}
+    # a name of a module, or of something in one
+    needed = {
+        module: {name if name in sources else name.rpartition(".")[0] for name in names} & sources.keys() - {module}
+        for module, names in imports.items()
+    }
+    TopologicalSorter(needed).prepare()  # raises CycleError, which names the circle
 
 
 def test_every_layer_of_the_design_exists() -> None:

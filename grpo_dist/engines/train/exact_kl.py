@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from grpo_dist.engines.train.lm_head import why_not_linear
+from grpo_dist.engines.train.lm_head import ReferenceHead, why_not_linear
 from grpo_dist.engines.train.sharded_tensors import whole
 from grpo_dist.errors import ConfigError
 
@@ -25,35 +24,18 @@ def exact_kl_error(why: str) -> ConfigError:
     )
 
 
-class ReferenceHead:
-    """The reference's output layer.
+def copy_output_layer(model: Any, device: str, dtype: torch.dtype) -> ReferenceHead:
+    """A copy of a model's output layer, gathered from its shards. Collective if the model is sharded.
 
-    Args:
-        weight: (V, H).
-        bias: (V,) or None.
+    Raises:
+        ConfigError: the model's logits are not its hidden states times its output layer.
     """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
-
-    def to(self, device: str) -> ReferenceHead:
-        """The same on another device."""
-        return ReferenceHead(self.weight.to(device), None if self.bias is None else self.bias.to(device))
-
-    @classmethod
-    def of(cls, model: Any, device: str, dtype: torch.dtype) -> ReferenceHead:
-        """A copy of a model's output layer, gathered from its shards. Collective if the model is sharded.
-
-        Raises:
-            ConfigError: the model's logits are not its hidden states times its output layer.
-        """
-        if why := why_not_linear(model):
-            raise exact_kl_error(why)
-        head = model.get_output_embeddings()
-
-        def copy(parameter: Tensor | None) -> Tensor | None:
-            if parameter is None:
-                return None
-            return whole(parameter).detach().clone().to(device, dtype)
-
-        return cls(copy(head.weight), copy(getattr(head, "bias", None)))  # type: ignore[arg-type]
+    if why := why_not_linear(model):
+        raise exact_kl_error(why)
+    head = model.get_output_embeddings()
+    weight, bias = (
+        None if parameter is None else whole(parameter).detach().clone().to(device, dtype)
+        for parameter in (head.weight, getattr(head, "bias", None))
+    )
+    assert weight is not None
+    return ReferenceHead(weight, bias)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from grpo_dist.algorithms.masking import token_entropy, token_log_probs
 from grpo_dist.engines.train.attention import DENSE_TOKENS, FLEX, attention_inputs, flex_backward_fault, why_padded
-from grpo_dist.engines.train.exact_kl import ReferenceHead, exact_kl_error
-from grpo_dist.engines.train.lm_head import HeadRequest, HeadValues, ResponseHead
+from grpo_dist.engines.train.exact_kl import exact_kl_error
+from grpo_dist.engines.train.lm_head import HeadRequest, HeadValues, ReferenceHead, ResponseHead
 from grpo_dist.engines.train.micro_batch import MicroBatch, make_micro_batch
 from grpo_dist.engines.train.micro_batch_plan import group_rows
 from grpo_dist.protocol import DataProto, Ragged

@@ -17,10 +17,10 @@ from torch import Tensor
 from grpo_dist.algorithms import policy_objective
 from grpo_dist.engines.base import MiniBatchResult
 from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
-from grpo_dist.engines.train.exact_kl import ReferenceHead
 from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.fsdp_model import gradient_sync, load_sharded_model
 from grpo_dist.engines.train.fsdp_weights import FSDPWeights
+from grpo_dist.engines.train.lm_head import ReferenceHead
 from grpo_dist.engines.train.lora import adapters_off
 from grpo_dist.engines.train.memory_errors import ACTOR_ROOM, remedied, within_memory
 from grpo_dist.engines.train.micro_batch import MicroBatch

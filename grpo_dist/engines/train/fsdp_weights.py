@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.checkpoint import ShardWriter, load_training_state, training_state
 from grpo_dist.engines.train.durable_files import FileDigest
-from grpo_dist.engines.train.exact_kl import ReferenceHead
+from grpo_dist.engines.train.exact_kl import copy_output_layer
 from grpo_dist.engines.train.fsdp_model import full_parameters
 from grpo_dist.engines.train.hf_export import export_hf_model
 from grpo_dist.engines.train.hf_names import as_in_files as named_as_in_files
+from grpo_dist.engines.train.lm_head import ReferenceHead
 from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.engines.train.offload import Offload
 from grpo_dist.engines.train.sharded_tensors import free_gathered
@@ -67,7 +68,7 @@ class FSDPWeights:
 
     def output_layer(self, device: str) -> ReferenceHead:
         """A copy of the output layer in the compute type."""
-        return ReferenceHead.of(self.model, device, DTYPES[self.settings.compute_dtype])
+        return copy_output_layer(self.model, device, DTYPES[self.settings.compute_dtype])
 
     def begin_save(self, folder: Path) -> None:
         """See `TrainEngine.begin_save`."""

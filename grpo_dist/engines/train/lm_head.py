@@ -16,18 +16,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from grpo_dist.sizes import CHUNK_LOGITS
 
-if TYPE_CHECKING:
-    from grpo_dist.engines.train.exact_kl import ReferenceHead
-
 # Config entries with which a model does more to its hidden states than one matrix product.
 CHANGES_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+@dataclass(frozen=True)
+class ReferenceHead:
+    """The reference's output layer: weight (V, H), and bias (V,) or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def to(self, device: str) -> ReferenceHead:
+        """The same on another device."""
+        return ReferenceHead(self.weight.to(device), None if self.bias is None else self.bias.to(device))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 from grpo_dist.engines.settings import LoraSettings
 from grpo_dist.engines.train import forward
-from grpo_dist.engines.train.exact_kl import ReferenceHead
+from grpo_dist.engines.train.exact_kl import copy_output_layer
 from grpo_dist.engines.train.lora import add_lora
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto, Ragged
@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 
 def test_the_copy_is_the_models_own(random_models: dict[str, str]) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"], dtype=torch.float32)
-    head = ReferenceHead.of(model, "cpu", torch.bfloat16)
+    head = copy_output_layer(model, "cpu", torch.bfloat16)
     weight = model.get_input_embeddings().weight
     assert head.weight.dtype == torch.bfloat16
     assert torch.equal(head.weight, weight.detach().bfloat16())
@@ -64,7 +64,7 @@ def test_an_output_layer_that_does_not_tell_the_logits_is_refused(
     model = transformers.AutoModelForCausalLM.from_pretrained(random_models["untied"])
     change(model)
     with pytest.raises(ConfigError) as caught:
-        ReferenceHead.of(model, "cpu", torch.float32)
+        copy_output_layer(model, "cpu", torch.float32)
     message = str(caught.value)
     says(message, "actor_rollout_ref.actor.kl_loss_type=full", reason, "low_var_kl")
 

@@ -11,8 +11,7 @@ from torch import nn
 
 from grpo_dist.algorithms import kl_penalty
 from grpo_dist.algorithms.masking import token_entropy, token_log_probs
-from grpo_dist.engines.train.exact_kl import ReferenceHead
-from grpo_dist.engines.train.lm_head import HeadRequest, ResponseHead, response_values
+from grpo_dist.engines.train.lm_head import HeadRequest, ReferenceHead, ResponseHead, response_values
 
 B, L, H, V, M, TEMPERATURE = 2, 9, 16, 50, 11, 0.7
 
