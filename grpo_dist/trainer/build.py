@@ -7,17 +7,18 @@ share GPUs with others start first, since vLLM measures what is free.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from grpo_dist.config.node_layout import slots
 from grpo_dist.config.placement import Placement, placement
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.errors import GrpoDistError
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.checkpoint.resume import Resumed, load_checkpoint
@@ -45,7 +46,7 @@ from grpo_dist.workers.event_loop import blocking, run
 from grpo_dist.workers.gang import ActorGroup, ReferenceGroup, find_model
 from grpo_dist.workers.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.workers.policy import ActorWorker, PolicyWorker
-from grpo_dist.workers.process import Address
+from grpo_dist.workers.process import Address, Process
 from grpo_dist.workers.resources import release, reserve
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import RewardWorker
@@ -54,6 +55,13 @@ from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.rollout_group import RolloutGroup
 from grpo_dist.workers.weight_transport import weight_transport
 
+# The worker class of each role.
+WORKERS: Mapping[str, type[Process]] = {
+    "rollout": RolloutWorker,
+    "actor": ActorWorker,
+    "ref": PolicyWorker,
+    "reward": RewardWorker,
+}
 # Ray's limit on concurrent calls of one rollout worker; the engine itself queues what it cannot run yet.
 MAX_PROMPTS_IN_FLIGHT = 10_000
 # How long a run that is done waits to hear how much memory its workers took.
@@ -68,53 +76,59 @@ class Workers:
         self.config, self.place = config, placement(config)
         self._placement_groups, bundles = reserve(slots(config))
         limits, shared = time_limits(config), shared_environment(os.environ)
-
-        def spawn(role: str, worker_class: type, env: Mapping[str, str] = {}, **options: Any) -> WorkerGroup:
-            size = len(bundles[role])
-            args = [(rank, size) if issubclass(worker_class, PolicyWorker) else () for rank in range(size)]
-            options |= {"limits": limits, "env": DATA_STAYS_IN_STORE | dict(env), "shared": shared}
-            return WorkerGroup.spawn(role, worker_class, bundles[role], args=args, **options)
-
-        threads = _thread_environment(self.place)
-        self.rollout = spawn("rollout", RolloutWorker, threads, max_concurrency=MAX_PROMPTS_IN_FLIGHT)
-        self.actor = spawn("actor", ActorWorker)
-        self.ref = spawn("ref", PolicyWorker) if self.place.ref_world_size else None
-        self.reward = spawn("reward", RewardWorker)
-
-    @property
-    def groups(self) -> list[WorkerGroup]:
-        """All of them."""
-        return [g for g in (self.rollout, self.actor, self.ref, self.reward) if g is not None]
+        # of which the engines have more: many calls at a time, and threads
+        env, concurrency = {"rollout": _thread_environment(self.place)}, {"rollout": MAX_PROMPTS_IN_FLIGHT}
+        self.groups: dict[str, WorkerGroup] = {}
+        for role, worker in WORKERS.items():
+            if role in bundles:
+                size = len(bundles[role])
+                self.groups[role] = WorkerGroup.spawn(
+                    role,
+                    worker,
+                    bundles[role],
+                    args=[(rank, size) if issubclass(worker, PolicyWorker) else () for rank in range(size)],
+                    limits=limits,
+                    env=DATA_STAYS_IN_STORE | env.get(role, {}),
+                    shared=shared,
+                    max_concurrency=concurrency.get(role, 1),
+                )
 
     @blocking
     async def start(self, num_steps: int) -> Roles:
         """Load models and engines, and wait until every process is ready."""
         config, place = self.config, self.place
+        groups = self.groups
         if config.trainer.nnodes > 1:
-            await find_model(self.groups, config.actor_rollout_ref.model.path)
+            await find_model(list(groups.values()), config.actor_rollout_ref.model.path)
         restarts = RestartBudget(config.trainer.max_worker_restarts)
-        ref = ReferenceGroup(self.ref, restarts) if self.ref is not None else None
-        rollout = RolloutGroup(self.rollout, restarts)
-        roles = Roles(ActorGroup(self.actor), rollout, RewardPool(self.reward, restarts), ref, restarts)
+        roles = Roles(
+            ActorGroup(groups["actor"]),
+            RolloutGroup(groups["rollout"], restarts),
+            RewardPool(groups["reward"], restarts),
+            ReferenceGroup(groups["ref"], restarts) if "ref" in groups else None,
+            restarts,
+        )
         engines = [engine_settings(config, place, i) for i in range(place.num_engines)]
         if place.shares_gpu and place.tensor_parallel > 1:
-            engines = on_gpus_of(engines, await self.actor.call_home())
-        starting = asyncio.ensure_future(rollout.start(engines))
+            engines = on_gpus_of(engines, await groups["actor"].call_home())
+        starting = asyncio.ensure_future(roles.rollout.start(engines))
         if place.shares_gpu:  # vLLM would take for its own what others load meanwhile
             await starting
-        others = [roles.actor.start(policy_settings(config, place, num_steps))]
-        others += [ref.start(reference_settings(config, place))] if ref is not None else []
-        footprints, *_ = await asyncio.gather(
-            starting, roles.reward.start([reward_settings(config)] * len(self.reward)), *others
-        )
-        rollout.note_started(footprints)
+        others = [
+            roles.actor.start(policy_settings(config, place, num_steps)),
+            roles.reward.start([reward_settings(config)] * len(groups["reward"])),
+        ]
+        if roles.ref is not None:
+            others.append(roles.ref.start(reference_settings(config, place)))
+        footprints, *_ = await asyncio.gather(starting, *others)
+        roles.rollout.note_started(footprints)
         return roles
 
     @blocking
     async def peak_memory(self) -> dict[str, float]:
         """Peak memory in GiB of the largest process of each role, resident and on GPU."""
         peaks: dict[str, float] = {}
-        for group in self.groups:
+        for group in self.groups.values():
             calls = [ask_for_peak(group, rank) for rank in range(len(group))]
             for parts in await group.answers(calls, MEMORY_TIMEOUT_S):
                 take_peaks(peaks, group.role, parts)
@@ -122,13 +136,10 @@ class Workers:
 
     def shutdown(self) -> None:
         """Stop the engines politely, then end every process."""
-        from grpo_dist.errors import GrpoDistError
-
-        try:
-            self.rollout.gather(self.rollout.submit_all("shutdown", "shutdown"), timeout_s=10)
-        except GrpoDistError:
-            pass  # it is dead or hangs: the kill below is for that
-        for group in self.groups:
+        rollout = self.groups["rollout"]
+        with contextlib.suppress(GrpoDistError):  # an engine is dead or hangs: the kill below is for that
+            rollout.gather(rollout.submit_all("shutdown", "shutdown"), timeout_s=10)
+        for group in self.groups.values():
             group.kill()
         release(self._placement_groups)
 

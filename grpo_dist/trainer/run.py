@@ -156,7 +156,7 @@ def _build(
     started, steps = time.monotonic(), ready.steps
     workers = Workers(config)
     stack.callback(workers.shutdown)
-    _say(config, "starting workers: " + ", ".join(f"{len(group)} {group.role}" for group in workers.groups))
+    _say(config, "starting workers: " + ", ".join(f"{len(group)} {group.role}" for group in workers.groups.values()))
     resumed = find_resumed(config, ready.prompts.identity)
     roles = workers.start(steps)
     stream = sys.stderr if "console" in config.trainer.logger else None

@@ -12,7 +12,7 @@ import pytest
 from grpo_dist.config.load import load_config
 from grpo_dist.config.placement import placement
 from grpo_dist.engines.base import Footprint
-from grpo_dist.trainer.build import Workers, on_gpus_of
+from grpo_dist.trainer.build import WORKERS, Workers, on_gpus_of
 from grpo_dist.trainer.settings import engine_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.event_loop import run
@@ -60,8 +60,7 @@ def test_engines_that_share_gpus_start_before_the_others(overrides: list[str], f
     config, _ = load_config(overrides)
     workers, log = Workers.__new__(Workers), []  # type: ignore[var-annotated]
     workers.config, workers.place = config, placement(config)
-    workers.rollout, workers.actor = Noted("rollout", log), Noted("actor", log)
-    workers.ref, workers.reward = Noted("ref", log), Noted("reward", log)
+    workers.groups = {role: Noted(role, log) for role in WORKERS}
     roles = workers.start(num_steps=1)
     assert log[: len(first)] == first
     assert sorted(log[len(first) : len(first) + 3]) == ["actor", "ref", "reward"], "these start together"
