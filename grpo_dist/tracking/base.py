@@ -262,3 +262,17 @@ def _unknown(name: str) -> str:
     nearest = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {nearest[0]!r}" if nearest else ""
     return f"trainer.logger: no tracker {name!r}{hint}. Known: {', '.join(known)}"
+
+
+def tracker_ids(run_dir: Path) -> dict[str, str]:
+    """The ids under which trackers know this run."""
+    file = run_dir / WANDB_RUN_ID
+    return {"wandb": file.read_text().strip()} if file.is_file() else {}
+
+
+def restore_tracker_ids(run_dir: Path, ids: Mapping[str, str]) -> None:
+    """Have trackers that start from now on go on under these ids."""
+    if "wandb" in ids:
+        file = run_dir / WANDB_RUN_ID
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(ids["wandb"] + "\n")

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 from grpo_dist.config.halved import halved
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import OutOfMemory, Terminated, WorkerError, WorkerLost
-from grpo_dist.tracking.base import Trackers, build_trackers
+from grpo_dist.tracking.base import Trackers, build_trackers, restore_tracker_ids
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.jsonl import FILE_NAME as METRICS
 from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.tracking.summary import format_summary
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import last_checkpoint
-from grpo_dist.trainer.checkpoint.resume import Resumed, find_resumed, restore_tracker_ids
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.preflight import Ready, preflight
 from grpo_dist.trainer.run_lock import run_lock, writing_into
@@ -29,6 +28,7 @@ from grpo_dist.workers.cluster import connect
 
 if TYPE_CHECKING:
     from grpo_dist.trainer.build import Workers
+    from grpo_dist.trainer.checkpoint.resume import Resumed
     from grpo_dist.trainer.trainer import GRPOTrainer
 
 RESOLVED_CONFIG = "config.yaml"
@@ -152,6 +152,7 @@ def _build(
 ) -> tuple[GRPOTrainer, Workers]:
     """Started workers, which have loaded the checkpoint to go on from, if there is one, and their trainer."""
     from grpo_dist.trainer.build import Workers, build_trainer
+    from grpo_dist.trainer.checkpoint.resume import find_resumed
 
     started, steps = time.monotonic(), ready.steps
     workers = Workers(config)

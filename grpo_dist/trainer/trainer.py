@@ -29,13 +29,12 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
 from grpo_dist.errors import GrpoDistError, WorkerLost
 from grpo_dist.protocol import metric_values
-from grpo_dist.tracking.base import Trackers
+from grpo_dist.tracking.base import Trackers, tracker_ids
 from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.samples import format_samples
 from grpo_dist.trainer.checkpoint.config_changes import digest_code
 from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups
 from grpo_dist.trainer.checkpoint.folder import RunState
-from grpo_dist.trainer.checkpoint.resume import tracker_ids
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.health import HealthMonitor
 from grpo_dist.trainer.metrics import IdleShares, PeakMemory, batch_metrics, performance_metrics, staleness_metrics

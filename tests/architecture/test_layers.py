@@ -190,6 +190,11 @@ def test_the_command_loads_neither_torch_nor_ray() -> None:
     assert loaded.isdisjoint({"torch", "ray", "vllm", "transformers"})
 
 
+def test_ray_is_loaded_after_its_environment_is_set() -> None:
+    """`workers.cluster.connect` sets variables that Ray reads when it is imported."""
+    assert "ray" not in loaded_by("import grpo_dist.trainer.run")
+
+
 def test_a_dry_run_loads_neither_ray_nor_vllm_and_one_of_the_config_no_torch_either() -> None:
     loaded = loaded_by("from grpo_dist.main import main\nassert main(['trainer.dry_run=config']) == 0")
     assert loaded.isdisjoint({"torch", "transformers", "ray", "vllm"})

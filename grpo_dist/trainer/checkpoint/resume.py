@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.tracking.base import WANDB_RUN_ID
 from grpo_dist.trainer.checkpoint.config_changes import check_changes, digest_code
 from grpo_dist.trainer.checkpoint.finished_groups import Group, read_finished
 from grpo_dist.trainer.checkpoint.folder import RunState, clear_leftovers, find_checkpoint, read_state
@@ -75,17 +74,3 @@ async def load_checkpoint(resumed: Resumed, roles: Roles, *, exact_kl: bool) -> 
         if exact_kl:
             await roles.actor.take_reference_head(roles.ref)
     return {} if resumed.changes else await read_finished(folder, resumed.state.finished, roles.reward)
-
-
-def tracker_ids(run_dir: Path) -> dict[str, str]:
-    """The ids under which trackers know this run."""
-    file = run_dir / WANDB_RUN_ID
-    return {"wandb": file.read_text().strip()} if file.is_file() else {}
-
-
-def restore_tracker_ids(run_dir: Path, ids: Mapping[str, str]) -> None:
-    """Have trackers that start from now on go on under these ids."""
-    if "wandb" in ids:
-        file = run_dir / WANDB_RUN_ID
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(ids["wandb"] + "\n")

@@ -13,9 +13,10 @@ import pytest
 from grpo_dist.config.load import load_config
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import CheckpointError
+from grpo_dist.tracking.base import restore_tracker_ids, tracker_ids
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import begin_checkpoint, publish_checkpoint
-from grpo_dist.trainer.checkpoint.resume import find_resumed, load_checkpoint, restore_tracker_ids, tracker_ids
+from grpo_dist.trainer.checkpoint.resume import find_resumed, load_checkpoint
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.event_loop import run
 from tests.messages import refuses
