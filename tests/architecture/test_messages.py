@@ -15,9 +15,6 @@ TESTS = Path(__file__).parents[1]
 
 # Tests of the driver that still compare sentences.
 WITH_SENTENCES = {
-    *(f"trainer/test_{name}.py" for name in ("preemption", "run", "run_prompts", "stage", "trainer", "validation")),
-    *(f"trainer/rollout/test_{name}.py" for name in ("pump", "sampling")),
-    "trainer/checkpoint/test_saver.py",
     *(f"workers/test_{name}.py" for name in ("group", "reward_pool", "rollout_group", "weight_sync")),
     "workers/test_weight_transport.py",
 }

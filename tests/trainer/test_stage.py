@@ -5,6 +5,7 @@ from grpo_dist.errors import BatchError, RewardError
 from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.stage import stage
 from grpo_dist.workers.batch_ref import DataProtoRef, Frame
+from tests.messages import refuses, says
 
 
 def batch(*columns: str) -> DataProtoRef:
@@ -39,16 +40,17 @@ def test_times_and_passes_through() -> None:
 
 
 def test_a_missing_column_names_stage_and_maker() -> None:
-    with pytest.raises(BatchError, match=r"stage 'score' needs 'responses' \(made by rollout\); the batch has prompts"):
+    with refuses(BatchError, "'score'", "'responses'", "rollout", "prompts"):
         Loop().score(batch("prompts"))
 
 
 def test_a_broken_promise_is_named() -> None:
-    with pytest.raises(BatchError, match="forgetful"):
+    with refuses(BatchError, "forgetful", "'advantages'", "responses"):
         Loop().forgetful()
 
 
 def test_errors_carry_stage_and_step() -> None:
     with pytest.raises(RewardError) as caught:
         Loop().failing()
-    assert caught.value.__notes__ == ["in stage 'failing' of step 5"]
+    (note,) = caught.value.__notes__
+    says(note, "'failing'", "step 5")

@@ -21,7 +21,7 @@ from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.group import Call, WorkerGroup
-from tests.messages import refuses
+from tests.messages import refuses, says
 from tests.processes import spawned
 from tests.trainer.checkpoints import reseal
 from tests.trainer.fake_run import make_trainer
@@ -114,8 +114,8 @@ def test_a_health_rule_stops_the_run_after_its_step_is_logged(tmp_path: Path, gr
     trainer = make_trainer(
         tmp_path, groups, f"{rule}.action=stop", f"{rule}.steps=2", "trainer.health.ppo_kl.action=off"
     )
-    message = r"health/rollout_mismatch at step 2, for 2 steps: training/rollout_probs_diff_mean is 0.0814(.|\n)*"
-    with pytest.raises(HealthError, match=f"{message}the last checkpoint is {tmp_path}/run/global_step_2"):
+    told = ("health/rollout_mismatch", "step 2", "2 steps", "training/rollout_probs_diff_mean", "0.0814")
+    with refuses(HealthError, *told, f"{tmp_path}/run/global_step_2"):
         trainer.fit()
     assert [row.get("health/rollout_mismatch") for row in history(trainer)] == [None, 0.0, 1.0]
     assert all("health/ppo_kl" not in row for row in history(trainer))
@@ -128,8 +128,8 @@ def test_a_health_rule_that_warns_lets_the_run_go_on(tmp_path: Path, groups: dic
     trainer.progress.message = shown.append  # type: ignore[method-assign]
     trainer.fit()
     assert [row["step"] for row in history(trainer)] == [0, 1, 2, 3]
-    told = [text for text in shown if text.startswith("health/")]
-    assert [text.partition(":")[0] for text in told] == ["health/rollout_mismatch at step 1"]
+    (told,) = [text for text in shown if text.startswith("health/")]
+    says(told, "health/rollout_mismatch", "step 1")
 
 
 def test_samples_and_checkpoints_are_written(finished: tuple) -> None:
@@ -178,8 +178,9 @@ def test_checkpoints_have_the_validation_of_their_step(finished: tuple) -> None:
 
 
 def test_a_metric_that_validation_does_not_give_is_named_at_once(groups: dict, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, groups, "trainer.keep_best_metric=val-core/arithmetic/acc/mean@1")
-    with pytest.raises(ConfigError, match="near it are val-core/arithmetic/reward/mean@1"):
+    unknown = "trainer.keep_best_metric=val-core/arithmetic/acc/mean@1"
+    trainer = make_trainer(tmp_path, groups, unknown)
+    with refuses(ConfigError, unknown, "val-core/arithmetic/reward/mean@1"):
         trainer.fit()
     assert trainer.step == 0
 
@@ -202,7 +203,7 @@ def bytes_on_driver(tmp_path: Path, groups: dict, length: int, monkeypatch: pyte
         batch = trainer.compute_targets(trainer.rollout())
         trainer.update(batch)
     assert batch["response_length"].max() == length + 3
-    with pytest.raises(BatchError, match="'responses' is not on the driver"):
+    with refuses(BatchError, "'responses'", "driver"):
         batch["responses"]
     return received
 
@@ -244,10 +245,10 @@ def test_groups_that_are_there_already_only_get_their_log_probs(groups: dict, tm
 def test_a_reward_function_that_raises_is_shown(groups: dict, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, groups, "data.shuffle=false", bad=2)
     trainer.sync_weights()
-    message = r"of 16 responses could not be scored, more than reward.max_failure_rate=0.01 (.|\n)*: no such thing"
-    with pytest.raises(RewardError, match=message) as caught:
+    with refuses(RewardError, "16 responses", "reward.max_failure_rate=0.01", "ValueError: no such") as caught:
         trainer.rollout()
-    assert caught.value.__notes__ == ["in stage 'rollout' of step 1"]
+    (note,) = caught.value.__notes__
+    says(note, "'rollout'", "step 1")
 
 
 def test_a_few_failures_are_counted_and_shown(groups: dict, tmp_path: Path) -> None:
@@ -260,8 +261,7 @@ def test_a_few_failures_are_counted_and_shown(groups: dict, tmp_path: Path) -> N
     assert failed == 4, "one group"
     assert trainer.metrics["reward/failure_rate"] == 4 / 16
     assert sorted(batch["score"].tolist())[:failed] == [0.0] * failed
-    assert f"{failed} responses could not be scored; they earn reward.failure_score=0" in shown[0]
-    assert "ValueError: no such thing" in shown[0]
+    says(shown[0], f"{failed} responses", "reward.failure_score=0", "ValueError: no such")
 
 
 def test_a_reward_process_that_hangs_ends_the_step(
@@ -273,7 +273,7 @@ def test_a_reward_process_that_hangs_ends_the_step(
         stuck = groups | {"reward": reward}
         trainer = make_trainer(tmp_path, stuck, "reward.timeout_s=0.2", "trainer.max_worker_restarts=0")
         trainer.sync_weights()
-        message = r"the reward process did not answer for prompt step1-prompt\d+ \(data_source 'arithmetic'\)"
+        message = r"step1-prompt\d+ .*'arithmetic'.* reward worker 0 .*\b0\.8 s"
         with pytest.raises(RewardError, match=message):
             trainer.rollout()
 
@@ -285,7 +285,7 @@ def test_a_dead_worker_is_named(groups: dict, tmp_path: Path) -> None:
         trainer.sync_weights()
         dead["ref"].call_all("test", "start")
         dead["ref"].kill()
-        with pytest.raises(WorkerError, match=r"ref worker 0 .*stage 'ref_log_prob': its process died"):
+        with refuses(WorkerError, "ref worker 0", "'ref_log_prob'", "died"):
             trainer.rollout()
 
 
