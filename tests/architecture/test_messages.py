@@ -13,12 +13,6 @@ from tests.messages import is_prose, says
 
 TESTS = Path(__file__).parents[1]
 
-# Tests of the driver that still compare sentences.
-WITH_SENTENCES = {
-    *(f"workers/test_{name}.py" for name in ("group", "reward_pool", "rollout_group", "weight_sync")),
-    "workers/test_weight_transport.py",
-}
-
 
 def texts(node: ast.AST) -> Iterator[str]:
     for part in ast.walk(node):
@@ -43,8 +37,7 @@ def sentences(source: str) -> list[str]:
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("test_*.py")), ids=lambda path: str(path.relative_to(TESTS)))
 def test_no_test_rests_on_a_sentence(path: Path) -> None:
-    if str(path.relative_to(TESTS)) not in WITH_SENTENCES:
-        assert sentences(path.read_text()) == [], "use refuses() and says() of tests/messages.py"
+    assert sentences(path.read_text()) == [], "use refuses() and says() of tests/messages.py"
 
 
 def test_sentences_are_found() -> None:

@@ -20,6 +20,7 @@ from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Address, Process
+from tests.messages import refuses, says
 from tests.processes import reserved
 
 pytestmark = pytest.mark.ray
@@ -177,7 +178,7 @@ def test_settle_waits_for_all_and_gives_failures_as_values(group: WorkerGroup) -
 
 def test_a_late_call_is_named_by_its_own_role(group: WorkerGroup, gate: Gate) -> None:
     other = WorkerGroup("ref", [], TimeLimits(30.0))
-    with pytest.raises(WorkerError, match=r"^actor worker 0 on node0, stage 'slow': no answer within 0.2 s"):
+    with refuses(WorkerError, "actor worker 0", "node0", "'slow'", "0.2 s"):
         other.gather([group.submit(0, "slow", "wait_for", str(gate))], timeout_s=0.2)
 
 
@@ -206,8 +207,8 @@ def test_a_gpu_that_is_full_is_told_with_role_rank_node_and_key(group: WorkerGro
     error = caught.value
     assert (error.role, error.rank, error.node, error.stage) == (group.role, 1, group.addresses[1].host, "update")
     assert error.setting == ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 8)
-    assert f"{group.role} worker 1 on {error.node}, stage 'update': the memory of the GPU" in str(error)
-    assert str(error).endswith("lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8")
+    remedy = "lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"
+    says(error, f"{group.role} worker 1", error.node, "'update'", "memory", "GPU", remedy)
 
 
 def test_any_other_error_names_the_worker_and_does_not_wait_for_its_peers(group: WorkerGroup, gate: Gate) -> None:
@@ -220,7 +221,7 @@ def test_any_other_error_names_the_worker_and_does_not_wait_for_its_peers(group:
     assert error.message == "KeyError: 'the key'"
     assert "test_group.py" in error.remote_traceback
     assert "in fail" in error.remote_traceback
-    assert str(error) == "actor worker 1 on node1, stage 'update': KeyError: 'the key'"
+    says(error, "actor worker 1", "node1", "'update'", "KeyError: 'the key'")
 
 
 def test_an_error_that_cannot_be_unpickled_is_still_told(group: WorkerGroup) -> None:
@@ -242,10 +243,10 @@ def test_no_answer_in_time(group: WorkerGroup, gate: Gate) -> None:
     impatient = WorkerGroup("actor", group.handles, TimeLimits(4.0))
     impatient.note_addresses(list(group.addresses.values()))
     waiting, answered = impatient.submit(0, "add", "wait_for", str(gate)), impatient.submit(1, "add", "add", 1)
-    with pytest.raises(WorkerError, match=r"actor worker 0 on node0, stage 'add': no answer within 4 s"):
+    with refuses(WorkerError, "actor worker 0", "node0", "'add'", "4 s"):
         impatient.gather([waiting, answered])
     assert not is_answered(waiting)
-    with pytest.raises(WorkerError, match=r"no answer within 0\.1 s"):
+    with refuses(WorkerError, "actor worker 0", "node0", "'add'", "0.1 s"):
         group.gather([group.submit(0, "add", "add", 1)], timeout_s=0.1)
 
 
@@ -253,9 +254,9 @@ def test_the_deadline_of_a_call(group: WorkerGroup, gate: Gate) -> None:
     """It counts from when the call was sent; the process answers one after the other."""
     patient, hasty = group.submit(1, "score", "wait_for", str(gate)), group.submit(1, "hasty", "add", 1)
     assert (patient.limit_s, hasty.limit_s) == (240.0, 0.1)
-    with pytest.raises(WorkerLost, match=r"^actor worker 1 on node1, stage 'hasty': no answer within 0\.1 s"):
+    with refuses(WorkerLost, "actor worker 1", "node1", "'hasty'", "0.1 s"):
         run(hasty.answer())
-    with pytest.raises(WorkerLost, match=r"stage 'hasty': no answer within 0\.1 s"):
+    with refuses(WorkerLost, "actor worker 0", "node0", "'hasty'", "0.1 s"):
         group.call(0, "hasty", "wait_for", str(gate))
     gate.open()
     assert group.gather([patient, hasty], timeout_s=240.0) == [1, 101]
@@ -268,17 +269,17 @@ def test_a_dead_process_is_told_while_others_hang(bundles: Mapping[str, list], g
         victim = group.call_all("pid", "address")[2].pid
         start = time.monotonic()
         hanging = [group.submit(rank, "update", "wait_for", str(gate)) for rank in (0, 2)]
-        with pytest.raises(WorkerError, match="its process died") as caught:
+        with refuses(WorkerError, "actor worker 1", "'update'", "died") as caught:
             group.gather([*hanging, group.submit(1, "update", "exit")])
         assert not any(is_answered(call) for call in hanging)
         assert (caught.value.rank, caught.value.node) == (1, "node1")
         os.kill(victim, 9)
-        with pytest.raises(WorkerError, match="actor worker 2 on node2, stage 'add': its process died"):
+        with refuses(WorkerError, "actor worker 2", "node2", "'add'", "died"):
             group.call(2, "add", "add", 1)
         assert time.monotonic() - start < 120, "half their limit"
     finally:
         group.kill()
-    with pytest.raises(WorkerError, match="its process died"):
+    with refuses(WorkerError, "actor worker 0", "node0", "'add'", "died"):
         group.call(0, "add", "add", 1)
 
 
@@ -290,18 +291,19 @@ def test_the_process_that_takes_anothers_place_is_known(bundles: Mapping[str, li
         assert 0 not in group.addresses, "it is not up yet"
         (now,) = group.call_all("add", "address")
         assert (group.addresses[0].pid, now.pid != before) == (now.pid, True)
-        assert str(group.error(0, "add", "failed")) == f"actor worker 0 on {socket.gethostname()}, stage 'add': failed"
+        says(group.error(0, "add", "failed"), "actor worker 0", socket.gethostname(), "'add'", "failed")
     finally:
         group.kill()
     group.respawn(0)
     ray.kill(group.handles[0])
-    with pytest.raises(WorkerError, match=r"actor worker 0 on \?, .*: its process died"):  # never up
+    with refuses(WorkerError, "actor worker 0", "'add'", "died") as caught:
         group.call(0, "add", "address")
+    assert caught.value.node == "?", "never up"
 
 
 def test_a_worker_that_cannot_be_built_says_why(bundles: Mapping[str, list]) -> None:
     group = spawn(bundles["unbuilt"], 240.0, [(-1,)])
-    with pytest.raises(GrpoDistError, match="rank -1 cannot be built"):
+    with refuses(GrpoDistError, "actor worker 0", "'start'", "rank -1"):
         group.call(0, "start", "address")
     group.kill()
 
@@ -371,7 +373,7 @@ def test_the_rank_that_others_wait_for_is_named(local_ray: None, gate: Gate, tmp
 
 
 def test_another_error_is_not_blamed_on_a_rank_that_works(group: WorkerGroup, gate: Gate) -> None:
-    with pytest.raises(WorkerError, match="actor worker 1 on node1, stage 'update': KeyError") as caught:
+    with refuses(WorkerError, "actor worker 1", "node1", "'update'", "KeyError") as caught:
         group.gather([group.submit(0, "update", "wait_for", str(gate)), group.submit(1, "update", "fail")])
     assert not isinstance(caught.value, WorkerLost)
 
@@ -388,6 +390,6 @@ def test_a_dead_rank_is_not_blamed_where_another_one_is_stopped(group: WorkerGro
     died = watched.lost(0, "update", "its process died (SIGABRT)")
     found = run(watched.root_cause(died))
     assert isinstance(found, WorkerLost)
-    assert (found.rank, found.message) == (1, "its process is stopped")
+    says(found, "actor worker 1", "'update'", "stopped")
     states[1] = "dead"
     assert run(watched.root_cause(died)) is died, "both may have waited for each other"

@@ -27,6 +27,7 @@ from grpo_dist.workers.rollout_group import RolloutGroup
 from grpo_dist.workers.weight_sync import sync_weights
 from grpo_dist.workers.weight_transport import BroadcastTransport, ObjectStoreTransport, outcomes, weight_transport
 from tests.engines.vllm.test_engine import PROMPTS, RANKS, generate, hf_greedy, sampling, tokens
+from tests.messages import refuses, says
 from tests.processes import open_to_others, spawned, start_together
 
 pytestmark = pytest.mark.ray
@@ -189,21 +190,17 @@ def test_a_damaged_first_bucket_leaves_the_weights_in_force(case: Case) -> None:
     before = case.answers(0)
     for error in spoiled_sync(case, 0).values():
         assert isinstance(error, WeightSyncError)
-        assert str(error).startswith(f"sync of weight version {case.version + 1}: ")
-        assert "weight bucket 0 (" in str(error)
-        assert f"; the engine keeps version {case.version}" in str(error)
+        says(error, f"version {case.version + 1}", "bucket 0", f"keeps version {case.version}")
     assert [case.answers(rank) for rank in (0, 1)] == [before] * 2
 
 
 def test_a_damaged_later_bucket_leaves_mixed_weights_until_a_whole_sync(case: Case) -> None:
     case.sync()
+    mixed = ("mixed", f"versions {case.version} and {case.version + 1}")
     for error in spoiled_sync(case, 2).values():
         assert isinstance(error, WeightSyncError)
-        assert "weight bucket 2 (" in str(error)
-        versions = f"{case.version} and {case.version + 1}"
-        expected = f"2 weight buckets were loaded before, so the engine's weights are mixed of versions {versions}"
-        assert expected in str(error)
-    with pytest.raises(EngineError, match="weights are mixed of versions"):
+        says(error, "bucket 2", "2 weight buckets", *mixed)
+    with refuses(EngineError, *mixed):
         generate(case.rollout, 1, PROMPTS, GREEDY)
     case.sync()
     model = case.hugging_face()
@@ -245,7 +242,7 @@ def test_an_engine_that_dies_during_a_sync_does_not_take_the_other_along(case: C
     assert case.transport.generation == groups + 1, "a group without it"
     model = case.hugging_face()
     assert case.answers(1) == [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
-    with pytest.raises(GrpoDistError, match=r"rollout worker 0 on .*: its process died"):
+    with refuses(GrpoDistError, "rollout worker 0", "died"):
         case.sync()
 
 
@@ -332,5 +329,5 @@ def test_an_actor_rank_that_is_lost_is_named_and_not_the_one_whose_connection_br
     broken = WorkerError("RuntimeError: Connection closed by peer", "actor", 0, "node", "sync_weights")
     actor, rollout = Scripted("actor", 2, broadcast_weights={0: broken}), Scripted("rollout", 1)
     actor.states = {1: "gone"}
-    with pytest.raises(WorkerLost, match=r"actor worker 1 .*: its process is gone"):
+    with refuses(WorkerLost, "actor worker 1", "'sync_weights'", "gone"):
         run(formed(rollout).sync(actor, rollout, [0], version=3, dtype="float32"))
