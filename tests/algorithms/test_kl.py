@@ -95,7 +95,7 @@ def test_k3_stays_finite() -> None:
 def test_mistakes_are_named() -> None:
     with refuses(ConfigError, "kl_loss_type=k4"):
         kl_penalty("k4", torch.zeros(1, 1), torch.zeros(1, 1))
-    with refuses(ConfigError, "full"):
+    with refuses(ConfigError, "kl_loss_type=full+", "use full"):
         kl_penalty("full+", torch.zeros(1, 1, 2), torch.zeros(1, 1, 2))
-    with refuses(BatchError, "differ"):
+    with refuses(BatchError, "log_probs (1, 1)", "ref_log_probs (1, 2)"):
         kl_penalty("k1", torch.zeros(1, 1), torch.zeros(1, 2))

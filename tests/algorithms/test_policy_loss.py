@@ -259,7 +259,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
 
 def test_mistakes_are_named() -> None:
     batch = {"old_log_probs": torch.zeros(1, 2), "log_probs": torch.zeros(1, 2), "response_mask": torch.ones(1, 2)}
-    with refuses(BatchError, "advantages"):
+    with refuses(BatchError, "advantages (1, 3)", "old_log_probs (1, 2)"):
         compute_policy_loss("vanilla", **batch, advantages=torch.zeros(1, 3), loss_agg_mode="token-mean")
-    with refuses(ConfigError, "'vanilla'"):
+    with refuses(ConfigError, "actor_rollout_ref.actor.policy_loss.loss_mode=vanila", "'vanilla'"):
         compute_policy_loss("vanila", **batch, advantages=torch.zeros(1, 2), loss_agg_mode="token-mean")

@@ -39,5 +39,5 @@ def test_what_is_off_the_mask_has_no_say() -> None:
 
 def test_mistakes_are_named() -> None:
     ones = torch.ones(1, 2)
-    with refuses(BatchError, "returns"):
+    with refuses(BatchError, "returns (1, 1)", "vpreds (1, 2)"):
         compute_value_loss(vpreds=ones, values=ones, returns=ones[:, :1], response_mask=ones, cliprange_value=1)

@@ -174,7 +174,7 @@ def test_the_processes_of_an_engine_in_the_memory_of_a_machine(folder) -> None:
     assert shares[0]["weights"] == 2 * shares[1]["weights"]
     assert shares[0]["KV cache"] == shares[1]["KV cache"] == 1.0
     (problem,) = model_problems(two, MODELS["Qwen3-0.6B"], None, 1.0)
-    says(problem.text, "2 rollout")
+    says(problem.text, "2 rollout", "1 GiB")
 
 
 def test_all_processes_in_the_memory_of_a_machine(folder) -> None:

@@ -104,7 +104,7 @@ def test_memory_of_qwen3_8b_on_eight_gpus():
     assert actor.host["a copy for a checkpoint"] == pytest.approx(count * 12 / 4 / GIB)
     assert rollout.parts["weights"] == pytest.approx(count * 2 / GIB)
     assert rollout.parts["KV cache of one sequence"] == pytest.approx(128 * 144 * 2**10 / GIB)
-    says(rollout.remark, "80%")
+    says(rollout.remark, "KV cache", "80%")
     assert ref.parts["weights"] == pytest.approx(count * 2 / 4 / GIB), "it has as many ranks as the actor"
     config, _ = load("model=qwen3_8b", "cluster=node8", "data.train_batch_size=32", "cluster.ref_world_size=1")
     *_, ref = memory_estimate(config, QWEN3_8B)

@@ -272,5 +272,5 @@ def test_null_lengths_seeds_and_reference():
 
 def test_config_is_read_only():
     config = load()
-    with refuses(ValueError, "frozen"):
+    with refuses(ValueError, "seed", "frozen"):
         config.trainer.seed = 2

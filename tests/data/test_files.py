@@ -58,7 +58,7 @@ def test_a_saved_data_set_with_splits(tmp_path: Path) -> None:
     datasets.DatasetDict(train=train, test=test).save_to_disk(tmp_path / "saved")
     assert questions(f"{tmp_path}/saved:test") == ["b"]
     says(refused(f"{tmp_path}/saved"), "several splits", ":test, :train")
-    says(refused(f"{tmp_path}/saved:dev"), "'dev'")
+    says(refused(f"{tmp_path}/saved:dev"), "'dev'", ":test, :train")
 
 
 def test_a_folder_of_parquet_files(tmp_path: Path) -> None:
@@ -136,5 +136,5 @@ def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_folders_that_hold_nothing_to_read(tmp_path: Path) -> None:
     says(refused(str(tmp_path)), "folder", ".parquet")
-    says(refused(f"{tmp_path}/gone"), "no such", "folder")
-    says(refused(f"{tmp_path}/gone:train"), "no such", "folder")
+    says(refused(f"{tmp_path}/gone"), f"{tmp_path}/gone", "no such", "folder")
+    says(refused(f"{tmp_path}/gone:train"), f"{tmp_path}/gone", "no such", "folder")

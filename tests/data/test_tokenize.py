@@ -143,7 +143,7 @@ def test_load_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
         assert str(error.value).startswith(f"actor_rollout_ref.model.path={folder}: ")
         return str(error.value)
 
-    says(message(tmp_path / "gone"), "folder")
+    says(message(tmp_path / "gone"), "no such", "folder")
     assert "no config.json" in message(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     says(message(tmp_path), "no tokenizer")  # transformers alone would return an empty one

@@ -120,5 +120,5 @@ def test_experts_outlive_a_sync_of_which_nothing_was_loaded(case: Case) -> None:
     case.actor.call_all("test", "broadcast_weights", "float32", case.version + 1)
     error = run(outcomes({0: call}))[0]
     assert isinstance(error, WeightSyncError)
-    says(error, "bucket 0")
+    says(error, f"version {case.version + 1}", "bucket 0")
     case.samples_from(0, before)

@@ -133,7 +133,7 @@ def test_scores() -> None:
 
 @pytest.mark.parametrize("truth", ["E", "", "AB", None, 1, "Paris"])
 def test_a_truth_that_is_no_choice_is_an_error(truth: object) -> None:
-    with refuses(ValueError, "'ABCD'"):
+    with refuses(ValueError, f"ground_truth {truth!r}", "'ABCD'"):
         compute_score("d", "Answer: A", truth, {})
 
 

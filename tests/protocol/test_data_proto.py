@@ -210,14 +210,14 @@ def test_mistakes_name_the_column() -> None:
             ask()
     with refuses(BatchError, "3 rows", "2"):
         batch().chunk(2)
-    with refuses(BatchError, "0"):
+    with refuses(BatchError, "3 rows", "0"):
         batch().chunk(0)
     with refuses(BatchError, "columns", "['r', 'uid', 'y']"):
         DataProto.concat([batch(), batch().select(["x"])])
-    with refuses(BatchError, "rows"):
+    with refuses(BatchError, "rows", "'x': 3", "'z': 2"):
         batch().union(DataProto.from_dict({"z": torch.zeros(2)}))
 
 
 def test_rename_onto_another_column_loses_nothing_silently() -> None:
-    with refuses(BatchError, "'y'"):
+    with refuses(BatchError, "rename", "'y'"):
         batch().rename({"x": "y"})

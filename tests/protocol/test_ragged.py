@@ -73,7 +73,7 @@ def test_a_value_equal_to_the_padding_is_kept() -> None:
 def test_mistakes_are_named() -> None:
     with refuses(BatchError, "offsets", "[3]", "2"):
         Ragged(torch.tensor([1, 2]), torch.tensor([0, 3]))
-    with refuses(BatchError, "offsets"):
+    with refuses(BatchError, "offsets", "[]", "0"):
         Ragged(torch.tensor([]), torch.tensor([], dtype=torch.int64))
     with refuses(BatchError, "3", "width 2"):
         ragged().to_padded(0, width=2)

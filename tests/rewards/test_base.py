@@ -133,7 +133,7 @@ def test_deep_recursion_is_cut_short() -> None:
     def score(**arguments: Any) -> float:
         return score(**arguments)
 
-    with refuses(RewardError, "RecursionError") as error:
+    with refuses(RewardError, "mine.py:score", "RecursionError") as error:
         call(score)
     assert len(str(error.value)) < 2000
 

@@ -49,20 +49,20 @@ def test_other_statuses_are_final(service: Service, status: int) -> None:
 @pytest.mark.parametrize("answer", [b"", b"<html>", b"{", b"\xff", b"[" * 100_000])
 def test_no_json(service: Service, answer: bytes) -> None:
     service.answers = [(200, answer)]
-    with refuses(RewardError, "JSON"):
+    with refuses(RewardError, f"url={service.url}", "JSON"):
         post(service)
 
 
 def test_an_answer_too_large(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "MOST_BYTES", 10)
     service.answers = [(200, b'"0123456789"')]
-    with refuses(RewardError, "10 bytes"):
+    with refuses(RewardError, f"url={service.url}", "10 bytes"):
         post(service)
 
 
 def test_a_service_that_does_not_answer_in_time(service: Service) -> None:
     service.answers, service.delay_s = [(200, b"1")] * 2, 10.0
-    with refuses(RewardError, "2 times"):
+    with refuses(RewardError, f"url={service.url}", "ReadTimeout", "2 times"):
         post(service, timeout_s=0.1, retries=1)
 
 
@@ -70,7 +70,7 @@ def test_nobody_there() -> None:
     with socket.socket() as deaf:  # it has the port, so that nobody else does, and does not listen
         deaf.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}/"
-        with refuses(RewardError, "refused", "3 times"):
+        with refuses(RewardError, f"url={url}", "refused", "3 times"):
             post_json(url, {}, retries=2, backoff_s=0.01)
 
 

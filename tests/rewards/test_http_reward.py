@@ -56,7 +56,7 @@ def test_a_batch_is_one_request(service: Service) -> None:
 )
 def test_a_batch_with_other_scores_is_an_error(service: Service, answer: bytes) -> None:
     service.answers = [(200, answer)]
-    with refuses(RewardError, "expected"):
+    with refuses(RewardError, f"url={service.url}", "expected", "got"):
         compute_score_batch(["a"] * 2, ["x"] * 2, ["1"] * 2, [{}] * 2, url=service.url)
 
 

@@ -66,7 +66,7 @@ def test_unknown_data_source_says_what_to_set(data_source: str) -> None:
 def test_check_data_sources_lists_all_unknown() -> None:
     check_data_sources(["gsm8k", "gsm8k", "arithmetic"])
     check_data_sources([])
-    with refuses(ConfigError, "'a', 'b'"):
+    with refuses(ConfigError, "'a', 'b'", "custom_reward_function.path"):
         check_data_sources(["b", "gsm8k", "a", "b"])
 
 

@@ -133,7 +133,7 @@ def test_a_group_of_none(scorer: Scorer) -> None:
 
 
 def test_mistakes_of_the_run_are_raised(file: str, tmp_path: Path) -> None:
-    with refuses(ConfigError, "misses"):
+    with refuses(ConfigError, f"custom_reward_function.path/name={file}:misses"):
         Scorer(file, "misses", {}, timeout_s=60.0).start()
     ending = tmp_path / "ending.py"
     ending.write_text("import os\nos._exit(4)\n")
@@ -141,7 +141,7 @@ def test_mistakes_of_the_run_are_raised(file: str, tmp_path: Path) -> None:
         Scorer(str(ending), "compute_score", {}, timeout_s=60.0).start()
     built_in = Scorer(None, "compute_score", {}, timeout_s=60.0)
     try:
-        with refuses(ConfigError, "'source'"):
+        with refuses(ConfigError, "'source'", "custom_reward_function.path"):
             built_in.score(samples("a"))
     finally:
         built_in.stop()
@@ -192,7 +192,7 @@ def test_much_output_neither_stops_it_nor_is_kept(printing: Scorer) -> None:
 def test_output_without_an_end_meets_the_time_limit(printing: Scorer) -> None:
     printing.timeout_s = 4.0  # which "b" must meet too
     failure, good = printing.score(samples("forever", "b"))
-    says(failure.text, "killed")
+    says(failure.text, "reward.timeout_s=4", "killed")
     assert good.score == 1.0
 
 

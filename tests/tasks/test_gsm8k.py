@@ -88,7 +88,7 @@ def test_wrong(text: str, truth: Any) -> None:
 
 @pytest.mark.parametrize("truth", ["", "four", None, "#### 4", float("nan"), float("inf"), True, ["4"]])
 def test_a_ground_truth_that_is_no_number_is_not_paid_silently(truth: Any) -> None:
-    with refuses(ValueError, "number"):
+    with refuses(ValueError, f"ground_truth {truth!r}", "number"):
         score("#### 4", truth)
 
 

@@ -39,7 +39,7 @@ def test_lines_wait_while_the_disk_is_full(tmp_path, caplog):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(caplog.records) == 1
-    says(caplog.text, "written")
+    says(caplog.text, tmp_path / "metrics.jsonl", "written")
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
     tracker.log({"loss": 4.0}, 4)
     assert [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]

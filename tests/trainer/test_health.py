@@ -228,7 +228,7 @@ def test_equal_scores_from_the_start_are_no_reward() -> None:
     zero = {f"critic/score/{name}": 0.0 for name in ("mean", "min", "max")}
     judgements = run(HealthMonitor(config(zero_variance={"action": "off"})), *[zero] * 10)
     assert broken(judgements, "no_reward") == [0.0] * 9 + [1.0]
-    says(texts(judgements)[0], "start", 0)
+    says(texts(judgements)[0], "health/no_reward", "step 10", "start", 0)
     once = run(HealthMonitor(DEFAULTS), {}, *[zero] * 30)
     assert sum(broken(once, "no_reward")) == 0, "something was earned at the start"
     one = {f"critic/score/{name}": 1.0 for name in ("mean", "min", "max")}

@@ -36,7 +36,7 @@ def group(local_ray: None) -> Iterator[WorkerGroup]:
 
 
 def test_the_rank_that_is_gone_is_named_rather_than_the_one_that_noticed(group: WorkerGroup) -> None:
-    with refuses(WorkerError, "by peer") as caught:
+    with refuses(WorkerError, "actor worker 0", "'update'", "RuntimeError") as caught:
         group.call(0, "update", "fail")
     assert not isinstance(caught.value, WorkerLost), "all ranks are there: it is this one's own mistake"
     os.kill(group.addresses[3].pid, signal.SIGKILL)
@@ -44,7 +44,7 @@ def test_the_rank_that_is_gone_is_named_rather_than_the_one_that_noticed(group: 
         time.sleep(0.05)
     with refuses(WorkerLost, "actor worker 3", "'update'", "process") as lost:
         group.call(0, "update", "fail")
-    says(lost.value.__notes__[0], "by peer")
+    says(lost.value.__notes__[0], "actor worker 0", "RuntimeError")
 
 
 def test_a_node_that_is_not_there_has_lost_its_processes(group: WorkerGroup) -> None:

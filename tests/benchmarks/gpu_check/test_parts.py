@@ -95,7 +95,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, two = Part("a", "whole", "", 1, ""), Part("b", "engine", "", 1, "", gpus=2)
     says(why_not(two, "cpu"), "GPU")
     monkeypatch.setattr(process, "torch_is_for_cpu", lambda: True)
-    says(why_not(two, "cuda"), "CPU", "Python")
+    says(why_not(two, "cuda"), "CPU", "Python", "--device cpu")
     monkeypatch.setattr("benchmarks.gpu_check.parts.find_spec", lambda name: None if name in ("ray", "vllm") else name)
     says(why_not(whole, "cpu"), "ray, vllm", "make setup DEVICE=gpu")
 

@@ -75,7 +75,7 @@ def test_a_part_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Part, "limit_s", 1)
     (hangs,) = check(tmp_path, "hangs")
     assert hangs.status == "failed"
-    says(hangs.reason, "1 s", "ended")
+    says(hangs.reason, "1 s", "ended", "hangs.log")
 
 
 def test_the_model_is_written_once_for_those_who_read_it_and_taken_away(tmp_path: Path) -> None:

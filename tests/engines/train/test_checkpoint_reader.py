@@ -75,7 +75,7 @@ def test_nothing_else_may_be_named(tmp_path: Path, name: str) -> None:
 
 def test_an_index_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": {}}))
-    with refuses(CheckpointError, "index", "dict"):
+    with refuses(CheckpointError, ".metadata", "index", "dict"):
         SafeReader(tmp_path).read_metadata()
 
 

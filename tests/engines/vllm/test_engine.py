@@ -93,7 +93,7 @@ def test_a_call_that_is_pending_when_the_engine_dies_ends(timeout_s: float | Non
             ended.append(True)
 
     async def run() -> None:
-        with refuses(EngineError, "died"):
+        with refuses(EngineError, "vLLM's core", "died"):
             await asyncio.wait_for(engine._call(pending(), timeout_s), 60)
         await asyncio.sleep(0)
         assert ended, "it does not go on behind the caller's back"

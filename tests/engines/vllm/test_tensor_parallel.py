@@ -130,8 +130,9 @@ def test_a_bucket_that_one_process_reads_wrong_is_found_and_mended(case: Case, b
     case.actor.call_all("test", "broadcast_weights", "float32", case.version + 1)
     error = run(outcomes({0: call}))[0]
     assert isinstance(error, WeightSyncError)
-    says(error, "rank 1", f"bucket {bucket}", f"versions {case.version} and {case.version + 1}")
-    with refuses(EngineError, "weights", "mixed"):
+    versions = f"versions {case.version} and {case.version + 1}"
+    says(error, "rank 1", f"bucket {bucket}", versions)
+    with refuses(EngineError, "mixed", versions):
         generate(case.rollout, 0, PROMPTS, GREEDY)
     case.sync()
     model = case.hugging_face()

@@ -116,7 +116,7 @@ def test_scores() -> None:
 
 @pytest.mark.parametrize("truth", ["", " ", "$$", None])
 def test_an_empty_truth_is_an_error(truth: object) -> None:
-    with refuses(ValueError, "no answer"):
+    with refuses(ValueError, f"ground_truth {truth!r}", "no answer"):
         compute_score("d", r"\boxed{4}", truth, {})
 
 

@@ -83,7 +83,7 @@ def test_another_format_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"blake2b": 1}', "\x00"])
 def test_whatever_is_no_manifest_is_damaged(folder: Path, text: str) -> None:
     (folder / MANIFEST).write_text(text)
-    with refuses(CheckpointError, "damaged"):
+    with refuses(CheckpointError, MANIFEST, "damaged"):
         read_manifest(folder)
 
 
