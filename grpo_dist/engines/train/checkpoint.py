@@ -2,6 +2,8 @@
 
 A save has two parts. `begin_save` copies everything to CPU memory, while the weights stand still. A thread then writes
 the copies. It has a process group of its own, so that its messages never mix with those of the training going on.
+(`dcp.async_save` does as much; but what follows in the same thread here, the random states and the digests of what was
+written, would have to be started from its callback, in which an error is lost.)
 """
 
 from __future__ import annotations
