@@ -26,15 +26,17 @@ class ModelFolder:
     """A model folder that holds together.
 
     Attributes:
-        folder: where it is.
-        model_type: what its config.json calls the family, such as "qwen3".
-        vocab_size: rows of the embedding; None where config.json does not say.
-        num_tensors: tensors in its weights; 0 where those were not looked at.
-        num_parameters: numbers in them; likewise.
-        num_files: files that they are in.
+        folder: its path.
+        config: its config.json.
+        model_type: `model_type` of config.json, such as "qwen3".
+        vocab_size: rows of the embedding; None if config.json does not say.
+        num_tensors: number of tensors in the weights; 0 if the weights were not checked.
+        num_parameters: number of parameters in the weights; 0 if they were not checked.
+        num_files: number of weight files; 0 if they were not checked.
     """
 
     folder: Path
+    config: dict[str, Any]
     model_type: str
     vocab_size: int | None
     num_tensors: int
@@ -76,7 +78,7 @@ def check_model_folder(
     if not trust_remote_code:  # such code may give its sizes meanings of its own
         _check_embedding(shapes, vocab_size, setting)
     num_parameters = sum(map(math.prod, shapes.values()))
-    return ModelFolder(folder, model_type, vocab_size, len(shapes), num_parameters, len(files))
+    return ModelFolder(folder, config, model_type, vocab_size, len(shapes), num_parameters, len(files))
 
 
 def read_header(file: Path, setting: str) -> Shapes:

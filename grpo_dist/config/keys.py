@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from functools import cache
+from typing import Any, TypeGuard
 
 from grpo_dist.config.field_types import Section
 from grpo_dist.config.schema import RunConfig
@@ -44,19 +45,19 @@ _SYNONYMS = {
 @cache
 def leaf_keys() -> tuple[str, ...]:
     """All keys that hold a value, such as "data.train_batch_size"."""
-    return tuple(key for key, is_leaf in _walk(RunConfig, "") if is_leaf)
+    return tuple(key for key, kind in _walk(RunConfig, "") if not _is_section(kind))
 
 
 @cache
 def section_keys() -> tuple[str, ...]:
     """All keys that hold other keys, such as "data"."""
-    return tuple(key for key, is_leaf in _walk(RunConfig, "") if not is_leaf)
+    return tuple(key for key, kind in _walk(RunConfig, "") if _is_section(kind))
 
 
 @cache
 def free_form_keys() -> tuple[str, ...]:
     """Keys whose value is a mapping with names of the user's choice."""
-    return tuple(key for key in leaf_keys() if _annotation(key).startswith("dict"))
+    return tuple(key for key, kind in _walk(RunConfig, "") if str(kind).startswith("dict"))
 
 
 def is_free_form(key: str) -> bool:
@@ -92,22 +93,13 @@ def unknown_key(key: str) -> str:
     )
 
 
-def _walk(section: type[Section], prefix: str) -> Iterator[tuple[str, bool]]:
+def _walk(section: type[Section], prefix: str) -> Iterator[tuple[str, Any]]:
+    """The dotted key and the type of everything below a section."""
     for name, field in section.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, Section):
-            yield f"{prefix}{name}", False
-            yield from _walk(inner, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", True
+        yield f"{prefix}{name}", field.annotation
+        if _is_section(field.annotation):
+            yield from _walk(field.annotation, f"{prefix}{name}.")
 
 
-def _annotation(key: str) -> str:
-    section: type[Section] = RunConfig
-    *sections, name = key.split(".")
-    for part in sections:
-        inner = section.model_fields[part].annotation
-        assert isinstance(inner, type)
-        assert issubclass(inner, Section)
-        section = inner
-    return str(section.model_fields[name].annotation)
+def _is_section(kind: Any) -> TypeGuard[type[Section]]:
+    return isinstance(kind, type) and issubclass(kind, Section)

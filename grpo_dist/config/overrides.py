@@ -86,7 +86,9 @@ def _add(line: CommandLine, override: Override, text: str) -> None:
     elif override.package is not None:
         problem = Problem(f"{text}: packages (@) are not supported", (key,))
     elif override.is_sweep_override():
-        problem = Problem(f"{text}: a sweep; this command runs once. A list is written {_as_list(text)}", (key,))
+        problem = Problem(
+            f"{text}: a sweep; this command runs once. A list is written {text.replace('=', '=[', 1)}]", (key,)
+        )
     elif options is not None and not isinstance(override.value(), dict):
         option = str(override.value())
         if option in options:
@@ -135,11 +137,6 @@ def _unreadable(text: str, error: HydraException) -> Problem:
     reason = str(error).splitlines()[0]
     advice = f"""quote values with = , : [ ] {{ }} like this: "{key}='...'\""""
     return Problem(f"{text}: cannot be read ({reason}); {advice}", (key,))
-
-
-def _as_list(text: str) -> str:
-    key, _, value = text.partition("=")
-    return f"{key}=[{value}]"
 
 
 def _no_such_option(group: str, option: str, options: list[str]) -> str:

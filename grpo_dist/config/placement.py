@@ -65,11 +65,6 @@ class Placement:
         return {"actor": self.actor_world_size, "rollout": self.rollout_world_size, "ref": self.ref_world_size}
 
     @property
-    def world_size(self) -> int:
-        """Processes of the three roles together."""
-        return sum(self.world_sizes.values())
-
-    @property
     def shares_gpu(self) -> bool:
         """Whether engines and actor ranks share GPUs."""
         return self.colocate == "all"

@@ -16,8 +16,6 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.shorter_steps import shorter_steps
 from grpo_dist.config.step_estimate import step_estimate
 
-__all__ = ["Placement", "batch_arithmetic", "format_plan", "format_summary", "memory_estimate", "placement"]
-
 Rows = list[tuple[str, str]]
 
 

@@ -77,21 +77,18 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return [{name: math.nan if value is None else value for name, value in row.items()} for row in _rows(path)]
 
 
-def truncate_after(path: Path, step: int) -> int:
+def truncate_after(path: Path, step: int) -> None:
     """Drop the rows after `step` and a half-written last line; the file is replaced atomically.
 
     Args:
         path: a `metrics.jsonl`; need not exist.
         step: last step to keep.
 
-    Returns:
-        How many rows stay.
-
     Raises:
         ConfigError: a line other than the last is no JSON object with a step.
     """
     if not path.exists():
-        return 0
+        return
     kept = [row for row in _rows(path) if row["step"] <= step]
     scratch = path.with_name(path.name + ".tmp")
     with scratch.open("w", encoding="utf-8") as file:
@@ -99,7 +96,6 @@ def truncate_after(path: Path, step: int) -> int:
         file.flush()
         os.fsync(file.fileno())  # the replacement must not reach the disk before its content
     scratch.replace(path)
-    return len(kept)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -17,15 +17,18 @@ from grpo_dist.rewards.scorer import Scorer
 
 
 def resolve_names(config: RunConfig) -> None:
-    """Import every function and class the config names but the reward.
+    """Import every function and class that the config names, except the reward function, and parse the bounds of
+    `algorithm.rollout_correction`.
 
     Raises:
-        ConfigError: one of them does not exist, or cannot be what it should be.
+        ConfigError: a function or class does not exist or has the wrong kind, or a bound cannot be parsed.
     """
     actor, agent = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.agent
     ADVANTAGE.get(config.algorithm.adv_estimator)
     KL.get(config.algorithm.kl_penalty)
-    read_correction(config)
+    correction = config.algorithm.rollout_correction
+    read_bounds(correction.rollout_is_threshold, key=f"{KEY}.rollout_is_threshold")
+    read_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
     KL.get(actor.kl_loss_type.removesuffix("+"))
     POLICY_LOSS.get(actor.policy_loss.loss_mode)
     load_agent_loop(agent.default_agent_loop, agent.agent_kwargs)
@@ -34,17 +37,6 @@ def resolve_names(config: RunConfig) -> None:
     sampler = config.data.sampler
     if sampler.class_path is not None and sampler.class_name is not None:
         load_sampler_class(sampler.class_path, sampler.class_name)
-
-
-def read_correction(config: RunConfig) -> None:
-    """Check the bounds of `algorithm.rollout_correction`.
-
-    Raises:
-        ConfigError: they cannot be read.
-    """
-    correction = config.algorithm.rollout_correction
-    read_bounds(correction.rollout_is_threshold, key=f"{KEY}.rollout_is_threshold")
-    read_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
 
 
 def import_reward(config: RunConfig) -> None:

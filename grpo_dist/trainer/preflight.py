@@ -5,7 +5,6 @@ All of it is tried, so that one attempt shows everything that is wrong. Loads ne
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,9 +129,8 @@ def _is_on_the_hub(config: RunConfig) -> bool:
 
 def _check_fit(config: RunConfig, model: ModelFolder, machine: Machine) -> None:
     """Lengths, tensor parallelism and memory against the config.json that will be loaded."""
-    model_config = json.loads((model.folder / "config.json").read_bytes().decode("utf-8-sig"))
     gpu, host, parameters = machine.gpu_gib, machine.host_gib, model.num_parameters
-    if problems := list(model_problems(config, model_config, gpu, host, parameters)):
+    if problems := list(model_problems(config, model.config, gpu, host, parameters)):
         raise config_error(problems)
 
 

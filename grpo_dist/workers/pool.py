@@ -252,10 +252,6 @@ class Pool:
             self.update_load(call.rank)
             self._grant()
 
-    def forget_homes(self) -> None:
-        """What was asked before makes no worker faster any more."""
-        self._homes.clear()
-
     def update_load(self, rank: int) -> None:
         """After a member has changed."""
         self._loads[rank] = self.members[rank].load

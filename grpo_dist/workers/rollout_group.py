@@ -169,7 +169,7 @@ class RolloutGroup(Pool):
         """
         async with self._syncing:
             self._bring, self._version = bring, version
-            self.forget_homes()  # new weights empty the prefix caches
+            self._homes.clear()  # new weights empty the prefix caches
             await self._bring_to([rank for rank in range(len(self.workers)) if not self.is_starting(rank)])
             self._in_force.set()
 
