@@ -1,11 +1,11 @@
-"""The forms of an entry of `data.train_files` and `data.val_files`, and what is wrong with one.
+"""Parses the entries of `data.train_files` and `data.val_files`. The accepted forms:
 
     rows.parquet  rows.jsonl  rows.json       a file
     FOLDER  FOLDER:SPLIT                      parquet files, or what `datasets.save_to_disk` wrote
     hf:OWNER/NAME[/CONFIG][:SPLIT]            a data set of the Hugging Face hub
     builtin:arithmetic/SPLIT                  a built-in task
 
-Nothing is read here, and `datasets` is not imported: this runs before anything starts.
+No file is read and `datasets` is not imported, so this is cheap enough to run before anything starts.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class DataFile:
     """A parsed entry.
 
     Attributes:
-        kind: what it is; "saved" is a folder that `datasets.save_to_disk` wrote.
+        kind: type of the source; "saved" is a folder written by `datasets.save_to_disk`.
         path: file, folder, hub name (OWNER/NAME) or built-in task with its split.
-        config: of a hub data set.
-        split: of a hub data set or folder, where one is named.
+        config: config name of a hub data set.
+        split: split of a hub data set or folder, if the entry names one.
     """
 
     kind: Kind
@@ -52,14 +52,14 @@ class DataFile:
 
 @dataclass(frozen=True)
 class DataFileProblem:
-    """What is wrong with an entry; `missing`: it may well be there on another machine, or later."""
+    """Why an entry cannot be used. `missing`: something is absent that may exist on another machine, or later."""
 
     text: str
     missing: bool = False
 
 
 def parse_data_file(name: str) -> DataFile | DataFileProblem:
-    """Take an entry apart; folders and files are looked at, not read."""
+    """Parse one entry. Checks whether files and folders exist, but reads none."""
     if name.startswith(BUILTIN):
         return DataFile("builtin", name.removeprefix(BUILTIN))
     if name.startswith(HUB):
@@ -83,7 +83,7 @@ def _folder(path: Path, split: str | None) -> DataFile | DataFileProblem:
         return _with_library(DataFile("saved", str(path), split=split))
     if any(path.glob("*.parquet")):
         return DataFile("parquet_folder", str(path), split=split)
-    return DataFileProblem("is a folder without .parquet files, and not one that datasets.save_to_disk wrote")
+    return DataFileProblem("is a folder with no .parquet files, and was not written by datasets.save_to_disk")
 
 
 def _with_library(file: DataFile) -> DataFile | DataFileProblem:

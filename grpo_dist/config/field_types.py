@@ -1,4 +1,4 @@
-"""The base of a section, and types of values: numbers, counts or -1, names, lists of files."""
+"""The base class of config sections, and the types of config values: numbers, counts or -1, names, lists of files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 class Section(BaseModel):
-    """A section of the config: read-only, no unknown keys, no silent conversion of types."""
+    """Base class of a config section: immutable, rejects unknown keys, never converts types silently."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
@@ -45,7 +45,7 @@ def _none_or_more(value: Any) -> Any:
 
 
 def not_one_of(value: Any, names: Sequence[str]) -> str:
-    """Message for a value that is none of `names`, with the nearest one."""
+    """The error message for a value that is not one of `names`; suggests the closest one."""
     nearest = difflib.get_close_matches(str(value), names, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     return f"not one of {', '.join(names)}{hint}"
@@ -67,7 +67,7 @@ def builtin_or_custom(names: Sequence[str]) -> AfterValidator:
 
 def _some_and_distinct(values: tuple[str, ...] | None) -> tuple[str, ...] | None:
     if values is not None and not values:
-        raise ValueError("names none; null takes the default")
+        raise ValueError("the list is empty; set it to null for the default")
     if values is not None and len(set(values)) < len(values):
         twice = next(value for i, value in enumerate(values) if value in values[:i])
         raise ValueError(f"names {twice} twice")
@@ -86,12 +86,14 @@ def one_of(names: Sequence[str]) -> AfterValidator:
 
 
 def _alias(names: Mapping[str, str]) -> BeforeValidator:
-    """Takes the other names of a type, PyTorch's, vLLM's and verl's, for the one that the key has."""
+    """Translates the dtype names of PyTorch, vLLM and verl into the name that this key uses."""
 
     def canonical(value: Any) -> Any:
         found = names.get(value, value) if isinstance(value, str) else value
         if found == NOT_FOR_TRAINING:
-            raise ValueError("float16 overflows without loss scaling, which is not here; use bfloat16, or float32")
+            raise ValueError(
+                "float16 overflows without loss scaling, which is not implemented; use bfloat16 or float32"
+            )
         return found
 
     return BeforeValidator(canonical)
@@ -126,7 +128,7 @@ Distinct = AfterValidator(_some_and_distinct)
 
 def _dry_run(value: Any) -> Any:
     if not isinstance(value, bool) and value != "config":
-        raise ValueError("must be true (check what a run here would refuse), config (the config alone), or false")
+        raise ValueError("must be true (check the config and this machine), config (check the config only), or false")
     return value
 
 

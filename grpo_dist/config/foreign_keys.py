@@ -1,4 +1,4 @@
-"""Keys that are not keys here, verl's and earlier ones of grpo_dist, and what is said about them.
+"""Keys that grpo_dist does not have, from verl or from earlier versions of grpo_dist, and how each is handled.
 
 The table is foreign_keys.yaml; docs/config.md lists it.
 """
@@ -18,12 +18,12 @@ FLAGS: dict[str, str] = _TABLE["flags"]
 
 @dataclass(frozen=True)
 class ForeignKey:
-    """A key that does nothing here.
+    """A key of verl, or of an earlier version, that grpo_dist does not have.
 
     Attributes:
-        why: why it has no effect; for a refused one, what to use instead.
-        only: values for which that is true; others are refused. (): any value.
-        refused: whether the key is an error.
+        why: why the key has no effect; if it is refused, what to use instead.
+        only: the values that are accepted and ignored; any other value is an error. (): every value is accepted.
+        refused: whether setting the key is an error.
     """
 
     why: str
@@ -41,7 +41,7 @@ FOREIGN_KEYS = {key: _without_effect(entry) for key, entry in _TABLE["without_ef
 
 
 def foreign_key(key: str) -> ForeignKey | None:
-    """The entry for `key`: its own, or that of the longest section that holds it."""
+    """The entry for `key`: its own, or that of the innermost section (`section.*`) that contains it."""
     if key in FOREIGN_KEYS:
         return FOREIGN_KEYS[key]
     parts = key.split(".")

@@ -1,4 +1,4 @@
-"""Half of a setting, for a run that goes on after a GPU's memory was not enough."""
+"""Halves a batch size or token budget, for a run that continues after a GPU ran out of memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from grpo_dist.config.schema import RunConfig
 
 
 def halved(config: RunConfig, setting: tuple[str, int] | None) -> RunConfig | None:
-    """The config with half of a whole number.
+    """The config with one integer setting halved.
 
     Args:
-        config: a legal config.
-        setting: dotted key, and the number that is in force; None: there is nothing to halve.
+        config: a valid config.
+        setting: (dotted key, its current value); None: there is nothing to halve.
 
     Returns:
-        None where half of it is not legal: a pass of no sequence, or one that does not hold the longest.
+        The changed config; None if half the value is not valid: less than one sequence, or fewer tokens than the
+        longest sequence.
     """
     if setting is None or setting[1] < 2:
         return None

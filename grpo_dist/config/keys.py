@@ -1,4 +1,4 @@
-"""The dotted keys that the schema knows, and the nearest ones to a key it does not know."""
+"""The dotted keys of the schema, and the closest of them to an unknown key."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, TypeGuard
 from grpo_dist.config.field_types import Section
 from grpo_dist.config.schema import RunConfig
 
-# Likeness of the last parts of two keys, in [0, 1], below which a hint misleads (learning_rate: clip_ratio).
-_LEAST_LIKENESS = 0.65
+# Below this similarity, in [0, 1], of the last parts of two keys a hint misleads (learning_rate: clip_ratio).
+_LEAST_SIMILARITY = 0.65
 # Keys this close to the best one are named beside it.
 _TIE = 0.05
 _MOST_HINTS = 3
@@ -56,37 +56,37 @@ def section_keys() -> tuple[str, ...]:
 
 @cache
 def free_form_keys() -> tuple[str, ...]:
-    """Keys whose value is a mapping with names of the user's choice."""
+    """Keys whose value is a mapping in which the user may use any names, such as `reward_kwargs`."""
     return tuple(key for key, kind in _walk(RunConfig, "") if str(kind).startswith("dict"))
 
 
 def is_free_form(key: str) -> bool:
-    """Whether `key` lies inside a mapping with names of the user's choice."""
+    """Whether `key` is inside a mapping in which the user may use any names."""
     return any(key.startswith(f"{parent}.") for parent in free_form_keys())
 
 
 def nearest_keys(key: str) -> list[str]:
-    """The known keys that `key` most likely means, best first; empty if none comes near."""
+    """The known keys that `key` most likely means, best first; empty if none is similar."""
     matcher = difflib.SequenceMatcher(autojunk=False)
     last = key.rpartition(".")[2]
     if last in _SYNONYMS:
         return [_SYNONYMS[last]]
 
-    def likeness(known: str) -> float:
+    def similarity(known: str) -> float:
         if f".{known}".endswith(f".{key}"):  # rollout.n, for actor_rollout_ref.rollout.n, is a sure hit
             return 2.0
         matcher.set_seqs(last, known.rpartition(".")[2])
         part = matcher.ratio()
         matcher.set_seqs(key, known)
-        return part + matcher.ratio() if part >= _LEAST_LIKENESS else 0.0
+        return part + matcher.ratio() if part >= _LEAST_SIMILARITY else 0.0
 
-    ranked = sorted(((likeness(known), known) for known in leaf_keys()), key=lambda pair: -pair[0])
+    ranked = sorted(((similarity(known), known) for known in leaf_keys()), key=lambda pair: -pair[0])
     best = ranked[0][0]
     return [known for score, known in ranked[:_MOST_HINTS] if score and score >= best - _TIE]
 
 
 def unknown_key(key: str) -> str:
-    """Message for a key that the schema does not know."""
+    """The error message for a key that the schema does not have."""
     hints = nearest_keys(key)
     return f"{key}: no such key" + (
         f"; did you mean {' or '.join(hints)}?" if hints else "; --help says where all keys are listed"

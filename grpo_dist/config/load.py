@@ -1,7 +1,7 @@
-"""From the command line to a checked RunConfig, and from there to a file.
+"""Turns the command line into a checked RunConfig, and a RunConfig into YAML.
 
-Hydra composes the YAML, the schema checks every key, rules.py checks keys against each other. All that is
-wrong is reported at once, as one ConfigError. Loads neither torch nor Ray.
+Hydra composes the YAML files, the schema checks every key, rules.py checks keys against each other. All problems are
+reported together in one ConfigError. Imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def load_config(overrides: list[str]) -> tuple[RunConfig, list[str]]:
         overrides: the command line, such as ["model=hf", "data.train_batch_size=64"].
 
     Returns:
-        The config, and notes for the user: settings without effect, choices made for them, and, where only the
-        config is looked at (trainer.dry_run=config), files that are not there.
+        The config, and notes for the user: settings that have no effect, choices made on their behalf and, with
+        trainer.dry_run=config, files that do not exist on this machine.
 
     Raises:
         ConfigError: lists every problem, one a line.
@@ -65,12 +65,12 @@ def load_config(overrides: list[str]) -> tuple[RunConfig, list[str]]:
 
 
 def readable_config(config: RunConfig) -> str:
-    """The resolved config as YAML with its secrets replaced."""
+    """The resolved config as YAML, with secrets replaced by `***`."""
     return yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
 
 
 def _compose(line: CommandLine, problems: list[Problem]) -> dict[str, Any] | None:
-    """Plain nested dict with interpolations resolved; None (and a problem) if Hydra cannot make one."""
+    """The config as nested dicts with interpolations resolved; None, with a problem added, if Hydra fails."""
     try:
         composed = copy.deepcopy(_composed(tuple(line.groups.items())))
     except (HydraException, OmegaConfBaseException) as error:
@@ -97,7 +97,7 @@ def _compose(line: CommandLine, problems: list[Problem]) -> dict[str, Any] | Non
 
 
 def _odd_names(raw: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Take out names that are not text, and tell the key they are below; a file would give them back as text."""
+    """Remove names in mappings that are not strings; yields (key of the mapping, name)."""
     if isinstance(raw, list):
         for value in raw:
             yield from _odd_names(value, key)
@@ -127,13 +127,13 @@ def _hydra_problem(error: HydraException | OmegaConfBaseException) -> Problem:
 
 @cache
 def _composed(groups: tuple[tuple[str, str], ...]) -> DictConfig:
-    """grpo.yaml with these options of its groups. Kept, because Hydra takes ten times as long as all the rest."""
+    """grpo.yaml with these group options. Cached, because Hydra takes ten times as long as all the rest."""
     with initialize_config_dir(str(CONFIG_DIR.resolve()), version_base="1.3"):
         return compose("grpo", overrides=[f"{group}={option}" for group, option in groups])
 
 
 def _validate(raw: dict[str, Any], problems: list[Problem]) -> RunConfig | None:
-    """The config. Where a key is wrong its default takes its place, so that other keys' rules run too."""
+    """Validate the config. A wrong value is replaced by its default, so that the rules of other keys can still run."""
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
@@ -143,7 +143,7 @@ def _validate(raw: dict[str, Any], problems: list[Problem]) -> RunConfig | None:
     problems += [problem for problem in found if "${" not in problem.text]
     defaults = _defaults()
     for path in paths:
-        _mend(raw, defaults, path)
+        _restore_default(raw, defaults, path)
     try:
         return RunConfig.model_validate(raw)
     except ValidationError:
@@ -155,7 +155,7 @@ def _defaults() -> Any:
     return OmegaConf.to_container(_composed(()), resolve=True)
 
 
-def _mend(raw: Any, defaults: Any, path: Sequence[str]) -> None:
+def _restore_default(raw: Any, defaults: Any, path: Sequence[str]) -> None:
     *sections, name = path
     for section in sections:
         raw, defaults = raw[section], defaults.get(section, {})

@@ -1,6 +1,6 @@
-"""Memory of each process, on its GPU and of the CPU, from the model's sizes and the settings.
+"""Estimates the GPU and CPU memory of each process from the model's sizes and the settings.
 
-Counted are the largest passes that the settings allow, in which every sequence is as long as it may be.
+The estimate is for the largest micro-batches that the settings allow, with every sequence at its maximum length.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _BYTES = {"fp32": 4, "bf16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """What one process of a role holds, in GiB.
+    """Memory of one process of a role, in GiB.
 
     Args:
         role: actor, rollout or ref.
-        parts: at its peak, where it computes.
-        forward: at the peak of a log-prob pass.
-        between: what it keeps on its GPU while other roles compute.
-        host: in CPU memory at the peak; on CPU besides `parts`.
-        remark: where a part is not a number.
+        parts: peak memory on the device, by purpose.
+        forward: peak of a log-prob pass (actor only).
+        between: what stays on the GPU while other roles compute.
+        host: peak CPU memory, by purpose; without GPUs this comes on top of `parts`.
+        remark: explains a part that has no fixed size.
     """
 
     role: str
@@ -40,24 +40,24 @@ class RoleMemory:
 
     @property
     def total(self) -> float:
-        """GiB of all parts."""
+        """Sum of `parts`, GiB."""
         return sum(self.parts.values())
 
     @property
     def host_total(self) -> float:
-        """GiB of all parts in CPU memory."""
+        """Sum of `host`, GiB."""
         return sum(self.host.values())
 
 
 def memory_estimate(
     config: RunConfig, model_config: Mapping[str, Any] | None, num_parameters: int = 0
 ) -> list[RoleMemory] | None:
-    """Memory of one process of each role; None if the model's sizes are not at hand.
+    """Memory of one process of each role; None if the model's sizes are unknown.
 
     Args:
-        config: the run's.
+        config: the run's config.
         model_config: the model's config.json.
-        num_parameters: numbers in its weights, where they are at hand; 0: as many as config.json makes likely.
+        num_parameters: parameters in the weight files; 0: unknown, so they are computed from config.json.
     """
     shape = None if model_config is None else model_shape(model_config, num_parameters)
     if shape is None:
@@ -151,14 +151,14 @@ def _rollout(config: RunConfig, shape: ModelShape, tensor_parallel: int) -> Role
 
 
 def kv_cache_tokens(config: RunConfig, model_config: Mapping[str, Any] | None) -> int | None:
-    """Tokens whose keys and values fit in one engine's cache; None where the cache size is found at start."""
+    """Tokens that fit in the KV cache of one engine; None if vLLM determines the cache size when it starts."""
     shape = None if model_config is None else model_shape(model_config)
     gib = _kv_cache_gib(config)
     return None if shape is None or gib is None else int(gib * GIB / _kv_bytes(config, shape))
 
 
 def _kv_bytes(config: RunConfig, shape: ModelShape) -> float:
-    """Keys and values of a token on one GPU of an engine."""
+    """KV-cache bytes of one token on one GPU of an engine."""
     return shape.kv_values_per_token * _BYTES[_rollout_dtype(config)] / placement(config).tensor_parallel
 
 
@@ -173,7 +173,7 @@ def _rollout_dtype(config: RunConfig) -> str:
 
 # --- CPU memory ----------------------------------------------------------------------------------------------------
 def _host(config: RunConfig, rank: Rank, held: Parts, *, exports: bool) -> Mapping[str, float]:
-    """CPU memory of a training rank: what waits there, and the larger of what loading, saving and export take."""
+    """CPU memory of a training rank: offloaded tensors, plus the largest of what loading, saving and export need."""
     shape = rank.shape
     loading = shape.largest * rank.master + (rank.weights if rank.device == "cuda" else 0.0)
     moments = {"weights being loaded": loading, "a copy for a checkpoint": held.get("a copy for a checkpoint", 0.0)}
@@ -187,14 +187,14 @@ def _host(config: RunConfig, rank: Rank, held: Parts, *, exports: bool) -> Mappi
 
 
 def _stored(config: RunConfig, shape: ModelShape) -> float:
-    """The whole weights, where they go through Ray's object store."""
+    """Bytes of the whole weights in Ray's object store, if the weight sync uses it."""
     engine, place = config.actor_rollout_ref.rollout.checkpoint_engine, placement(config)
     through = engine.resolved_backend(config.device, shares_gpu=place.shares_gpu) == "object_store"
     return shape.num_parameters * _BYTES[_rollout_dtype(config)] if through else 0.0
 
 
 def _bucket(config: RunConfig, shape: ModelShape) -> float:
-    """The piece of the new weights that an engine holds on their way."""
+    """Bytes of the buckets of new weights that an engine holds during a weight sync."""
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
     largest = shape.largest * _BYTES[_rollout_dtype(config)]
     return 2.0 * max(engine.update_weights_bucket_megabytes << 20, largest) if _stored(config, shape) else 0.0

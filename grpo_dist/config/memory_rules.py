@@ -1,6 +1,6 @@
-"""Rules between the memory plan and what the machines have, and the settings that would make a run fit.
+"""Checks the memory estimate against the GPUs and machines, and finds settings with which the run would fit.
 
-A remedy is tried before it is named: the plan is made again with the setting changed.
+A remedy is verified before it is suggested: the estimate is computed again with the setting changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Misfit = tuple[str, float]  # what needs more than there is, and how much more, 
 _MODEL, _ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 _ROLLOUT, _REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 _KEYS = (f"{_MODEL}.path", "trainer.n_gpus_per_node", "cluster.gpu_memory_gib")
-# Tried in this order: what costs least comes first.
+# Tried in this order: cheapest first.
 _REMEDIES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     (f"{_ACTOR}.fsdp_config.defer_grad_sync", (False,)),
     (f"{_ACTOR}.fsdp_config.reshard_after_forward", (True,)),
@@ -38,14 +38,14 @@ _REMEDIES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     (f"{_ACTOR}.fsdp_config.optimizer_offload", (True,)),
     (f"{_ACTOR}.fsdp_config.param_offload", (True,)),
 )
-# What takes other GPUs, or more of them: after those.
+# Tried after those: settings that need more GPUs.
 _MORE_GPUS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("cluster.ref_world_size", (2, 4, 8)),
     ("cluster.actor_world_size", (2, 4, 8, 16, 32, 64)),
     ("trainer.n_gpus_per_node", (2, 4, 8)),
     ("trainer.nnodes", (2, 4, 8, 16, 32)),
 )
-_LORA = (f"{_MODEL}.lora_rank", (64, 32, 16))  # trains something else: said besides
+_LORA = (f"{_MODEL}.lora_rank", (64, 32, 16))  # changes what is trained, so it is only an alternative
 
 
 def memory_problems(
@@ -56,14 +56,14 @@ def memory_problems(
     *,
     valid: Callable[[RunConfig], bool],
 ) -> Iterator[Problem]:
-    """What does not fit, and settings with which it does.
+    """Reports processes that do not fit in memory, and settings with which they would.
 
     Args:
-        config: the run's.
-        estimate: from a config to the memory of its roles; see `memory_estimate`.
-        gib: memory of one GPU; None: not known.
-        host_gib: memory of the machine, where all processes are on one; None: not known.
-        valid: whether a changed config may be proposed.
+        config: the run's config.
+        estimate: computes the memory of each role of a config; see `memory_estimate`.
+        gib: memory of one GPU, GiB; None: unknown.
+        host_gib: CPU memory of the machine that runs all processes, GiB; None: unknown.
+        valid: whether a changed config may be suggested.
     """
     found = list(_misfits(config, estimate, gib, host_gib))
     if not found:
@@ -78,7 +78,7 @@ def memory_problems(
 
 
 def fits(config: RunConfig, estimate: Estimate, gib: float) -> bool:
-    """Whether every process fits on a GPU of that size."""
+    """Whether every process fits on a GPU of `gib` GiB."""
     return not any(_misfits(config, estimate, gib, None))
 
 
@@ -93,14 +93,14 @@ def _misfits(config: RunConfig, estimate: Estimate, gib: float | None, host_gib:
 
 
 def _on_gpus(config: RunConfig, roles: list[RoleMemory], gib: float) -> Iterator[Misfit]:
-    """Each process on a GPU of its own, or one of each role that shares it."""
+    """Processes that do not fit on their GPU, alone or with the roles that share it."""
     sharing = placement(config).sharing
     together = [role for role in roles if role.role in sharing]
     if together:
         yield from _on_a_shared_gpu(config, {role.role: role for role in together}, gib)
     for role in roles:
         limit, of = gib - CUDA_GIB, f"{CUDA_GIB:g} GiB less than {_gpu(config, gib)}"
-        if role.role == "rollout":  # an engine's share is its own all the time, whoever else is there
+        if role.role == "rollout":  # an engine keeps its share of the GPU all the time
             limit, of = _share(config, gib)
         if role.total > limit and (role not in together or role.role == "rollout"):
             needs = f"each {role.role} process needs {_sum(role.parts)}"
@@ -108,12 +108,12 @@ def _on_gpus(config: RunConfig, roles: list[RoleMemory], gib: float) -> Iterator
 
 
 def _on_a_shared_gpu(config: RunConfig, roles: Mapping[str, RoleMemory], gib: float) -> Iterator[Misfit]:
-    """One process of each role: actor and reference take turns, unless groups are sampled ahead during updates. An
-    engine's share is its own all the time, unless it sleeps during the update.
+    """One process of each role on one GPU. Actor and reference take turns, unless groups are sampled ahead during
+    updates. An engine keeps its share of the GPU all the time, unless it sleeps during the update.
     """
     actor, ref = roles["actor"], roles.get("ref", RoleMemory("ref", {}))
     rollout, engine = config.actor_rollout_ref.rollout, roles.get("rollout")
-    shares = engine is not None and rollout.kv_cache_memory_gib is None  # which counts its CUDA in
+    shares = engine is not None and rollout.kv_cache_memory_gib is None  # which includes the CUDA context
     held = 0.0 if engine is None else _share(config, gib)[0] if shares else engine.total
     asleep = (CUDA_GIB if shares else 0.0) if rollout.free_cache_engine else held
     passes = max(actor.forward if config.needs_old_log_probs else 0.0, actor.between)
@@ -132,7 +132,7 @@ def _on_a_shared_gpu(config: RunConfig, roles: Mapping[str, RoleMemory], gib: fl
 
 
 def _in_machines(config: RunConfig, roles: list[RoleMemory], gib: float) -> Iterator[Misfit]:
-    """All processes of a run in the CPU memory of a machine; without GPUs their tensors are there too."""
+    """Whether the processes of a machine fit in its CPU memory, which without GPUs also holds their tensors."""
     counts, on_cpu = placement(config).world_sizes, config.device == "cpu"
     each = {role.role: role.host_total + (role.total if on_cpu else 0.0) for role in roles}
     needed = sum(each[name] * counts[name] for name in each) / config.trainer.nnodes
@@ -142,7 +142,7 @@ def _in_machines(config: RunConfig, roles: list[RoleMemory], gib: float) -> Iter
 
 
 def _share(config: RunConfig, gib: float) -> tuple[float, str]:
-    """What an engine may take of a GPU, and how that is called."""
+    """GiB of a GPU that an engine may use, and a description of that limit for messages."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.kv_cache_memory_gib is not None:
         return gib - CUDA_GIB, f"{CUDA_GIB:g} GiB less than {_gpu(config, gib)}"
@@ -152,7 +152,7 @@ def _share(config: RunConfig, gib: float) -> tuple[float, str]:
 
 def _gpu(config: RunConfig, gib: float) -> str:
     asked = config.cluster.gpu_memory_gib
-    return f"one of the GPUs here has, {gib:.3g} GiB" if asked is None else f"cluster.gpu_memory_gib={asked:g}"
+    return f"the {gib:.3g} GiB of a GPU of this machine" if asked is None else f"cluster.gpu_memory_gib={asked:g}"
 
 
 def _sum(parts: Mapping[str, float]) -> str:
@@ -162,7 +162,7 @@ def _sum(parts: Mapping[str, float]) -> str:
 
 # --- remedies ------------------------------------------------------------------------------------------------------
 def _remedy(config: RunConfig, excess: Callable[[RunConfig], float]) -> str:
-    """One setting that makes it fit, else several, none too many or stricter than needed, else GPUs; or LoRA."""
+    """One setting that makes the run fit, else the fewest and mildest several, else more GPUs; or LoRA."""
     settings, gpus = (
         {key: [value for value in values if _milder(config, key, value)] for key, values in remedies}
         for remedies in (_REMEDIES, _MORE_GPUS)
@@ -173,17 +173,17 @@ def _remedy(config: RunConfig, excess: Callable[[RunConfig], float]) -> str:
     lora = _first(config, {_LORA[0]: [rank for rank in _LORA[1] if _milder(config, _LORA[0], rank)]}, excess)
     if several or lora:
         return "set " + ", or ".join(filter(None, (several, lora)))
-    return f"take a smaller model, larger GPUs, more of them (trainer.nnodes), or {_MODEL}.lora_rank"
+    return f"use a smaller model, larger GPUs, more machines (trainer.nnodes), or LoRA ({_MODEL}.lora_rank)"
 
 
 def _first(config: RunConfig, changes: Mapping[str, list[Any]], excess: Callable[[RunConfig], float]) -> str:
-    """The first change that is enough alone, as an override; "" if there is none."""
+    """The first single change that suffices, as an override; "" if there is none."""
     tries = ((key, value) for key, values in changes.items() for value in values)
     return next((f"{key}={shown(value)}" for key, value in tries if not excess(_with(config, {key: value}))), "")
 
 
 def _several(config: RunConfig, changes: Mapping[str, list[Any]], excess: Callable[[RunConfig], float]) -> str:
-    """Changes that are enough together, each of which brings the run nearer; "" if they are not."""
+    """Several changes that suffice together, each of which saves memory; "" if even all of them do not suffice."""
     taken: dict[str, Any] = {}
     left = excess(config)
     for key, values in changes.items():
@@ -203,7 +203,7 @@ def _milder_still(
     changes: Mapping[str, list[Any]],
     excess: Callable[[RunConfig], float],
 ) -> dict[str, Any]:
-    """Without the changes that are not needed, and the others no stricter than needed."""
+    """Drop the changes that are not needed, and weaken the others as far as possible."""
     for key in list(taken):
         rest = {name: value for name, value in taken.items() if name != key}
         tries = [rest, *(rest | {key: value} for value in changes[key])]
@@ -212,7 +212,7 @@ def _milder_still(
 
 
 def _milder(config: RunConfig, key: str, value: Any) -> bool:
-    """Whether a value is one to try: another than now, smaller where that takes less, larger for GPUs."""
+    """Whether a value is worth trying: it differs from the present one, towards less memory or more GPUs."""
     now = value_of(config, key)
     if isinstance(value, bool):
         return now != value

@@ -1,7 +1,7 @@
-"""Rules between the config and the model's config.json: what vLLM or the GPUs would refuse once everything has started.
+"""Rules between the config and the model's config.json: finds early what vLLM or the GPUs would refuse late.
 
-`model_problems` runs them wherever a config.json is at hand: when the config is loaded, and again for a model of the
-hub once its files are here.
+`model_problems` runs when the config is loaded, if config.json is available locally, and again once the files of a hub
+model have been downloaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_dist.config.schema import RunConfig
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _LENGTHS = "data.max_prompt_length", "data.max_response_length"
-# Where config.json files say how long a sequence may be; vLLM takes the smallest.
+# Entries of config.json that limit the sequence length; vLLM takes the smallest.
 _POSITIONS = (
     "max_position_embeddings",
     "n_positions",
@@ -30,9 +30,9 @@ _POSITIONS = (
     "max_seq_length",
     "seq_len",
 )
-# Entries of a config.json by which a model with experts has layers of the ordinary kind too.
-_ORDINARY_TOO = ("mlp_only_layers", "first_k_dense_replace", "n_shared_experts", "shared_expert_intermediate_size")
-# Scaled rotary embeddings whose config.json has the scaled length already; of others vLLM multiplies it by `factor`.
+# Entries of config.json which say that a mixture-of-experts model also has dense MLP layers.
+_DENSE_MLPS = ("mlp_only_layers", "first_k_dense_replace", "n_shared_experts", "shared_expert_intermediate_size")
+# RoPE types whose config.json already has the scaled length; for the others vLLM multiplies it by `factor`.
 _ALREADY_SCALED = {"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default"}
 
 
@@ -43,13 +43,13 @@ def model_problems(
     host_gib: float | None = None,
     num_parameters: int = 0,
 ) -> Iterator[Problem]:
-    """What does not fit the model.
+    """Reports settings that do not fit the model.
 
     Args:
-        config: the run's.
-        model_config: the model's config.json; None: not at hand, and nothing can be said.
-        memory_gib: memory of one GPU; None: not known, or there is none.
-        host_gib: memory of the machine that the run has for itself; None: not known.
+        config: the run's config.
+        model_config: the model's config.json; None: unknown, so nothing is checked.
+        memory_gib: memory of one GPU, GiB; None: unknown, or there is no GPU.
+        host_gib: CPU memory of the machine, GiB, if the whole run is on it; None: unknown.
         num_parameters: see `memory_estimate`.
     """
     if model_config is None:
@@ -58,8 +58,8 @@ def model_problems(
     yield from _tensor_parallel_divides_heads(config, found)
     yield from _tensor_parallel_divides_experts(config, found)
     yield from _positions_hold_the_longest_sequence(config, found)
-    yield from _experts_train_by_the_objective_alone(config, found)
-    yield from _experts_take_no_factors(config, found)
+    yield from _no_router_auxiliary_loss(config, found)
+    yield from _experts_get_no_lora(config, found)
 
     def splits(changed: RunConfig) -> bool:
         rules = (_tensor_parallel_divides_heads, _tensor_parallel_divides_experts)
@@ -70,10 +70,10 @@ def model_problems(
 
 
 def max_positions(model_config: Mapping[str, Any]) -> tuple[str, int] | None:
-    """The name and value of the longest sequence a model takes, as vLLM derives it; None: it does not say."""
+    """(entry of config.json, longest sequence in tokens), as vLLM derives it; None if config.json does not say."""
     text = text_config(model_config)
     found = {name: number for name in _POSITIONS if (number := count(text, name))}
-    if decides := count(text, "model_max_length"):  # of Cohere's models, and it decides alone
+    if decides := count(text, "model_max_length"):  # Cohere's models: it overrides the others
         found = {"model_max_length": decides}
     if not found:
         return None
@@ -83,7 +83,7 @@ def max_positions(model_config: Mapping[str, Any]) -> tuple[str, int] | None:
 
 
 def _scaling_factor(text: Mapping[str, Any]) -> float:
-    """By how much rotary embeddings stretch the positions; one section of settings, or one for each kind of layer."""
+    """The factor by which RoPE scaling extends the positions. Settings may be nested, one for each layer type."""
     settings = text.get("rope_parameters") or text.get("rope_scaling")
     if not isinstance(settings, Mapping):
         return 1.0
@@ -97,7 +97,7 @@ def _scaling_factor(text: Mapping[str, Any]) -> float:
 
 
 def _tensor_parallel_divides_heads(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Each process of an engine holds whole attention heads; of key-value heads a whole number, or a copy of one."""
+    """Tensor parallelism gives each process whole attention heads, and whole key-value heads or a copy of one."""
     size, key = config.actor_rollout_ref.rollout.tensor_model_parallel_size, f"{_ROLLOUT}.tensor_model_parallel_size"
     text, path = text_config(model_config), config.actor_rollout_ref.model.path
     heads = next(filter(None, (count(text, name) for name in ("num_attention_heads", "n_head", "n_heads"))), 0)
@@ -119,20 +119,21 @@ def _tensor_parallel_divides_heads(config: RunConfig, model_config: Mapping[str,
 
 
 def _tensor_parallel_divides_experts(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Each process of an engine holds a part of every expert."""
+    """Tensor parallelism splits every expert along its intermediate size."""
     size, key = config.actor_rollout_ref.rollout.tensor_model_parallel_size, f"{_ROLLOUT}.tensor_model_parallel_size"
     text = text_config(model_config)
     width = count(text, "moe_intermediate_size") or count(text, "intermediate_size")
     if num_experts(text) and width % size:
-        why = f"the experts of {config.actor_rollout_ref.model.path} are {width} wide, which does not split over {size}"
-        yield problem_between(config, f"{why}; set a divisor", key)
+        path = config.actor_rollout_ref.model.path
+        why = f"the experts of {path} have intermediate size {width}, which {size} does not divide; set a divisor"
+        yield problem_between(config, why, key)
 
 
-def _experts_train_by_the_objective_alone(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
-    """The loss is the objective's: an auxiliary one that balances the router would be computed, and dropped."""
+def _no_router_auxiliary_loss(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """The auxiliary loss that balances a router would be computed but not used."""
     text, changes = text_config(model_config), config.actor_rollout_ref.model.override_config
     key, path = f"{_MODEL}.override_config", config.actor_rollout_ref.model.path
-    why = "the router's auxiliary loss is no part of the objective (as in verl), and would have no effect"
+    why = "the router's auxiliary loss is not part of the training loss (as in verl), so it would have no effect"
     if text.get("output_router_logits") is True:
         yield Problem(
             f"{_MODEL}.path={path}: its config has output_router_logits=true: {why}; set "
@@ -146,21 +147,21 @@ def _experts_train_by_the_objective_alone(config: RunConfig, model_config: Mappi
         )
 
 
-def _experts_take_no_factors(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
-    """LoRA is for linear layers, and the experts of a layer are held as one tensor."""
+def _experts_get_no_lora(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """LoRA adapts linear layers only; the experts of a layer are stored as one tensor."""
     model, text = config.actor_rollout_ref.model, text_config(model_config)
     asked = [name for name in model.target_modules if name in MLP_NAMES]
-    if not (model.lora_rank and asked and num_experts(text)) or any(text.get(name) for name in _ORDINARY_TOO):
+    if not (model.lora_rank and asked and num_experts(text)) or any(text.get(name) for name in _DENSE_MLPS):
         return
     why = (
-        f"{model.path} has {', '.join(asked)} in its experts only, which take no factors; name layers of the "
-        "attention, such as q_proj and v_proj, or all-linear, or train all of it with lora_rank=0"
+        f"{model.path} has {', '.join(asked)} in its experts only, where LoRA cannot be used; name attention layers, "
+        "such as q_proj and v_proj, or all-linear, or train all weights with lora_rank=0"
     )
     yield problem_between(config, why, f"{_MODEL}.target_modules")
 
 
 def _positions_hold_the_longest_sequence(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
-    """VLLM refuses longer sequences than the model's positions, unless its own switch allows them."""
+    """VLLM refuses sequences longer than the model's positions, unless VLLM_ALLOW_LONG_MAX_MODEL_LEN is set."""
     rollout, positions = config.actor_rollout_ref.rollout, max_positions(model_config)
     longest = config.max_model_len
     allowed = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip().lower() in ("1", "true")
@@ -173,8 +174,8 @@ def _positions_hold_the_longest_sequence(config: RunConfig, model_config: Mappin
     shown = ", ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
     yield Problem(
         f"{shown}: {longest} tokens, and {config.actor_rollout_ref.model.path} has {positions[1]} positions "
-        f"({positions[0]} in its config.json), beyond which vLLM refuses to go; lower "
-        f"{'one of the two' if len(keys) > 1 else 'it'}, or stretch the positions with "
+        f"({positions[0]} in its config.json), which vLLM does not exceed; lower "
+        f"{'one of the two' if len(keys) > 1 else 'it'}, or extend the positions (RoPE scaling) with "
         "actor_rollout_ref.model.override_config",
         (*keys, "actor_rollout_ref.model.path"),
     )

@@ -1,4 +1,4 @@
-"""Sizes of a model, read from its config.json where one is at hand. Nothing is downloaded."""
+"""Sizes of a model, read from its config.json if that is available locally. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_dist.errors import ConfigError
 if TYPE_CHECKING:
     from grpo_dist.config.schema_roles import ModelConfig
 
-# Model types whose feed-forward layers are two matrices; those of the others are three, one of them a gate.
+# Model types whose MLP has two matrices; that of the others has three, one of them a gate.
 _UNGATED = {"gpt_neox", "phi", "starcoder2", "nemotron", "opt", "persimmon"}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -25,24 +25,23 @@ _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermedia
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Parameters of a model, and the sizes that memory depends on.
+    """Number of parameters of a model, and the sizes that its memory depends on.
 
     Args:
         num_layers: decoder layers.
         hidden: hidden size.
-        width: of the MLP; of an expert's times the experts that a token goes to.
-        copies: hidden states of a token, one for each expert that it goes to, in numbers; 0: there are no experts.
-        query_width: heads * head size.
+        width: intermediate size of the MLP; with experts, that of one expert times the experts per token.
+        copies: experts per token * hidden size, the dispatched hidden states of a token; 0 without experts.
+        query_width: attention heads * head size.
         key_width: key-value heads * head size.
-        layer: parameters of a layer, an FSDP unit.
-        active: of a layer's matrices, the parameters that a token meets: of experts those that it goes to.
-        matrix: of the embedding, and of the output layer: vocabulary * hidden size.
-        vocabulary: tokens.
-        tied: whether embedding and output layer are one.
-        linears: inputs + outputs of a layer's matrices, by the names that LoRA's target_modules give them. Experts are
-            not among them.
-        largest: numbers in its largest tensor: the embedding, a matrix, or those of all experts of a layer.
-        counted: parameters in the model's files; 0: not known.
+        layer: parameters of a decoder layer, which is one FSDP unit.
+        active: parameters of a layer's matrices that one token uses; with experts, only the experts per token count.
+        matrix: parameters of the embedding, and of the output layer: vocabulary * hidden size.
+        vocabulary: vocabulary size.
+        tied: whether embedding and output layer share their weights.
+        linears: inputs + outputs of each linear layer, by its name in LoRA's target_modules; without experts.
+        largest: number of elements of the largest tensor: the embedding, a matrix, or all experts of a layer.
+        counted: parameters in the model's files; 0: unknown.
     """
 
     num_layers: int
@@ -62,21 +61,21 @@ class ModelShape:
 
     @property
     def root(self) -> int:
-        """Parameters of the FSDP unit that is not a layer: embedding, output layer, last norm."""
+        """Parameters of the root FSDP unit: embedding, output layer and final norm."""
         return self.matrix * (1 if self.tied else 2) + self.hidden
 
     @property
     def num_parameters(self) -> int:
-        """All of them; tied embeddings once."""
+        """All parameters of the model; tied embeddings count once."""
         return self.counted or self.num_layers * self.layer + self.root
 
     @property
     def kv_values_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Elements of the KV cache for one token, in all layers."""
         return 2 * self.num_layers * self.key_width
 
     def lora_parameters(self, model: ModelConfig) -> int:
-        """Numbers in LoRA's factors."""
+        """Number of parameters of the LoRA adapters."""
         chosen = self.linears if "all-linear" in model.target_modules else model.target_modules
         names = set(chosen) - set(model.exclude_modules or ())
         return self.num_layers * model.lora_rank * sum(self.linears.get(name, 0) for name in names)
@@ -87,7 +86,7 @@ def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> Mod
 
     Args:
         model_config: its config.json.
-        num_parameters: those in its files; 0: not known.
+        num_parameters: parameters in its weight files; 0: unknown.
     """
     text = text_config(model_config)
     needed = [count(text, name) for name in _SIZES]
@@ -113,7 +112,7 @@ def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> Mod
         active=attention + expert * max(1, chosen) + router,
         matrix=vocabulary * hidden,
         vocabulary=vocabulary,
-        tied=bool(text.get("tie_word_embeddings", True)),  # files that do not say are of families that tie
+        tied=bool(text.get("tie_word_embeddings", True)),  # the families that leave it out tie them
         linears={
             "q_proj": hidden + query,
             "k_proj": hidden + key,
@@ -121,34 +120,34 @@ def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> Mod
             "o_proj": query + hidden,
             **dict.fromkeys(() if experts else MLP_NAMES, hidden + width),
         },
-        # of experts two of the three matrices are one tensor
+        # two of the three matrices of all experts are one tensor
         largest=max(vocabulary * hidden, hidden * width, 2 * experts * hidden * expert_width),
         counted=num_parameters,
     )
 
 
 def num_experts(text: Mapping[str, Any]) -> int:
-    """Experts of a layer that tokens are sent to; 0 where a config.json has none."""
+    """Routed experts per layer, by config.json; 0 if the model has none."""
     found = next(filter(None, (count(text, name) for name in _EXPERTS)), 0)
     return found if found > 1 else 0
 
 
 def text_config(model_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json that describes the language model: a section of its own in models of several kinds."""
+    """The part of config.json that describes the language model: `text_config` in multimodal models."""
     text = model_config.get("text_config")
     return text if isinstance(text, Mapping) else model_config
 
 
 def count(text: Mapping[str, Any], name: str) -> int:
-    """A size in a config.json; 0 where it has none, or something else in its place."""
+    """The positive integer called `name` in config.json; 0 if there is none."""
     value = text.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def model_config_at_hand(path: str) -> dict[str, Any] | None:
-    """The model's config.json: built in, in a local folder, in the hub's cache, or of known_models.json.
+    """The model's config.json: from a built-in model, a local folder, the Hugging Face cache, or known_models.json.
 
-    The known ones hold only what `model_shape` needs; a name matches whoever its owner is.
+    known_models.json holds only what `model_shape` needs, and ignores the owner in OWNER/NAME. None if not found.
     """
     try:
         folder = expanded(resolve_model_path(path) if path.startswith(BUILTIN) else path)

@@ -1,9 +1,9 @@
-"""Which machine each process is on, and which processes share GPUs there.
+"""Decides which machine each process runs on, and which processes share GPUs.
 
-On GPUs the ranks of a role fill one machine after the other, so that neighbours in rank are neighbours in hardware; a
-copy of the actor's weights (`fsdp_size` ranks) and the GPUs of one engine are never cut between machines. Roles that
-share GPUs (`cluster.colocate`) lie where the actor is, rank by rank. On CPU, and for reward processes everywhere, each
-role is spread evenly, since what its processes share are the cores.
+On GPUs the ranks of a role fill one machine after the other, so that consecutive ranks are on one machine. A replica of
+the actor's weights (`fsdp_size` ranks) and the GPUs of one engine are never split across machines. Roles that share
+GPUs (`cluster.colocate`) are placed on the actor's GPUs, rank by rank. On CPU, and for reward processes everywhere,
+each role is spread evenly, because its processes compete for the cores.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from grpo_dist.config.placement import Placement, placement
 from grpo_dist.config.schema import RunConfig
 
-# By role and rank: the machine's number, counted from 0 in the order of `workers.resources`. It never falls with rank.
+# By role and rank: index of the machine, in the order of `workers.resources`. It never decreases with the rank.
 Homes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Seat:
-    """What Ray reserves for one process: CPUs and GPUs, parts of one where it shares a GPU."""
+    """The CPUs and GPUs that Ray reserves for one process; a fraction of a GPU if it shares one."""
 
     role: str
     rank: int
@@ -30,7 +30,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class Slot:
-    """The GPUs, or none, that one process has on a machine, or several processes share: a bundle of Ray's."""
+    """A Ray placement-group bundle: one process, or several that share a GPU, on one machine."""
 
     machine: int
     num_gpus: float
@@ -38,18 +38,18 @@ class Slot:
 
     @property
     def num_cpus(self) -> float:
-        """Of all its processes."""
+        """CPUs of all processes in the slot."""
         return sum(seat.num_cpus for seat in self.seats)
 
 
 def slots(config: RunConfig) -> list[Slot]:
-    """All processes of a run, roles in their order and ranks in theirs; see `node_layout` for where they are."""
+    """The slots of all processes of a run, ordered by role and rank, on the machines of `node_layout`."""
     place = placement(config)
     cpus = place.num_cpus_per_worker
     sizes = {"rollout": place.tensor_parallel}
     needs = {role: (cpus * sizes.get(role, 1), place.num_gpus(role)) for role in ("actor", "rollout", "ref")}
     alone = slots_of(node_layout(config), needs | {"reward": (cpus, 0.0)})
-    shared: dict[int, list[Slot]] = {}  # by the number of the GPU among those that the actor has
+    shared: dict[int, list[Slot]] = {}  # by index among the actor's GPUs
     for slot in alone:
         seat = slot.seats[0]
         if seat.role in place.sharing:
@@ -64,7 +64,7 @@ def slots_of(homes: Mapping[str, Sequence[int]], needs: Mapping[str, tuple[float
     """A slot for each process.
 
     Args:
-        homes: by role and rank, the number of the machine.
+        homes: by role and rank, the index of the machine.
         needs: by role, the CPUs and GPUs of each process.
     """
     return [
@@ -75,7 +75,7 @@ def slots_of(homes: Mapping[str, Sequence[int]], needs: Mapping[str, tuple[float
 
 
 def node_layout(config: RunConfig) -> Homes:
-    """The machine of each process. A role that does not fit has fewer entries than processes; a rule refuses that."""
+    """The machine of each process. A role that does not fit gets too few entries, which a rule then reports."""
     place, machines = placement(config), config.trainer.nnodes
     units = _units(config, place)
     homes: Homes = {}
@@ -88,7 +88,7 @@ def node_layout(config: RunConfig) -> Homes:
         for role, (count, size) in units.items():
             if role == "actor" or role not in place.sharing:
                 homes[role] = fill(count, size, free)
-            else:  # on the first GPU of its own that the actor has
+            else:  # on the first of the actor's GPUs that it shares
                 homes[role] = homes["actor"][: count * size : size]
             if role == "actor":
                 homes[role] = tuple(home for home in homes[role] for _ in range(size))
@@ -99,21 +99,21 @@ def node_layout(config: RunConfig) -> Homes:
 
 
 def copy_size(config: RunConfig, place: Placement) -> int | None:
-    """Actor ranks that hold one copy of the weights, where there are several copies (hybrid sharding)."""
+    """Actor ranks per replica of the weights with hybrid sharding (HSDP); None if there is one replica."""
     size = config.actor_rollout_ref.actor.fsdp_config.fsdp_size
     return size if 0 < size < place.actor_world_size else None
 
 
 def fill(count: int, size: int, free: list[int]) -> tuple[int, ...]:
-    """Machines for `count` units of `size` GPUs each: the first machine with room for one, unit by unit.
+    """Place units one after the other, each on the first machine that has room for it.
 
     Args:
-        count: units.
-        size: GPUs of a unit; it is not cut.
-        free: GPUs left on each machine; what is taken is subtracted.
+        count: number of units.
+        size: GPUs per unit, all on one machine.
+        free: free GPUs of each machine; reduced in place.
 
     Returns:
-        The machine of each unit, as many as fit.
+        The machine of each unit; fewer than `count` if not all of them fit.
     """
     found: list[int] = []
     for machine in range(len(free)):
@@ -124,11 +124,14 @@ def fill(count: int, size: int, free: list[int]) -> tuple[int, ...]:
 
 
 def spread(count: int, processes: list[int]) -> tuple[int, ...]:
-    """Machines for `count` processes: equally many on each, what is left over where there are fewest processes.
+    """Spread processes evenly over machines; the remainder goes to the machines with the fewest processes.
 
     Args:
-        count: processes.
-        processes: of other roles on each machine; these are added.
+        count: number of processes.
+        processes: processes already on each machine; increased in place.
+
+    Returns:
+        The machine of each process.
     """
     each, over = divmod(count, len(processes))
     emptiest = sorted(range(len(processes)), key=processes.__getitem__)[:over]
@@ -139,9 +142,9 @@ def spread(count: int, processes: list[int]) -> tuple[int, ...]:
 
 
 def _units(config: RunConfig, place: Placement) -> dict[str, tuple[int, int]]:
-    """By role: units that a machine holds whole, and GPUs of each."""
+    """By role: (number of units that must not be split across machines, GPUs per unit)."""
     copy = copy_size(config, place)
-    # a copy that is larger than a machine takes whole machines (a rule), and the actor begins on the first one
+    # a replica larger than a machine takes whole machines (by a rule), and the actor starts on the first one
     size = copy if copy is not None and copy <= config.trainer.n_gpus_per_node else 1
     units = {
         "actor": (place.actor_world_size // size, size),

@@ -1,4 +1,4 @@
-"""Settings that are legal and yet do not do what one may expect: said once at the start of a run."""
+"""Notes on valid settings that may not do what the user expects, shown once at the start of a run."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _ACTOR = "actor_rollout_ref.actor"
 
 
 def config_notes(config: RunConfig) -> list[str]:
-    """All of them."""
+    """All notes on a config, one line each."""
     return [*_method(config), *_experts(config), *_without_effect(config), *_run(config)]
 
 
 def _experts(config: RunConfig) -> Iterator[str]:
-    """On a model of experts, where its config.json is at hand."""
+    """Notes on mixture-of-experts models, if config.json is available locally."""
     model = config.actor_rollout_ref.model
     if model.lora_rank and num_experts(text_config(model_config_at_hand(model.path) or {})):
         yield (
-            f"actor_rollout_ref.model.lora_rank={model.lora_rank}: {model.path} is a mixture of experts; linear "
-            "layers get factors, the experts and their router stay as they are"
+            f"actor_rollout_ref.model.lora_rank={model.lora_rank}: {model.path} is a mixture of experts; LoRA "
+            "adapts its linear layers, while the experts and their router stay frozen"
         )
 
 
 def _method(config: RunConfig) -> Iterator[str]:
-    """On the algorithm."""
+    """Notes on the algorithm."""
     actor = config.actor_rollout_ref.actor
     if actor.use_kl_loss and actor.kl_loss_type in ("k1", "kl"):
         yield (
             f"{_ACTOR}.kl_loss_type={actor.kl_loss_type}: as a loss its gradient has mean zero, so it "
-            "regularises nothing; k2 and k3 (low_var_kl) do"
+            "does not regularise; use k2 or k3 (low_var_kl)"
         )
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
-        yield f"{_ACTOR}.kl_loss_coef=0: the reference runs only to report KL; use_kl_loss=false saves it"
+        yield f"{_ACTOR}.kl_loss_coef=0: the reference runs only to report the KL; use_kl_loss=false saves its cost"
     if actor.policy_loss.loss_mode in SEQUENCE_LOSSES and actor.loss_agg_mode != "seq-mean-token-mean":
         yield (
             f"{_ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode} is published with loss_agg_mode="
@@ -52,27 +52,27 @@ def _method(config: RunConfig) -> Iterator[str]:
     }
     if cuts := [name for name, cut in options.items() if cut]:
         yield (
-            f"actor_rollout_ref.rollout.{cuts[0]}: samples come from a part of "
-            "the distribution, the trainer's log-probs are of the whole; training/rollout_probs_diff_* show it, "
-            "algorithm.rollout_correction mends it"
+            f"actor_rollout_ref.rollout.{cuts[0]}: responses are sampled from a truncated distribution, but the "
+            "trainer's log-probs are of the full one; training/rollout_probs_diff_* shows the difference, "
+            "algorithm.rollout_correction corrects for it"
         )
     stale, correction = config.trainer.max_staleness, config.algorithm.rollout_correction
     if stale and config.rollout_is is None and not correction.bypass_mode:
         yield (
             f"trainer.max_staleness={stale}: responses may be {stale} updates old, and with "
-            "algorithm.rollout_correction.rollout_is=null nothing weighs the difference; auto does"
+            "algorithm.rollout_correction.rollout_is=null nothing corrects for it; set it to auto"
         )
     if rollout.over_sample_rate:
         yield (
-            f"actor_rollout_ref.rollout.over_sample_rate={rollout.over_sample_rate:g}: the slowest groups are ended, "
-            "so batches lean to short responses, and the same seed does not give the same run"
+            f"actor_rollout_ref.rollout.over_sample_rate={rollout.over_sample_rate:g}: the slowest groups are aborted, "
+            "so batches are biased towards short responses, and a run cannot be repeated exactly with the same seed"
         )
     if config.algorithm.adv_estimator == "gae":
-        yield "algorithm.adv_estimator=gae: there is no critic here, so its values are 0"
+        yield "algorithm.adv_estimator=gae: there is no critic, so all values are 0"
 
 
 def _without_effect(config: RunConfig) -> Iterator[str]:
-    """On keys that others make idle."""
+    """Notes on keys that have no effect because of other keys."""
     actor, ref, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.trainer
     optim, custom = actor.optim, config.custom_reward_function
     if optim.lr_warmup_steps >= 0 and optim.lr_warmup_steps_ratio > 0:
@@ -93,7 +93,7 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
     if wait >= trainer.worker_timeout_s:
         yield (
             f"actor_rollout_ref.nccl_timeout={wait} has no effect: after trainer.worker_timeout_s="
-            f"{trainer.worker_timeout_s:g} the ranks count as hung anyway"
+            f"{trainer.worker_timeout_s:g} seconds the ranks count as hung anyway"
         )
     rollout = config.actor_rollout_ref.rollout
     for name in ("partial_rollout", "clear_kv_cache_on_update"):
@@ -108,16 +108,16 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
 
 
 def _run(config: RunConfig) -> Iterator[str]:
-    """On validation, checkpoints and machines."""
+    """Notes on validation, checkpoints and machines."""
     trainer, share = config.trainer, config.actor_rollout_ref.rollout.gpu_memory_utilization
     if not config.data.val_files:
         yield "data.val_files=null: no validation"
     if trainer.total_training_steps is not None and trainer.save_freq > trainer.total_training_steps:
-        yield f"trainer.save_freq={trainer.save_freq}: one checkpoint, after the last step"
+        yield f"trainer.save_freq={trainer.save_freq} exceeds the steps of the run: one checkpoint, after the last step"
     if trainer.keep_best_metric is not None and trainer.save_freq > 0 and trainer.save_freq % trainer.test_freq:
         yield (
-            f"trainer.keep_best_metric: only checkpoints that are validated can be the best; with save_freq="
-            f"{trainer.save_freq} and test_freq={trainer.test_freq} some are not"
+            f"trainer.keep_best_metric: only checkpoints of validated steps can be the best; with save_freq="
+            f"{trainer.save_freq} and test_freq={trainer.test_freq} some steps are saved without validation"
         )
     if config.actor_rollout_ref.rollout.free_cache_engine and not placement(config).shares_gpu:
         where = "on CPU" if config.device == "cpu" else "where engines have GPUs of their own"

@@ -1,7 +1,7 @@
-"""The command line: which groups it chooses, which keys it sets, and what is wrong with it.
+"""Parses the command line: the groups it selects, the keys it sets, and its mistakes.
 
-Hydra stops at its first finding and shows a traceback; here every override is looked at, and only those that can be
-applied are handed on.
+Hydra stops at the first mistake with a traceback. Here every override is checked, and only the valid ones are passed to
+Hydra.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from grpo_dist.redact import redact
 
 CONFIG_DIR = Path(__file__).parent
 
-# Naming your own model or data leaves the settings of the built-in one behind.
+# Setting these keys selects another group option than the built-in model or data.
 _GROUP_FOR_KEY = {"actor_rollout_ref.model.path": ("model", "hf"), "data.train_files": ("data", "files")}
 
 
 @dataclass
 class CommandLine:
-    """The overrides that can be applied, and everything said about the others."""
+    """The valid overrides, and the notes and problems of the others."""
 
     groups: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)  # in the order of their last mention
@@ -44,13 +44,13 @@ def group_options() -> dict[str, list[str]]:
 
 
 def read_command_line(overrides: list[str]) -> CommandLine:
-    """Sort overrides into groups, values and problems; of two that set the same thing the last one counts."""
+    """Sort overrides into groups, values and problems; the last override of a key wins."""
     line = CommandLine()
     parser = OverridesParser.create()
     for written in overrides:
         text = " ".join(written.splitlines())  # Hydra's grammar knows no line breaks; a long mapping may have some
         try:
-            text.encode()  # Python makes half characters of arguments that are not UTF-8
+            text.encode()  # Python turns bytes that are not UTF-8 into lone surrogates
             override = parser.parse_override(text)
         except UnicodeEncodeError:
             line.problems.append(Problem(f"{text}: not UTF-8", (text.lstrip("+").partition("=")[0],)))
@@ -64,7 +64,7 @@ def read_command_line(overrides: list[str]) -> CommandLine:
 
 
 def _shown(text: str) -> str:
-    """An override as messages may show it: all that a secret's name is set to is left out."""
+    """An override as messages may show it: the value of a secret is replaced."""
     key, equals, value = text.partition("=")
     return f"{key}{equals}{redact({key: value})[key]}"
 
@@ -72,7 +72,7 @@ def _shown(text: str) -> str:
 def _add(line: CommandLine, override: Override, text: str) -> None:
     key = override.key_or_group
     if key in RENAMED and not override.is_sweep_override():
-        line.notes.append(f"{key} is called {RENAMED[key]} here")
+        line.notes.append(f"{key} is called {RENAMED[key]} in grpo_dist")
         key = RENAMED[key]
         text = f"{key}={text.partition('=')[2]}"
     foreign = None if key in leaf_keys() or override.is_delete() else foreign_key(key)
@@ -86,9 +86,7 @@ def _add(line: CommandLine, override: Override, text: str) -> None:
     elif override.package is not None:
         problem = Problem(f"{text}: packages (@) are not supported", (key,))
     elif override.is_sweep_override():
-        problem = Problem(
-            f"{text}: a sweep; this command runs once. A list is written {text.replace('=', '=[', 1)}]", (key,)
-        )
+        problem = Problem(f"{text}: a sweep is not supported; a list is written {text.replace('=', '=[', 1)}]", (key,))
     elif options is not None and not isinstance(override.value(), dict):
         option = str(override.value())
         if option in options:
@@ -98,7 +96,9 @@ def _add(line: CommandLine, override: Override, text: str) -> None:
     elif key in section_keys() and not isinstance(override.value(), dict):
         problem = Problem(f"{text}: {key} is a section; its keys are {_names_below(key)}", (key, *_keys_below(key)))
     elif key not in leaf_keys() and key not in section_keys() and not is_free_form(key):
-        problem = Problem(unknown_key(key) if key else f"{text}: no key; write key=value", (key, *nearest_keys(key)))
+        problem = Problem(
+            unknown_key(key) if key else f"{text}: the key is missing; write key=value", (key, *nearest_keys(key))
+        )
     else:
         line.values.pop(key, None)  # keep the order of the last mention: a section may follow one of its keys
         line.values[key] = override.value()
@@ -107,14 +107,14 @@ def _add(line: CommandLine, override: Override, text: str) -> None:
 
 
 def _add_foreign(line: CommandLine, foreign: ForeignKey, text: str) -> None:
-    """A key that does nothing here: said once, or refused where the run would not be what was asked for."""
+    """Handle a key that grpo_dist does not have: a note if it can be ignored, else a problem."""
     key, _, value = text.partition("=")
     written = value.strip("'\"").lower()
     if foreign.refused:
-        line.problems.append(Problem(f"{text}: not supported here: {foreign.why}", (key,)))
+        line.problems.append(Problem(f"{text}: not supported: {foreign.why}", (key,)))
     elif foreign.only and written not in (*foreign.only, "none" if "null" in foreign.only else ""):
         allowed = " or ".join(foreign.only)
-        line.problems.append(Problem(f"{text}: only {allowed} is supported here: {foreign.why}", (key,)))
+        line.problems.append(Problem(f"{text}: only {allowed} is supported: {foreign.why}", (key,)))
     else:
         line.notes.append(f"no effect here: {text}: {foreign.why}")
 

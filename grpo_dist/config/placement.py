@@ -1,10 +1,10 @@
-"""How many processes each role gets, and on what. `cluster.*` decides; nulls are filled in here.
+"""Decides how many processes, GPUs and CPUs each role gets: `cluster.*`, with a default for every null.
 
 Without GPUs: 2 actor ranks for the built-in model and 1 for larger ones, 1 engine, 1 reference, sharing the CPU cores.
-With GPUs `cluster.colocate` says which roles share them. "actor_ref": about half of the GPUs train, each with a rank of
-the reference beside the actor's, and the others generate. "all": each GPU trains, generates and holds the reference; so
-it is on one GPU, and where an engine leaves no other. "separate": every process has GPUs of its own. Nothing is checked
-here: rules.py compares the result with the machines.
+With GPUs `cluster.colocate` says which roles share them. "actor_ref": about half of the GPUs run the actor and the
+reference together, and the others generate. "all": each GPU runs all three roles; the default on one GPU, and if one
+engine needs all GPUs. "separate": no GPU is shared. Nothing is checked here: placement_rules.py compares the result
+with the machines.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from grpo_dist.config.processor import physical_cores
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import Colocation, Device
 
-# Logical CPUs for Ray's book-keeping: ten processes fit on one core, so all roles fit on a laptop's Ray node.
+# Logical CPUs that Ray reserves per process on CPU: small, so that all roles fit on a laptop.
 _CPU_SHARE = 0.1
-# Of a GPU, for Ray's book-keeping, for a process that shares one: the three of all roles fit.
+# Fraction of a GPU that Ray reserves for a process that shares it: at most three roles share one.
 _GPU_SHARE = 0.3
 # Roles that share the actor's GPUs.
 _SHARING: Mapping[Colocation, tuple[str, ...]] = {
@@ -30,16 +30,16 @@ _SHARING: Mapping[Colocation, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Placement:
-    """Processes of each role and what each of them gets.
+    """Number of processes of each role, and their resources.
 
     Args:
         device: "cpu" or "cuda".
         actor_world_size: actor processes.
         rollout_world_size: engines * tensor_parallel.
         tensor_parallel: GPUs per engine, or processes on CPU.
-        ref_world_size: reference processes; 0 where none is needed.
+        ref_world_size: reference processes; 0 if none is needed.
         colocate: which roles share GPUs; "separate" on CPU.
-        num_devices: GPUs that the three roles hold together; on CPU the machines, whose cores they share.
+        num_devices: GPUs used by the three roles together; on CPU the number of machines.
         num_cpus_per_worker: logical CPUs that Ray reserves for one process.
         num_threads: compute threads of one process on CPU, by role.
     """
@@ -56,34 +56,34 @@ class Placement:
 
     @property
     def num_engines(self) -> int:
-        """Rollout engines."""
+        """Number of rollout engines."""
         return max(1, self.rollout_world_size // self.tensor_parallel)
 
     @property
     def world_sizes(self) -> dict[str, int]:
-        """By role its processes, one GPU each unless shared; those of all engines together."""
+        """Number of processes by role; for rollout those of all engines together."""
         return {"actor": self.actor_world_size, "rollout": self.rollout_world_size, "ref": self.ref_world_size}
 
     @property
     def shares_gpu(self) -> bool:
-        """Whether engines and actor ranks share GPUs."""
+        """Whether the engines share GPUs with the actor."""
         return self.colocate == "all"
 
     @property
     def sharing(self) -> tuple[str, ...]:
-        """The roles whose processes share GPUs, the actor's; none where it has them for itself."""
+        """The roles that share the actor's GPUs, the actor included; () if none does."""
         roles = tuple(role for role in _SHARING[self.colocate] if self.world_sizes[role])
         return roles if len(roles) > 1 else ()
 
     def num_gpus(self, role: str) -> float:
-        """GPUs that Ray reserves for one process of a role, an engine being one; below 1 where it shares them."""
+        """GPUs that Ray reserves for one rank, or for one engine, of a role; less than 1 if they are shared."""
         if self.device == "cpu":
             return 0.0
         return _GPU_SHARE if role in self.sharing else float(self.tensor_parallel if role == "rollout" else 1)
 
 
 def placement(config: RunConfig) -> Placement:
-    """Fill in `cluster.*`; set values win over the sensible ones."""
+    """The placement of a config: `cluster.*`, with defaults for the keys that are null."""
     asked, gpus = config.cluster, config.num_gpus
     tensor_parallel = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     colocate = _colocate(config, tensor_parallel)
@@ -112,7 +112,7 @@ def placement(config: RunConfig) -> Placement:
 
 
 def _colocate(config: RunConfig, tensor_parallel: int) -> Colocation:
-    """Which roles share GPUs: all of them where there is none for an actor rank beside an engine."""
+    """Which roles share GPUs: all of them if an engine leaves no GPU for the actor."""
     asked, gpus = config.cluster, config.num_gpus
     if config.device == "cpu":
         return "separate"
@@ -124,19 +124,18 @@ def _colocate(config: RunConfig, tensor_parallel: int) -> Colocation:
 
 
 def _cpu_actors(config: RunConfig) -> int:
-    """Actor ranks on CPU. A small model gains by a second rank: its matrices are too small for two threads.
+    """Actor ranks on CPU: 2 for the built-in model, whose matrices are too small for two threads to help.
 
-    A larger one loses: ranks on one machine only copy weights to each other, where threads share them.
+    A larger model gets 1: several ranks on one machine copy weights to each other, while threads share them.
     """
     return 2 if config.actor_rollout_ref.model.is_builtin else 1
 
 
 def _threads(config: RunConfig, processes: Mapping[str, int]) -> dict[str, int]:
-    """Compute threads of a process of each role: a phase belongs to one role, whose processes share a node's cores.
+    """Compute threads per process of each role. Roles take turns, so the processes of one role share all cores.
 
-    The reference computes while the engines still generate. Its share is a whole one all the same: it has little to do
-    then, and the cores to itself afterwards. A small model takes one thread everywhere: sharing out its matrices costs
-    more than computing them.
+    The reference overlaps with generation, but gets all cores too: it has little work then, and runs alone afterwards.
+    The built-in model uses one thread: its matrices are too small to be worth splitting.
     """
     asked, nodes = config.cluster.num_threads_per_worker, config.trainer.nnodes
     if asked is not None or config.device != "cpu" or config.actor_rollout_ref.model.is_builtin:
@@ -146,7 +145,7 @@ def _threads(config: RunConfig, processes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _split(config: RunConfig, gpus: int, tensor_parallel: int, colocate: Colocation) -> tuple[int, int, int]:
-    """Actor, rollout and reference GPUs; more than there are where they cannot be split."""
+    """(actor, rollout, reference) GPUs; their sum exceeds the available GPUs if those are too few."""
     asked = config.cluster
     apart = config.needs_reference_workers and colocate == "separate"
     least_ref = (asked.ref_world_size or 1) if apart else 0
@@ -160,5 +159,5 @@ def _split(config: RunConfig, gpus: int, tensor_parallel: int, colocate: Colocat
 
 
 def _power_of_two(most: int) -> int:
-    """The largest power of two that is at most `most`, and at least 1."""
+    """The largest power of two up to `most`; at least 1."""
     return 1 << (max(most, 1).bit_length() - 1)

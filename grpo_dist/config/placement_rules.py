@@ -1,4 +1,4 @@
-"""Rules between batch sizes, lengths and the processes of each role: what does not divide, or does not fit."""
+"""Rules between batch sizes, lengths and the number of processes: what must divide, and what must fit."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Rule = Callable[[RunConfig], Iterator[Problem]]
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MORE_GPUS = f"raise {_ROLLOUT}.tensor_model_parallel_size, up to the GPUs of a machine"
-# Arguments of vLLM's that lay an engine out: the value that changes nothing, and what to do instead.
+# vLLM arguments that change the parallel layout of an engine: the value without effect, and what to do instead.
 _LAYOUT: dict[str, tuple[Any, str]] = {
     "tensor_parallel_size": (1, f"the GPUs are reserved by {_ROLLOUT}.tensor_model_parallel_size; set that"),
-    "pipeline_parallel_size": (1, f"an engine is not split by layers, since it lies in one machine; {_MORE_GPUS}"),
+    "pipeline_parallel_size": (1, f"an engine is not split by layers, since it is on one machine; {_MORE_GPUS}"),
     "prefill_context_parallel_size": (1, f"an engine is not split by sequences; {_MORE_GPUS}"),
     "data_parallel_size": (1, "engines are counted by cluster.rollout_world_size; raise that"),
     "enable_expert_parallel": (False, "experts are split by their width, as other layers are; leave it out"),
     "enable_eplb": (False, "experts do not move between GPUs; leave it out"),
-    "nnodes": (1, f"an engine lies in one machine; {_MORE_GPUS}"),
+    "nnodes": (1, f"an engine must be on one machine; {_MORE_GPUS}"),
     "distributed_executor_backend": (
         "mp",
         "an engine of several GPUs starts its own processes on them (mp), and one of a single GPU needs none; "
@@ -61,12 +61,12 @@ def copies_divide_the_actor_ranks(config: RunConfig) -> Iterator[Problem]:
 
 
 def engines_are_whole(config: RunConfig) -> Iterator[Problem]:
-    """Rollout processes are a multiple of those of one engine, which lie in one machine."""
+    """Rollout processes are a multiple of those of one engine, and an engine is on one machine."""
     place, per_node = placement(config), config.trainer.n_gpus_per_node
     key = f"{_ROLLOUT}.tensor_model_parallel_size"
     if place.device == "cuda" and per_node % place.tensor_parallel:
         fitting = " or ".join(str(size) for size in range(1, per_node + 1) if per_node % size == 0)
-        why = f"an engine lies in one machine, whose {per_node} GPUs must be whole engines; set it to {fitting}"
+        why = f"an engine must be on one machine, so it must divide the {per_node} GPUs of one; set it to {fitting}"
         yield problem_between(config, why, key, "trainer.n_gpus_per_node")
     if place.rollout_world_size % place.tensor_parallel:
         what = "GPUs" if place.device == "cuda" else "processes"
@@ -74,8 +74,8 @@ def engines_are_whole(config: RunConfig) -> Iterator[Problem]:
         yield problem_between(config, why, "cluster.rollout_world_size", key)
 
 
-def engines_are_laid_out_by_keys_of_ours(config: RunConfig) -> Iterator[Problem]:
-    """By arguments of vLLM's an engine would take GPUs that nobody has reserved, or processes that get no weights."""
+def engine_layout_is_not_set_in_vllm_arguments(config: RunConfig) -> Iterator[Problem]:
+    """Set through vLLM's own arguments, an engine would use GPUs that are not reserved, or get no weights."""
     for name, value in config.actor_rollout_ref.rollout.engine_kwargs.vllm.items():
         if name in _LAYOUT and value not in (None, _LAYOUT[name][0]):
             key = f"{_ROLLOUT}.engine_kwargs.vllm.{name}"
@@ -99,8 +99,8 @@ def roles_fit_on_the_gpus(config: RunConfig) -> Iterator[Problem]:
     yield problem_between(config, why, *keys)
 
 
-def what_shares_gpus_lies_beside_the_actor(config: RunConfig) -> Iterator[Problem]:
-    """Where roles share GPUs, these are the actor's."""
+def shared_gpus_are_the_actors(config: RunConfig) -> Iterator[Problem]:
+    """Roles that share GPUs share those of the actor."""
     place = placement(config)
     if place.device == "cpu":
         if config.cluster.colocate not in (None, "separate"):
@@ -110,19 +110,19 @@ def what_shares_gpus_lies_beside_the_actor(config: RunConfig) -> Iterator[Proble
         return
     actor, ref = place.actor_world_size, place.ref_world_size
     if place.colocate == "actor_ref" and ref not in (0, actor):
-        why = f"a rank of the reference lies beside each of the {actor} of the actor; leave ref_world_size null"
+        why = f"each of the {actor} actor ranks shares its GPU with one reference rank; leave ref_world_size null"
         yield problem_between(config, why, "cluster.ref_world_size", _COLOCATE)
     if place.colocate == "all" and max(place.world_sizes.values()) > actor:
         split = ", ".join(f"{role} {size}" for role, size in place.world_sizes.items() if size)
         why = (
-            f"each GPU that is shared has an actor rank, and these are {split}; set cluster.actor_world_size to "
+            f"every shared GPU needs an actor rank, and the processes are {split}; set cluster.actor_world_size to "
             f"{max(place.world_sizes.values())}, the others to {actor}, or all three to null"
         )
         yield problem_between(config, why, *_CLUSTER, _COLOCATE)
 
 
-def copies_and_engines_lie_in_one_machine(config: RunConfig) -> Iterator[Problem]:
-    """No copy of the actor's weights and no engine is cut between machines, or a copy takes whole ones."""
+def copies_and_engines_are_on_one_machine(config: RunConfig) -> Iterator[Problem]:
+    """Engines, and copies of the actor's weights, are not split across machines, unless a copy takes whole ones."""
     place, per_node = placement(config), config.trainer.n_gpus_per_node
     if place.device == "cpu":
         return
@@ -131,7 +131,7 @@ def copies_and_engines_lie_in_one_machine(config: RunConfig) -> Iterator[Problem
     if max(place.world_sizes[role] for role in beside) > place.actor_world_size:
         return
     if place.num_devices > config.num_gpus or per_node % place.tensor_parallel or place.actor_world_size % (copy or 1):
-        return  # other rules say so
+        return  # other rules report that
     if copy is not None and copy > per_node and copy % per_node:
         fitting = max(size for size in range(1, per_node + 1) if place.actor_world_size % size == 0)
         why = (
@@ -150,7 +150,7 @@ def copies_and_engines_lie_in_one_machine(config: RunConfig) -> Iterator[Problem
     if short:
         parts = f"copies of the weights on {copy or 1} and engines on {place.tensor_parallel} GPUs"
         why = (
-            f"{parts} are not cut between machines, and so {', '.join(short)} has no room on "
+            f"{parts} are not split across machines, so {', '.join(short)} does not fit on "
             f"{config.trainer.nnodes} machines of {per_node} GPUs; set other sizes, or fewer processes in cluster.*"
         )
         yield problem_between(
@@ -159,10 +159,10 @@ def copies_and_engines_lie_in_one_machine(config: RunConfig) -> Iterator[Problem
 
 
 def broadcast_has_a_gpu_for_each_process(config: RunConfig) -> Iterator[Problem]:
-    """NCCL takes no two processes on one GPU."""
+    """NCCL does not allow two processes on one GPU."""
     key, place = f"{_ROLLOUT}.checkpoint_engine.backend", placement(config)
     if config.actor_rollout_ref.rollout.checkpoint_engine.backend == "broadcast" and place.shares_gpu:
-        why = "NCCL refuses two processes on one GPU, and roles share theirs; set it to null, ipc or object_store"
+        why = "NCCL does not allow two processes on one GPU, but roles share GPUs; set it to null, ipc or object_store"
         yield problem_between(config, why, key, "trainer.n_gpus_per_node")
 
 
@@ -172,15 +172,15 @@ def ipc_has_memory_to_share(config: RunConfig) -> Iterator[Problem]:
     if config.actor_rollout_ref.rollout.checkpoint_engine.backend != "ipc" or place.shares_gpu:
         return
     if config.device == "cuda":
-        why = "it needs an actor rank on each engine's GPU, and here they have GPUs of their own; set it to null"
+        why = "it needs an actor rank on each engine's GPU, but these roles do not share GPUs; set it to null"
         yield problem_between(config, why, key, "trainer.n_gpus_per_node")
     elif config.trainer.nnodes > 1:
-        why = "it needs an actor rank on each engine's machine, which several machines do not promise; set it to null"
+        why = "it needs an actor rank on each engine's machine, and several machines may lack one; set it to null"
         yield problem_between(config, why, key, "trainer.nnodes")
 
 
 def engines_sleep_between_their_batches(config: RunConfig) -> Iterator[Problem]:
-    """An engine that gives its memory to the update samples nothing meanwhile."""
+    """An engine that sleeps during the update cannot sample then."""
     key, rollout = f"{_ROLLOUT}.free_cache_engine", config.actor_rollout_ref.rollout
     if rollout.free_cache_engine and placement(config).shares_gpu and config.trainer.max_staleness:
         why = (
@@ -200,17 +200,17 @@ def engine_holds_the_longest_sequence(config: RunConfig) -> Iterator[Problem]:
 
 
 def engine_passes_hold_a_token_of_each_sequence(config: RunConfig) -> Iterator[Problem]:
-    """All sequences that an engine runs at once go on by one token in a pass. vLLM refuses others when it starts."""
+    """An engine step generates one token of every running sequence; vLLM refuses a smaller budget when it starts."""
     rollout = config.actor_rollout_ref.rollout
     whole = config.device == "cpu" or not rollout.enable_chunked_prefill  # a pass then holds the longest sequence
     least = config.max_model_len if whole else 0
     if max(rollout.max_num_batched_tokens, least) < rollout.max_num_seqs:
-        why = "a pass must hold a token of every sequence that runs at once; raise the first or lower the second"
+        why = "an engine step must hold one token of each running sequence; raise the first or lower the second"
         yield problem_between(config, why, f"{_ROLLOUT}.max_num_batched_tokens", f"{_ROLLOUT}.max_num_seqs")
 
 
 def token_budgets_hold_the_longest_sequence(config: RunConfig) -> Iterator[Problem]:
-    """A pass that is filled by tokens holds at least one sequence."""
+    """The token budget of a micro-batch holds at least the longest sequence."""
     roles, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
     longest = config.data.max_prompt_length + config.data.max_response_length
     own = f"{_ACTOR}.ppo_max_token_len_per_gpu"
@@ -220,7 +220,7 @@ def token_budgets_hold_the_longest_sequence(config: RunConfig) -> Iterator[Probl
         budgets[key if role.log_prob_max_token_len_per_gpu else own] = actor.log_prob_max_token_len(role)
     for key, budget in budgets.items():
         if budget is not None and budget < longest:
-            why = f"a pass must hold the longest sequence: at least prompt + response = {longest}"
+            why = f"a micro-batch must hold the longest sequence: at least prompt + response = {longest}"
             yield problem_between(config, why, key, "data.max_prompt_length", "data.max_response_length")
 
 
@@ -229,10 +229,10 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
     actor_ranks_divide_the_mini_batch,
     copies_divide_the_actor_ranks,
     engines_are_whole,
-    engines_are_laid_out_by_keys_of_ours,
+    engine_layout_is_not_set_in_vllm_arguments,
     roles_fit_on_the_gpus,
-    what_shares_gpus_lies_beside_the_actor,
-    copies_and_engines_lie_in_one_machine,
+    shared_gpus_are_the_actors,
+    copies_and_engines_are_on_one_machine,
     broadcast_has_a_gpu_for_each_process,
     ipc_has_memory_to_share,
     engines_sleep_between_their_batches,

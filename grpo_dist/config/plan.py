@@ -1,4 +1,4 @@
-"""What a run will do, in numbers, before anything is started: placement, batch arithmetic, memory."""
+"""The plan of a run as text, before anything starts: placement, batch sizes, memory and a time estimate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Rows = list[tuple[str, str]]
 
 
 def batch_arithmetic(config: RunConfig) -> Rows:
-    """From the prompts of a step to the micro-batches of a rank, as (label, value) rows."""
+    """How the prompts of a step become the micro-batches of a rank, as (label, value) rows."""
     actor, rollout, place = (
         config.actor_rollout_ref.actor,
         config.actor_rollout_ref.rollout,
@@ -59,16 +59,16 @@ def batch_arithmetic(config: RunConfig) -> Rows:
 
 def _old_log_prob_passes(config: RunConfig, per_rank: int) -> str:
     if config.on_policy:
-        return "none: they are the update's own"
+        return "none: on-policy, so the update computes them"
     if not config.needs_old_log_probs:
-        return "none: they are the sampler's (bypass_mode)"
+        return "none: the rollout log-probs are used (bypass_mode)"
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     limits = rollout.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len(rollout)
     return _passes(per_rank, rollout.n, *limits)
 
 
 def format_plan(config: RunConfig, notes: list[str]) -> str:
-    """The text of a dry run: the whole config, then the plan."""
+    """The output of a dry run: the whole config, then the plan."""
     model = model_config_at_hand(config.actor_rollout_ref.model.path)
     tokens = kv_cache_tokens(config, model)
     blocks = [
@@ -86,7 +86,7 @@ def format_plan(config: RunConfig, notes: list[str]) -> str:
 
 
 def format_summary(config: RunConfig, notes: list[str]) -> str:
-    """The plan in a few lines, for the start of a run."""
+    """A short form of the plan, shown at the start of a run."""
     actor, rollout, place = (
         config.actor_rollout_ref.actor,
         config.actor_rollout_ref.rollout,
@@ -172,7 +172,7 @@ def _placement_rows(config: RunConfig) -> Rows:
     if place.ref_world_size:
         rows.append(("ref", f"{_many(place.ref_world_size, 'rank')}, {ref.resolved_dtype(config.default_dtype)}"))
     elif config.needs_reference:
-        rows.append(("ref", "not started: it is the actor without its LoRA factors"))
+        rows.append(("ref", "not started: the actor without its LoRA adapters is the reference"))
     else:
         rows.append(("ref", "not started: no KL term"))
     rows.append(("reward", _many(config.reward.num_workers, "process", "processes")))
@@ -190,7 +190,7 @@ def _placement_rows(config: RunConfig) -> Rows:
 
 
 def _machine_rows(config: RunConfig) -> Rows:
-    """What each machine holds, where there are several: roles with their first and last rank."""
+    """The ranks on each machine, if there are several machines."""
     machines = config.trainer.nnodes
     if machines == 1:
         return []
@@ -209,7 +209,7 @@ def _from_to(ranks: list[int]) -> str:
 
 def _memory_rows(memory: list[RoleMemory] | None, kv_tokens: int | None) -> Rows:
     if memory is None:
-        return [("all roles", "unknown: model config not at hand")]
+        return [("all roles", "unknown: the model's config.json is not on this machine")]
     rows = []
     for role in memory:
         remark = f"; {role.remark}" if role.remark else ""
@@ -221,20 +221,25 @@ def _memory_rows(memory: list[RoleMemory] | None, kv_tokens: int | None) -> Rows
 
 
 def _step_rows(config: RunConfig, model: Mapping[str, Any] | None) -> Rows:
-    """Seconds by phase, who waits, and other placements with which a step would be shorter."""
+    """Seconds by phase, idle shares by role, and settings with which a step would be shorter."""
     found = step_estimate(config, model)
     if found is None:
         return []
     phases = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in found.phases.items())
     rows = [
-        ("tokens", f"responses of {config.data.max_response_length // 2:,}, half of the longest; prompts likewise"),
+        (
+            "tokens",
+            f"assumes responses of {config.data.max_response_length // 2:,}, half of the longest; prompts likewise",
+        ),
         (
             "seconds",
-            f"{phases}; together {_seconds(found.total)}{', since some run side by side' * bool(found.waiting)}",
+            f"{phases}; together {_seconds(found.total)}{', since phases overlap' * bool(found.waiting)}",
         ),
     ]
     if found.waiting:
-        rows.append(("GPUs wait", ", ".join(f"{role} {share:.0%} of it" for role, share in found.waiting.items())))
+        rows.append(
+            ("GPUs idle", ", ".join(f"{role} {share:.0%} of the step" for role, share in found.waiting.items()))
+        )
     shorter = [f"{_seconds(seconds)} with {text}" for seconds, text in shorter_steps(config, model, found.total)]
     return [*rows, ("shorter", "; ".join(shorter))] if shorter else rows
 
@@ -258,13 +263,13 @@ def _seconds(seconds: float) -> str:
 
 def _passes(per_rank: int, n: int, size: int, max_token_len: int | None) -> str:
     if max_token_len is not None:
-        return f"as many as {max_token_len:,} tokens each take"
+        return f"as many as needed with {max_token_len:,} tokens each"
     size = min(_whole_groups(size, n), per_rank)
     return f"{ceil(per_rank / size):,} of {size:,} sequences"
 
 
 def _whole_groups(size: int, n: int) -> int:
-    """Sequences that a pass of at most `size` really takes: whole groups of n, or equal parts of one."""
+    """Sequences in a pass of at most `size`: whole groups of n responses, or equal parts of one group."""
     return size // n * n if n <= size else ceil(n / ceil(n / size))
 
 

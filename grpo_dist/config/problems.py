@@ -1,4 +1,4 @@
-"""One problem of a config, and how pydantic's findings become problems with one form of message."""
+"""A problem of a config, and the conversion of pydantic's errors into problems with uniform messages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ MOST_LINE_TEXT = 1500  # characters of one problem
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that makes a config unusable.
+    """Something that makes a config invalid.
 
     Args:
         text: one line: key=value, what is wrong, what to do.
-        keys: the dotted keys it is about.
-        missing_file: a file or folder is not there. A dry run may still show its plan.
+        keys: the dotted keys involved.
+        missing_file: whether a file or folder is missing; `trainer.dry_run=config` only mentions that in a note.
     """
 
     text: str
@@ -31,7 +31,7 @@ class Problem:
 
 
 def shown(value: Any) -> str:
-    """A value as one writes it on the command line: null, true, [a,b]; without secrets."""
+    """A value as written on the command line: null, true, [a,b]; secrets are replaced."""
     value = redact(value)
     if value is None:
         return "null"
@@ -45,7 +45,7 @@ def shown(value: Any) -> str:
 
 
 def problem_between(config: Any, why: str, *keys: str) -> Problem:
-    """A problem of these keys of a config, with their values."""
+    """A problem between `keys`; its message starts with their values."""
     return Problem(f"{', '.join(f'{key}={shown(value_of(config, key))}' for key in keys)}: {why}", keys)
 
 
@@ -57,20 +57,20 @@ def value_of(config: Any, key: str) -> Any:
 
 
 def with_value(config: Any, key: str, value: Any) -> Any:
-    """The config, or a section, with another value at a dotted key. Nothing is checked."""
+    """A copy of a config, or section, with another value at a dotted key. Nothing is validated."""
     name, _, rest = key.partition(".")
     return config.model_copy(update={name: with_value(getattr(config, name), rest, value) if rest else value})
 
 
 def config_error(problems: list[Problem]) -> ConfigError:
-    """One error that lists every problem, one a line."""
+    """One error that lists all problems, one per line."""
     lines = list(dict.fromkeys(one_line(problem.text) for problem in problems))
     head = "the config has a problem:" if len(lines) == 1 else f"the config has {len(lines)} problems:"
     return ConfigError("\n  ".join([head, *lines]))
 
 
 def one_line(text: str) -> str:
-    """A text as it can be shown: no secrets, control characters escaped, the middle of a very long one left out."""
+    """A text fit for display: secrets replaced, control characters escaped, the middle of a long text left out."""
     text = redact_text(text)
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
     half = MOST_LINE_TEXT // 2
@@ -78,7 +78,7 @@ def one_line(text: str) -> str:
 
 
 def schema_problems(error: ValidationError) -> list[Problem]:
-    """The findings of pydantic; where a value fits none of several types, one problem says so."""
+    """Pydantic's errors as problems; a value that fits none of several types gives one problem."""
     problems: dict[tuple[str, str], Problem] = {}
     for finding in error.errors(include_url=False):
         problem = _problem(dict(finding))
@@ -91,7 +91,7 @@ def schema_problems(error: ValidationError) -> list[Problem]:
 
 
 def path_of(location: tuple[int | str, ...]) -> tuple[str, ...]:
-    """The parts of the key that a finding is about; then come positions in a list, and types of which one would do."""
+    """The parts of the dotted key in pydantic's error location, without list positions and union members after it."""
     path: tuple[str, ...] = ()
     for part in location:
         key = ".".join(path)

@@ -1,4 +1,4 @@
-"""What the processor of this machine has. The driver's stands for all machines of a cluster."""
+"""The CPU of this machine. The driver's CPU is taken to be that of all machines of a cluster."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import re
 from functools import cache
 from pathlib import Path
 
-# Flags of instructions that multiply bf16: Intel and AMD, and Arm.
+# CPU flags of bf16 matrix instructions: Intel and AMD, and Arm.
 BF16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
 
 
 @cache
 def has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
-    """Whether matrix products in bf16 are faster than in fp32; without such instructions they are far slower."""
+    """Whether the CPU has bf16 matrix instructions; without them bf16 is far slower than fp32."""
     try:
         flags = re.search(r"^(?:flags|Features)\s*:(.*)$", Path(cpuinfo).read_text(), re.MULTILINE)
     except OSError:
@@ -24,7 +24,7 @@ def has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
 
 @cache
 def physical_cores() -> int:
-    """Cores that this process may use; hyperthreads of a core, which share its arithmetic, count once."""
+    """Physical cores that this process may use; the hyperthreads of a core count once."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     try:
         files = (Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus)
@@ -35,7 +35,7 @@ def physical_cores() -> int:
 
 
 def _cgroup_cores() -> int:
-    """A container's limit; many where there is none."""
+    """The CPU limit of the container; a large number if there is none."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return math.ceil(int(quota) / int(period))

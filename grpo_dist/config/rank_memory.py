@@ -1,8 +1,8 @@
-"""GPU memory of a rank of a sharded model, in bytes, moment by moment.
+"""Estimates the device memory of one FSDP rank, in bytes.
 
-A training rank is followed through a mini-batch: the start of a pass, its turn, the backward pass of the output layer,
-that of a layer, the reduction of what is no layer, the optimizer step. Its peak is the largest of these moments.
-tests/config/test_memory.py holds it against torch's memory tracker, which sees the engine's own code.
+The memory of a training rank is computed at the points of a mini-batch where it may peak: start of the forward pass,
+start of the backward pass, backward of the output layer, backward of a decoder layer, gradient reduction of the root
+unit, optimizer step. The estimate is the largest. tests/config/test_memory.py compares it with torch's memory tracker.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from grpo_dist.config.model_shape import ModelShape
 from grpo_dist.sizes import CHUNK_LOGITS
 
-if TYPE_CHECKING:  # the plan is counted from plain numbers, also where nothing that reads configs is installed
+if TYPE_CHECKING:  # the estimate itself needs none of the packages that read configs
     from grpo_dist.config.schema import RunConfig
     from grpo_dist.config.schema_roles import Device
 
-# GiB of a GPU for a process besides its tensors: CUDA's context, NCCL's buffers, what the allocator cannot use.
+# GiB of GPU memory per process besides its tensors: CUDA context, NCCL buffers, fragmentation.
 CUDA_GIB = 1.0
-# GiB of CPU memory for a process besides its tensors: Python and its libraries, on a GPU CUDA's too.
+# GiB of CPU memory per process besides its tensors: Python and its libraries, on GPU machines also CUDA.
 PROCESS_GIB = {"cpu": 0.5, "cuda": 3.0}
 ADAM_STATES = 2  # AdamW's two running means, in the type of the weights
 
@@ -28,17 +28,17 @@ Parts = dict[str, float]
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank of a sharded model, in bytes and numbers.
+    """One rank of a sharded model; sizes in bytes unless said otherwise.
 
     Args:
-        shape: of the model.
+        shape: sizes of the model.
         device: "cpu" or "cuda".
-        master: bytes of a weight.
-        compute: bytes of a number in a pass.
-        shards: ranks that hold the weights together.
-        reshards: whether gathered weights are freed after a layer.
-        factors: LoRA's numbers; 0: all weights are trained.
-        frozen: whether nothing is trained.
+        master: bytes per stored weight.
+        compute: bytes per element in forward and backward passes.
+        shards: ranks that one replica of the weights is sharded over.
+        reshards: whether gathered weights are freed after each layer (`reshard_after_forward`).
+        factors: number of LoRA parameters; 0: all weights are trained.
+        frozen: whether no weights are trained (the reference).
     """
 
     shape: ModelShape
@@ -52,23 +52,23 @@ class Rank:
 
     @property
     def weights(self) -> float:
-        """Its shard."""
+        """Bytes of the rank's shard of the weights."""
         return (self.shape.num_parameters + self.factors) * self.master / self.shards
 
     @property
     def trained(self) -> int:
-        """Parameters that train."""
+        """Number of trainable parameters, of all shards together."""
         return self.factors or self.shape.num_parameters
 
     @property
     def states(self) -> float:
-        """The optimizer's."""
+        """Bytes of the rank's shard of the optimizer states."""
         return ADAM_STATES * self.trained * self.master / self.shards
 
     def gathered(self, layers: int) -> float:
-        """Weights in the compute type while so many layers are gathered, and what is no layer.
+        """Bytes of the weights, in the compute dtype, while `layers` layers and the root unit are gathered.
 
-        A rank that is alone copies them too, also where the type is the same, unless it is frozen.
+        A single rank copies its weights too, even without a change of dtype, unless it is frozen.
         """
         if self.shards == 1 and self.frozen and self.master == self.compute:
             return 0.0
@@ -77,8 +77,8 @@ class Rank:
         return float(self.shape.num_parameters * self.compute)
 
     def layer_activations(self, tokens: int) -> float:
-        """What a layer keeps for its backward pass: norms in float32, as Qwen3 has four, and inputs of the matrices;
-        and of each expert of a token what comes from it and, where experts train, what goes to it.
+        """Bytes of the activations that a layer saves for backward: four norms in float32 (as in Qwen3), the inputs
+        of the matrices, the outputs of each token's experts and, if experts are trained, their inputs.
         """
         shape, compute = self.shape, self.compute
         attention = shape.query_width + shape.key_width
@@ -87,16 +87,16 @@ class Rank:
         return tokens * (per_token + copies * compute)
 
     def chunk(self, responses: int) -> float:
-        """Logits that exist at once, in float32."""
+        """Bytes of the logits that exist at once, in float32."""
         rows = max(1, CHUNK_LOGITS[self.device] // self.shape.vocabulary)
         return 4.0 * min(rows, responses) * self.shape.vocabulary
 
     def gathering(self) -> float:
-        """Weights at the start of a pass, where what is no layer and the first layer exist as sent and as used."""
+        """Bytes of gathered weights at the start of a pass, when all-gather buffers still exist besides the weights."""
         return 2.0 * (self.shape.root + self.shape.layer) * self.compute if self.shards > 1 else self.gathered(0)
 
     def forward(self, tokens: int, responses: int) -> Parts:
-        """The peak of a pass without gradients: its start, a layer's widest moment, or logits and their softmax."""
+        """The peak of a pass without gradients: at its start, in a layer, or at the logits and their softmax."""
         shape = self.shape
         layer = tokens * (3 * shape.width + 4 * shape.hidden + 4 * shape.copies) * self.compute
         logits = tokens * shape.hidden * self.compute + 2 * self.chunk(responses)
@@ -106,16 +106,16 @@ class Rank:
 
 
 class MiniBatch:
-    """What a training rank holds at the moments of a mini-batch that may be its peak.
+    """Memory of a training rank at the points of a mini-batch where it may peak.
 
     Args:
-        rank: which.
-        tokens: of the largest micro-batch.
-        responses: response tokens of it.
-        recomputes: whether layers keep their inputs only (gradient checkpointing).
-        entropies: whether the loss takes entropies.
-        defers: whether gradients wait whole for the last micro-batch.
-        offloads: whether the optimizer's states are there only while a step is taken.
+        rank: the rank.
+        tokens: tokens of the largest micro-batch.
+        responses: response tokens of that micro-batch.
+        recomputes: whether layers save only their inputs (gradient checkpointing).
+        entropies: whether the loss has an entropy term.
+        defers: whether gradients are reduced only in the last micro-batch (`defer_grad_sync`).
+        offloads: whether optimizer states are on the device only during the optimizer step.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class MiniBatch:
         self.recomputed = layer if recomputes else 0.0
         self.chunk, self.entropies = rank.chunk(responses), entropies
         self.trains_all = rank.factors == 0
-        # Gradients wait unsharded, in float32, for the last micro-batch.
+        # Gradients stay unsharded, in float32, until the last micro-batch.
         self.whole = defers or rank.shards == 1
         sharded = rank.trained * rank.master / rank.shards
         self.kept = {"weights": rank.weights, "gradients": rank.trained * 4.0 if self.whole else sharded}
@@ -146,22 +146,22 @@ class MiniBatch:
             self.kept["optimizer"] = rank.states
 
     def peak(self) -> Parts:
-        """The largest moment; the last one is the optimizer step."""
-        moments = [self._start(), self._turn(), self._head(), self._layer(), self._root(), self.step]
+        """Memory at the largest of these points, by purpose."""
+        moments = [self._start(), self._backward_start(), self._head(), self._layer(), self._root(), self.step]
         return max(moments, key=lambda parts: sum(parts.values()))
 
     def _start(self) -> Parts:
-        """Embedding, head and the first layer are gathered."""
+        """Start of the forward pass: embedding, head and the first layer are gathered."""
         return {**self.kept, "gathered weights": self.rank.gathering(), "activations": self.inputs}
 
-    def _turn(self) -> Parts:
-        """Between forward and backward pass embedding and head are gathered again."""
+    def _backward_start(self) -> Parts:
+        """Between forward and backward pass, when embedding and head are gathered again."""
         again = self.shape.root * self.compute if self.rank.shards > 1 and self.rank.reshards else 0.0
         gathered, activations = self.rank.gathered(0) + again, self.kept_by_layers + self.inputs
         return {**self.kept, "gathered weights": gathered, "activations": activations, "logits": self.chunk}
 
     def _head(self) -> Parts:
-        """A chunk's logits and their softmax, or its gradient of the weights, beside the sum of these in float32."""
+        """Backward of the output layer: a chunk's logits and softmax, or its weight gradient and the float32 sum."""
         matrix = self.shape.matrix * self.trains_all
         softmax = (4.0 if self.entropies else 2.0) * self.chunk
         product = self.chunk * self.compute / 4 + (matrix * self.compute if self.compute < 4 else 0)
@@ -170,7 +170,7 @@ class MiniBatch:
         return {**self.kept, "gathered weights": gathered, "activations": activations, "logits": logits}
 
     def _layer(self) -> Parts:
-        """The backward pass of the last layer, with the weights of the one before it on their way."""
+        """Backward of the last layer, while the weights of the layer before it are prefetched."""
         matrix, unit = self.shape.matrix * self.trains_all, self.shape.layer * self.trains_all
         flow = self.tokens * (2 * self.shape.width + 4 * self.shape.hidden + 2 * self.shape.copies) * self.compute
         return {
@@ -181,9 +181,9 @@ class MiniBatch:
         }
 
     def _root(self) -> Parts:
-        """Gradients of embedding and head: both computed, then reduced."""
+        """Gradients of embedding and head, computed and then reduced."""
         rank, matrix, root = self.rank, self.shape.matrix * self.trains_all, self.shape.root * self.trains_all
-        # Not resharded, weights stay for the next micro-batch; in the first one there are no gradients of these yet.
+        # Without resharding, weights stay gathered between micro-batches; the first one has no gradients of them yet.
         stays = max(0.0, rank.gathered(0) - root * rank.master / rank.shards)
         stays *= not (rank.reshards or self.whole)
         reduced = stays + self._reduced(root, 0 if self.shape.tied else matrix)
@@ -191,13 +191,13 @@ class MiniBatch:
         return {**self.kept, "gradients of embedding and head": max(computed, reduced)}
 
     def _reduced(self, numbers: int, last: int) -> float:
-        """A unit's gradients, in float32, with what they are copied from, then with their shard and the last one."""
+        """Bytes of a unit's float32 gradients with their source, or with their shard and that of the last unit."""
         source, shard = numbers * self.compute, numbers * 4.0 / self.rank.shards + last * self.compute
         return numbers * 4.0 + (0.0 if self.whole else max(source, shard))
 
 
 def pass_tokens(config: RunConfig, sequences: int, limit: int | None) -> tuple[int, int]:
-    """All tokens, and response tokens, of the largest pass of so many sequences, or of so many tokens."""
+    """(tokens, response tokens) of the largest pass with `sequences` sequences or, if given, `limit` tokens."""
     roles, data = config.actor_rollout_ref, config.data
     n, longest = roles.rollout.n, data.max_response_length
     if limit is not None:

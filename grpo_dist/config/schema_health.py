@@ -1,8 +1,7 @@
-"""The section `trainer.health`: the rules that each step's metrics are held against, one row for each rule.
+"""The section `trainer.health`: the rules that check each step's metrics, one field of `HealthConfig` per rule.
 
-A row is a field of `HealthConfig`: the rule's name, the metric that it looks at, what its message says, and its
-settings with their defaults. A config names only what it changes (`trainer.health.kl.threshold=0.5`); the row gives
-the rest. How the rules are judged is in trainer/health.py.
+A field has the rule's name, its metric, the parts of its message, and its settings with their defaults. A config sets
+only what it changes (`trainer.health.kl.threshold=0.5`). trainer/health.py evaluates the rules.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ _SCORE = "critic/score/mean"
 
 @dataclass(frozen=True, kw_only=True)
 class HealthRule:
-    """What a rule looks at, and what its message says.
+    """The metric that a rule checks, and the parts of its message.
 
     Attributes:
-        metrics: names of the metric; the first one that a step has is judged. (): the rule looks at all metrics.
-        needs: metrics that the rule cannot be judged without.
-        both_signs: whether the threshold holds for the metric without its sign.
-        seen: what was seen, with places for the metric's name, its value, the limit and other numbers.
-        cause: what that most likely comes from.
+        metrics: names of the metric; the first one that a step has is checked. (): the rule checks all metrics.
+        needs: other metrics without which the rule cannot be checked.
+        both_signs: whether the threshold applies to the absolute value.
+        seen: what was observed: a format string for the metric's name, its value, the limit and other numbers.
+        cause: the most likely cause.
         advice: what to do.
-        solved: cause and advice where the task is solved instead.
-        hopeless: cause and advice where nearly all responses earn the lowest score instead.
+        solved: (cause, advice) that replace the others if the task is solved.
+        hopeless: (cause, advice) that replace the others if nearly all responses get the lowest score.
     """
 
     metrics: tuple[str, ...] = ()
@@ -43,20 +42,20 @@ class HealthRule:
 
 
 class RuleConfig(Section):
-    """The settings of a rule: what happens once it is broken in so many steps in a row."""
+    """Settings of every rule: `action` is taken once the rule is broken in `steps` steps in a row."""
 
     action: Literal["warn", "stop", "off"] = "warn"
     steps: Count = 1
 
 
 class ThresholdConfig(RuleConfig):
-    """A rule on a number that must not be larger than the threshold."""
+    """A rule on a number that must not exceed the threshold."""
 
     threshold: NonNegativeFloat
 
 
 class ShareConfig(RuleConfig):
-    """A rule on a share that must not be larger than the threshold."""
+    """A rule on a share, in [0, 1], that must not exceed the threshold."""
 
     threshold: Share
 
@@ -64,8 +63,8 @@ class ShareConfig(RuleConfig):
 class GradNormConfig(RuleConfig):
     """`trainer.health.grad_norm`: broken above `factor` times the median of the last `window` steps, or `threshold`.
 
-    The median counts once half of the window is there. Norms up to `floor` are never too large by the median, which is
-    near 0 where there is nothing to learn.
+    The median is used once half of the window is filled. Norms up to `floor` never break the median's limit, since the
+    median is near 0 when there is nothing to learn.
     """
 
     factor: Annotated[Float, Field(gt=1)]
@@ -75,20 +74,20 @@ class GradNormConfig(RuleConfig):
 
 
 class EntropyConfig(RuleConfig):
-    """`trainer.health.entropy`: broken below a share of the mean over the first steps, and below `floor` in nats."""
+    """`trainer.health.entropy`: broken below a share of the mean of the first steps, or below `floor` (nats)."""
 
     share_of_start: Share
     floor: NonNegativeFloat
 
 
 class NoRewardConfig(RuleConfig):
-    """`trainer.health.no_reward`: broken where no score has ever been above the threshold, or unlike the others."""
+    """`trainer.health.no_reward`: broken while all scores of the run are equal and not above the threshold."""
 
     threshold: Float
 
 
 class HealthConfig(Section):
-    """`trainer.health`: the table of the rules, and two settings for all of them."""
+    """`trainer.health`: the rules, and two settings that apply to all of them."""
 
     repeat_every: Count
     solved: PositiveShare
@@ -98,7 +97,7 @@ class HealthConfig(Section):
         HealthRule(
             metrics=("actor/kl_loss", "actor/reward_kl_penalty"),
             seen="{metric} is {value:.3g} nats per token, above {limit:g}",
-            cause="the policy runs away from the reference: its steps are too large, or the KL weighs too little",
+            cause="the policy drifts from the reference: the learning rate is too high, or the KL coefficient too low",
             advice="lower actor.optim.lr, or raise actor.kl_loss_coef (algorithm.kl_ctrl.kl_coef); read rollouts/ for "
             "broken text",
         ),
@@ -109,8 +108,8 @@ class HealthConfig(Section):
         HealthRule(
             metrics=("actor/ppo_kl",),
             both_signs=True,
-            seen="{metric} is {value:.3g} nats per token, beyond +-{limit:g}",
-            cause="the optimizer steps on one batch carry the policy far from the one that the batch was judged by",
+            seen="{metric} is {value:.3g} nats per token, outside +-{limit:g}",
+            cause="the optimizer steps on one batch move the policy too far from the one before the update",
             advice="lower actor.optim.lr or actor.ppo_epochs, or raise actor.ppo_mini_batch_size (fewer steps for each "
             "batch)",
         ),
@@ -121,9 +120,9 @@ class HealthConfig(Section):
         HealthRule(
             metrics=("actor/grad_norm",),
             seen="{metric} is {value:.3g}, above {limits}",
-            cause="a batch of outliers (very long responses, huge rewards, old samples), or a policy that comes apart",
-            advice="if it goes on: lower actor.optim.lr or actor.grad_clip; look at critic/rewards/* and rollouts/ of "
-            "this step",
+            cause="a batch of outliers (very long responses, huge rewards, old samples), or a policy that diverges",
+            advice="if it continues: lower actor.optim.lr or actor.grad_clip; look at critic/rewards/* and rollouts/ "
+            "of this step",
         ),
     ] = GradNormConfig(factor=10.0, window=20, floor=1.0, threshold=None)
 
@@ -134,8 +133,8 @@ class HealthConfig(Section):
             needs=(_SCORE,),
             seen="{metric} is {value:.3g} nats per token, below {limit:.3g}; it began at {start:.3g}, and the mean "
             "score {score:.3g} is not the best one",
-            cause="the policy is sure of itself before the task is solved: all responses are alike, and nothing new is "
-            "found",
+            cause="entropy collapse: the responses to a prompt are all alike before the task is solved, so nothing new "
+            "is explored",
             advice="raise actor.clip_ratio_high (0.28), actor.entropy_coeff or rollout.temperature, or lower "
             "actor.optim.lr",
         ),
@@ -151,13 +150,12 @@ class HealthConfig(Section):
             cause="some prompts are always solved and the others never",
             advice="filter the prompts by difficulty, raise rollout.n, or sample until groups differ (filter_groups)",
             solved=(
-                "the prompts are too easy by now: nearly all responses earn the best score",
-                "nothing is wrong if this is the goal; to go on, train on harder prompts, or stop here",
+                "the prompts have become too easy: nearly all responses get the best score",
+                "nothing is wrong if this was the goal; stop here, or train on harder prompts",
             ),
             hopeless=(
-                "the prompts are too hard: nearly all responses earn the lowest score (or the reward cannot read them)",
-                "take easier prompts or a stronger model, raise rollout.n, or give part of the reward for part of the "
-                "work",
+                "nearly all responses get the lowest score: the prompts are too hard, or the reward cannot parse them",
+                "use easier prompts or a stronger model, raise rollout.n, or reward partial success",
             ),
         ),
     ] = ShareConfig(threshold=0.9, steps=5)
@@ -179,9 +177,10 @@ class HealthConfig(Section):
         HealthRule(
             metrics=("training/rollout_probs_diff_mean",),
             seen="{metric} is {value:.3g}, above {limit:g}: engine and trainer disagree about the same tokens",
-            cause="top_p, top_k or min_p cut the distribution, types differ (rollout.dtype, actor.fsdp_config.dtype), "
-            "the engine holds other weights than the policy, or responses are old (trainer.max_staleness)",
-            advice="mend what differs; algorithm.rollout_correction.rollout_is=token weighs what is left",
+            cause="top_p, top_k or min_p truncate the distribution, dtypes differ (rollout.dtype, "
+            "actor.fsdp_config.dtype), the engine holds other weights than the policy, or responses are old "
+            "(trainer.max_staleness)",
+            advice="remove the cause; algorithm.rollout_correction.rollout_is=token corrects for the rest",
         ),
     ] = ShareConfig(threshold=0.05, steps=3)
 
@@ -191,7 +190,7 @@ class HealthConfig(Section):
             metrics=("reward/failure_rate",),
             seen="the reward function failed on {value:.2%} of the responses, more than {limit:.2%}",
             cause="it raises on unusual text, is too slow for reward.timeout_s, or a service behind it does not answer",
-            advice="the message about unscored responses shows the first one; these responses train with "
+            advice="the message about failed responses shows the first one; failed responses train with "
             "reward.failure_score",
         ),
     ] = ShareConfig(threshold=0.005)
@@ -201,10 +200,10 @@ class HealthConfig(Section):
         HealthRule(
             metrics=("critic/score/max",),
             seen="every response since the start of this run scored {highest:g}",
-            cause="the reward function does not find the answers (format, parsing, ground_truth), or the task is out "
-            "of reach",
-            advice="read a few responses in rollouts/, and score one by hand; show the format in the prompt, or reward "
-            "it",
+            cause="the reward function does not find the answers (format, parsing, ground_truth), or the task is too "
+            "hard",
+            advice="read a few responses in rollouts/, and score one by hand; describe the answer format in the "
+            "prompt, or reward it",
         ),
     ] = NoRewardConfig(threshold=0.0, steps=10)
 
@@ -213,14 +212,14 @@ class HealthConfig(Section):
         HealthRule(
             seen="{names} not finite",
             cause="a reward function that returned nan, a division by 0, or log-probs that overflow",
-            advice="find the metric in docs/metrics.md, and what makes it; do not trust the step that it came from",
+            advice="look up in docs/metrics.md how the metric is computed; do not trust the step that it came from",
         ),
     ] = RuleConfig()
 
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, given: Any) -> Any:
-        """Give a rule of which only some settings are named the others from its row."""
+        """Fill in the defaults of a rule of which the config sets only some keys."""
         if not isinstance(given, dict):
             return given
         rows = {name: value for name, value in given.items() if name in RULES and isinstance(value, dict)}
@@ -236,6 +235,6 @@ RULES: dict[str, HealthRule] = {
 
 
 def rule_defaults(rule: str) -> dict[str, Any]:
-    """The settings of a rule where the config does not change them."""
+    """The default settings of a rule."""
     default: RuleConfig = HealthConfig.model_fields[rule].default
     return default.model_dump()

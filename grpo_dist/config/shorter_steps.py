@@ -1,4 +1,4 @@
-"""Other placements and settings with which a step would be shorter, by its estimate."""
+"""Finds placements and settings with which a step would be shorter, by the estimate of step_estimate.py."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from grpo_dist.config.rules import rule_problems
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.step_estimate import GPU_GIB, step_estimate
 
-# What saves less is within the estimate's error.
+# Smaller savings are within the error of the estimate.
 LEAST_SAVING = 0.1
-# So many sizes of the actor are tried on many GPUs.
+# Sizes of the actor that are tried at most.
 _SIZES = 16
 
 Changes = dict[str, Any]
@@ -25,12 +25,15 @@ _SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 
 
 def shorter_steps(config: RunConfig, model_config: Mapping[str, Any] | None, now: float) -> list[tuple[float, str]]:
-    """The best change of each kind that saves a tenth and fits, with its seconds, the shortest step first.
+    """The best change of each kind that fits in memory and shortens the step by at least `LEAST_SAVING`.
 
     Args:
-        config: the run's.
+        config: the run's config.
         model_config: the model's config.json.
-        now: the seconds of its step.
+        now: estimated seconds of a step with this config.
+
+    Returns:
+        (seconds, overrides) of each change, shortest step first.
     """
     if placement(config).shares_gpu:
         return []
@@ -47,7 +50,7 @@ def shorter_steps(config: RunConfig, model_config: Mapping[str, Any] | None, now
 def _best(
     config: RunConfig, model_config: Mapping[str, Any] | None, kind: Sequence[Changes], now: float
 ) -> list[tuple[float, str]]:
-    """The change among these with the shortest step, if it saves enough."""
+    """The change among `kind` with the shortest step, if it saves enough; [] otherwise."""
     memory = functools.partial(memory_estimate, model_config=model_config)
     gib, found = config.cluster.gpu_memory_gib or GPU_GIB, []
     for changes in kind:
@@ -57,7 +60,7 @@ def _best(
         estimate = step_estimate(changed, model_config)
         if estimate is None or estimate.total > now * (1 - LEAST_SAVING):
             continue
-        unsized = with_value(changed, "cluster.gpu_memory_gib", None)  # what does not fit is left out without a remedy
+        unsized = with_value(changed, "cluster.gpu_memory_gib", None)  # skips the search for memory remedies
         if not rule_problems(unsized) and fits(changed, memory, gib):
             new = [f"{key}={shown(value)}" for key, value in changes.items() if value != value_of(config, key)]
             found.append((estimate.total, " and ".join(new)))

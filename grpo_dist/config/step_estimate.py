@@ -1,8 +1,8 @@
-"""How long a step takes on GPUs, phase by phase, and who waits: a rough estimate before anything is started.
+"""A rough estimate of how long each phase of a step takes on GPUs, and which role waits.
 
-Operations and bytes of each phase, over the rates that such phases usually reach on an H100. On other GPUs all phases
-grow about alike, so what it says of their proportion, and of who waits, holds there too. Prompts and responses are
-taken to be half as long as they may be.
+It divides the FLOPs and bytes of each phase by the rates that such phases usually reach on an H100. On other GPUs all
+phases slow down about equally, so their proportions and the waiting shares still hold. Prompts and responses are
+assumed to have half their maximum length.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from grpo_dist.config.placement import Placement, placement
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.sizes import GIB
 
-# An H100 (80 GB): what is reached of 989 TFLOP/s in bf16, and of 3.35 TB/s.
+# An H100 (80 GB): the usual fraction of 989 TFLOP/s in bf16, and of 3.35 TB/s.
 GPU_GIB = 79.0
 FLOPS, BANDWIDTH = 0.4 * 989e12, 0.6 * 3.35e12
-# Bytes a second that each GPU exchanges with the others: of its machine, of other machines (400 Gbit/s for each GPU).
+# Bytes per second that a GPU exchanges within its machine, and with other machines (400 Gbit/s per GPU).
 NVLINK, NETWORK = 300e9, 40e9
-# Bytes a second of new weights on their way to the engines, by `checkpoint_engine.backend`.
+# Bytes per second of a weight sync, by `checkpoint_engine.backend`.
 SYNC = {"broadcast": 40e9, "ipc": 40e9, "object_store": 0.35e9}
-DECODE_OVERHEAD_S = 0.005  # of an engine's step, besides its kernels
+DECODE_OVERHEAD_S = 0.005  # per engine step, besides its kernels
 _BF16 = 2
 
 
@@ -33,9 +33,9 @@ class StepEstimate:
     """Seconds of a step.
 
     Attributes:
-        phases: by name; some run side by side.
-        total: of the step.
-        waiting: by role with GPUs of its own, the share of the step in which they have nothing to do.
+        phases: seconds by phase; some phases overlap.
+        total: seconds of the whole step.
+        waiting: by role, the share of the step in which its GPUs are idle; {} if the engines share the actor's GPUs.
     """
 
     phases: Mapping[str, float]
@@ -44,10 +44,10 @@ class StepEstimate:
 
 
 def step_estimate(config: RunConfig, model_config: Mapping[str, Any] | None) -> StepEstimate | None:
-    """The seconds of a training step; None on CPU, or if the model's sizes are not at hand.
+    """Estimate a training step; None on CPU, or if the model's sizes are unknown.
 
     Args:
-        config: the run's.
+        config: the run's config.
         model_config: the model's config.json.
     """
     shape = None if model_config is None else model_shape(model_config)
@@ -66,7 +66,7 @@ def step_estimate(config: RunConfig, model_config: Mapping[str, Any] | None) -> 
 
 
 def _composed(config: RunConfig, place: Placement, phases: Mapping[str, float]) -> StepEstimate:
-    """What runs side by side: log-probs beside generation, and with `max_staleness` generation beside all else."""
+    """Combine overlapping phases: log-probs overlap generation; with `max_staleness`, generation overlaps the rest."""
     apart = place.ref_world_size > 0 and place.colocate == "separate"
     generation, reference = phases["generation"], phases.get("reference", 0.0)
     log_probs = phases.get("old log-probs", 0.0) + (0.0 if apart else reference)
@@ -83,7 +83,7 @@ def _composed(config: RunConfig, place: Placement, phases: Mapping[str, float]) 
 
 
 class _Work:
-    """Operations and bytes of a step."""
+    """FLOPs and bytes of a step."""
 
     def __init__(self, config: RunConfig, shape: ModelShape) -> None:
         roles, data = config.actor_rollout_ref, config.data
@@ -95,21 +95,21 @@ class _Work:
         )
         matrices = shape.num_layers * shape.active + shape.matrix
         attention = shape.num_layers * shape.query_width * (self.prompt + self.response)
-        self.met = float(matrices * _BF16)  # bytes of the weights that a token meets
-        self.forward = 2.0 * matrices + 2.0 * attention  # operations for a token
+        self.met = float(matrices * _BF16)  # bytes of the weights that one token uses
+        self.forward = 2.0 * matrices + 2.0 * attention  # FLOPs per token
         self.bytes = float(shape.num_parameters * _BF16)
 
     def generation(self, place: Placement) -> float:
-        """Prompts; then tokens, of as many sequences at once as the cache holds; then the rest of the longest one."""
+        """Seconds of prefill, of decoding as many sequences as fit the KV cache, and of the longest one's tail."""
         rollout, gpus = self.config.actor_rollout_ref.rollout, place.tensor_parallel
-        kv = self.shape.kv_values_per_token * _BF16 * (self.prompt + self.response)  # of a sequence
+        kv = self.shape.kv_values_per_token * _BF16 * (self.prompt + self.response)  # per sequence
         memory = (self.config.cluster.gpu_memory_gib or GPU_GIB) * GIB * rollout.gpu_memory_utilization * gpus
         cache = memory - self.bytes if rollout.kv_cache_memory_gib is None else rollout.kv_cache_memory_gib * GIB * gpus
         sequences = self.sequences / place.num_engines
         at_once = max(1.0, min(rollout.max_num_seqs, sequences, cache / kv))
 
         def step(running: float) -> float:
-            read = min(self.bytes, running * self.met) if self.shape.copies else self.bytes  # experts that are met
+            read = min(self.bytes, running * self.met) if self.shape.copies else self.bytes  # only the experts in use
             reading, computing = (read + running * kv) / BANDWIDTH, running * self.forward / FLOPS
             return max(reading, computing) / gpus + DECODE_OVERHEAD_S
 
@@ -118,12 +118,12 @@ class _Work:
         return prefill + sequences * self.response / at_once * step(at_once) + longest
 
     def log_probs(self, ranks: int, micro_batch: int) -> float:
-        """A forward pass over all sequences, and a gathering of the weights for each micro-batch."""
+        """Seconds of a forward pass over all sequences, with one all-gather of the weights per micro-batch."""
         passes = self._passes(self.sequences / ranks, micro_batch)
         return max(self.tokens / ranks * self.forward / FLOPS, passes * self._exchange(ranks, self.bytes))
 
     def update(self, place: Placement) -> float:
-        """Forward and backward pass, with LoRA without the weights' gradients; layers once more if recomputed."""
+        """Seconds of forward and backward: no weight gradients with LoRA, one more forward with checkpointing."""
         roles, ranks = self.config.actor_rollout_ref, place.actor_world_size
         times = (2 if roles.model.lora_rank else 3) + roles.model.enable_gradient_checkpointing
         steps = self.config.data.train_batch_size // roles.actor.ppo_mini_batch_size
@@ -134,7 +134,7 @@ class _Work:
         return roles.actor.ppo_epochs * max(times * self.tokens / ranks * self.forward / FLOPS, exchanged)
 
     def weight_sync(self, place: Placement) -> float:
-        """All weights once."""
+        """Seconds to send all weights once."""
         engine = self.config.actor_rollout_ref.rollout.checkpoint_engine
         return self.bytes / SYNC[engine.resolved_backend(place.device, shares_gpu=place.shares_gpu)]
 
@@ -144,6 +144,6 @@ class _Work:
         return ceil(sequences / per_pass)
 
     def _exchange(self, ranks: int, size: float) -> float:
-        """Seconds in which `size` bytes, of which each rank has its part, come to all of them."""
+        """Seconds of an all-gather of `size` bytes over `ranks` ranks."""
         within = ranks <= self.config.trainer.n_gpus_per_node
         return 0.0 if ranks == 1 else size * (ranks - 1) / ranks / (NVLINK if within else NETWORK)

@@ -9,20 +9,20 @@ from grpo_dist.config.overrides import CONFIG_DIR, group_options
 _COMMAND = "python -m grpo_dist.main"
 _EXAMPLES = (
     ("train the built-in tiny model on arithmetic, on CPU", "algorithm.adv_estimator=grpo"),
-    ("look before you start: the plan, and what a run here would be refused for", "trainer.dry_run=true"),
+    ("check before you start: the plan, and all that would make a run on this machine fail", "trainer.dry_run=true"),
     ("your model on your data", "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B data.train_files=my.parquet"),
     ("Qwen3-8B on GSM8K with 8 GPUs", "model=qwen3_8b data=gsm8k cluster=node8"),
     ("your reward", "custom_reward_function.path=reward.py custom_reward_function.name=compute_score"),
-    ("no KL term, other group size, also W&B", "actor_rollout_ref.actor.use_kl_loss=false "
+    ("no KL term, another group size, log to W&B", "actor_rollout_ref.actor.use_kl_loss=false "
      "actor_rollout_ref.rollout.n=16 'trainer.logger=[console,wandb]'"),
 )  # fmt: skip
 
 
 def usage() -> str:
-    """What the command is, its groups, examples, and where each key is explained."""
+    """The help text: the command, its groups, examples, and where the keys are explained."""
     lines = [f"usage: {_COMMAND} [GROUP=OPTION ...] [KEY=VALUE ...]", ""]
     lines += [
-        "Distributed GRPO for language models. A run is the defaults, changed by groups, changed by keys.",
+        "Distributed GRPO for language models. Groups change the defaults, and keys change both.",
         "",
     ]
     lines.append("groups (the default is marked *):")
@@ -45,6 +45,6 @@ def _default_options() -> dict[str, str]:
 
 
 def first_comment(group: str, option: str) -> str:
-    """What the option of a group is, by the comment at the top of its file."""
+    """The description of a group's option: the first comment of its file."""
     lines = (CONFIG_DIR / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
     return next(line.removeprefix("#").strip() for line in lines if line.startswith("# ") and "@package" not in line)

@@ -55,7 +55,7 @@ def test_batch_arithmetic_on_eight_gpus():
     [
         ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=12"], "16 of 8 sequences"),  # whole groups of n=8
         ([f"{ACTOR}.ppo_micro_batch_size_per_gpu=5"], "32 of 4 sequences"),  # halves of them
-        ([f"{ACTOR}.use_dynamic_bsz=true"], "as many as 16,384 tokens each take"),
+        ([f"{ACTOR}.use_dynamic_bsz=true"], "as many as needed with 16,384 tokens each"),
     ],
 )
 def test_passes_hold_whole_groups_or_tokens(overrides, passes):
@@ -144,8 +144,8 @@ def test_memory_with_lora_is_that_of_its_factors(tmp_path):
 @pytest.mark.parametrize(
     ("override", "passes"),
     [
-        (f"{ACTOR}.ppo_epochs=1", "none: they are the update's own"),
-        ("algorithm.rollout_correction.bypass_mode=true", "none: they are the sampler's (bypass_mode)"),
+        (f"{ACTOR}.ppo_epochs=1", "none: on-policy, so the update computes them"),
+        ("algorithm.rollout_correction.bypass_mode=true", "none: the rollout log-probs are used (bypass_mode)"),
     ],
 )
 def test_where_old_log_probs_come_from(override, passes):
@@ -218,9 +218,9 @@ def test_a_step_is_estimated_where_there_are_gpus():
     big = ("model=qwen3_8b", "data.train_batch_size=1024", f"{ACTOR}.ppo_mini_batch_size=256",
            "data.max_prompt_length=512", "data.max_response_length=1024", f"{ROLLOUT}.n=8")  # fmt: skip
     text = format_plan(*load(*big, "cluster=node8"))
-    says(text, "H100s", "tokens", "512", "seconds    generation ", "GPUs wait  actor ", "trainer.max_staleness=1")
+    says(text, "H100s", "tokens", "512", "seconds    generation ", "GPUs idle  actor ", "trainer.max_staleness=1")
     assert "H100" not in format_plan(*load())
-    assert "GPUs wait" not in format_plan(*load(*big, "cluster=node8", "cluster.colocate=all"))
+    assert "GPUs idle" not in format_plan(*load(*big, "cluster=node8", "cluster.colocate=all"))
 
 
 def test_the_printed_config_has_no_secrets():

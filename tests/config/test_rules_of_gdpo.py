@@ -20,7 +20,7 @@ OVERLONG = "reward.overlong_buffer.enable=true"
         ),
         ([GDPO], [f"{KEYS}=null", "custom_reward_function.path=null", "grpo_dist.rewards.weighted"]),
         ([*NAMED, OVERLONG], [f"{KEYS}=[acc,style]", OVERLONG, "overlong_penalty"]),
-        ([GDPO, f"{KEYS}=[]"], [KEYS, "none"]),
+        ([GDPO, f"{KEYS}=[]"], [f"{KEYS}=[]", "null"]),
         ([GDPO, f"{KEYS}=[acc,style,acc]"], [KEYS, "acc twice"]),
         ([*NAMED, "algorithm.gdpo_reward_weights=[1,2,3]"], ["algorithm.gdpo_reward_weights=[1.0,2.0,3.0]", KEYS]),
     ],
