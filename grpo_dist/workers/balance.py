@@ -1,4 +1,4 @@
-"""Which rank works on which rows: whole groups, so that a prompt is computed once, and nearly equal costs."""
+"""Distributes rows over ranks: whole groups, so that each prompt is computed once, at nearly equal cost per rank."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from grpo_dist.engines.train.micro_batch_plan import Lengths
 
 
 def balance(lengths: Lengths, num_ranks: int) -> list[np.ndarray]:
-    """Deal rows to ranks: whole groups while that is even enough, and nearly equal costs.
+    """Distribute rows over ranks at nearly equal cost, keeping groups whole if possible.
 
-    The largest groups are cut in halves (each computes the prompt again) while ranks differ by more than 5 %.
+    While the slowest rank costs over 5 % more than the mean, the largest group is cut in half; each half then computes
+    the prompt again.
+
+    Args:
+        lengths: groups, prompt lengths and response lengths of the rows.
+        num_ranks: number of ranks.
 
     Returns:
-        Row positions of each rank, ascending.
+        Row indices of each rank, ascending, int64.
     """
     items = lengths.items()
     parts, worst = _deal(items, lengths, num_ranks)
@@ -31,7 +36,7 @@ def balance(lengths: Lengths, num_ranks: int) -> list[np.ndarray]:
 
 
 def _deal(items: list[np.ndarray], lengths: Lengths, num_ranks: int) -> tuple[list[np.ndarray], float]:
-    """Longest processing time first: each item to the part with the least cost so far."""
+    """Greedy longest-processing-time-first: each item goes to the part with the lowest cost so far."""
     costs = [lengths.cost(item) for item in items]
     loads, parts = [0.0] * num_ranks, [[np.empty(0, dtype=np.int64)] for _ in range(num_ranks)]
     for i in np.argsort(-np.asarray(costs), kind="stable").tolist():

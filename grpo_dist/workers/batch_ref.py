@@ -1,9 +1,9 @@
-"""DataProtoRef: the driver's handle of a batch whose columns lie in Ray's object store.
+"""DataProtoRef: the driver's handle to a batch whose columns are in Ray's object store.
 
-A worker returns its columns once, with a label; they stay in the store and belong to the driver, so that they outlive
-the worker (`workers.group.Call.handle`). Who has a batch at hand puts it there (`put`). A consumer fetches its rows of
-the columns it asks for (`fetch`). The driver only rearranges handles. A handle carries, besides references, the few
-small columns the driver needs (one number or string per row): they never grow with response length.
+A worker returns its columns once, with a label. They stay in the store and are owned by the driver, so they outlive the
+worker (`workers.group.Call.handle`). A process that holds a batch itself stores it with `put`. A consumer reads the
+rows and columns it needs with `fetch`. The driver only rearranges handles. Besides references a handle carries the few
+small columns that the driver reads (one number or string per row), whose size does not depend on the response length.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from grpo_dist.protocol.fields import require
 
 @dataclass(frozen=True)
 class Frame:
-    """Columns that were put together: row i of the batch is row `row[i]` of the object `blocks[block[i]]`."""
+    """Columns that were stored together: row i of the batch is row `row[i]` of the object `blocks[block[i]]`."""
 
     columns: tuple[str, ...]
     blocks: tuple[ray.ObjectRef, ...]
@@ -30,7 +30,7 @@ class Frame:
     row: np.ndarray
 
     def index(self, rows: np.ndarray) -> Frame:
-        """These rows; blocks that no row needs are let go."""
+        """These rows; references to blocks without any of them are dropped."""
         used, block = np.unique(self.block[rows], return_inverse=True)
         blocks = tuple(self.blocks[i] for i in used)
         return Frame(self.columns, blocks, block.reshape(-1), self.row[rows])
@@ -47,7 +47,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Label:
-    """What a handle says of a batch that is stored elsewhere: stored columns, small columns, number of rows."""
+    """What a handle needs to know about a stored batch: its columns, its small columns and its number of rows."""
 
     columns: tuple[str, ...]
     small: dict[str, np.ndarray]
@@ -55,17 +55,17 @@ class Label:
 
     @classmethod
     def of(cls, data: DataProto, small: Sequence[str]) -> Label:
-        """The label of `data`, with the columns named in `small`."""
+        """The label of `data`, with the small columns named in `small`."""
         return cls(tuple(data.columns()), {name: np.asarray(data[name]) for name in small}, len(data))
 
 
 @dataclass(frozen=True)
 class DataProtoRef:
-    """Handle of a batch of N rows.
+    """Handle to a batch of N rows.
 
     Attributes:
-        frames: where the columns are.
-        small: columns the driver itself reads: (N,) numbers or strings.
+        frames: references to the stored columns.
+        small: columns that the driver itself reads: (N,) numbers or strings.
         num_rows: N.
     """
 
@@ -80,7 +80,7 @@ class DataProtoRef:
 
     @classmethod
     def stored(cls, data: ray.ObjectRef, label: Label) -> DataProtoRef:
-        """Handle of a batch that is in the object store already."""
+        """Handle to a batch that is already in the object store."""
         rows = label.num_rows
         frame = Frame(label.columns, (data,), np.zeros(rows, np.int64), np.arange(rows))
         return cls((frame,), label.small, rows)
@@ -106,10 +106,10 @@ class DataProtoRef:
         return dataclasses.replace(self, frames=tuple(f for f in frames if f.columns))
 
     def union(self, other: DataProtoRef) -> DataProtoRef:
-        """The columns of both; rows correspond by position.
+        """The columns of both handles; rows correspond by position.
 
         Raises:
-            BatchError: the row counts differ, or both have a column.
+            BatchError: the row counts differ, or both handles have a column of the same name.
         """
         if len(self) != len(other):
             raise BatchError(f"union of handles with {len(self)} and {len(other)} rows")
@@ -119,7 +119,7 @@ class DataProtoRef:
         return DataProtoRef(self.frames + other.frames, {**self.small, **other.small}, len(self))
 
     def replace(self, other: DataProtoRef) -> DataProtoRef:
-        """The columns of both; where both have one, `other`'s."""
+        """The columns of both handles; `other` wins where both have one."""
         return self.select(set(self.columns) - set(other.columns)).union(other)
 
     def reorder(self, rows: Sequence[int] | np.ndarray) -> DataProtoRef:
@@ -139,10 +139,10 @@ class DataProtoRef:
 
     @classmethod
     def concat(cls, parts: Sequence[DataProtoRef]) -> DataProtoRef:
-        """Rows of all parts, in order. Small columns of numbers that a part does not have are nan there.
+        """Rows of all parts, in order. A numeric small column that a part lacks is filled with nan.
 
         Raises:
-            BatchError: the parts were not made by the same producers (their columns are grouped differently).
+            BatchError: the parts have different columns, or were stored in different frames.
         """
         groups = [frame.columns for frame in parts[0].frames]
         if any([frame.columns for frame in part.frames] != groups for part in parts):
@@ -156,7 +156,7 @@ class DataProtoRef:
         return self.small[name] if name in self.small else np.full(len(self), np.nan, np.float32)
 
     def fetch(self, columns: Sequence[str]) -> DataProto:
-        """Read columns from the object store, on the process that needs them. Blocks are mapped, not copied.
+        """Read columns from the object store, in the process that needs them. Blocks are memory-mapped, not copied.
 
         Raises:
             BatchError: a column is missing.

@@ -1,7 +1,7 @@
-"""What reward processes do with whole batches: advantages, diagnostics, samples as text, the groups of a checkpoint.
+"""What reward processes do with whole batches: advantages, diagnostics, samples as text, groups of a checkpoint.
 
-The driver holds handles only, so work on tensors and text needs a process; this one has the tokenizer, and time while
-the actor is updated.
+The driver holds only handles, so work on tensors and text needs a worker. The reward processes have the tokenizer, and
+are idle while the actor is updated.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ TARGET_COLUMNS = ("token_level_scores", "response_mask", "rollout_log_probs")
 
 
 class BatchWork(Process):
-    """The methods for whole batches. Whoever inherits them sets the attributes.
+    """The methods for whole batches. A subclass sets the attributes.
 
     Attributes:
-        tokenizer: of the model.
-        components: the rewards that the reward function declares as its components, with their weights.
-        overlong_penalty: the penalty for long responses; None: there is none.
+        tokenizer: the model's tokenizer.
+        components: the reward components that the reward function declares, with their weights.
+        overlong_penalty: the penalty for long responses; None: no penalty.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -48,7 +48,7 @@ class BatchWork(Process):
     def compute_targets(
         self, batch: DataProtoRef, settings: TargetSettings, kl_coef: float, seed: int
     ) -> tuple[tuple[Label, dict[str, float]], DataProto]:
-        """What the update trains on, from the whole batch; see `algorithms.targets`.
+        """Advantages and the other inputs of the update, from the whole batch; see `algorithms.targets`.
 
         Returns:
             ((label with `advantage_mean` and `reward` per sequence, metrics), the columns of `algorithms.targets`).
@@ -58,9 +58,11 @@ class BatchWork(Process):
         small = {name: torch.as_tensor(values) for name, values in batch.small.items() if name != "uid"}
         components = {k.removeprefix(EXTRA): v for k, v in small.items() if k.startswith(EXTRA)}
         if "reward_components" in settings.needs:
-            settings = self._naming_components(settings, components)
-            nobody = torch.full((len(lengths),), torch.nan)  # a declared one may apply to no response of this batch
-            components = dict.fromkeys(self.components, nobody) | components
+            settings = self._with_components(settings, components)
+            absent = torch.full(
+                (len(lengths),), torch.nan
+            )  # a declared component may apply to no response of this batch
+            components = dict.fromkeys(self.components, absent) | components
         out, metrics = compute_targets(
             {name: data[name].to_padded(0.0) for name in (*TARGET_COLUMNS, *settings.columns)},
             settings,
@@ -78,8 +80,8 @@ class BatchWork(Process):
         found = DataProto.from_dict(columns)
         return (Label.of(found, ("advantage_mean", "reward")), metrics), found
 
-    def _naming_components(self, settings: TargetSettings, returned: Iterable[str]) -> TargetSettings:
-        """With the keys and weights of gdpo filled in."""
+    def _with_components(self, settings: TargetSettings, returned: Iterable[str]) -> TargetSettings:
+        """The settings with gdpo's reward keys and weights filled in."""
         chosen = chosen_components(
             settings.options.get("gdpo_reward_keys"),
             settings.options.get("gdpo_reward_weights"),
@@ -91,13 +93,13 @@ class BatchWork(Process):
         return replace(settings, options={**settings.options, **named})
 
     def rollout_diagnostics(self, batch: DataProtoRef, correction: Mapping[str, Any]) -> dict[str, float]:
-        """The metrics of `algorithms.correction`, from old log-probs that the update brought."""
+        """The metrics of `algorithms.correction`, from the old log-probs that the update returned."""
         names = ("old_log_probs", "rollout_log_probs", "response_mask")
         data = batch.fetch(names)
         return compute_rollout_correction(**{name: data[name].to_padded(0) for name in names}, **correction)[2]
 
     def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """step, uid, input, output, gts (ground truth), score and, where there is one, advantage of every row."""
+        """A dict per row: step, uid, input, output, gts (ground truth), score and, if known, advantage."""
         data = batch.fetch(SAMPLE_COLUMNS)
         prompts, responses = self._decode(data["prompts"]), self._decode(data["responses"])
         advantages = batch.small.get("advantage_mean")
@@ -113,7 +115,7 @@ class BatchWork(Process):
         """Write `read_samples` to `path`, one JSON object per line.
 
         Raises:
-            ConfigError: the disk refuses.
+            ConfigError: the file cannot be written.
         """
         samples = self.read_samples(batch, step, ground_truths)
         lines = [json.dumps(sample, ensure_ascii=False, default=str) for sample in samples]
@@ -125,7 +127,7 @@ class BatchWork(Process):
             temporary.replace(target)
         except OSError as error:
             raise ConfigError(
-                f"cannot write {target}: {error}. Make room there, set trainer.default_local_dir to another place, or "
+                f"cannot write {target}: {error}. Free disk space, set trainer.default_local_dir to another folder, or "
                 "trainer.log_rollouts=false"
             ) from error
 
@@ -133,11 +135,11 @@ class BatchWork(Process):
         """Write all columns of scored groups to `path`.safetensors and `path`.json; returns the files by name.
 
         Raises:
-            CheckpointError: the disk refuses.
+            CheckpointError: the files cannot be written.
         """
         from safetensors import SafetensorError
 
-        # what travels in the handle only becomes a column
+        # small columns that are only in the handle become columns of the file
         extra = {name: torch.tensor(values) for name, values in groups.small.items() if name not in groups.columns}
         data = groups.fetch(groups.columns).union(DataProto.from_dict(extra))
         target = Path(path)
@@ -155,7 +157,7 @@ class BatchWork(Process):
         """Read what `write_groups` wrote.
 
         Returns:
-            (the columns named in `small`, as they travel in a handle; everything).
+            (the columns named in `small`, as numpy arrays for a handle; the whole batch).
         """
         data = DataProto.load(path)
         return {name: np.asarray(data[name]) for name in small}, data

@@ -1,4 +1,4 @@
-"""How long a worker has had something to do."""
+"""Measures how long a worker has been busy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class BusyClock:
-    """Seconds during which at least one call was open."""
+    """Counts the seconds during which at least one call was in progress."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds, self._open, self._since = seconds, 0, 0.0
@@ -25,5 +25,5 @@ class BusyClock:
 
     @property
     def seconds(self) -> float:
-        """So far."""
+        """Busy seconds so far."""
         return self._seconds + (time.monotonic() - self._since if self._open else 0.0)

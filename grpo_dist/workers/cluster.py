@@ -1,4 +1,4 @@
-"""The Ray cluster a run uses: one that is running, or a local one of its own, closed to other machines.
+"""Finds or starts the Ray cluster of a run: a running cluster, or a local one that other machines cannot reach.
 
 Import this module before Ray: a local cluster binds to the loopback address only if Ray is told so before it is
 imported.
@@ -21,7 +21,7 @@ from grpo_dist.errors import ConfigError, GrpoDistError
 
 LOCAL = "local"
 START_ATTEMPTS = 3
-# A cluster that is there takes a connection at once.
+# A running cluster accepts a connection at once.
 CONNECT_TIMEOUT_S = 5.0
 
 
@@ -33,11 +33,11 @@ def connect(address: str | None, num_cpus: int | None) -> str:
         num_cpus: logical CPUs of a local cluster; None: all.
 
     Returns:
-        What was done, in words.
+        A message that says which cluster is used.
 
     Raises:
         ConfigError: there is no cluster at the address.
-        GrpoDistError: a local cluster does not start.
+        GrpoDistError: a local cluster cannot be started.
     """
     address = find_cluster(address)
     if address == LOCAL:
@@ -52,10 +52,10 @@ def connect(address: str | None, num_cpus: int | None) -> str:
 
 
 def find_cluster(address: str | None) -> str:
-    """Where the run's Ray cluster is, or `LOCAL` for one of its own; one with a port has answered.
+    """The address of the run's Ray cluster, or `LOCAL`. Checks that HOST:PORT accepts connections.
 
     Args:
-        address: as for `connect`.
+        address: as in `connect`.
 
     Raises:
         ConfigError: there is no cluster at the address.
@@ -71,13 +71,13 @@ def find_cluster(address: str | None) -> str:
 
 def _no_cluster(address: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"ray_kwargs.ray_init.address={address}: no Ray cluster answers there ({error}). "
+        f"ray_kwargs.ray_init.address={address}: no Ray cluster at this address ({error}). "
         "Start one with `ray start --head`, or set ray_kwargs.ray_init.address=local"
     )
 
 
 def running_cluster() -> str | None:
-    """Address of a cluster that `ray start` left running on this machine; None if its port does not answer."""
+    """Address of the cluster that `ray start` started on this machine; None if its port accepts no connection."""
     note = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
     try:
         address = note.read_text().strip()
@@ -88,24 +88,24 @@ def running_cluster() -> str | None:
 
 
 def _check_answers(address: str) -> None:
-    """Raise OSError or ValueError unless something listens at HOST:PORT. Ray itself would try for minutes."""
+    """Raise OSError or ValueError unless HOST:PORT accepts a connection; Ray itself would retry for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S):
         pass
 
 
 def set_local_environment() -> None:
-    """What Ray reads when it is imported, so that a local cluster is closed to other machines and other users."""
+    """Set what Ray reads when it is imported, so that other machines and users cannot reach a local cluster."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the switch that makes every Ray port bind to 127.0.0.1
-    os.environ.setdefault("RAY_worker_niceness", "0")  # workers are the job here: no reason to step back
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would give workers a lower priority than other processes
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # all process groups of the run and of its engines are on this machine
+    # torch.distributed needs no other network interface: all processes are on this machine
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK_INTERFACE)
-    # For the dashboard, which is not there, Ray would keep 3.6 kB of every call: 60 kB a step, up to 100,000 calls.
+    # Ray would keep 3.6 kB of every call for its dashboard, which is off: 60 kB a step, up to 100,000 calls.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-    # Only this run's processes may talk to the cluster. Given here, the token is not left in the user's home, where
-    # it would turn authentication on for every later `ray start`.
+    # Only this run's processes may connect to the cluster. Without a token here Ray would write one into the user's
+    # home, which would turn authentication on for every later `ray start`.
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
@@ -116,7 +116,7 @@ def _start_local(num_cpus: int | None) -> str:
 
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
-            with _process_groups_of_their_own():
+            with _in_own_process_groups():
                 ray.init(
                     address=LOCAL,
                     num_cpus=num_cpus,
@@ -126,7 +126,7 @@ def _start_local(num_cpus: int | None) -> str:
                 )
             break
         except Exception as error:
-            # Ray gives its own processes 30 s, fixed in its code; on a machine that is busy that may not be enough
+            # Ray waits 30 s for its own processes, which may not be enough on a busy machine; it has no setting for it
             ray.shutdown()
             if attempt == START_ATTEMPTS or "timed out during startup" not in str(error):
                 raise GrpoDistError(f"Ray could not be started on this machine: {error}") from error
@@ -134,11 +134,11 @@ def _start_local(num_cpus: int | None) -> str:
 
 
 @contextlib.contextmanager
-def _process_groups_of_their_own() -> Iterator[None]:
-    """Ray's processes are started outside the run's process group.
+def _in_own_process_groups() -> Iterator[None]:
+    """Start Ray's processes outside the run's process group, by patching the Popen class that Ray starts them with.
 
-    A scheduler's SIGTERM or a terminal's Ctrl-C goes to all of the group, and must not end Ray before the run has
-    saved. Ray has no setting for it.
+    The SIGTERM of a scheduler and the Ctrl-C of a terminal go to the whole process group, and would end Ray before the
+    run has saved a checkpoint. Ray has no setting for this.
     """
     from ray._private import services
 

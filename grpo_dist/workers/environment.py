@@ -1,11 +1,11 @@
 """The environment variables that workers on every node get from the driver.
 
-A worker has the environment that `ray start` had on its node. Credentials, proxies and settings of NCCL that are set
-where the run is started override it. They are passed as an argument of the worker's constructor, since they may be
-secrets, and Ray writes a `runtime_env` into the logs of every node.
+A worker inherits the environment that `ray start` had on its node. The driver's credentials, proxies and NCCL settings
+override it. They are passed as a constructor argument, because they may be secrets, and Ray writes a `runtime_env` into
+the logs of every node.
 
-Variables that name a folder (HF_HOME, SSL_CERT_FILE) are not passed, since nodes differ, nor those that bind a process
-to its own machine.
+Variables that name a folder (HF_HOME, SSL_CERT_FILE) are not passed, because nodes differ, nor those that bind a
+process to the loopback interface.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ NAMES = frozenset(
     }
 )
 PREFIXES = ("WANDB_", "NCCL_", "TORCH_NCCL_")
-# The driver's background process of W&B, which other nodes do not have, and folders.
+# The address of the driver's W&B service process, and folders: both are useless on other nodes.
 _OF_THE_DRIVER = frozenset({"WANDB_SERVICE", "WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"})
 
 
 def shared_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the driver's environment that workers get."""
+    """The part of the driver's environment that workers get."""
     return {
         name: value
         for name, value in environment.items()
@@ -40,10 +40,10 @@ def shared_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def in_environment(worker_class: type) -> type:
-    """A subclass whose constructor first sets the environment variables that are its first argument.
+def with_environment(worker_class: type) -> type:
+    """A subclass whose constructor takes environment variables as its first argument, and sets them first.
 
-    It has the name of the worker's class, which Ray's tools show.
+    It keeps the name of the worker class, which Ray's tools show.
     """
 
     class Worker(worker_class):  # type: ignore[misc, valid-type]

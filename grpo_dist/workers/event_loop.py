@@ -1,8 +1,8 @@
-"""The driver's event loop, in a thread of its own.
+"""The driver's asyncio event loop, in a thread of its own.
 
-Whatever talks to workers is a coroutine on this loop, so no two pieces of it ever run at the same time. The training
+All code that talks to workers is a coroutine on this loop, so no two pieces of it run at the same time. The training
 loop itself stays in the main thread, where signals arrive, and waits there for one coroutine after the other (`run`).
-A thread of its own also lets a notebook, whose main thread has a running loop, call the trainer.
+The separate thread also lets a notebook, whose main thread already runs an event loop, call the trainer.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the driver's loop and wait for it; not to be called on the loop itself.
+    """Run a coroutine on the driver's loop and wait for its result. Must not be called on the loop itself.
 
-    What interrupts the wait, such as a signal, also cancels the coroutine.
+    An exception that interrupts the wait, such as KeyboardInterrupt, also cancels the coroutine.
     """
     if asyncio._get_running_loop() is _loop():
         coroutine.close()
-        raise AssertionError("the loop would wait for itself: await the coroutine")
+        raise AssertionError("run() called on the event loop would deadlock: await the coroutine instead")
     future = asyncio.run_coroutine_threadsafe(coroutine, _loop())
     try:
         return future.result()
@@ -40,21 +40,21 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def in_background(coroutine: Coroutine[Any, Any, T], tasks: set[asyncio.Task[Any]]) -> asyncio.Task[T]:
-    """Have a coroutine go on by itself, as one of `tasks` until it ends. Who waits for it is told if it fails."""
+    """Start a coroutine as a task, which is in `tasks` until it ends. Awaiting it raises its error."""
     task = asyncio.create_task(coroutine)
     tasks.add(task)
 
     def forget(task: asyncio.Task[T]) -> None:
         tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # else asyncio complains where nobody waits for it
+            task.exception()  # marks the error as seen; asyncio would log it if nobody awaits the task
 
     task.add_done_callback(forget)
     return task
 
 
 def blocking(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
-    """A coroutine function as a function that waits, for code outside the driver's loop."""
+    """Turn a coroutine method into a blocking one, for code outside the driver's loop."""
 
     @functools.wraps(method)
     def wait(*args: P.args, **kwargs: P.kwargs) -> T:

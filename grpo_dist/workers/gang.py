@@ -1,7 +1,7 @@
-"""The gangs: roles whose ranks hold one sharded model and answer together.
+"""Gangs: roles whose ranks hold one sharded model and run every call together.
 
-With one rank lost the others cannot go on. All are started again where that makes the loss good (`Gang.restart`), and
-what they were asked is asked again. Where only a checkpoint has what they held, the loss is the run's (trainer/run.py).
+If one rank is lost, the others cannot continue. If the model can be loaded again, all ranks are restarted and the call
+is repeated (`Gang.restart`). If only a checkpoint has the weights, the whole run is restarted from it (trainer/run.py).
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ class Gang:
     """Ranks that hold one sharded model: the base of the reference and the actor.
 
     Args:
-        workers: their processes.
+        workers: the group's processes.
     """
 
     def __init__(self, workers: WorkerGroup) -> None:
         self.workers = workers
         self._settings: PolicySettings | None = None
-        self._free = asyncio.Lock()  # one pass at a time, so that the time limit of a pass is its own
+        self._free = asyncio.Lock()  # one pass at a time: a queued pass would use up its time limit while waiting
 
     async def start(self, settings: PolicySettings) -> None:
         """Form the process group and load the model."""
         self._settings = settings
-        host = meeting_host(await self.workers.call_home())
+        host = rendezvous_host(await self.workers.call_home())
         port = await self.workers.ask(0, "start", "open_store", host)
         await self.workers.ask_all("start", "start", settings, host, port)
 
     async def restart(self, error: GrpoDistError) -> None:
-        """Make the loss of a rank good.
+        """Start all ranks again after one was lost.
 
         Raises:
-            GrpoDistError: `error`, if that cannot be done.
+            GrpoDistError: `error`, if a restart cannot recover the weights.
         """
         raise error
 
     async def compute_log_probs(
         self, stage: str, batch: DataProtoRef, method: str = "compute_log_probs"
     ) -> DataProtoRef:
-        """Log-probs of all rows, spread over the ranks; a handle in the order of the batch's rows."""
+        """Log-probs of all rows, computed by all ranks; returns a handle with rows in the order of the batch."""
         rows = _shares(batch, np.arange(len(batch)), len(self.workers))
         inputs = batch.select(("uid", "prompts", "responses", "response_mask"))
         parts = [inputs.reorder(part) for part in rows]
@@ -70,7 +70,7 @@ class Gang:
         return DataProtoRef.concat(handles).reorder(np.argsort(np.concatenate(rows)))
 
     async def _ask(self, send: Callable[[], list[Call]]) -> tuple[list[Call], list[Any]]:
-        """Ask all ranks, and again after a loss that could be made good: (the calls, their answers)."""
+        """Send a call to all ranks, again after each successful restart: (the calls, their answers)."""
         while True:
             calls = send()
             try:
@@ -79,15 +79,15 @@ class Gang:
                 await self.restart(error)
 
     async def forward_report(self) -> str:
-        """One sentence on how the ranks lay sequences out, and why."""
+        """One sentence on how the ranks batch sequences (packed or padded), and why."""
         return (await self.workers.ask_all("report", "forward_report"))[0]
 
     async def begin_save(self, folder: str) -> None:
-        """Begin to write a checkpoint into `folder`, from a copy; waits until the copy is there."""
+        """Start writing a checkpoint into `folder` in the background; returns once the state has been copied."""
         await self.workers.ask_all("save_checkpoint", "begin_save", folder)
 
     async def finished_save(self, *, wait: bool) -> dict[str, FileDigest] | None:
-        """The files of that checkpoint by name; None while a rank still writes, unless `wait`.
+        """The files of that checkpoint by name; None while a rank is still writing, unless `wait` is set.
 
         Raises:
             CheckpointError: a rank cannot write.
@@ -96,19 +96,19 @@ class Gang:
         return None if None in parts else {name: digest for part in parts for name, digest in part.items()}
 
     async def load_checkpoint(self, folder: str) -> None:
-        """Read a checkpoint."""
+        """Load a checkpoint on all ranks."""
         await self.workers.ask_all("load_checkpoint", "load_checkpoint", folder)
 
 
 class ReferenceGroup(Gang):
-    """The reference of the KL term. It moves only when told to (iterative GRPO).
+    """The reference model of the KL term. Its weights change only in iterative GRPO (`move_towards`).
 
     Attributes:
-        has_moved: whether it is another model than the one it was loaded from: then only a checkpoint has its weights.
+        has_moved: whether its weights differ from those of the model folder; then only a checkpoint has them.
 
     Args:
-        workers: its processes.
-        restarts: how many may be replaced.
+        workers: the group's processes.
+        restarts: how many workers may be replaced.
     """
 
     def __init__(self, workers: WorkerGroup, restarts: RestartBudget | None = None) -> None:
@@ -117,11 +117,11 @@ class ReferenceGroup(Gang):
         self.has_moved = False
 
     async def restart(self, error: GrpoDistError) -> None:
-        """Start all ranks again: those that are left cannot go on without the one that is lost.
+        """Start all ranks again after one was lost.
 
         Raises:
-            GrpoDistError: `error`, if it is no loss, there have been too many, or the reference has moved: then only a
-                checkpoint has its weights.
+            GrpoDistError: `error`, if no process was lost, the restarts are used up, or the reference has moved, so
+                that only a checkpoint has its weights.
         """
         while True:
             if not isinstance(error, WorkerLost) or self.has_moved:
@@ -136,33 +136,33 @@ class ReferenceGroup(Gang):
                 error = another
 
     async def move_towards(self, actor: ActorGroup, share: float) -> None:
-        """Take `share` of the actor's weights, and the rest of its own."""
+        """Move the weights towards the actor's: share * actor + (1 - share) * reference."""
         self.has_moved = True
         buckets = (await actor.workers.ask_all("sync_reference", "export_parameters"))[0]
         await self.workers.ask_all("sync_reference", "load_weights", buckets, share)
 
     async def load_checkpoint(self, folder: str) -> None:
-        """Read a checkpoint. From then on only a checkpoint has the weights."""
+        """Load a checkpoint on all ranks. From then on only a checkpoint has the weights."""
         self.has_moved = True
         await super().load_checkpoint(folder)
 
 
 class ActorGroup(Gang):
-    """The policy that trains."""
+    """The policy that is trained."""
 
     async def take_reference_head(self, ref: ReferenceGroup) -> None:
-        """Copy the reference's present output layer, for the exact KL."""
+        """Copy the reference's current output layer to the actor, for the exact KL (`kl_loss_type=full`)."""
         head = (await ref.workers.ask_all("sync_reference", "export_output_layer"))[0]
         await self.workers.ask_all("sync_reference", "load_reference_head", head)
 
     async def update(
         self, batch: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: ObjectiveSettings, step: int
     ) -> tuple[DataProtoRef, dict[str, Metric]]:
-        """One optimizer step per mini-batch (arrays of row positions), each spread over the ranks.
+        """Take one optimizer step per mini-batch (an array of row indices), each split over the ranks.
 
         Returns:
-            (the batch, on policy with the `old_log_probs` of the update itself; metrics, merged over ranks, then
-            averaged over mini-batches).
+            (the batch, if on-policy with the `old_log_probs` that the update computed; the metrics, merged over ranks
+            and averaged over mini-batches).
         """
         ranks = len(self.workers)
         shares = [_shares(batch, rows, ranks) for rows in mini_batches]
@@ -182,15 +182,15 @@ class ActorGroup(Gang):
         return batch, merge_metrics([_per_mini_batch(metrics) for metrics in merged])
 
     async def export_hf_model(self, folder: str, dtype: str) -> None:
-        """Write the policy as a Hugging Face folder, with weights in `dtype`: "fp32" or "bf16"."""
+        """Write the policy into `folder` in Hugging Face format, with weights in `dtype`: "fp32" or "bf16"."""
         await self.workers.ask_all("export_hf_model", "export_hf_model", folder, dtype)
 
 
 async def find_model(groups: Sequence[WorkerGroup], path: str) -> None:
-    """Have one process of each node find the model, or download it: the other processes then find it there.
+    """Find or download the model once per node, so that the other processes of the node find it on disk.
 
     Raises:
-        GrpoDistError: a node has it not and cannot get it; the message names the node.
+        GrpoDistError: a node does not have the model and cannot download it; the message names the node.
     """
     first: dict[str, tuple[WorkerGroup, int]] = {}
     for group in groups:
@@ -199,17 +199,17 @@ async def find_model(groups: Sequence[WorkerGroup], path: str) -> None:
     await asyncio.gather(*(group.ask(rank, "start", "find_model", path) for group, rank in first.values()))
 
 
-def meeting_host(addresses: Sequence[Address]) -> str:
-    """Where ranks meet: at the first one's node, on loopback if all are there."""
+def rendezvous_host(addresses: Sequence[Address]) -> str:
+    """The host of the ranks' rendezvous: the node of rank 0, or loopback if all ranks are on one node."""
     return LOOPBACK if len({address.ip for address in addresses}) == 1 else addresses[0].ip
 
 
 def _shares(batch: DataProtoRef, rows: np.ndarray, num_ranks: int) -> list[np.ndarray]:
-    """Which of `rows` each rank works on."""
+    """The rows that each rank works on."""
     columns = (batch[name][rows] for name in ("uid", "prompt_length", "response_length"))
     return [rows[part] for part in balance(Lengths(*columns), num_ranks)]
 
 
 def _per_mini_batch(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """A mini-batch's loss is a sum over ranks; over mini-batches its mean is reported."""
+    """Turn sums over ranks into means, so that merging mini-batches averages them."""
     return {name: Mean(m.value, 1) if isinstance(m, Sum) else m for name, m in metrics.items()}

@@ -1,11 +1,11 @@
-"""WorkerGroup: the processes of one role. The only place where Ray actors are made and awaited.
+"""WorkerGroup: the processes of one role. The only module that creates Ray actors and waits for them.
 
 A worker is a plain class; `spawn` runs one instance of it in each process. `submit` sends a call; coroutines wait for
-the answers, in rank order. Whatever goes wrong in a worker comes out as one `GrpoDistError`: an error of ours as it is,
-anything else as a `WorkerError` with role, rank, node and stage; a `WorkerLost` if the process died or does not answer
-within its time limit. Where ranks work together (`answers`), the first failure ends the wait: other ranks may never
-answer once a peer is gone. Where the loss of one rank shows as an error of another (a broken connection, a collective
-operation that it did not come to), or makes all of them late, the one that is lost is named.
+the answers, in rank order. Every failure is raised as a `GrpoDistError`: errors of this package unchanged, a
+`WorkerLost` if the process died or exceeded its time limit, anything else as a `WorkerError` with role, rank, node and
+stage. When ranks work together (`answers`), the first failure ends the wait, because the other ranks may never answer
+once a peer is gone. If a lost rank shows up as an error of another rank (a broken connection, a collective operation
+that timed out), or delays all ranks, the error names the lost rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from grpo_dist.errors import GrpoDistError, OutOfMemory, WorkerError, WorkerLost
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.busy import BusyClock
-from grpo_dist.workers.environment import in_environment
+from grpo_dist.workers.environment import with_environment
 from grpo_dist.workers.event_loop import blocking
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.probe import LOST, probe
@@ -44,24 +44,31 @@ from grpo_dist.workers.resources import Bundle
 
 # A RayTaskError's text holds the remote traceback; this much of its end is kept.
 TRACEBACK_CHARS = 4000
-# Ray sends results up to 100 kB back with the reply, to the driver's memory. Data is not for the driver: a worker with
-# this in its environment leaves all but short answers in the object store.
+# Ray returns results of up to 100 kB inline, into the driver's memory. With this in its environment a worker leaves all
+# results but short ones in the object store, since the driver does not need the data.
 DATA_STAYS_IN_STORE = {"RAY_max_direct_call_object_size": "4096"}
-# A new process imports torch, transformers or vLLM before it answers, and others do so beside it.
+# A new process imports torch, transformers or vLLM before it answers, at the same time as many others.
 PROCESS_START_S = 600.0
-# Ranks that wait in the same collective operation fail within moments of each other; a rank that does not answer for so
-# long after the first failure is the one that they waited for.
+# Ranks that wait in the same collective operation fail almost together; a rank that has not answered this long after
+# the first failure is the one that they waited for.
 COLLECTIVE_GRACE_S = 10.0
-# What the messages of gloo and NCCL contain, and those of no other error.
+# Texts that only error messages of gloo and NCCL contain.
 _COLLECTIVE_ERRORS = ("gloo/transport/", "gloo/rendezvous/", "ProcessGroupNCCL", "NCCL error", "NCCL communicator")
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call that was sent: who was asked to do what, since when, and how many seconds it may take.
+    """A call that was sent to a worker.
 
-    `process` is the actor handle that was asked, `data` what it returns besides its answer (see
-    `WorkerGroup.submit_for_data`).
+    Attributes:
+        ref: Ray's reference to the answer.
+        group: the worker's group.
+        rank: the worker's rank.
+        stage: the stage that the call belongs to, for messages.
+        started: `time.monotonic()` when the call was sent.
+        limit_s: seconds that it may take.
+        process: the actor handle of the process that was called.
+        data: reference to the data returned besides the answer; see `WorkerGroup.submit_for_data`.
     """
 
     ref: ray.ObjectRef
@@ -74,10 +81,10 @@ class Call:
     data: ray.ObjectRef | None = None
 
     async def answer(self) -> Any:
-        """Wait for the value.
+        """Wait for the answer.
 
         Raises:
-            GrpoDistError: the call failed, its worker died, or it took longer than it may.
+            GrpoDistError: the call failed, its worker died, or it exceeded its time limit.
         """
         try:
             async with asyncio.timeout(self.limit_s - (time.monotonic() - self.started)):
@@ -86,13 +93,13 @@ class Call:
             raise await self.group.late([self], self.limit_s) from None
 
     def handle(self, label: Label) -> DataProtoRef:
-        """The handle of the data that came with the answer."""
+        """A handle to the data that was returned with the answer."""
         assert self.data is not None, "only `submit_for_data` asks for data"
         return DataProtoRef.stored(self.data, label)
 
     @property
     def is_current(self) -> bool:
-        """Whether the process that was asked has not been replaced."""
+        """Whether the process that was called is still the worker of this rank."""
         return self.process is self.group.handles[self.rank]
 
 
@@ -103,7 +110,7 @@ class WorkerGroup:
         role: "actor", "rollout", "ref" or "reward".
         handles: one Ray actor handle per rank.
         limits: seconds without an answer after which a worker counts as hung, by stage.
-        make: by rank, what makes a new process in place of one that is gone.
+        make: by rank, a function that starts a new process in place of a lost one.
     """
 
     def __init__(
@@ -111,7 +118,7 @@ class WorkerGroup:
     ) -> None:
         self.role, self.handles, self.limits = role, list(handles), limits
         self._addresses: dict[int, Address] = {}
-        self._expected: dict[int, ray.ObjectRef] = {}  # addresses of new processes that may not be up yet, by rank
+        self._expected: dict[int, ray.ObjectRef] = {}  # by rank, addresses of new processes that may still be starting
         self._make = list(make)
         self._waits: list[set[asyncio.Future[Any]]] = [set() for _ in self.handles]  # for answers, by rank
         self._busy = [BusyClock() for _ in self.handles]
@@ -129,12 +136,19 @@ class WorkerGroup:
         shared: Mapping[str, str] | None = None,
         max_concurrency: int = 1,
     ) -> WorkerGroup:
-        """Start one process per bundle; rank i is built with `worker_class(*args[i])`. Returns without waiting.
+        """Start one process per bundle, without waiting for them.
 
-        `env` are variables that a process must have when it starts (Ray logs them: no secrets), `shared` those that are
-        set before the constructor runs (environment.py).
+        Args:
+            role: the group's role.
+            worker_class: rank i is built with `worker_class(*args[i])`.
+            bundles: the resources of each process.
+            args: constructor arguments of each process.
+            limits: time limits by stage.
+            env: environment variables that a process must have when it starts. Ray logs them: no secrets.
+            shared: environment variables that are set before the constructor runs (environment.py).
+            max_concurrency: calls that a process runs at the same time.
         """
-        remote_class: Any = ray.remote(in_environment(worker_class))
+        remote_class: Any = ray.remote(with_environment(worker_class))
         make = []
         for bundle, arguments in zip(bundles, args, strict=True):
             options = remote_class.options(
@@ -149,9 +163,9 @@ class WorkerGroup:
         return cls(role, [start() for start in make], limits, make)
 
     def respawn(self, rank: int) -> None:
-        """End a worker's process, if it still lives, and start a new one in its place, without waiting.
+        """Kill a worker's process, if it is alive, and start a new one in its place, without waiting.
 
-        Whoever waits for an answer of the old process gets a `WorkerLost`.
+        Pending waits for an answer of the old process raise `WorkerLost`.
         """
         ray.kill(self.handles[rank])
         for wait in self._waits[rank]:
@@ -159,11 +173,11 @@ class WorkerGroup:
                 wait.set_exception(self.lost(rank, "start", "its process was replaced"))
         self._addresses.pop(rank, None)
         self.handles[rank] = self._make[rank]()
-        self._expected[rank] = self.handles[rank].address.remote()  # it answers this as soon as it is up
+        self._expected[rank] = self.handles[rank].address.remote()  # answered once the process has started
         self._busy[rank] = BusyClock(self._busy[rank].seconds)
 
     def busy_seconds(self) -> float:
-        """Seconds that the workers, taken together, have had something to do so far."""
+        """Seconds that the workers have been busy so far, summed over workers."""
         return sum(clock.seconds for clock in self._busy)
 
     def __len__(self) -> int:
@@ -171,22 +185,22 @@ class WorkerGroup:
 
     @property
     def addresses(self) -> dict[int, Address]:
-        """Where the processes are, by rank; those of new processes once they are up."""
+        """Addresses of the processes by rank; a new process is missing until it has started."""
         refs = {ref: rank for rank, ref in self._expected.items()}
         done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0) if refs else ([], [])
         for ref in done:
             del self._expected[refs[ref]]
-            with contextlib.suppress(RayError):  # that process is gone too
+            with contextlib.suppress(RayError):  # that process was lost too
                 self._addresses[refs[ref]] = ray.get(ref)
         return self._addresses
 
     async def call_home(self) -> list[Address]:
-        """Wait until every process is there, and note where."""
+        """Wait until every process has started; returns and stores their addresses."""
         limit = max(self.limits.of("start"), PROCESS_START_S)
         return self.note_addresses(await self.answers(self.submit_all("start", "address"), limit))
 
     def note_addresses(self, addresses: Sequence[Address]) -> list[Address]:
-        """Note where the processes are, in rank order."""
+        """Store the addresses of the processes, in rank order."""
         self._addresses, self._expected = dict(enumerate(addresses)), {}
         return list(addresses)
 
@@ -201,8 +215,8 @@ class WorkerGroup:
     def submit_for_data(self, rank: int, stage: str, method: str, *args: Any, limit_s: float | None = None) -> Call:
         """Call a method that returns (answer, data), without waiting.
 
-        `Call.data` refers to the data, which stays in the object store. Unlike what a worker puts there itself it
-        outlives the worker: it belongs to this process. `limit_s` replaces the stage's time limit.
+        `Call.data` refers to the data, which stays in the object store. It is owned by this process, so unlike an
+        object that the worker puts there itself it outlives the worker. `limit_s` replaces the stage's time limit.
         """
         handle, limit = self.handles[rank], self.limits.of(stage) if limit_s is None else limit_s
         self._busy[rank].begin()
@@ -210,7 +224,7 @@ class WorkerGroup:
         return Call(answer, self, rank, stage, time.monotonic(), limit, handle, data)
 
     def tell(self, rank: int, method: str, *args: Any) -> None:
-        """Call a method whose answer nobody waits for."""
+        """Call a method without ever waiting for its answer."""
         getattr(self.handles[rank], method).remote(*args)
 
     def submit_all(self, stage: str, method: str, *args: Any) -> list[Call]:
@@ -262,12 +276,12 @@ class WorkerGroup:
                 raise each
         return list(found)
 
-    # For code outside the driver's loop: the same, but not as coroutines.
+    # The same methods as blocking functions, for code outside the driver's loop.
     call, call_all, call_each = blocking(ask), blocking(ask_all), blocking(ask_each)
     gather, settle = blocking(answers), blocking(outcomes)
 
     async def value(self, call: Call) -> Any:
-        """Wait for the value of a call, however long it takes; errors as `Call.answer`."""
+        """Wait for the answer of a call without a time limit; raises as `Call.answer` does."""
         loop = asyncio.get_running_loop()
         wait = loop.create_future()
         self._waits[call.rank].add(wait)
@@ -288,7 +302,7 @@ class WorkerGroup:
 
     # --- failures ----------------------------------------------------------------------------------------------
     def _failure(self, call: Call, error: RayError) -> GrpoDistError:
-        """What to say of a call that Ray answers with an error."""
+        """Convert the error that Ray returned for a call."""
         if isinstance(error, RayTaskError):
             cause = error.cause
             if isinstance(cause, WorkerError):
@@ -318,27 +332,27 @@ class WorkerGroup:
         return "?" if address is None else address.host
 
     async def late(self, calls: Sequence[Call], limit_s: float) -> WorkerLost:
-        """What to say of these workers' calls that were not answered in time: names the one that is stuck."""
+        """The error for calls that exceeded their time limit; names the worker that is stuck, if one is."""
         states = await self._states([call.rank for call in calls])
         worst = next((call for call in calls if states.get(call.rank) in LOST), calls[0])
         state = f": its process is {states[worst.rank]}" if worst.rank in states else ""
         others = len(calls) - 1
-        also = f"; ranks that are late too, and may wait for it: {others}" if others else ""
+        also = f"; {others} more ranks are late too, and may be waiting for this one" if others else ""
         return self.lost(worst.rank, worst.stage, f"no answer within {limit_s:g} s{state}{also}")
 
     async def root_cause(
         self, error: GrpoDistError, unanswered: Mapping[Call, asyncio.Future[Any]] = MappingProxyType({})
     ) -> GrpoDistError:
-        """`error`, or, if it is one rank's and another rank is gone or hangs, the loss of that one.
+        """The loss of another rank that caused `error`, or `error` itself.
 
         Args:
-            error: what came out first.
-            unanswered: the calls of other ranks for the same that have no answer yet, and what waits for them.
+            error: the first error of any rank.
+            unanswered: calls of the same operation to other ranks that have no answer yet, with their futures.
         """
         if not isinstance(error, WorkerError) or isinstance(error, OutOfMemory) or len(self) == 1:
             return error
         states = await self._states([rank for rank in range(len(self)) if rank != error.rank])
-        # NCCL ends the process of a rank that has waited too long: others may be dead for the same reason
+        # NCCL kills the process of a rank that waited too long, so other ranks may be dead for the same reason
         culprits = ("stopped",) if isinstance(error, WorkerLost) else LOST
         lost = None
         if gone := [rank for rank, state in states.items() if state in culprits]:
@@ -346,13 +360,15 @@ class WorkerGroup:
         elif any(text in error.message for text in _COLLECTIVE_ERRORS) and unanswered:
             _, waiting = await asyncio.wait(unanswered.values(), timeout=COLLECTIVE_GRACE_S)
             if hung := [call for call, value in unanswered.items() if value in waiting]:
-                others = f"; so did {len(hung) - 1} more, of which one may be the cause" if len(hung) > 1 else ""
+                others = (
+                    f"; nor did {len(hung) - 1} other ranks, one of which may be the cause" if len(hung) > 1 else ""
+                )
                 state = states.get(hung[0].rank, "unknown")
-                why = f"it did not come to an operation in which rank {error.rank} waited for it (its process: {state})"
+                why = f"it did not join a collective operation in which rank {error.rank} waited (its process: {state})"
                 lost = self.lost(hung[0].rank, hung[0].stage, why + others)
         if lost is None:
             return error
-        lost.add_note(f"it showed as: {error}")
+        lost.add_note(f"first error: {error}")
         return lost
 
     async def _states(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -361,7 +377,7 @@ class WorkerGroup:
         return await asyncio.to_thread(probe, known)
 
     async def end(self) -> None:
-        """End all processes at once; nobody waits for their answers any more."""
+        """Kill all processes at once and cancel all waits for their answers."""
         for handle, waits in zip(self.handles, self._waits, strict=True):
             ray.kill(handle)
             for wait in waits:
@@ -371,7 +387,7 @@ class WorkerGroup:
 
 
 def _cause_of_death(error: RayError) -> str:
-    """What Ray's report says about why: its exit detail, up to the general advice."""
+    """Why a process died: the exit detail of Ray's report, without its general advice."""
     if getattr(error, "actor_init_failed", False):  # the report ends with the constructor's traceback
         return str(error).strip().splitlines()[-1]
     report = " ".join(str(error).split())

@@ -1,8 +1,8 @@
-"""Pool: workers that answer alone. Who has room, who failed, who is being replaced.
+"""Pool: workers that answer independently of each other; load balancing and replacement of failed workers.
 
-What is asked waits until a worker has room, and goes to the one with the smallest share of its room taken. A worker
-that is lost is ended and started again, as often as the run's budget allows; what it was asked for is asked again, at
-its old place in the queue, of whoever has room then.
+A request waits in a queue until a worker has capacity, and goes to the worker with the lowest load. A lost worker is
+killed and started again, as often as the run's restart budget allows. Its requests return to their old places in the
+queue, and are sent to any worker that has capacity.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from grpo_dist.workers.event_loop import in_background
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.restarts import RestartBudget
 
-# Makes of a call and its answer what whoever asked gets; may raise.
+# Converts a call and its answer into the result of the request; may raise.
 TakeIn = Callable[[Call, Any], Any]
 
 
@@ -31,9 +31,9 @@ class Member:
     """One worker of a pool.
 
     Attributes:
-        limit: how much it may have in flight.
+        limit: its capacity: how much it may have in flight.
         taken: how much it has in flight.
-        is_ready: whether it takes part; not while it starts again.
+        is_ready: whether it gets requests; False while it is started again.
     """
 
     limit: int = 1
@@ -42,13 +42,13 @@ class Member:
 
     @property
     def load(self) -> float:
-        """Share of its limit that is in flight; infinite while it takes no part."""
+        """`taken / limit`; infinite while it gets no requests."""
         return self.taken / self.limit if self.is_ready else math.inf
 
 
 @dataclass(order=True)
 class _Waiting:
-    """Something to be asked, and its place in the queue."""
+    """A request, ordered by its place in the queue."""
 
     later: bool
     number: int
@@ -60,12 +60,12 @@ class _Waiting:
 
 
 class Pool:
-    """Workers that answer alone.
+    """Workers that answer independently of each other.
 
     Args:
-        workers: their processes.
-        restarts: how many may be replaced.
-        replaces: errors after which a worker is replaced; all others are the caller's.
+        workers: the processes.
+        restarts: how many workers may be replaced.
+        replaces: errors after which a worker is replaced; other errors are raised to the caller.
     """
 
     def __init__(
@@ -77,7 +77,9 @@ class Pool:
         self.workers, self.restarts, self.replaces = workers, restarts, replaces
         self.settings: list[Any] = [None] * len(workers)
         self.members = [self.new_member(rank) for rank in range(len(workers))]
-        self._loads = np.zeros(len(workers))  # by rank, `Member.load`: there may be hundreds, and many calls
+        self._loads = np.zeros(
+            len(workers)
+        )  # `Member.load` by rank, as an array for speed: there may be hundreds of workers
         self._homes: dict[Hashable, int] = {}
         self._queue: list[_Waiting] = []
         self._order = itertools.count()
@@ -85,32 +87,32 @@ class Pool:
         self._starts: dict[int, asyncio.Task[None]] = {}
         self._failure: GrpoDistError | None = None
 
-    # --- what a kind of pool decides ---------------------------------------------------------------------------
+    # --- for subclasses -----------------------------------------------------------------------------------------
     def new_member(self, rank: int) -> Member:
-        """A worker that has just been started, with `settings[rank]`."""
+        """The state of a worker that has just been started with `settings[rank]`."""
         return Member()
 
     async def prepare(self, rank: int) -> None:
-        """What a worker that was started again must have before it takes part."""
+        """Prepare a worker that was started again for its first request."""
 
     # --- starting ----------------------------------------------------------------------------------------------
     async def start(self, settings: Sequence[Any]) -> list[Any]:
-        """Start all workers at the same time, each with settings of its own; their answers."""
+        """Start all workers at the same time, each with its own settings; returns their answers."""
         await self.workers.call_home()
         self.settings = list(settings)
         self.members = [self.new_member(rank) for rank in range(len(self.workers))]
         return await self.workers.ask_each("start", "start", [(each,) for each in settings])
 
     def replace(self, rank: int, process: Any, error: GrpoDistError) -> None:
-        """End a worker's process and start it again, unless that has happened already.
+        """Kill a worker's process and start a new one, unless that process has already been replaced.
 
         Args:
-            rank: of the worker.
-            process: the handle of what failed.
+            rank: rank of the worker.
+            process: actor handle of the process that failed.
             error: how it failed.
 
         Raises:
-            GrpoDistError: `error`, if too many workers have been replaced.
+            GrpoDistError: `error`, if the restart budget is used up.
         """
         if process is not self.workers.handles[rank]:
             return
@@ -123,18 +125,18 @@ class Pool:
         self.members[rank] = self.new_member(rank)
         self.members[rank].is_ready = False
         self.update_load(rank)
-        start = self.workers.submit(rank, "start", "start", self.settings[rank])  # before all that it is asked
+        start = self.workers.submit(rank, "start", "start", self.settings[rank])  # its first call
         self._starts[rank] = self.spawn(self._started_again(start))
 
     def is_starting(self, rank: int) -> bool:
-        """Whether a worker's process was replaced and has not started yet."""
+        """Whether a worker's new process is still starting."""
         return rank in self._starts and not self._starts[rank].done()
 
     async def started(self) -> None:
         """Wait until no process is starting.
 
         Raises:
-            GrpoDistError: too many workers have been replaced.
+            GrpoDistError: the restart budget is used up.
         """
         while starting := [task for task in self._starts.values() if not task.done()]:
             await asyncio.wait(starting)
@@ -163,7 +165,7 @@ class Pool:
             self._grant()
 
     def _fail(self, error: GrpoDistError) -> None:
-        """The pool cannot go on: whoever asks it is told so."""
+        """Record an error that the pool cannot recover from, and raise it in all waiting requests."""
         self._failure = self._failure or error
         for waiting in self._queue:
             if not waiting.sent.done():
@@ -171,7 +173,7 @@ class Pool:
         self._queue.clear()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run something that goes on by itself; its failure is told to those whom it concerns."""
+        """Run a coroutine in the background, as a task of this pool."""
         return in_background(coroutine, self._tasks)
 
     # --- asking ------------------------------------------------------------------------------------------------
@@ -185,18 +187,18 @@ class Pool:
         first: bool = False,
         give_up: Callable[[Call], None] = lambda call: None,
     ) -> Any:
-        """Ask the worker with the most room; another one, if that is lost.
+        """Send a request to the worker with the lowest load; to another one, if that worker is lost.
 
         Args:
             send: sends the call to the worker of a rank.
-            take_in: makes of the answer what is returned; may raise one of `replaces`.
-            size: how much of a worker's room it takes.
-            key: the worker that was asked last with the same key answers faster.
-            first: before all that waits.
-            give_up: tells the worker that its answer is not wanted any more; called if the caller is cancelled.
+            take_in: converts the answer into the result; may raise one of `replaces`.
+            size: how much of a worker's capacity the request takes.
+            key: prefer the worker that got the last request with the same key, because it answers faster.
+            first: put the request at the head of the queue.
+            give_up: called if the caller is cancelled after the request was sent; tells the worker to abort it.
 
         Raises:
-            GrpoDistError: a mistake that another worker would make too, or too many workers have been replaced.
+            GrpoDistError: an error that would occur on every worker, or the restart budget is used up.
         """
         later, number = not first, next(self._order)
         while self._failure is None:
@@ -217,7 +219,7 @@ class Pool:
         raise self._failure
 
     async def ask_now(self, send: Callable[[int], Call], take_in: TakeIn) -> Any:
-        """As `ask`, beside what the workers are asked otherwise: of the one with the most room, also if it has none."""
+        """As `ask`, but without the queue: the worker with the lowest load gets it at once, even at full capacity."""
         while True:
             call = send(int(self._loads.argmin()))
             try:
@@ -226,7 +228,7 @@ class Pool:
                 self.replace(call.rank, call.process, error)
 
     def _grant(self) -> None:
-        """Send what waits to those that have room. Sent at once, a worker cannot be lost between the two."""
+        """Send queued requests to workers with capacity, at once, so that a chosen worker cannot be lost before."""
         while self._queue and self._loads.min() < 1:
             waiting = heapq.heappop(self._queue)
             if waiting.sent.cancelled():
@@ -241,7 +243,7 @@ class Pool:
             waiting.sent.set_result((call, self.spawn(self._answered(call, self.members[rank], waiting))))
 
     async def _answered(self, call: Call, member: Member, waiting: _Waiting) -> Any:
-        """The answer, whether anybody still wants it or not: until it comes the worker's room is taken."""
+        """Wait for the answer even if the caller was cancelled, since the worker's capacity is taken until then."""
         try:
             return waiting.take_in(call, await call.answer())
         except self.replaces as error:
@@ -253,5 +255,5 @@ class Pool:
             self._grant()
 
     def update_load(self, rank: int) -> None:
-        """After a member has changed."""
+        """Update the load of a worker after its `Member` has changed."""
         self._loads[rank] = self.members[rank].load

@@ -1,6 +1,7 @@
-"""The state of a worker's process, read from its node's kernel: the worker itself may be unable to answer.
+"""Reads the state of a worker's process from the kernel of its node, since the worker itself may not answer.
 
-When one of several ranks that work together is lost, all are late; the lost one is stopped, dead or gone.
+When one of several ranks that work together is lost, all of them exceed their time limit; the lost one is the one that
+is stopped, dead or gone.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_dist.workers.process import Address
 
-# A live node answers within a second or two, even if it must start a process for it.
+# A live node answers within a second or two, even if Ray must start a process there first.
 PROBE_TIMEOUT_S = 20.0
-# Letters of /proc/PID/stat in words.
+# The state letters of /proc/PID/stat.
 STATES = {"R": "running", "S": "waiting", "D": "waiting for a disk", "T": "stopped", "t": "stopped", "Z": "dead"}
 LOST = ("stopped", "dead", "gone")
 
@@ -36,11 +37,11 @@ def probe(addresses: Mapping[int, Address], timeout_s: float = PROBE_TIMEOUT_S) 
     """The states of several workers' processes.
 
     Args:
-        addresses: of the workers, by rank.
+        addresses: addresses of the workers, by rank.
         timeout_s: seconds to wait for other nodes.
 
     Returns:
-        For each rank a value of `process_state`; also "gone" if the node does not answer.
+        By rank the value of `process_state`, or "gone" if the node does not answer.
     """
     here = ray.get_runtime_context().get_node_id()
     states, asked = {}, {}

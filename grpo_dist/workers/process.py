@@ -1,4 +1,4 @@
-"""The base of every worker class: a process's address, build, model folder and peak memory."""
+"""The base class of all workers: address, check of the installed packages, model folder and peak memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo_dist.errors import ConfigError
 
 @dataclass(frozen=True)
 class Address:
-    """The node and the process of a worker; `node_id` and `gpus` (those that it has or shares) are Ray's names."""
+    """Node and process of a worker; `node_id` and `gpus` (the GPUs assigned to it) are Ray's ids."""
 
     host: str
     ip: str
@@ -29,10 +29,10 @@ class Address:
 
 
 class Process:
-    """Base of the worker classes."""
+    """Base class of the workers."""
 
     def address(self) -> Address:
-        """This process and its node."""
+        """The address of this process."""
         node_id = ray.get_runtime_context().get_node_id()
         gpus = tuple(map(str, ray.get_gpu_ids()))
         return Address(socket.gethostname(), ray.util.get_node_ip_address(), os.getpid(), node_id, gpus)
@@ -41,16 +41,16 @@ class Process:
         """Check that the installed packages can run on `device`.
 
         Raises:
-            ConfigError: they were built for another device.
+            ConfigError: the packages were built for another device.
         """
         if problem := build_problem(device):
             raise ConfigError(f"{self.here()}: {problem}")
 
     def find_model(self, path: str) -> str:
-        """The folder of a model on this node. A model of the hub is downloaded, unless this node has it.
+        """The folder of a model on this node. A model of the Hugging Face hub is downloaded if it is not cached.
 
         Raises:
-            ConfigError: there is no such folder on this node.
+            ConfigError: there is no such folder on this node, or the download failed.
         """
         try:
             folder = resolve_model_path(path)
@@ -59,7 +59,7 @@ class Process:
         if not is_folder(folder):
             raise ConfigError(
                 f"{self.here()}: actor_rollout_ref.model.path={path}: there is no such folder on this node; put it on "
-                "a disk that all nodes share, or into the same place on each, or name a model of the hub"
+                "a disk that all nodes share, or at the same path on every node, or use a model of the Hugging Face hub"
             )
         return folder
 
@@ -68,7 +68,7 @@ class Process:
         return f"node {socket.gethostname()} ({ray.util.get_node_ip_address()})"
 
     def peak_memory_gib(self) -> dict[str, float]:
-        """The largest memory that this process has held: resident, and on the GPU if it uses one."""
+        """Peak memory of this process, GiB: "resident", and "gpu" if it uses one."""
         peak = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             peak["gpu"] = torch.cuda.max_memory_allocated() / 2**30
@@ -76,10 +76,11 @@ class Process:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep large freed blocks for the next pass instead of returning them to the kernel.
+    """Make glibc's malloc keep large freed blocks for the next pass instead of returning them to the kernel.
 
-    Every pass on CPU allocates the same blocks, and a new block costs a page fault every 4 KiB: 8 % of an update of
-    SmolLM2-135M. Without glibc nothing happens.
+    Every pass on CPU allocates blocks of the same sizes, and a new block costs a page fault every 4 KiB: 8 % of the
+    update time of SmolLM2-135M. malloc has no other interface for it that works after the process has started. Does
+    nothing without glibc.
     """
     mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
     try:
@@ -91,5 +92,5 @@ def keep_freed_memory() -> None:
 
 
 def use_threads(num_threads: int) -> None:
-    """Limit torch to this many compute threads, so that processes that share cores do not each take all of them."""
+    """Set torch's number of compute threads; by default every process would use all cores."""
     torch.set_num_threads(num_threads)

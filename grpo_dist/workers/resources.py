@@ -1,12 +1,11 @@
-"""Placement groups for all workers of a run: every process gets its GPUs and CPUs, or the run ends with a reason.
+"""Ray placement groups for all workers of a run: every process gets its GPUs and CPUs, or the run stops.
 
-One group per machine (STRICT_PACK), with a bundle for each process, or for several that share a GPU: what is placed in
-one bundle is on one GPU. Ray orders the bundles of a group over machines as it
-likes, and a single group scatters ranks: of 8 actor ranks on two machines one may be alone on the second. What shares a
-group shares a machine, also when Ray moves it because a machine is lost, so which ranks lie together is decided before
-(config/node_layout.py). verl does likewise. A group asks for a machine of its own, the driver's first and then by
-address, as long as there are enough. Ray takes another one where that has no room; of groups that are alike the first
-then gets the first machine.
+There is one placement group per machine (STRICT_PACK, as in verl), with one bundle for each process or for several that
+share a GPU. A single group for all machines would scatter ranks, because Ray distributes its bundles freely: of 8 actor
+ranks one might be alone on the second machine. Ranks in one group stay on one machine even if Ray moves the group after
+losing a machine; config/node_layout.py decides which ranks those are. Each group asks for a machine of its own, the
+driver's first, the others by address. If that machine has no room, Ray takes another one; groups with equal bundles are
+then ordered by their machines.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from grpo_dist.errors import ConfigError
 if TYPE_CHECKING:
     from grpo_dist.config.node_layout import Slot
 
-# Long enough for a cluster that is there; one that must first be scaled up says so by being late.
+# Long enough for a running cluster; one that must first be scaled up exceeds it.
 PLACEMENT_TIMEOUT_S = 60.0
-# Ray keeps resources in units of this: sums of shares are compared with half of it to spare.
+# Ray counts resources in units of this; sums of fractions are compared with this tolerance.
 _RESOURCE_UNIT = 1e-4
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """The resources of one process, and where it is: a bundle of the placement group of its machine."""
+    """The resources of one process, and its bundle (`index`) in the placement group of its machine."""
 
     num_cpus: float
     num_gpus: float
@@ -46,13 +45,13 @@ def reserve(slots: Sequence[Slot]) -> tuple[list[Any], dict[str, list[Bundle]]]:
     """Reserve resources for all processes together.
 
     Args:
-        slots: what they need and share, and on which machines; those of a role in rank order.
+        slots: the processes with their resources and machines; those of a role in rank order.
 
     Returns:
         (placement groups, bundles of each role in rank order).
 
     Raises:
-        ConfigError: the cluster does not have the resources; says what was asked for and what there is.
+        ConfigError: the cluster does not have the resources; the message says what was requested and what exists.
     """
     needs = [[slot for slot in slots if slot.machine == i] for i in sorted({slot.machine for slot in slots})]
     groups = []
@@ -74,13 +73,13 @@ def reserve(slots: Sequence[Slot]) -> tuple[list[Any], dict[str, list[Bundle]]]:
 
 
 def release(groups: Sequence[Any]) -> None:
-    """Give up what `reserve` reserved. Processes that still run there are ended."""
+    """Remove placement groups. Ray kills processes that still run in them."""
     for group in groups:
         remove_placement_group(group)
 
 
 def nodes_in_order() -> list[dict[str, Any]]:
-    """Ray's records of the nodes that are alive: the driver's first, the others by address."""
+    """Ray's records of the live nodes: the driver's first, the others by IP address."""
     here = ray.get_runtime_context().get_node_id()
 
     def key(node: Mapping[str, Any]) -> tuple[bool, int, str]:
@@ -90,12 +89,12 @@ def nodes_in_order() -> list[dict[str, Any]]:
 
 
 def _total(wanted: Sequence[Slot]) -> tuple[float, float]:
-    """CPUs and GPUs together."""
+    """(CPUs, GPUs) of all slots together."""
     return sum(slot.num_cpus for slot in wanted), sum(slot.num_gpus for slot in wanted)
 
 
 def _targets(needs: Sequence[Sequence[Slot]]) -> list[str]:
-    """For each machine the id of the node it should be, "" where there is none left that is large enough."""
+    """For each machine the id of the node that it should be; "" if no remaining node is large enough."""
     nodes = nodes_in_order()
     found = []
     for wanted in needs:
@@ -107,7 +106,7 @@ def _targets(needs: Sequence[Sequence[Slot]]) -> list[str]:
 
 
 def _in_order(groups: Sequence[Any], needs: Sequence[Sequence[Slot]]) -> list[Any]:
-    """The groups that were placed; those with the same bundles in the order of their nodes."""
+    """The placed groups, reordered so that groups with equal bundles follow the order of their nodes."""
     order = [node["NodeID"] for node in nodes_in_order()]
     found = list(groups)
     alike: dict[tuple[tuple[float, float], ...], list[int]] = {}
@@ -142,9 +141,9 @@ def _not_placed(needs: Sequence[Sequence[Slot]], placed: int) -> ConfigError:
     )
     has = ", ".join(f"{count} with {size}" for size, count in there.items())
     return ConfigError(
-        f"the Ray cluster cannot place the workers: asked for {wanted}, on {len(needs)} machine(s) with up to "
-        f"{fullest} each; {placed} found a machine within {PLACEMENT_TIMEOUT_S:g} s. It has machines: {has}. Set "
-        "trainer.n_gpus_per_node, trainer.nnodes, cluster.* and reward.num_workers to what is there and free."
+        f"the Ray cluster cannot place the workers: requested {wanted}, on {len(needs)} machine(s) with up to "
+        f"{fullest} each; {placed} of these fit within {PLACEMENT_TIMEOUT_S:g} s. The cluster has machines: {has}. Set "
+        "trainer.n_gpus_per_node, trainer.nnodes, cluster.* and reward.num_workers to what is free."
     )
 
 

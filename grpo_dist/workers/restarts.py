@@ -1,4 +1,4 @@
-"""How many workers may be replaced before a run stops: faults are survived, but a run that only fails must end."""
+"""The restart budget: how many workers may be replaced before the run stops."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from grpo_dist.errors import GrpoDistError
 
 @dataclass
 class RestartBudget:
-    """The replacements that the rollout, reward and reference workers of a run share.
+    """The number of replacements that the rollout, reward and reference workers of a run share.
 
     Attributes:
         most: workers that may be replaced (`trainer.max_worker_restarts`).
-        failures: why each of those that were had to be.
+        failures: the error behind each replacement so far.
     """
 
     most: int = 0
     failures: list[str] = field(default_factory=list)
 
     def spend(self, error: GrpoDistError) -> None:
-        """Count a replacement.
+        """Count one replacement.
 
         Raises:
-            GrpoDistError: `error`, if there are none left.
+            GrpoDistError: `error`, if no replacement is left.
         """
         if len(self.failures) >= self.most:
             if self.most:
-                error.add_note(f"trainer.max_worker_restarts={self.most} workers were replaced before")
+                error.add_note(f"trainer.max_worker_restarts={self.most} workers have already been replaced")
             raise error
         self.failures.append(str(error))

@@ -1,7 +1,7 @@
-"""The reward processes as the driver sees them: a pool whose workers score groups, and have whole batches to do.
+"""The reward processes as the driver sees them: a pool whose workers score groups and process whole batches.
 
-A process that is lost is replaced (pool.py). A mistake of the reward function is not that: it is shown
-(rewards/scorer.py).
+A lost process is replaced (pool.py). An error of the reward function is not a lost process: rewards/scorer.py reports
+it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from grpo_dist.workers.pool import Pool
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import Task
 
-MOST_PRINTED = 10  # lines that the reward function prints, in one step
+MOST_PRINTED = 10  # lines printed by the reward function that are shown per step
 
 
 class RewardPool(Pool):
-    """The reward processes. Each scores one group at a time, so that the time limit of a call is its own.
+    """The reward processes. Each scores one group at a time: a queued call would use up its time limit while waiting.
 
     Args:
-        workers: their processes.
-        restarts: how many may be replaced.
+        workers: the processes.
+        restarts: how many workers may be replaced.
     """
 
     def __init__(self, workers: WorkerGroup, restarts: RestartBudget | None = None) -> None:
@@ -43,15 +43,15 @@ class RewardPool(Pool):
         """Score one group on a free process.
 
         Args:
-            group: with responses.
-            task: what the reward function is told.
+            group: the group with its responses.
+            task: the arguments of the reward function besides the response.
             limit_s: seconds after which the process counts as hung.
 
         Returns:
-            The handle of the group's scores, and why responses of it could not be scored.
+            (a handle to the group's scores, an error message for each response that could not be scored).
 
         Raises:
-            GrpoDistError: a mistake that another process would make too; RewardError if too many were lost.
+            GrpoDistError: an error that would occur in every process, or the restart budget is used up.
         """
         inputs = group.select(("responses", "response_mask"))
 
@@ -66,23 +66,23 @@ class RewardPool(Pool):
         return await self.ask(send, take_in)
 
     def take_printed(self) -> list[str]:
-        """The first lines that the reward function has printed since the last time, and how many more came."""
+        """The first lines that the reward function has printed since the last call, and how many more there were."""
         more = [f"... and {self._num_more_printed} more lines"] if self._num_more_printed else []
         lines = self._printed + more
         self._printed, self._num_more_printed = [], 0
         return lines
 
     def note_printed(self, lines: list[str], num_more: int) -> None:
-        """Keep lines that the reward function has printed, and count those that a process did not send."""
+        """Store lines that the reward function has printed; `num_more` lines were left out by the process itself."""
         room = MOST_PRINTED - len(self._printed)
         self._printed += lines[:room]
         self._num_more_printed += num_more + len(lines[room:])
 
-    # --- whole batches: beside the scores, for they must not wait for one group's ----------------------------------
+    # --- whole batches: without the queue, so that they do not wait for scores --------------------------------------
     async def compute_targets(
         self, batch: DataProtoRef, settings: TargetSettings, kl_coef: float, seed: int
     ) -> tuple[DataProtoRef, dict[str, float]]:
-        """What the update trains on, from the whole batch; and metrics."""
+        """Advantages and the other inputs of the update, from the whole batch; and metrics."""
         arguments = batch.select(("uid", *TARGET_COLUMNS, *settings.columns)), settings, kl_coef, seed
 
         def send(rank: int) -> Call:
@@ -91,29 +91,29 @@ class RewardPool(Pool):
         return await self.ask_now(send, lambda call, answer: (call.handle(answer[0]), answer[1]))
 
     async def rollout_diagnostics(self, batch: DataProtoRef, correction: Mapping[str, Any]) -> dict[str, float]:
-        """How far the sampler and the policy are apart, and what the correction's weights are."""
+        """Metrics of the difference between rollout and training policy, and of the importance weights."""
         inputs = batch.select(("response_mask", "rollout_log_probs", "old_log_probs"))
         return await self._ask_any("rollout_diagnostics", "rollout_diagnostics", inputs, correction)
 
     async def read_samples(
         self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """The batch as text, one dict per row; for the few rows that are shown."""
+        """The batch as text, one dict per row; meant for a few rows that are shown."""
         return await self._ask_any("read_samples", "read_samples", batch.select(SAMPLE_COLUMNS), step, ground_truths)
 
     def write_samples(
         self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]
     ) -> asyncio.Task[None]:
-        """Begin to write the batch down as text."""
+        """Start writing the batch as text to `path`."""
         arguments = batch.select(SAMPLE_COLUMNS), path, step, ground_truths
         return self.spawn(self._ask_any("write_samples", "write_samples", *arguments))
 
     def write_groups(self, groups: DataProtoRef, path: str) -> asyncio.Task[dict[str, FileDigest]]:
-        """Begin to write scored groups into a checkpoint, as `path` with several endings."""
+        """Start writing scored groups into a checkpoint, as `path`.safetensors and `path`.json."""
         return self.spawn(self._ask_any("save_checkpoint", "write_groups", groups, path))
 
     async def read_groups(self, path: str, small: Sequence[str]) -> tuple[dict[str, np.ndarray], ray.ObjectRef]:
-        """What was written there: the columns named in `small`, and all of it in the object store."""
+        """Read what `write_groups` wrote: (the columns named in `small`, a reference to all columns)."""
 
         def send(rank: int) -> Call:
             return self.workers.submit_for_data(rank, "load_checkpoint", "read_groups", path, list(small))

@@ -1,10 +1,11 @@
-"""The rollout workers as the driver sees them: a pool whose workers also need weights.
+"""The rollout workers as the driver sees them: a pool whose workers also need the current weights.
 
-A group of responses goes to the worker with the fewest sequences in flight. How many a worker gets follows from what
-its engine says: enough that it never runs dry, and few enough that a slow engine leaves prompts to the others.
+A group of responses goes to the worker with the lowest load. How many groups a worker may have in flight is adapted to
+the load that its engine reports: enough that it never idles, and few enough that a slow engine does not hold back
+prompts that others could sample.
 
-A worker that dies, fails, gives a group up unasked or does not answer is replaced (pool.py). Its new process takes part
-once it holds the weights in force (weight_sync.py).
+A worker that dies, fails, aborts a group by itself or does not answer is replaced (pool.py). Its new process gets
+requests once it holds the current weights (weight_sync.py).
 """
 
 from __future__ import annotations
@@ -29,16 +30,22 @@ from grpo_dist.workers.weight_transport import Outcomes, outcomes
 if TYPE_CHECKING:
     from grpo_dist.engines.base import Footprint
 
-# Where an engine's settings do not say how many sequences it runs at once.
+# Default for engines whose settings do not say how many sequences they run at once.
 MAX_NUM_SEQS = 256
-# An engine has this share of what it can run waiting, so that it does not run dry while the driver is busy.
+# An engine has this share of its capacity waiting in its queue, so that it does not idle while the driver is busy.
 QUEUED_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One prompt to sample for: its group id, token ids, sampling, what the reward function is told, and whether
-    log-probs of its responses are wanted.
+    """One prompt to sample a group of responses for.
+
+    Attributes:
+        uid: group id.
+        token_ids: (P,) token ids of the prompt.
+        sampling: sampling settings; `n` is the group size.
+        task: the arguments of the reward function besides the response.
+        needs_log_probs: whether log-probs of the responses are computed.
     """
 
     uid: str
@@ -50,18 +57,18 @@ class GroupRequest:
 
 @dataclass
 class Engine(Member):
-    """One rollout worker; its limit is in sequences.
+    """One rollout worker; its limit counts sequences.
 
     Attributes:
         max_num_seqs: most sequences its engine runs at once.
-        lacks_weights: whether it was replaced and has not got the weights in force yet.
+        lacks_weights: whether it was replaced and does not hold the current weights yet.
     """
 
     max_num_seqs: int = MAX_NUM_SEQS
     lacks_weights: bool = False
 
     def adapt(self, running: int, waiting: int, group_size: int) -> None:
-        """Follow the engine's load: fewer in flight where too many wait (its memory is full), more where none do."""
+        """Adapt the limit to the engine's load: lower if too many sequences wait (cache full), higher if none waits."""
         spare = max(group_size, int(self.max_num_seqs * QUEUED_SHARE))
         if waiting > spare:
             self.limit = max(running + spare, 1)
@@ -70,11 +77,11 @@ class Engine(Member):
 
 
 class RolloutGroup(Pool):
-    """The vLLM engines.
+    """The rollout engines.
 
     Args:
-        workers: their processes.
-        restarts: how many may be replaced.
+        workers: the processes.
+        restarts: how many workers may be replaced.
     """
 
     members: list[Engine]  # type: ignore[assignment]
@@ -83,21 +90,21 @@ class RolloutGroup(Pool):
 
     def __init__(self, workers: WorkerGroup, restarts: RestartBudget | None = None) -> None:
         super().__init__(workers, restarts or RestartBudget(), replaces=(EngineError, WorkerError))
-        self._in_force = asyncio.Event()  # the actor holds the weights that the engines shall have
+        self._in_force = asyncio.Event()  # set while the actor holds the weights that the engines need
         self._syncing = asyncio.Lock()
         self._aborted: set[Call] = set()
 
     def new_member(self, rank: int) -> Engine:
-        """See `Pool`."""
+        """See `Pool.new_member`."""
         settings: EngineSettings | None = self.settings[rank]
         most = MAX_NUM_SEQS if settings is None else settings.max_num_seqs
         limit = most + int(most * QUEUED_SHARE)
         return Engine(limit, max_num_seqs=most, lacks_weights=self._bring is not None)
 
     def note_started(self, footprints: Sequence[Footprint | None]) -> None:
-        """Note what the engines took, in rank order: one that is started in the place of another takes as much.
+        """Store the memory that the engines use, in rank order, as a setting for their replacements.
 
-        vLLM must not measure again what is free, for by then other roles are at work.
+        A replacement must not measure free memory as vLLM does, because other roles are running by then.
         """
         for rank, (settings, taken) in enumerate(zip(self.settings, footprints, strict=True)):
             if settings is not None and taken is not None:
@@ -108,16 +115,18 @@ class RolloutGroup(Pool):
     async def generate(
         self, request: GroupRequest, *, first: bool = False, on_sent: Callable[[], None] = lambda: None
     ) -> DataProtoRef:
-        """Sample a group of responses: on the worker that is the least loaded, or, if it has room, on the one that has
-        computed the prompt since its weights came. If the caller is cancelled, the engine is told to abort the group.
+        """Sample a group of responses.
+
+        The worker with the lowest load gets the request, or the one that has the prompt in its prefix cache, if it has
+        capacity. If the caller is cancelled, the engine aborts the group.
 
         Args:
-            request: what to sample.
-            first: before all that waits.
-            on_sent: called whenever a worker is asked.
+            request: the prompt and how to sample.
+            first: put the request at the head of the queue.
+            on_sent: called each time the request is sent to a worker.
 
         Raises:
-            GrpoDistError: a mistake that another worker would make too, or too many workers have failed.
+            GrpoDistError: an error that would occur on every worker, or the restart budget is used up.
         """
         uid, prompt, sampling = request.uid, request.token_ids, request.sampling
 
@@ -131,8 +140,8 @@ class RolloutGroup(Pool):
                 self.members[call.rank].adapt(load.running, load.waiting, sampling.n)
             if label is not None:
                 return call.handle(label)
-            if call not in self._aborted:  # asked again, it may do so for ever
-                raise self._given_up(call.rank, uid)
+            if call not in self._aborted:  # not repeated on this engine, which might abort it again for ever
+                raise self._aborted_by_engine(call.rank, uid)
             self._aborted.discard(call)
             return None
 
@@ -144,28 +153,28 @@ class RolloutGroup(Pool):
         if call.is_current:
             self.workers.tell(call.rank, "abort", [uid])
 
-    def _given_up(self, rank: int, uid: str) -> WorkerError:
+    def _aborted_by_engine(self, rank: int, uid: str) -> WorkerError:
         return self.workers.error(
             rank,
             "generate",
-            f"the engine gave up the group {uid} by itself: vLLM ended the request as aborted, or with fewer responses "
-            "than asked for. Look at actor_rollout_ref.rollout.engine_kwargs and, with VLLM_LOGGING_LEVEL=INFO in the "
-            "environment, at what vLLM says",
+            f"the engine aborted the group {uid} by itself: vLLM ended the request as aborted, or with fewer responses "
+            "than requested. Check actor_rollout_ref.rollout.engine_kwargs, and read vLLM's log with "
+            "VLLM_LOGGING_LEVEL=INFO in the environment",
         )
 
     # --- weights -----------------------------------------------------------------------------------------------
     async def take_weights(self, bring: Callable[[Sequence[int]], Awaitable[Outcomes]], version: int) -> None:
-        """Give all workers new weights and wait until each has confirmed them.
+        """Send new weights to all workers and wait until each has confirmed them.
 
-        A worker that fails is replaced and gets them later (`prepare`); it does not hold up the others.
+        A worker that fails is replaced and gets the weights later (`prepare`); it does not delay the others.
 
         Args:
-            bring: brings the weights to workers, and says for each the version it holds or the error it gave.
-            version: what they hold then.
+            bring: sends the weights to workers, and returns for each the version it now holds, or its error.
+            version: the new weight version.
 
         Raises:
             WeightSyncError: the weights are damaged, incomplete or out of order.
-            GrpoDistError: an engine confirmed another version, or too many workers have failed.
+            GrpoDistError: an engine confirmed another version, or the restart budget is used up.
         """
         async with self._syncing:
             self._bring, self._version = bring, version
@@ -174,13 +183,13 @@ class RolloutGroup(Pool):
             self._in_force.set()
 
     async def begin_update(self) -> None:
-        """The actor's weights are about to change: workers that lack weights now wait for the next sync. Engines that
-        are to (`free_cache_engine`) give their GPUs' memory back until then.
+        """Prepare for an update of the actor: workers without weights wait for the next sync, and engines with
+        `free_cache_engine` release their GPU memory until then.
 
-        One that is being replaced starts first: beside the update there is no room for it.
+        Replaced workers finish starting first, because during the update there is no GPU memory for that.
 
         Raises:
-            GrpoDistError: too many workers have failed.
+            GrpoDistError: the restart budget is used up.
         """
         async with self._syncing:
             self._in_force.clear()
@@ -195,7 +204,7 @@ class RolloutGroup(Pool):
             awake = [rank for rank in awake if before[rank] is not self.workers.handles[rank]]
 
     async def prepare(self, rank: int) -> None:
-        """Bring the weights in force to a worker that was replaced, while the actor holds them. See `Pool`."""
+        """Send the current weights to a worker that was replaced, while the actor holds them. See `Pool.prepare`."""
         member = self.members[rank]
         while member.lacks_weights and member is self.members[rank]:
             await self._in_force.wait()
@@ -210,7 +219,7 @@ class RolloutGroup(Pool):
         before = list(self.workers.handles)
         for rank, held in (await self._bring(ranks)).items():
             if before[rank] is not self.workers.handles[rank]:
-                continue  # a group that failed meanwhile has told, and the worker was replaced
+                continue  # replaced meanwhile, because one of its groups failed
             if isinstance(held, EngineError | WorkerError):
                 self.replace(rank, before[rank], held)
             elif isinstance(held, GrpoDistError):

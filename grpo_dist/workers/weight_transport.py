@@ -1,13 +1,13 @@
-"""The ways of the weights from the actor to the engines, as the driver sees them.
+"""The transports of a weight sync, from the actor to the engines, as the driver sees them.
 
-`object_store`: rank 0 of the actor puts buckets into Ray's object store, and every engine reads them there and writes
-them into a shared memory file for its workers. Works anywhere.
+`object_store`: rank 0 of the actor puts the buckets into Ray's object store; every engine reads them and writes them
+into a shared memory file for its workers. Works everywhere.
 
-`broadcast`: rank 0 broadcasts them to the workers of all engines at once (engines/weights/broadcast.py): NCCL on GPU,
-gloo on CPU. Needs a GPU of its own for every process.
+`broadcast`: rank 0 broadcasts the buckets to the workers of all engines at once (engines/weights/broadcast.py), with
+NCCL on GPU and gloo on CPU. Needs a separate GPU for every process.
 
-`ipc`: each rank of the actor hands them to the engines' workers on its own GPU, in memory that they share, or on CPU to
-those on its machine (engines/weights/ipc.py). For the driver it is a broadcast with more senders.
+`ipc`: each actor rank passes the buckets through shared memory to the engine workers on its own GPU or, on CPU, on its
+own machine (engines/weights/ipc.py). For the driver it is a broadcast with several senders.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from grpo_dist.workers.group import Call, WorkerGroup
 
 STAGE = "sync_weights"
 
-# By engine: the weight version that it holds after a sync, or why it does not say so.
+# By engine rank: the weight version that it holds after a sync, or the error that it answered with.
 Outcomes = dict[int, Any]
 
 
 class WeightTransport(Protocol):
-    """Brings the actor's weights to engines."""
+    """Sends the actor's weights to engines."""
 
     async def sync(
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
     ) -> Outcomes:
-        """Bring the weights, cast to `dtype`, to the engines in `ranks`, as version `version`.
+        """Send the weights, cast to `dtype`, to the engines in `ranks`, as version `version`.
 
         Returns:
-            What came of it, by rank: the version now held, or the `GrpoDistError` that the engine answered with.
+            By rank: the version that the engine now holds, or the `GrpoDistError` that it answered with.
 
         Raises:
             GrpoDistError: the actor failed.
@@ -42,7 +42,7 @@ class WeightTransport(Protocol):
 
 
 class ObjectStoreTransport:
-    """Buckets in Ray's object store."""
+    """Sends the buckets through Ray's object store."""
 
     async def sync(
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
@@ -55,15 +55,14 @@ class ObjectStoreTransport:
 
 
 class BroadcastTransport:
-    """A group of the actor's rank 0, or with `ipc` of all its ranks, and all workers of all engines.
+    """Sends the buckets within a process group of actor rank 0, or with `ipc` all actor ranks, and all engine workers.
 
-    It is formed by the first sync, and anew by one whose engines are others than before or that follows a failure.
+    The group is formed by the first sync, and again when the engines have changed or a sync has failed.
 
     Args:
-        workers_per_engine: tensor parallel ranks.
-        timeout_s: seconds after which a rank that waits for another one gives up, below the limit of FSDP's own
-            collectives, in which the other actor ranks wait meanwhile; half of what the actor's time limit is, if that
-            is less.
+        workers_per_engine: tensor-parallel size of an engine.
+        timeout_s: seconds that a rank waits for another one. Must be less than the timeout of FSDP's collectives, in
+            which the other actor ranks wait meanwhile. Half of the actor's time limit is used instead, if that is less.
         backend: "broadcast" or "ipc".
     """
 
@@ -75,13 +74,13 @@ class BroadcastTransport:
     async def sync(
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], *, version: int, dtype: str
     ) -> Outcomes:
-        """See `WeightTransport.sync`. Engines that live when another one has died get a second attempt without it."""
+        """See `WeightTransport.sync`. If an engine dies, the others get a second attempt without it."""
         found = await self._attempt(actor, rollout, ranks, version, dtype)
         again = [rank for rank, outcome in found.items() if isinstance(outcome, WeightSyncError)]
         return found | await self._attempt(actor, rollout, again, version, dtype) if again else found
 
-    def patience_s(self, actor: WorkerGroup) -> float:
-        """Seconds a rank waits for another one: it gives up sooner than the driver does."""
+    def rank_timeout_s(self, actor: WorkerGroup) -> float:
+        """Seconds that a rank waits for another one; less than the driver waits for the ranks."""
         return min(self.timeout_s, actor.limits.of(STAGE) / 2)
 
     async def _attempt(
@@ -92,8 +91,8 @@ class BroadcastTransport:
             failed = await self._form(actor, rollout, ranks, members)
             if failed:
                 return failed
-        self._members = []  # until all has gone well
-        # Responses may have to end first, which takes longer than a rank waits for another one: nobody sends meanwhile.
+        self._members = []  # until this sync has succeeded
+        # Responses may have to finish first, which can exceed the rank timeout, so no rank sends before the pause.
         problem = "the weights were not sent: one of the engines is dead"
         _, failed = await _ask_engines(rollout, ranks, members, "pause_for_weights", problem)
         if failed:
@@ -111,7 +110,7 @@ class BroadcastTransport:
     async def _form(
         self, actor: WorkerGroup, rollout: WorkerGroup, ranks: Sequence[int], members: Sequence[Any]
     ) -> Outcomes:
-        """Have the senders and the engines form a group; if that fails, what came of it by engine."""
+        """Form the group of senders and engines; returns {} or, if that fails, the outcome of each engine."""
         problem = "the weight group was not formed: one of its engines is dead"
         found, failed = await _ask_engines(rollout, ranks, members, "address", problem)
         if failed:
@@ -126,7 +125,7 @@ class BroadcastTransport:
             port=port,
             generation=self.generation,
             world_size=len(senders) + workers * len(ranks),
-            timeout_s=self.patience_s(actor),
+            timeout_s=self.rank_timeout_s(actor),
             backend=self.backend,
             num_senders=len(senders),
         )
@@ -144,8 +143,12 @@ class BroadcastTransport:
 
 
 def weight_transport(name: str, *, workers_per_engine: int, collective_timeout_s: float) -> WeightTransport:
-    """The transport of that name: "object_store", "broadcast" or "ipc"; the actor's ranks wait `collective_timeout_s`
-    seconds for each other.
+    """Make a transport.
+
+    Args:
+        name: "object_store", "broadcast" or "ipc".
+        workers_per_engine: tensor-parallel size of an engine.
+        collective_timeout_s: timeout of the actor's collectives, seconds.
     """
     if name == "object_store":
         return ObjectStoreTransport()
@@ -153,7 +156,7 @@ def weight_transport(name: str, *, workers_per_engine: int, collective_timeout_s
 
 
 async def outcomes(calls: Mapping[int, Call]) -> Outcomes:
-    """Wait for all calls, of one group, within its time limit: their values, or the errors that came instead."""
+    """Wait for all calls (of one worker group); their answers, or the errors that they raised."""
     if not calls:
         return {}
     group = next(iter(calls.values())).group
@@ -166,18 +169,18 @@ async def _ask_engines(
     """Call a method on the engines `ranks`, whose processes were `members`.
 
     Returns:
-        (what they answered; if not all have, what came of the sync: their errors, and `problem` for those who have).
+        (the answers; {} or, if an engine failed, the outcome of the sync: its error, and `problem` for the others).
     """
     found = await outcomes({rank: rollout.submit(rank, STAGE, method) for rank in ranks})
     for rank, handle in zip(ranks, members, strict=True):
-        if rollout.handles[rank] is not handle:  # its new process starts first, and would be waited for
+        if rollout.handles[rank] is not handle:  # do not wait for its new process, which is still starting
             found[rank] = rollout.error(rank, STAGE, "its process was replaced")
     errors = {rank: outcome for rank, outcome in found.items() if isinstance(outcome, GrpoDistError)}
     return found, {rank: errors.get(rank) or WeightSyncError(problem) for rank in ranks} if errors else {}
 
 
 async def _raise_first(group: WorkerGroup, found: Iterable[Any]) -> None:
-    """Raise the first error, or the loss of the rank that has made it."""
+    """Raise the first error, or the lost rank that caused it."""
     for outcome in found:
         if isinstance(outcome, GrpoDistError):
             raise await group.root_cause(outcome)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from grpo_dist.workers.environment import in_environment, shared_environment
+from grpo_dist.workers.environment import shared_environment, with_environment
 from grpo_dist.workers.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Process
@@ -64,7 +64,7 @@ def test_the_class_keeps_its_name_and_its_arguments(monkeypatch: pytest.MonkeyPa
             self.rank, self.colour = rank, os.environ["COLOUR"]
 
     monkeypatch.setenv("COLOUR", "red")
-    made = in_environment(Named)
+    made = with_environment(Named)
     assert (made.__name__, made.__module__) == ("Named", __name__)
     worker = made({"COLOUR": "blue"}, 3)
     assert (worker.rank, worker.colour) == (3, "blue"), "it is set before the constructor runs"

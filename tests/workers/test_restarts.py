@@ -12,7 +12,7 @@ def test_the_one_after_the_last_is_raised_and_says_so() -> None:
     assert budget.failures == [str(error) for error in errors[:2]]
     with pytest.raises(WorkerLost, match="reward worker 2 on node0") as caught:
         budget.spend(errors[2])
-    assert caught.value.__notes__ == ["trainer.max_worker_restarts=2 workers were replaced before"]
+    assert caught.value.__notes__ == ["trainer.max_worker_restarts=2 workers have already been replaced"]
     assert len(budget.failures) == 2
 
 

@@ -256,8 +256,8 @@ def test_transports_by_name() -> None:
     assert isinstance(broadcast, BroadcastTransport)
     assert (ipc.backend, broadcast.backend, broadcast.workers_per_engine) == ("ipc", "broadcast", 2)
     actor = WorkerGroup("actor", [], TimeLimits(1000.0, {"sync_weights": 9.0}))
-    assert broadcast.patience_s(actor) == 4.5, "sooner than the driver gives up"
-    assert broadcast.patience_s(WorkerGroup("actor", [], TimeLimits(1000.0))) == 300.0, (
+    assert broadcast.rank_timeout_s(actor) == 4.5, "sooner than the driver gives up"
+    assert broadcast.rank_timeout_s(WorkerGroup("actor", [], TimeLimits(1000.0))) == 300.0, (
         "sooner than other ranks of the actor"
     )
 
