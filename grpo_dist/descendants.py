@@ -1,4 +1,4 @@
-"""What the kernel does for processes and their descendants (Linux, `man 2 prctl`). Elsewhere nothing happens."""
+"""Ties the lifetime of processes to that of their parents (Linux, `man 2 prctl`). Does nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def signal_at_parents_end(number: int) -> None:
-    """Have the kernel send this process that signal when the thread that started it has ended, in whatever way."""
+    """Have the kernel send this process signal `number` when the thread that started it ends for any reason."""
     _prctl(PR_SET_PDEATHSIG, number)
 
 
 def end_with_parent() -> None:
-    """Have this process killed when the thread that started it has ended, if it is a process of multiprocessing's."""
+    """Have this process, if multiprocessing started it, killed when the thread that started it ends."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
     signal_at_parents_end(signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it had ended before
+    if os.getppid() != parent.pid:  # the parent had already ended
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Have descendants become children of this process when their own parents are gone."""
+    """Become the parent of descendants whose own parent has ended."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 

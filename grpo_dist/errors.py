@@ -1,20 +1,20 @@
 """The errors of grpo_dist.
 
     GrpoDistError            exit code 1: the run stopped; the message names role, rank, node and stage
-    ├── ConfigError          exit code 2, no traceback: something the user wrote and can mend (also a ValueError)
+    ├── ConfigError          exit code 2, no traceback: something the user wrote and can fix (also a ValueError)
     │   └── DataError        a data file, row or model folder cannot be used
     ├── BatchError           a contract of protocol/fields.py was broken (also a ValueError)
-    ├── RewardError          a reward function raised, returned nonsense, or did not return in time
-    ├── AgentError           an agent loop raised, or did not come back in time
+    ├── RewardError          a reward function raised, returned an invalid value, or timed out
+    ├── AgentError           an agent loop raised or timed out
     ├── TrainingDiverged     a non-finite loss or gradient, found before the optimizer step
     ├── HealthError          a rule of trainer.health with action=stop is broken
     ├── WeightSyncError      new weights arrived damaged, incomplete or out of order; says what the engine now holds
-    ├── EngineError          the rollout engine failed or hangs: its worker is replaced
+    ├── EngineError          the rollout engine failed or hangs; its worker is replaced
     ├── CheckpointError      a checkpoint cannot be written or read
     └── WorkerError          a worker process failed; carries role, rank, node, stage and its traceback
-        ├── WorkerLost       its process died or does not answer: not the fault of what it was asked for
-        └── OutOfMemory      its GPU's memory was not enough; carries the key to lower
-    Terminated               SIGTERM, a KeyboardInterrupt by someone else: exit code 143
+        ├── WorkerLost       its process died or does not answer, so the call may be repeated on another one
+        └── OutOfMemory      a GPU ran out of memory; carries the key to lower
+    Terminated               SIGTERM, handled like KeyboardInterrupt: exit code 143
 
 Every message says what failed, the value, the config key or the rank, and what to do.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: an interruption like Ctrl-C, by someone else. It ends the run the same way."""
+    """SIGTERM. It ends the run in the same way as Ctrl-C."""
 
 
 class GrpoDistError(Exception):
@@ -52,11 +52,11 @@ class BatchError(GrpoDistError, ValueError):
 
 
 class RewardError(GrpoDistError):
-    """A reward function raised, returned nonsense, or did not return in time."""
+    """A reward function raised, returned an invalid value, or timed out."""
 
 
 class AgentError(GrpoDistError):
-    """An agent loop raised, or did not come back in time."""
+    """An agent loop raised or timed out."""
 
 
 class TrainingDiverged(GrpoDistError):
@@ -64,11 +64,11 @@ class TrainingDiverged(GrpoDistError):
 
 
 class HealthError(GrpoDistError):
-    """A rule of `trainer.health` with `action=stop` is broken; the step's metrics are logged."""
+    """A rule of `trainer.health` with `action=stop` is broken; the metrics of the step have been logged."""
 
 
 class WeightSyncError(GrpoDistError):
-    """New weights arrived damaged, incomplete or out of order; it says what the engine now holds."""
+    """New weights arrived damaged, incomplete or out of order; the message says what the engine now holds."""
 
 
 class EngineError(GrpoDistError):
@@ -87,7 +87,7 @@ class WorkerError(GrpoDistError):
         role: "actor", "rollout", "ref" or "reward".
         rank: position of the worker in its group.
         node: host the worker ran on ("?" when it never started).
-        stage: what it was asked to do.
+        stage: the stage of the call that failed.
         remote_traceback: the traceback inside the worker, if it raised.
     """
 
@@ -105,7 +105,7 @@ class WorkerError(GrpoDistError):
         self.remote_traceback = remote_traceback
 
     def locate(self, role: str, rank: int, node: str, stage: str) -> None:
-        """Say whose it is: a worker that raises it does not know."""
+        """Set where the error occurred, which the worker that raises it does not know."""
         self.role, self.rank, self.node, self.stage = role, rank, node, stage
 
     def __str__(self) -> str:
@@ -113,17 +113,17 @@ class WorkerError(GrpoDistError):
 
 
 class WorkerLost(WorkerError):
-    """A worker's process died or does not answer. What it was asked for may be asked again, of another process."""
+    """A worker's process died or does not answer. The call may be repeated on another process."""
 
 
 class OutOfMemory(WorkerError):
-    """The memory of a worker's GPU was not enough.
+    """A worker's GPU ran out of memory.
 
     Args:
-        message: for what, in one line.
-        location: role, rank, ... as for `WorkerError`; a worker that raises it leaves them out (see `locate`).
+        message: what needed the memory, in one line.
+        location: role, rank, ... as in `WorkerError`; a worker that raises it leaves them out (see `locate`).
         remedy: what to do.
-        setting: key and value whose half takes about half of the memory; None: there is none.
+        setting: (key, value) of the setting that, if halved, about halves the memory; None: there is none.
     """
 
     def __init__(self, message: str, *location: Any, remedy: str = "", setting: tuple[str, int] | None = None) -> None:

@@ -1,8 +1,8 @@
-"""The command: check the config, train, and leave nothing behind.
+"""The command line: checks the config and trains.
 
     python -m grpo_dist.main algorithm.adv_estimator=grpo [key=value ...]
 
-Exit codes: 0 done; 2 the config, a file or a model is at fault; 1 the run failed; 130 and 143 interrupted.
+Exit codes: 0 success; 1 the run failed; 2 an error in the config, a file or a model; 130 and 143 interrupted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from grpo_dist.errors import GrpoDistError, Terminated, WorkerError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command.
+
+    Args:
+        arguments: the overrides; None: those of the command line.
+
+    Returns:
+        The exit code.
+    """
     overrides = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(overrides):
         sys.stdout.write(usage() + "\n")
@@ -32,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         sys.stdout.write(format_summary(config, notes) + "\n")
         sys.stdout.flush()
-        from grpo_dist.trainer.run import run  # torch and Ray, only once the config is known to be good
+        from grpo_dist.trainer.run import run  # imports torch and Ray, so only after the config was checked
 
         run(config)
     except GrpoDistError as error:
@@ -46,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _rehearse(config: RunConfig) -> None:
-    """Check on this machine all that a run would check before it starts Ray."""
+    """Run all checks that a run makes before it starts Ray."""
     from grpo_dist.trainer.preflight import preflight
 
     def tell(line: str) -> None:
@@ -58,7 +65,7 @@ def _rehearse(config: RunConfig) -> None:
 
 
 def _report(error: GrpoDistError) -> None:
-    """One message: what failed, where, and for a worker's own exception its traceback."""
+    """Print what failed and where, with the traceback of a worker's exception."""
     lines = [f"error: {error}", *(f"  {note}" for note in getattr(error, "__notes__", []))]
     if isinstance(error, WorkerError) and error.remote_traceback:
         lines += ["", error.remote_traceback.strip()]

@@ -1,12 +1,12 @@
-"""The built-in estimators, losses and modes that config values may name, and what their names alone tell.
+"""Names of the built-in estimators, losses and modes, and groups of them with common properties.
 
-The config checks names before torch is loaded, so they are listed here. The functions are in algorithms/ and register
-themselves there under these names; a test keeps the two equal.
+The config checks names before torch is imported, so they are listed here. The functions in algorithms/ register
+themselves under these names; a test keeps the two equal.
 """
 
 from __future__ import annotations
 
-# Those that compare the responses of one prompt with each other ...
+# Estimators that compare the responses of one prompt with each other ...
 GROUP_ADV_ESTIMATORS = (
     "grpo",
     "grpo_passk",
@@ -17,7 +17,7 @@ GROUP_ADV_ESTIMATORS = (
     "gdpo",
     "reinforce_plus_plus_baseline",
 )
-# ... and those that do not.
+# ... and all estimators.
 ADV_ESTIMATORS = (*GROUP_ADV_ESTIMATORS, "reinforce_plus_plus", "remax", "gae")
 SAMPLED_KL_TYPES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 KL_LOSS_TYPES = (*SAMPLED_KL_TYPES, *(f"{name}+" for name in SAMPLED_KL_TYPES), "full")
@@ -37,7 +37,7 @@ LOSS_MODES = (
 )
 ROLLOUT_ENGINES = ("vllm",)
 AGENT_LOOPS = ("single_turn_agent",)
-TOKEN_SELECTING_LOSSES = ("clip_cov", "kl_cov")  # choose tokens by the whole batch, before the update
+TOKEN_SELECTING_LOSSES = ("clip_cov", "kl_cov")  # select tokens over the whole batch, before the update
 SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")  # published as a mean over sequences
-OVERLONG_PENALTY = "overlong_penalty"  # what reward.overlong_buffer takes off, among the reward's values
+OVERLONG_PENALTY = "overlong_penalty"  # name, among the reward's values, of the penalty of reward.overlong_buffer
 WEIGHT_TRANSPORTS = ("object_store", "broadcast", "ipc")

@@ -1,4 +1,4 @@
-"""A config, or a text about it, without its secrets: fit to be printed, logged and sent to a tracking service."""
+"""Removes secrets from configs and texts before they are printed, logged or sent to a tracking service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECRET_KEY = re.compile(
     r"([_.\-]|$)|(^|[_.\-])(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)token$",
     re.IGNORECASE,
 )
-# Forms that are secrets wherever they stand: Hugging Face, OpenAI-like, GitHub and AWS keys.
+# Values that are secrets under any key: Hugging Face, OpenAI-like, GitHub and AWS keys.
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_\-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16})\b"
 )
@@ -30,8 +30,8 @@ _URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 def redact(value: Any) -> Any:
     """A deep copy of `value` as plain dicts and lists, with secrets replaced by `***`.
 
-    A value is a secret when its key says so (password, api_key, hf_token ...), when it has the form of a
-    known access key, or when it is the login part of a URL.
+    A value is a secret if its key says so (password, api_key, hf_token ...), if it has the form of a known access key,
+    or if it is the login part of a URL.
     """
     if isinstance(value, Mapping):
         return {key: REDACTED if _is_secret(str(key), item) else redact(item) for key, item in value.items()}
@@ -43,7 +43,7 @@ def redact(value: Any) -> Any:
 
 
 def redact_text(text: str) -> str:
-    """A text with secrets replaced: what follows a secret's name and `=` or `:`, and what `redact` finds anywhere."""
+    """A text with secrets replaced: values after a secret's name and `=` or `:`, and those that `redact` recognizes."""
     return str(redact(_ASSIGNED.sub(_without_value, text)))
 
 

@@ -1,8 +1,8 @@
-"""Names to functions.
+"""Looks up functions by name.
 
 A `Registry` holds the built-in functions of one kind, all with the same signature. A name with a colon,
-`pkg.module:attr` or `path/to/file.py:attr`, is imported on demand in the process that asks for it, so
-custom code needs no registration and no fork.
+`pkg.module:attr` or `path/to/file.py:attr`, is imported on demand in each process that uses it, so custom code needs
+neither registration nor a fork.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Registry(Generic[F]):
         self._custom: dict[str, F] = {}
 
     def register(self, *names: str, needs: tuple[str, ...] = ()) -> Callable[[F], F]:
-        """Decorator: add a function under one or more names; a name can be taken once.
+        """Decorator: register a function under one or more names, each of which must be new.
 
         Args:
             names: the function's names.
-            needs: what the function must be given besides what all of its kind are given.
+            needs: names of the inputs that the function needs besides those of all functions of its kind.
         """
 
         def add(function: F) -> F:
@@ -60,7 +60,7 @@ class Registry(Generic[F]):
         return sorted(self._functions)
 
     def needs(self, name: str) -> tuple[str, ...]:
-        """What the function called `name` needs; one of the user's own says so in its attribute `needs`.
+        """The additional inputs of a function; a custom function lists them in its attribute `needs`.
 
         Raises:
             ConfigError: no such name.
@@ -71,12 +71,12 @@ class Registry(Generic[F]):
         """The function called `name`, or the attribute that `module:attr` points to.
 
         Raises:
-            ConfigError: no such name; the message lists the names and the nearest one.
+            ConfigError: there is no such name; the message lists the names and suggests the closest one.
         """
         if name in self._functions:
             return self._functions[name]
         if ":" in name:
-            # kept, because a policy asks for its KL estimator in every micro-batch
+            # cached, because the policy looks up its KL estimator in every micro-batch
             if name not in self._custom:
                 self._custom[name] = load_attribute(name, key=self.key)
             return self._custom[name]
@@ -86,7 +86,7 @@ class Registry(Generic[F]):
 
 
 def absolute(spec: str) -> str:
-    """`path/to/file.py:attr` with an absolute path, since workers run in folders of their own; others unchanged."""
+    """Make the path in `path/to/file.py:attr` absolute, because workers run in other folders; others are unchanged."""
     source, colon, attribute = spec.rpartition(":")
     return f"{Path(source).absolute()}{colon}{attribute}" if source.endswith(".py") else spec
 
@@ -95,8 +95,8 @@ def load_attribute(spec: str, *, key: str) -> Any:
     """Import `pkg.module:attr` or `path/to/file.py:attr`.
 
     Args:
-        spec: where the attribute is.
-        key: the config key it came from, for messages.
+        spec: module or file, and attribute.
+        key: the config key that names it, for messages.
 
     Raises:
         ConfigError: the module cannot be imported or has no such attribute.

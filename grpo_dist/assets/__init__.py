@@ -1,4 +1,4 @@
-"""Where a model's files are: shipped with the package, in a folder, or on the hub. Loads nothing heavy."""
+"""Finds a model's files: built-in, in a local folder, or on the Hugging Face hub. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def resolve_model_path(path: str, *, weights: bool = True) -> str:
     """The folder of a model on this machine.
 
     Args:
-        path: `builtin:NAME`, a folder, or a hub name such as Qwen/Qwen3-8B (downloaded once into the hub's cache).
-        weights: whether the weights of a hub name are downloaded too.
+        path: `builtin:NAME`, a folder, or a hub name such as Qwen/Qwen3-8B (downloaded once into the hub cache).
+        weights: whether to download the weights of a hub model too.
 
     Raises:
-        ConfigError: no such built-in model, or the hub does not give it.
+        ConfigError: there is no such built-in model, or the download fails.
     """
     if path.startswith(BUILTIN):
         return _builtin_folder(path)
@@ -40,7 +40,7 @@ def _from_hub(name: str, *, weights: bool) -> str:
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"actor_rollout_ref.model.path={name}: no such folder, and the hub does not give it: {reason}"
+            f"actor_rollout_ref.model.path={name}: no such folder, and the download from the hub failed: {reason}"
         ) from error
 
 

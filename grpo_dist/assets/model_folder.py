@@ -1,7 +1,7 @@
-"""What is wrong with a model folder, found in its small files and in the headers of its weights.
+"""Checks a model folder by its small files and the headers of its weight files.
 
-No weights are read and neither torch nor transformers is needed, so that this takes milliseconds on the driver and a
-mistake is told before engines start. What only the weights tell (nan, a wrong shape) is found when they are loaded.
+It reads no weights and needs neither torch nor transformers, so it takes milliseconds on the driver and reports
+mistakes before engines start. Errors in the weights themselves (nan, a wrong shape) are found when they are loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model folder that holds together.
+    """A model folder that passed the checks.
 
     Attributes:
         folder: its path.
@@ -51,12 +51,12 @@ def check_model_folder(
 
     Args:
         folder: the folder.
-        setting: what names it, such as "actor_rollout_ref.model.path=models/qwen", for messages.
-        trust_remote_code: whether code that comes with the model may run.
-        weights: whether they are there; otherwise config.json alone is checked.
+        setting: the key and value that name the folder, for messages ("actor_rollout_ref.model.path=models/qwen").
+        trust_remote_code: whether Python code that comes with the model may run.
+        weights: whether to check the weights; False: check only config.json.
 
     Raises:
-        DataError: a file is missing, damaged or does not fit the others; the message names it.
+        DataError: a file is missing, damaged or inconsistent with the others; the message names it.
     """
     folder = Path(folder)
     try:
@@ -75,17 +75,17 @@ def check_model_folder(
     if weights and not shapes:
         raise DataError(f"{setting}: the weights hold no tensors: {_some(sorted(files))}")
     vocab_size = _vocab_size(config)
-    if not trust_remote_code:  # such code may give its sizes meanings of its own
+    if not trust_remote_code:  # custom code may give the sizes another meaning
         _check_embedding(shapes, vocab_size, setting)
     num_parameters = sum(map(math.prod, shapes.values()))
     return ModelFolder(folder, config, model_type, vocab_size, len(shapes), num_parameters, len(files))
 
 
 def read_header(file: Path, setting: str) -> Shapes:
-    """The shapes of the tensors of a .safetensors file, by name.
+    """Read the shapes of the tensors in a .safetensors file, by name.
 
     Raises:
-        DataError: the header is damaged, or the file is shorter or longer than the header says.
+        DataError: the header is damaged, or the file does not have the size that the header says.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -93,13 +93,13 @@ def read_header(file: Path, setting: str) -> Shapes:
         with safe_open(file, framework="np", backend="pread") as tensors:
             return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
     except SafetensorError as error:
-        raise DataError(f"{setting}: {file.name}: damaged: {str(error)[:200]}; copy it anew") from None
+        raise DataError(f"{setting}: {file.name}: damaged: {str(error)[:200]}; copy or download it again") from None
 
 
 def _read_object(file: Path, setting: str) -> dict[str, Any]:
-    """A JSON file that holds an object."""
+    """Read a JSON file that must contain an object."""
     if not file.is_file():
-        raise DataError(f"{setting}: no {file.name} in the folder; give a Hugging Face model folder")
+        raise DataError(f"{setting}: no {file.name} in the folder; use a Hugging Face model folder")
     try:
         found = json.loads(file.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -110,7 +110,7 @@ def _read_object(file: Path, setting: str) -> dict[str, Any]:
 
 
 def _model_type(config: dict[str, Any], where: str, *, trust_remote_code: bool) -> str:
-    """The model's family, which says what code runs it."""
+    """The `model_type` of config.json, checked."""
     model_type, own_code = config.get("model_type"), config.get("auto_map")
     if own_code and not trust_remote_code and not _known(model_type):
         raise DataError(
@@ -118,14 +118,16 @@ def _model_type(config: dict[str, Any], where: str, *, trust_remote_code: bool) 
             f"trust it, set actor_rollout_ref.model.trust_remote_code=true"
         )
     if not isinstance(model_type, str) or not model_type:
-        raise DataError(f"{where}: no model_type, so nothing says what kind of model it is")
+        raise DataError(f"{where}: model_type is missing, so the model's architecture is unknown")
     if not own_code and not _known(model_type):
-        raise DataError(f"{where}: model_type={model_type!r} is none that the installed transformers library knows")
+        raise DataError(
+            f"{where}: model_type={model_type!r} is unknown to the installed transformers library; upgrade it"
+        )
     return model_type
 
 
 def _known(model_type: Any) -> bool:
-    """Whether transformers has this family, without importing it where the name of a folder tells."""
+    """Whether transformers has this model type; it is imported only if no folder of that name exists."""
     import importlib.util
 
     library = importlib.util.find_spec("transformers")
@@ -134,13 +136,15 @@ def _known(model_type: Any) -> bool:
     models = Path(library.submodule_search_locations[0]) / "models"
     if model_type.isidentifier() and (models / model_type).is_dir():
         return True
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # some folders have other names
+    from transformers.models.auto.configuration_auto import (
+        CONFIG_MAPPING_NAMES,
+    )  # some model types have folders of another name
 
     return model_type in CONFIG_MAPPING_NAMES
 
 
 def weight_files(folder: Path, setting: str) -> dict[str, set[str]]:
-    """The files with weights, and the tensors that an index expects in each."""
+    """The weight files, each with the tensors that the index expects in it (without an index: none)."""
     if (folder / SINGLE).is_file():
         return {SINGLE: set()}
     if not (folder / INDEX).is_file():
@@ -163,7 +167,9 @@ def weight_files(folder: Path, setting: str) -> dict[str, set[str]]:
         files.setdefault(file, set()).add(tensor)
     missing = sorted(file for file in files if not (folder / file).is_file())
     if missing:
-        raise DataError(f"{setting}: {INDEX} names files that are not there: {_some(missing)}; copy the folder anew")
+        raise DataError(
+            f"{setting}: {INDEX} names files that are missing: {_some(missing)}; copy or download the folder again"
+        )
     return files
 
 
@@ -179,7 +185,7 @@ def _check_embedding(shapes: Shapes, vocab_size: int | None, setting: str) -> No
         if vocab_size is not None and shape and shape[0] != vocab_size:
             raise DataError(
                 f"{setting}: config.json says vocab_size={vocab_size}, the weights have {shape[0]} rows in {name}; "
-                f"config and weights do not belong together"
+                f"config.json and weights are from different models"
             )
 
 

@@ -1,4 +1,4 @@
-"""Looking at paths that a user wrote. These functions never raise: a path that cannot be looked at is not there."""
+"""Checks of paths that a user wrote. They never raise: a path that cannot be accessed counts as missing."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 
 def expanded(path: str) -> Path:
-    """The path with ~ in place of a home folder, where there is that user."""
-    return Path(os.path.expanduser(path))  # Path.expanduser raises for a user that is not there
+    """The path with `~` replaced by the home folder; unchanged if there is no such user."""
+    return Path(os.path.expanduser(path))  # Path.expanduser raises for an unknown user
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether there is a folder. Path.is_dir raises for names that are too long and folders that may not be entered."""
+    """Whether the folder exists. Path.is_dir would raise for names that are too long, or without permission."""
     return os.path.isdir(expanded(str(path)))
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether there is a file."""
+    """Whether the file exists."""
     return os.path.isfile(expanded(str(path)))

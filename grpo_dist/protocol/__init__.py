@@ -1,4 +1,4 @@
-"""What crosses a boundary: the batch, its column contract, and metrics that merge."""
+"""Data exchanged between workers: the batch, the contract of its columns, and mergeable metrics."""
 
 from grpo_dist.protocol.data_proto import DataProto
 from grpo_dist.protocol.metrics import Max, Mean, Metric, Sum, merge_metrics, metric_values

@@ -1,9 +1,9 @@
 """DataProto: the batch that travels between workers.
 
-Columns over one batch axis, of three kinds: dense tensors (N, ...), ragged tensors (`Ragged`) and object columns
-(numpy object arrays). The method names are verl's. Operations return a new object and nothing is changed in place by a
-callee: what a worker reads from the object store is shared, read-only memory. Pickling hands the buffers over out of
-band, so Ray stores and maps them without a copy.
+All columns share one batch axis. There are three kinds: dense tensors (N, ...), ragged tensors (`Ragged`) and object
+columns (numpy object arrays). The method names are verl's. Methods return a new object and change nothing in place,
+because a batch from the object store is shared, read-only memory. Buffers are pickled out of band, so Ray stores and
+memory-maps them without a copy.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DataProto:
         tensors: Mapping[str, TensorColumn] | None = None,
         non_tensors: Mapping[str, Any] | None = None,
     ) -> DataProto:
-        """Build from plain dicts; object columns may be any sequences."""
+        """Build from plain dicts; an object column may be any sequence."""
         objects = {name: object_array(column) for name, column in (non_tensors or {}).items()}
         return cls(dict(tensors or {}), objects)
 
@@ -88,10 +88,10 @@ class DataProto:
         return self.select(names), self.select([k for k in self.columns() if k not in names])
 
     def union(self, other: DataProto) -> DataProto:
-        """The columns of both.
+        """The columns of both batches.
 
         Raises:
-            BatchError: a column is on both sides with different values, or the row counts differ.
+            BatchError: both have a column of the same name with different values, or the row counts differ.
         """
         for name in self.columns().keys() & other.columns().keys():
             if not _same(self[name], other[name]):
@@ -105,7 +105,7 @@ class DataProto:
         """Rename columns: {old: new}.
 
         Raises:
-            BatchError: a column is missing, or two columns would have one name.
+            BatchError: a column is missing, or two columns would get the same name.
         """
         for name in names:
             self[name]
@@ -144,7 +144,7 @@ class DataProto:
         """`num_chunks` equal parts.
 
         Raises:
-            BatchError: the row count is not divisible; see `pad_to_divisor`.
+            BatchError: the row count is not divisible by `num_chunks`; see `pad_to_divisor`.
         """
         if num_chunks < 1 or len(self) % num_chunks:
             raise BatchError(f"{len(self)} rows cannot be cut into {num_chunks} equal chunks")
@@ -157,7 +157,7 @@ class DataProto:
         return self.index(np.repeat(rows, times) if interleave else np.tile(rows, times))
 
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
-        """Repeat rows from the front until the row count is divisible; also returns how many were added."""
+        """Append copies of the first rows until the row count is divisible; returns (batch, number of rows added)."""
         missing = -len(self) % divisor
         return self.index(np.arange(len(self) + missing) % max(len(self), 1)), missing
 
@@ -200,7 +200,7 @@ class DataProto:
         object.__setattr__(self, "non_tensor_batch", state["objects"])
 
     def save(self, path: str | Path) -> None:
-        """Write `path`.safetensors (tensors) and `path`.json (object columns, which must be JSON)."""
+        """Write `path`.safetensors (tensors) and `path`.json (object columns, which must be JSON-serializable)."""
         from safetensors.torch import save_file
 
         # clones: columns may share memory (per-token columns share offsets), which safetensors refuses
@@ -226,7 +226,7 @@ class DataProto:
 
 
 def object_array(values: Any) -> np.ndarray:
-    """A (N,) object array of any sequence; entries stay as they are."""
+    """Convert a sequence to an (N,) object array without converting its entries."""
     if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
         return values
     array = np.empty(len(values), dtype=object)
@@ -244,14 +244,12 @@ def _column(parts: Sequence[Tensor]) -> TensorColumn:
 
 
 def _to_array(tensor: Tensor) -> np.ndarray:
-    """The tensor's memory; numpy has no bfloat16, so that travels as int16."""
+    """The tensor as an array that shares its memory; bfloat16, which numpy lacks, is viewed as int16."""
     return tensor.contiguous().view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def _from_shared(array: np.ndarray) -> Tensor:
-    with (
-        warnings.catch_warnings()
-    ):  # read-only memory is the contract here, so torch's warning about it says nothing new
+    with warnings.catch_warnings():  # the memory is read-only on purpose
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
 

@@ -1,6 +1,6 @@
-"""The column contract: every column of a batch, what it holds, and who makes it.
+"""The column contract: every column of a batch, its meaning, and the role that computes it.
 
-Shapes: N sequences; R_i response tokens of sequence i; P_i prompt tokens. Ragged columns hold no padding.
+Shapes: N sequences; R_i response tokens and P_i prompt tokens of sequence i. Ragged columns have no padding.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from grpo_dist.errors import BatchError
 
-# Before the name of each value that the reward function returned beside the score: (N,) float32, nan where it did not.
+# Prefix of the columns for the reward function's values besides the score: (N,) float32, nan if not returned.
 EXTRA = "reward_extra/"
 
 
 @dataclass(frozen=True)
 class Field:
-    """One column: its shape and dtype, what it means, and the role that makes it."""
+    """One column: its shape, dtype and meaning, and the role that computes it."""
 
     shape: str
     dtype: str
@@ -29,40 +29,42 @@ FIELDS: dict[str, Field] = {
     "prompts": Field("ragged (N, P_i)", "int32", "prompt token ids, chat template applied", "data"),
     "responses": Field("ragged (N, R_i)", "int32", "response token ids, end-of-sequence included", "rollout"),
     "response_mask": Field(
-        "ragged (N, R_i)", "int8", "1 on tokens that train; 0 on those an environment put in", "rollout"
+        "ragged (N, R_i)", "int8", "1 on tokens that are trained on; 0 on tokens from an environment", "rollout"
     ),
     "rollout_log_probs": Field(
         "ragged (N, R_i)",
         "float32",
-        "the sampler's log-probs, temperature applied, 0 where it did not sample; nats",
+        "log-probs of the sampler, with temperature; 0 on tokens that it did not sample; nats",
         "rollout",
     ),
     "weight_versions": Field(
-        "ragged (N, R_i)", "int32", "version of the weights that sampled the token; -1: none did", "rollout"
+        "ragged (N, R_i)", "int32", "version of the weights that sampled the token; -1: not sampled", "rollout"
     ),
     "weight_version": Field("(N,)", "int64", "oldest weights that sampled a token of the sequence", "rollout"),
-    "last_weight_version": Field("(N,)", "int64", "newest weights that did", "rollout"),
+    "last_weight_version": Field("(N,)", "int64", "newest weights that sampled a token of the sequence", "rollout"),
     "response_length": Field("(N,)", "int64", "R_i", "rollout"),
     "prompt_length": Field("(N,)", "int64", "P_i", "rollout"),
-    "num_turns": Field("(N,)", "int64", "how often the policy was sampled for the response", "rollout"),
+    "num_turns": Field("(N,)", "int64", "turns: how often the policy generated a part of the response", "rollout"),
     "truncated": Field("(N,)", "int64", "1 where the response was cut at max_response_length", "rollout"),
     "token_level_scores": Field(
-        "ragged (N, R_i)", "float32", "raw reward; an outcome reward sits on the last token that trains", "reward"
+        "ragged (N, R_i)", "float32", "raw reward; an outcome reward is on the last trained token", "reward"
     ),
     "score": Field("(N,)", "float32", "raw reward of the sequence: sum of token_level_scores", "reward"),
-    "token_level_rewards": Field("ragged (N, R_i)", "float32", "scores less the KL penalty", "targets"),
+    "token_level_rewards": Field("ragged (N, R_i)", "float32", "scores minus the KL penalty", "targets"),
     "old_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the policy before the update; nats", "actor"),
     "ref_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the reference; nats", "ref"),
     "advantages": Field("ragged (N, R_i)", "float32", "advantage of each token", "targets"),
-    "reward": Field("(N,)", "float32", "score less the KL penalty: sum of token_level_rewards", "targets"),
-    "advantage_mean": Field("(N,)", "float32", "mean advantage of the tokens that train", "targets"),
+    "reward": Field("(N,)", "float32", "score minus the KL penalty: sum of token_level_rewards", "targets"),
+    "advantage_mean": Field("(N,)", "float32", "mean advantage over the trained tokens", "targets"),
     "reward_baseline": Field("(N,)", "float32", "score of the greedy response to the same prompt", "rollout"),
-    "pred_id": Field("(N,)", "float32", "equal for equal answers of a group, nan for none; validation", "reward"),
+    "pred_id": Field(
+        "(N,)", "float32", "equal for equal answers of a group, nan without an answer; validation only", "reward"
+    ),
     "step_mask": Field("ragged (N, R_i)", "int8", "1 on the last token of each step that has a reward", "reward"),
     "old_entropies": Field("ragged (N, R_i)", "float32", "entropy of the policy before the update; nats", "actor"),
-    "ref_hidden_states": Field("ragged (N, R_i, H)", "compute type", "what the reference's output layer sees", "ref"),
-    "rollout_is_weights": Field("ragged (N, R_i)", "float32", "importance weights against the sampler", "targets"),
-    "selected_tokens": Field("ragged (N, R_i)", "float32", "1 on tokens that the policy loss treats apart", "targets"),
+    "ref_hidden_states": Field("ragged (N, R_i, H)", "compute type", "inputs of the reference's output layer", "ref"),
+    "rollout_is_weights": Field("ragged (N, R_i)", "float32", "importance weights, policy over sampler", "targets"),
+    "selected_tokens": Field("ragged (N, R_i)", "float32", "1 on tokens that clip_cov or kl_cov selected", "targets"),
     "returns": Field("ragged (N, R_i)", "float32", "return of each token", "targets"),
 }
 
@@ -71,7 +73,7 @@ def require(stage: str, present: Iterable[str], needed: Iterable[str]) -> None:
     """Check that a batch has the columns a stage needs.
 
     Raises:
-        BatchError: names the stage, what is missing and who makes it.
+        BatchError: a column is missing; the message names the stage, the column and the role that computes it.
     """
     have = set(present)
     missing = [name for name in needed if name not in have]

@@ -1,4 +1,4 @@
-"""Metric values that merge correctly across micro-batches and ranks: `Mean` carries its sum and count."""
+"""Metric values that merge correctly across micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mean:
-    """Mean of `count` things that sum to `sum`. Merging adds both, so it is never an average of averages."""
+    """The mean `sum / count`. Merging adds sums and counts, so it never averages averages."""
 
     sum: float
     count: float
@@ -19,7 +19,7 @@ class Mean:
 
     @property
     def value(self) -> float:
-        """0 where nothing was counted."""
+        """The mean; 0 if `count` is 0."""
         return self.sum / self.count if self.count else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Rows of different lengths without padding: one flat tensor of values and the offsets of the rows."""
+"""Rows of different lengths without padding: a flat tensor of values, and offsets (as in a CSR matrix)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Ragged:
     """N rows of L_i values each.
 
     Attributes:
-        values: (sum L_i,) any dtype, or (sum L_i, H): then every entry is H numbers.
+        values: (sum L_i,), or (sum L_i, H) with H numbers per entry; any dtype.
         offsets: (N + 1,) int64; row i is values[offsets[i] : offsets[i + 1]].
     """
 
@@ -39,7 +39,7 @@ class Ragged:
 
     @classmethod
     def from_padded(cls, padded: Tensor, lengths: Tensor) -> Ragged:
-        """Keep the first `lengths[i]` entries of each row of an (N, T) tensor."""
+        """Keep the first `lengths[i]` entries of row i of an (N, T) tensor."""
         mask = torch.arange(padded.shape[1]) < lengths.unsqueeze(-1)
         return cls(padded[mask], _offsets(lengths))
 
@@ -50,7 +50,7 @@ class Ragged:
 
     @property
     def lengths(self) -> Tensor:
-        """(N,) int64."""
+        """Row lengths, (N,) int64."""
         return self.offsets.diff()
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class Ragged:
         return list(torch.split(self.values, self.lengths.tolist()))
 
     def to_padded(self, padding: float, width: int | None = None) -> Tensor:
-        """(N, T), or (N, T, H), with `padding` behind each row; T is `width` or the longest row."""
+        """An (N, T) or (N, T, H) tensor, right-padded with `padding`; T is `width`, or the longest row."""
         lengths = self.lengths
         longest = int(lengths.max()) if len(lengths) else 0
         width = longest if width is None else width

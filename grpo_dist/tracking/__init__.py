@@ -1,5 +1,5 @@
 """Where metrics go: a progress bar, `metrics.jsonl`, TensorBoard, W&B, and the summary at the end.
 
-Metrics are `{name: number}` under verl's names. `base.build_trackers` starts what `trainer.logger` lists.
+Metrics are `{name: number}` with verl's names. `base.build_trackers` starts the trackers in `trainer.logger`.
 Adding a tracker: one file with a class like those here, and one row in `base.TRACKERS`.
 """

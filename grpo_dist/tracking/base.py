@@ -1,4 +1,4 @@
-"""Trackers: what they are, how a run starts them, and how one `log` reaches all of them."""
+"""The tracker protocol, starting the trackers of a run, and logging to all of them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ TRACKERS = {
     "tensorboard": "grpo_dist.tracking.tensorboard:TensorBoardTracker",
     "wandb": "grpo_dist.tracking.wandb:WandbTracker",
 }
-"""Value of `trainer.logger` -> class, imported only when asked for. It is called with a `RunInfo`."""
+"""Value of `trainer.logger` -> class, which is imported on demand and called with a `RunInfo`."""
 
 ALWAYS_ON = "jsonl"
 CONSOLE = "console"
-"""A legal value of `trainer.logger` that is no tracker: the trainer owns the bar (`console.Progress`)."""
+"""A value of `trainer.logger` that is not a tracker: the trainer shows it itself (`console.Progress`)."""
 
 WANDB_RUN_ID = Path("wandb") / "run_id"
-"""Where in the run directory the id of the W&B run is kept: a resumed run goes on under it."""
+"""File in the run directory with the id of the W&B run, which a resumed run continues."""
 
 
 class Tracker(Protocol):
-    """One place where metrics go."""
+    """A destination for metrics."""
 
     note: str
-    """Where, in one line for the user ("W&B offline: wandb sync DIR")."""
+    """One line for the user that says where the metrics are ("W&B offline: wandb sync DIR")."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the numbers of one step; called once per step, steps rising."""
+        """Record the metrics of one step; called once per step, in increasing order."""
 
     def close(self) -> None:
-        """Write out what is buffered and release the files."""
+        """Flush buffers and close files."""
 
 
 @runtime_checkable
@@ -50,19 +50,19 @@ class ShowsSamples(Protocol):
     """A tracker that can show text as well."""
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Record responses of one step; called before `log` of that step, which completes it."""
+        """Record responses of one step; called before `log` of the same step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What a tracker may know of the run.
+    """Information about the run, for trackers.
 
     Attributes:
         run_dir: the run directory (absolute, exists).
         project_name: `trainer.project_name`.
         experiment_name: `trainer.experiment_name`.
         config: the resolved config, secrets removed.
-        resumed_step: last step of the checkpoint this run goes on from; None for a fresh start.
+        resumed_step: last step of the checkpoint that this run resumes from; None for a fresh start.
     """
 
     run_dir: Path
@@ -75,8 +75,8 @@ class RunInfo:
 class Trackers:
     """All trackers of a run as one.
 
-    A tracker that fails while the run goes on is reported once and dropped: observability must not end
-    a training run. Breaking the contract of `log` is a bug of the caller and does raise.
+    A tracker that fails during the run is reported once and dropped, because logging must not stop training. Only
+    invalid arguments of `log`, which are a bug of the caller, raise.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker], *, resumed_step: int | None) -> None:
@@ -92,16 +92,16 @@ class Trackers:
         """Record all numbers of one step.
 
         Args:
-            metrics: name -> int or float (numpy scalars too; NaN and infinities are legal numbers).
-            step: the training step, 0 for what is measured before the first. Each step is logged once.
+            metrics: name -> int or float, including numpy scalars, NaN and infinities.
+            step: the training step; 0 for metrics from before the first step. Each step is logged once.
 
         Raises:
-            BatchError: a value is no number, a name is empty or "step", or the step does not rise.
+            BatchError: a value is not a number, a name is empty or "step", or the step does not increase.
         """
         clean = check_metrics(metrics)
         if step <= self._last_step:
             raise BatchError(
-                f"metrics of step {step} were logged after step {self._last_step}: log each step once, rising"
+                f"metrics of step {step} were logged after step {self._last_step}: log each step once, in order"
             )
         self._last_step = step
         for name, tracker in list(self._active.items()):
@@ -109,7 +109,7 @@ class Trackers:
                 tracker.log(clean, step)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Show responses of a step in the trackers that can; before the step's `log`."""
+        """Send responses to the trackers that can show them; call it before `log` of the same step."""
         for name, tracker in list(self._active.items()):
             if isinstance(tracker, ShowsSamples):
                 with self._dropping(name, f"samples of step {step}"):
@@ -126,13 +126,13 @@ class Trackers:
     def _dropping(self, name: str, when: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever a tracker does, training and the others go on
+        except Exception as error:  # noqa: BLE001 - no error of a tracker may stop training or the other trackers
             self._drop(name, when, error)
 
     def _drop(self, name: str, when: str, error: Exception) -> None:
         tracker = self._active.pop(name)
         logger.warning(
-            "tracker %r failed at %s and is off for the rest of the run; training goes on. %s: %s",
+            "tracker %r failed at %s and is off for the rest of the run; training continues. %s: %s",
             *(name, when, type(error).__name__, error),
         )
         if when != "close":
@@ -155,15 +155,15 @@ def build_trackers(
     config: dict[str, Any],
     resumed_step: int | None,
 ) -> Trackers:
-    """Start the trackers of a run: `jsonl` always, then those asked for.
+    """Start the trackers of a run: always `jsonl`, then those in `loggers`.
 
     Args:
         loggers: `trainer.logger`.
-        run_dir: the run directory; made if absent.
+        run_dir: the run directory; created if it does not exist.
         project_name: `trainer.project_name`.
         experiment_name: `trainer.experiment_name`.
         config: the resolved config; secrets are removed before any tracker sees it.
-        resumed_step: last step of the checkpoint this run goes on from; None for a fresh start.
+        resumed_step: last step of the checkpoint that this run resumes from; None for a fresh start.
 
     Raises:
         ConfigError: a tracker cannot start; those started before it are closed.
@@ -187,10 +187,10 @@ def build_trackers(
 
 
 def check_trackers(loggers: Sequence[str]) -> None:
-    """Check that the packages of the trackers can be imported, and what else they know before they start.
+    """Import the packages of the trackers, and run the checks that they offer, without starting them.
 
     Raises:
-        ConfigError: a package is missing, or W&B is to be online without an API key.
+        ConfigError: a package is missing, or WANDB_MODE=online without an API key.
     """
     for name in dict.fromkeys((ALWAYS_ON, *loggers)):
         if name != CONSOLE:
@@ -200,10 +200,10 @@ def check_trackers(loggers: Sequence[str]) -> None:
 
 
 def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics as plain ints and floats.
+    """Convert metrics to plain ints and floats.
 
     Raises:
-        BatchError: a value is a tensor, a bool, a string, None ...; or a name cannot be used.
+        BatchError: a value is not a number (a tensor, bool, string or None), or a name is empty or "step".
     """
     clean: dict[str, float] = {}
     for name, value in metrics.items():
@@ -212,7 +212,7 @@ def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise BatchError(
                 f"metric {name!r} is a {type(value).__module__}.{type(value).__name__}, not a number: "
-                "give an int or a float (.item() of a tensor, where it was made)"
+                "pass an int or a float (use .item() on a tensor)"
             )
         clean[name] = int(value) if isinstance(value, numbers.Integral) else float(value)
     return clean
@@ -226,11 +226,11 @@ def _start(name: str, run: RunInfo) -> Tracker:
     except ConfigError:
         raise
     except Exception as error:
-        cause = " ".join(f"{type(error).__name__}: {error}".split())  # some packages write pages
+        cause = " ".join(f"{type(error).__name__}: {error}".split())  # some packages raise very long messages
         hint = (
             f"make {run.run_dir} writable or set trainer.default_local_dir"
             if name == ALWAYS_ON
-            else f"mend this, or take {name!r} out of trainer.logger"
+            else f"fix this, or remove {name!r} from trainer.logger"
         )
         raise ConfigError(f"trainer.logger: {name!r} cannot start: {cause}; {hint}") from error
 
@@ -242,7 +242,7 @@ def _tracker_class(name: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"trainer.logger: {name!r} needs a package that cannot be imported ({error}): "
-            f"install it, or take {name!r} out of trainer.logger"
+            f"install it, or remove {name!r} from trainer.logger"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What the terminal shows while a run goes on: a bar on a TTY, one line per step elsewhere."""
+"""Progress on the terminal: a bar on a TTY, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _TIMED = {"gen": "timing_s/gen", "update": "timing_s/update_actor"}
 
 
 class Progress:
-    """Progress of a run.
+    """Shows the progress of a run.
 
     On a TTY: a bar with steps done, the current phase, elapsed and remaining time, and the latest reward,
     validation accuracy, KL and tokens/s. Elsewhere (`ray job logs`, CI, a pipe): one line per step.
 
     Args:
         total_steps: step number of the last step.
-        initial_step: steps already done by the run this one resumes; 0 for a fresh start.
-        stream: where to write; None shows nothing (`console` not in `trainer.logger`).
+        initial_step: last step of the checkpoint that this run resumes from; 0 for a fresh start.
+        stream: where to write; None: show nothing (`console` is not in `trainer.logger`).
     """
 
     def __init__(self, total_steps: int, initial_step: int, stream: TextIO | None = sys.stderr) -> None:
@@ -44,17 +44,17 @@ class Progress:
             )
 
     def phase(self, name: str) -> None:
-        """Show what the run is doing now ("generate", "update" ...); a bar only."""
+        """Show the current phase ("generate", "update" ...) in the bar."""
         if self._bar is not None:
             with _survives_lost_terminal():
                 self._bar.set_description_str(name)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished step and its numbers; step 0 is the validation before training."""
+        """Show a finished step and its metrics; step 0 is the validation before training."""
         if self._bar is None:
             self.message(format_line(step, self.total_steps, metrics))
             return
-        # Validation comes every few steps: the last known value stays in the bar.
+        # Not every step is validated: the last known value stays in the bar.
         self._latest |= describe(metrics)
         shown = [self._latest[key] for key in ("reward", "val", "kl", "speed") if key in self._latest]
         self._bar.set_postfix_str("  ".join(shown), refresh=False)
@@ -63,7 +63,7 @@ class Progress:
             self._bar.refresh()
 
     def message(self, text: str) -> None:
-        """Print text above the bar, or as it is without one."""
+        """Print text, above the bar if there is one."""
         if self._stream is None:
             return
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
@@ -76,7 +76,7 @@ class Progress:
             self._stream.flush()
 
     def close(self) -> None:
-        """Leave the bar as it stands and end its line; a second call does nothing."""
+        """Stop the bar and leave it on the screen; a second call does nothing."""
         if self._bar is not None:
             with _survives_lost_terminal():
                 self._bar.close()
@@ -93,22 +93,22 @@ def _can_hold_a_bar(stream: TextIO) -> bool:
     if not stream.isatty() or os.environ.get("TERM") == "dumb":
         return False
     try:
-        # Terminals made by `script`, containers or job runners may have size 0: tqdm draws nothing there.
+        # Terminals of `script`, containers or job runners may have size 0, where tqdm draws nothing.
         return all(os.get_terminal_size(stream.fileno()))
-    except (OSError, ValueError):  # a stream without a descriptor says it is a terminal: believe it
+    except (OSError, ValueError):  # no file descriptor, but isatty() was true
         return True
 
 
 def _survives_lost_terminal() -> contextlib.suppress:
-    """A reader that went away (`2>&1 | head`) or a closed terminal must not end the training."""
+    """Ignore write errors: a closed pipe (`2>&1 | head`) or terminal must not stop training."""
     return contextlib.suppress(OSError)
 
 
 def describe(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The pieces of a step's line that `metrics` has: reward, kl, val, length, speed, time (in this order).
+    """The parts of a step's line, by name, in order: reward, kl, val, length, speed, time; only those in `metrics`.
 
-    `kl` is the distance to the reference (`actor/kl_loss`); without a KL loss, the one to the policy before
-    the update (`actor/ppo_kl`), which is labelled as such.
+    `kl` is the KL to the reference (`actor/kl_loss`); without a KL loss it is the KL to the policy before the update
+    (`actor/ppo_kl`), labelled `ppo_kl`.
     """
     pieces: dict[str, str] = {}
     if metric_names.REWARD in metrics:
@@ -131,5 +131,5 @@ def describe(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def format_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
-    """`step 3/40  reward 0.41  kl 0.0012  val 0.35  length 31.2  1834 tok/s  4.1 s (gen 1.9, update 1.6)`."""
+    """One line per step: `step 3/40  reward 0.41  kl 0.0012  val 0.35  length 31.2  1834 tok/s  4.1 s (gen 1.9)`."""
     return "  ".join((f"step {step}/{total_steps}", *describe(metrics).values()))

@@ -1,7 +1,7 @@
 """`metrics.jsonl`: the run's own record, one JSON object per step.
 
-Always on, and the source of the summary at the end. A non-finite number is written as `null`, because
-JSON has no NaN or infinity and other readers would reject the line; `read_metrics` gives it back as NaN.
+Always on, and the source of the summary at the end. A non-finite number is written as `null`, because JSON has neither
+NaN nor infinity; `read_metrics` returns it as NaN.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ FILE_NAME = "metrics.jsonl"
 
 
 class JsonlTracker:
-    """Appends `{"step": n, name: number, ...}` to `run_dir/metrics.jsonl`, every line at once.
+    """Appends `{"step": n, name: number, ...}` to `run_dir/metrics.jsonl`, unbuffered.
 
-    Going on from a checkpoint drops the steps after it, so that every step is there once. A fresh start in
-    a used run directory keeps the old file as `metrics.old-N.jsonl`.
+    Resuming from a checkpoint drops the steps after it, so that every step is recorded once. A fresh start in a used
+    run directory keeps the old file as `metrics.old-N.jsonl`.
 
-    While the disk refuses (it is full), lines wait in memory, and come with the first one that it takes again.
+    If a write fails (disk full), lines are kept in memory and written with the next line that succeeds.
     """
 
     def __init__(self, run: RunInfo) -> None:
@@ -50,13 +50,15 @@ class JsonlTracker:
             self._write()
         except OSError as error:
             if not were_waiting:
-                logger.warning("%s cannot be written: %s; its lines wait for room", self.path, error)
+                logger.warning(
+                    "%s cannot be written: %s; its lines are kept in memory and written later", self.path, error
+                )
 
     def close(self) -> None:
         """Close the file.
 
         Raises:
-            OSError: lines that were waiting are lost.
+            OSError: lines kept in memory cannot be written and are lost.
         """
         try:
             self._write()
@@ -69,7 +71,7 @@ class JsonlTracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a `metrics.jsonl`; `null` comes back as NaN, a half-written last line is left out.
+    """Read a `metrics.jsonl`; `null` becomes NaN, and an incomplete last line is ignored.
 
     Raises:
         ConfigError: a line other than the last is no JSON object with a step.
@@ -78,11 +80,11 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Drop the rows after `step` and a half-written last line; the file is replaced atomically.
+    """Drop the rows after `step` and an incomplete last line; the file is replaced atomically.
 
     Args:
-        path: a `metrics.jsonl`; need not exist.
-        step: last step to keep.
+        path: a `metrics.jsonl`, which need not exist.
+        step: the last step to keep.
 
     Raises:
         ConfigError: a line other than the last is no JSON object with a step.
@@ -99,7 +101,7 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    # Bytes, since a killed run may have cut a character in two.
+    # Bytes, because a killed run may have written half of a UTF-8 character.
     lines = path.read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -113,7 +115,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
             if not any(rest.strip() for rest in lines[number:]):
                 break
             raise ConfigError(
-                f"{path}, line {number}: not a metrics row ({error}); mend the file or move it away, then resume again"
+                f"{path}, line {number}: not a metrics row ({error}); repair or move the file, then resume again"
             ) from error
         rows.append(row)
     return rows

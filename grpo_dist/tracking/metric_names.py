@@ -1,4 +1,4 @@
-"""The metric names the console and the summary read (verl's), and how validation is reduced to one number."""
+"""Names (verl's) of the metrics that the console and the summary show, and the one number for validation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ REWARD = "critic/score/mean"
 KL_LOSS = "actor/kl_loss"
 PPO_KL = "actor/ppo_kl"
 RESPONSE_LENGTH = "response_length/mean"
-THROUGHPUT = "perf/tokens_per_s"  # of the whole run; verl's perf/throughput is that of a device
+THROUGHPUT = "perf/tokens_per_s"  # of all devices; verl's perf/throughput is per device
 TIMING = "timing_s/"
 STEP_TIME = "timing_s/step"
 VALIDATION = "val-core/"
@@ -17,8 +17,7 @@ VALIDATION = "val-core/"
 def validation_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """The validation accuracies among `metrics`: `val-core/SOURCE/acc/mean@N`, one per data source.
 
-    best@N and maj@N stand beside them, and `reward` where the reward function returns no `acc`. Where there is no
-    accuracy or no mean, all of `val-core/` that remain count.
+    Without `acc` it is `val-core/SOURCE/reward/mean@N`; without a mean, all metrics of `val-core/` that remain.
     """
     found = [name for name in metrics if name.startswith(VALIDATION)]
     for marker in ("/acc/", "/mean@"):

@@ -1,4 +1,4 @@
-"""Validation responses as a person reads them (`trainer.log_val_generations`)."""
+"""Formats validation responses for people (`trainer.log_val_generations`)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ Sample = Mapping[str, Any]
 """step, uid, input, output, gts (the ground truth) and score of one response."""
 
 NUMBERS = ("step", "score")
-"""The parts of a sample that are numbers; the ground truth may be anything."""
+"""The fields of a sample that are numbers; the ground truth may have any type."""
 
 SAMPLES = "val/generations"
-"""What the trackers call them, as verl does."""
+"""The name of the samples in trackers, as in verl."""
 
 
 def format_samples(samples: Sequence[Sample]) -> str:
-    """For the terminal: a head line per response, then prompt and response, indented."""
+    """Format samples for the terminal: a header line per response, then prompt and response, indented."""
     lines = []
     for sample in samples:
         shown = {name: _printable(str(sample[name])) for name in ("input", "output", "gts")}
@@ -28,7 +28,7 @@ def format_samples(samples: Sequence[Sample]) -> str:
 
 
 def as_markdown(sample: Sample) -> str:
-    """For TensorBoard: the same, with text as it is in indented code blocks."""
+    """Format a sample as Markdown, for TensorBoard; prompt and response are indented code blocks."""
     blocks = [_head(sample, f"`{sample['gts']}`")]
     for label in ("input", "output"):
         blocks += [label, "\n".join(f"    {line}" for line in sample[label].splitlines())]
@@ -40,5 +40,5 @@ def _head(sample: Sample, truth: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """A model may write anything; escape sequences must not reach the terminal."""
+    """Replace control characters, so that a response cannot send escape sequences to the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -1,4 +1,4 @@
-"""The text a run ends with."""
+"""The summary that is shown at the end of a run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from grpo_dist.tracking import metric_names
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKLINE_WIDTH = 40
 _LABEL_WIDTH = 22
-# A part of the step that no phase accounts for, or phases that overlap, are shown from this share on.
+# Time outside of all phases, or overlap of phases, is shown from this share of the step on.
 _NOTABLE_SHARE = 0.005
 
 Row = Mapping[str, float]
 
 
 def format_summary(history: Sequence[Row], *, run_dir: Path, seconds: float, hf_model: Path | None) -> str:
-    """What the run achieved, where its time went, and where things are.
+    """The summary: results, time per phase, and where the files are.
 
     Args:
         history: one row per step, with "step" and metrics under verl's names (`jsonl.read_metrics`).
@@ -41,10 +41,10 @@ def format_summary(history: Sequence[Row], *, run_dir: Path, seconds: float, hf_
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A curve in block characters: at most `width` of them, each the mean of its share of the values.
+    """A curve of at most `width` block characters, each the mean of consecutive values.
 
-    The lowest mean is the lowest block and the highest the full one; non-finite values are left out, and a
-    stretch without any finite value is a space.
+    The lowest mean is the lowest block and the highest mean the full block. Non-finite values are ignored; a character
+    without any finite value is a space.
     """
     count = min(width, len(values))
     bounds = [round(index * len(values) / count) for index in range(count + 1)] if count else []
@@ -60,7 +60,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`8.3 s`, `3 min 12 s` or `2 h 05 min`."""
+    """Format a duration: `8.3 s`, `3 min 12 s` or `2 h 05 min`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -78,7 +78,7 @@ def _validation_lines(history: Sequence[Row]) -> list[str]:
     for name, curve in curves.items():
         label = f"validation {_kind(name)}" if len(curves) == 1 else name.removeprefix(metric_names.VALIDATION)
         best_step, best = max(curve, key=lambda point: -math.inf if math.isnan(point[1]) else point[1])
-        # One value has no before and after.
+        # With one value there is no change to show.
         values = f"{curve[0][1]:.3g}"
         if len(curve) > 1:
             values += f" -> {curve[-1][1]:.3g}  (best {best:.3g} at step {best_step})"

@@ -1,4 +1,4 @@
-"""Event files in `run_dir/tensorboard`, made from tensorboard's own protos: no torch or TensorFlow."""
+"""Event files in `run_dir/tensorboard`, written with tensorboard's own protos: needs neither torch nor TensorFlow."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _FILE_VERSION = "brain.Event:2"  # from version 2 on, readers honour the START r
 class TensorBoardTracker:
     """Writes each metric as a scalar of its step, flushed once per step.
 
-    A START record with the first step of this process makes TensorBoard hide what earlier processes wrote
-    for that step and later ones: the steps lost after a checkpoint, or all of an older run in the folder.
+    A START record with the first step of this process makes TensorBoard hide that step and later ones of earlier
+    processes: the steps after the checkpoint that the run resumed from, or all steps of an older run in the folder.
     """
 
     # Not tensorboard's EventFileWriter: it imports TensorFlow where that is installed, and its writer thread
-    # can leave `flush` waiting for ever once the disk is full.
+    # can block `flush` for ever when the disk is full.
     def __init__(self, run: RunInfo) -> None:
         folder = run.run_dir / FOLDER
         folder.mkdir(exist_ok=True)
-        # The nanoseconds keep two starts of one process apart and in order: readers sort the files by name.
+        # Readers sort the files by name, so nanoseconds keep two starts of one process in order.
         seconds, nanoseconds = divmod(time.time_ns(), 10**9)
         name = f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}.{os.getpid()}"
         self._writer = RecordWriter((folder / name).open("xb"))
@@ -44,7 +44,7 @@ class TensorBoardTracker:
         self.note = f"curves: tensorboard --logdir {shlex.quote(str(folder))}"
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write one event with a scalar per metric."""
+        """Write one event with one scalar per metric."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._write(step=step, summary=Summary(value=values))
         self._writer.flush()

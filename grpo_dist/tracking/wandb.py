@@ -1,4 +1,4 @@
-"""Weights & Biases: online with an API key, else offline; never a prompt."""
+"""Weights & Biases: online if there is an API key, else offline. Never prompts for input."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _INIT_TIMEOUT_S = 30.0  # W&B itself retries for 90 s before it gives up on a se
 class WandbTracker:
     """A W&B run with its files in `run_dir/wandb`.
 
-    The mode is `WANDB_MODE` if set, else "online" when an API key is found (`WANDB_API_KEY` or
-    `wandb login`), else "offline", which needs neither account nor network: `wandb sync` uploads it later.
-    The run's id is kept in `run_dir/wandb/run_id`, so a resumed run goes on in the same W&B run.
+    The mode is `WANDB_MODE` if set, else "online" if an API key is found (`WANDB_API_KEY` or `wandb login`), else
+    "offline", which needs neither account nor network: `wandb sync` uploads the run later. The run's id is stored in
+    `run_dir/wandb/run_id`, so that a resumed run continues the same W&B run.
 
     Raises:
-        ConfigError: `WANDB_MODE=online` without an API key (W&B itself would prompt and block), or the server
-            cannot be reached or refuses.
+        ConfigError: `WANDB_MODE=online` without an API key (W&B itself would prompt for one), or the server cannot be
+            reached or refuses the run.
     """
 
     @staticmethod
     def check() -> None:
-        """Check what is known before the run starts.
+        """Check the W&B mode before the run starts.
 
         Raises:
             ConfigError: `WANDB_MODE=online` without an API key.
@@ -56,15 +56,15 @@ class WandbTracker:
                 mode=mode,  # type: ignore[arg-type]
                 config=run.config,
                 id=run_id,
-                # Offline, W&B ignores `resume` with a warning; the same id joins the pieces at `wandb sync`.
+                # Offline, W&B ignores `resume` with a warning; `wandb sync` merges runs with the same id.
                 resume="allow" if mode == "online" and run_id else None,
-                # silent: the bar owns the terminal. console off: W&B must not capture it.
+                # silent, console off: W&B must neither write to the terminal, which shows the bar, nor capture it.
                 settings=wandb.Settings(silent=True, console="off", init_timeout=_INIT_TIMEOUT_S),
             )
         except wandb.Error as error:
             raise ConfigError(
                 f"trainer.logger: 'wandb' cannot start ({mode}): {' '.join(str(error).split())}; check the "
-                "network and the API key, set WANDB_MODE=offline, or take 'wandb' out of trainer.logger"
+                "network and the API key, set WANDB_MODE=offline, or remove 'wandb' from trainer.logger"
             ) from error
         id_file.write_text(self._run.id + "\n")
         where = (
@@ -75,21 +75,21 @@ class WandbTracker:
         self.note = f"W&B {mode}: {where}" if mode in ("online", "offline") else f"W&B {mode}"
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log one step; W&B keeps the first value of a step that it already has."""
+        """Log one step; if W&B already has the step, it keeps the first value."""
         self._run.log(dict(metrics), step=step, commit=True)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
-        """Log a table with a row per sample; `log` of the same step sends it off."""
+        """Log a table with one row per sample; it is sent with the next `log`."""
         if samples:
-            # a ground truth may be anything, and a column has one type
+            # a column has one type, but ground truths may differ in type
             rows = [[value if name in NUMBERS else str(value) for name, value in s.items()] for s in samples]
             self._run.log({SAMPLES: wandb.Table(columns=[*samples[0]], data=rows)}, step=step, commit=False)
 
     def close(self) -> None:
-        """Finish the W&B run; it counts as failed when closed while an exception is on its way out.
+        """Finish the W&B run; it is marked as failed if an exception is being handled.
 
-        Offline, W&B's own process may write the last bytes some milliseconds after this returns; the normal
-        exit of the interpreter waits for it.
+        Offline, W&B's own process may still write for some milliseconds after this returns; a normal exit of the
+        interpreter waits for it.
         """
         self._run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
 
@@ -104,7 +104,7 @@ def choose_mode() -> str:
     found = _has_api_key()
     if asked == "online" and not found:
         raise ConfigError(
-            "trainer.logger: 'wandb' with WANDB_MODE=online finds no API key: run `wandb login`, "
+            "trainer.logger: 'wandb' with WANDB_MODE=online needs an API key: run `wandb login`, "
             "set WANDB_API_KEY, or set WANDB_MODE=offline"
         )
     return asked or ("online" if found else "offline")
@@ -125,7 +125,7 @@ def _has_api_key() -> bool:
 
 
 def _base_url() -> str:
-    """The server: WANDB_BASE_URL, else the one that `wandb login --host` stored, else W&B's own."""
+    """URL of the server: WANDB_BASE_URL, else the one that `wandb login --host` stored, else api.wandb.ai."""
     if url := os.environ.get("WANDB_BASE_URL"):
         return url
     stored = configparser.ConfigParser()

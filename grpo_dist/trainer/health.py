@@ -1,9 +1,9 @@
-"""Whether a run is healthy: each step's metrics against the rules of `trainer.health`.
+"""Checks the metrics of each step against the rules of `trainer.health`.
 
-    rule broken for `steps` steps in a row -> metric health/RULE = 1, and warn: a message; stop: HealthError
+    rule broken for `steps` steps in a row -> metric health/RULE = 1, and a message (warn) or HealthError (stop)
 
-The table of the rules is `HealthConfig` in config/schema_health.py; here they are judged. A step without a rule's
-metric says nothing of the rule, so it ends a row. A resumed run starts with empty windows.
+The rules are defined in `HealthConfig` (config/schema_health.py) and evaluated here. A step without a rule's metric
+resets its count of steps in a row. A resumed run starts with empty windows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from grpo_dist.config.schema_health import RULES, HealthConfig
 from grpo_dist.errors import HealthError
 
-START_STEPS = 5  # one batch alone is a noisy measure of where entropy starts
+START_STEPS = 5  # the entropy of one batch is a noisy start value
 MOST_NAMED = 5
 
 Metrics = Mapping[str, float]
@@ -27,12 +27,12 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the rules say of a step.
+    """The result of checking one step.
 
     Attributes:
-        metrics: `health/RULE`, 1 where the rule is broken and 0 where not; rules without their metric are left out.
-        warnings: what to tell the user.
-        faults: what the run has to stop for.
+        metrics: `health/RULE`, 1 if the rule is broken, else 0; rules without their metric are left out.
+        warnings: messages of broken rules with action=warn.
+        faults: messages of broken rules with action=stop.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -52,13 +52,13 @@ class Judgement:
         for warning in self.warnings:
             show(warning)
         if self.faults:
-            go_on = f"the last checkpoint is {checkpoint}; the same command goes on from it"
-            none = "there is no checkpoint to go on from (trainer.save_freq)"
+            go_on = f"the last checkpoint is {checkpoint}; the same command resumes from it"
+            none = "there is no checkpoint to resume from (trainer.save_freq)"
             raise HealthError("\n".join([*self.faults, go_on if checkpoint else none]))
 
 
 class HealthMonitor:
-    """Judges the steps of a run, in order.
+    """Checks the steps of a run, in order.
 
     Args:
         config: `trainer.health`.
@@ -71,11 +71,11 @@ class HealthMonitor:
         self._told: dict[str, int] = {}
 
     def judge(self, metrics: Metrics, step: int) -> Judgement:
-        """Hold a step's metrics against all rules.
+        """Check a step's metrics against all rules.
 
         Args:
             metrics: the step's metrics by name.
-            step: its number.
+            step: the step's number.
         """
         self._past.add(metrics)
         judgement = Judgement()
@@ -113,16 +113,16 @@ class HealthMonitor:
 
 
 class _Past:
-    """What the steps of this process have shown so far, the current one included.
+    """Values of earlier steps, and of the current one, that rules need.
 
     Args:
         config: `trainer.health`.
 
     Attributes:
-        grad_norms: the last gradient norms: the current one, and a window before it.
-        first_entropies: those of the first `START_STEPS` steps, nats.
-        lowest: lowest score of a response.
-        highest: highest score of a response.
+        grad_norms: gradient norms of the last `window` steps and the current one.
+        first_entropies: entropies of the first `START_STEPS` steps, nats.
+        lowest: lowest score of a response so far.
+        highest: highest score of a response so far.
     """
 
     def __init__(self, config: HealthConfig) -> None:
@@ -132,7 +132,7 @@ class _Past:
         self.lowest, self.highest = math.inf, -math.inf
 
     def add(self, metrics: Metrics) -> None:
-        """Take in a step. Numbers that are not finite are left out."""
+        """Add a step. Non-finite metrics are ignored."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         if "actor/grad_norm" in finite:
             self.grad_norms.append(finite["actor/grad_norm"])
@@ -143,13 +143,13 @@ class _Past:
         self.highest = max(self.highest, finite.get("critic/score/max", -math.inf))
 
     def progress(self, score: float) -> float:
-        """How far a mean score is from the lowest (0) to the highest (1) score seen; 0 counts as seen."""
+        """Where a mean score is between the lowest (0) and highest (1) score so far; a score of 0 always counts."""
         low, high = min(0.0, self.lowest), max(0.0, self.highest)
         return (score - low) / (high - low) if high > low else 0.0
 
 
 def _measure(name: str, metrics: Metrics, past: _Past) -> dict[str, Any] | None:
-    """Whether a rule is broken in this step, and the numbers of its message; None where its metric is not measured."""
+    """Whether a rule is broken in this step, and the values for its message; None if the step lacks its metric."""
     rule, settings = RULES[name], getattr(past.config, name)
     metric = _first(metrics, rule.metrics)
     if (rule.metrics and metric is None) or not metrics.keys() >= set(rule.needs):
@@ -167,7 +167,7 @@ def _measure(name: str, metrics: Metrics, past: _Past) -> dict[str, Any] | None:
 
 
 def _grad_norm(numbers: dict[str, Any], metrics: Metrics, past: _Past) -> dict[str, Any]:
-    """The norm, before clipping, is of the size it had in the last steps."""
+    """The gradient norm, before clipping, is close to that of the last steps."""
     rule, norm, earlier = past.config.grad_norm, numbers["value"], list(past.grad_norms)[:-1]
     limits: dict[str, float] = {}
     if rule.threshold is not None:
@@ -180,7 +180,7 @@ def _grad_norm(numbers: dict[str, Any], metrics: Metrics, past: _Past) -> dict[s
 
 
 def _entropy(numbers: dict[str, Any], metrics: Metrics, past: _Past) -> dict[str, Any]:
-    """The policy goes on trying different things until the task is solved."""
+    """The policy keeps exploring until the task is solved."""
     rule, started = past.config.entropy, len(past.first_entropies) == START_STEPS
     start = fmean(past.first_entropies) if past.first_entropies else 0.0
     limit = max(rule.floor, rule.share_of_start * start)
@@ -189,7 +189,7 @@ def _entropy(numbers: dict[str, Any], metrics: Metrics, past: _Past) -> dict[str
 
 
 def _no_reward(numbers: dict[str, Any], metrics: Metrics, past: _Past) -> dict[str, Any]:
-    """Some response has earned something since the start."""
+    """Some response got a reward since the start."""
     return {"broken": past.lowest == past.highest <= numbers["limit"], "highest": past.highest}
 
 
@@ -200,7 +200,7 @@ def _non_finite(numbers: dict[str, Any], metrics: Metrics, past: _Past) -> dict[
     return {"broken": bool(names), "names": f"{', '.join(names[:MOST_NAMED])}{more}"}
 
 
-# The rules whose limit is not a threshold for one metric alone.
+# Rules that are more than one metric compared with a threshold.
 _CHECKS = {
     "grad_norm": _grad_norm,
     "entropy": _entropy,

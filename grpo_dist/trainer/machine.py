@@ -1,6 +1,6 @@
-"""What this machine has for the run: checked where the run would start Ray here, before it does.
+"""Checks the resources of this machine before the run starts a local Ray cluster on it.
 
-Of a cluster that is there already nothing is known before Ray is asked; that it answers is checked.
+Of a running cluster only its address is checked; its resources are known only once Ray has connected.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the processes of a run will be.
+    """The machine or cluster that a run will use.
 
     Attributes:
-        found: in words.
-        gpu_gib: memory of its smallest GPU; None: not known, or there is none.
-        host_gib: its CPU memory; None: not known.
+        found: a description for the user.
+        gpu_gib: memory of the smallest GPU, GiB; None: unknown, or there is no GPU.
+        host_gib: CPU memory, GiB; None: unknown.
     """
 
     found: str
@@ -39,20 +39,20 @@ def check_machine(config: RunConfig) -> Machine:
     """Find the Ray cluster, or on this machine the CPUs and GPUs that a local one would need.
 
     Raises:
-        ConfigError: no cluster answers, the machine has too few, or torch and vLLM are built for other machines.
+        ConfigError: no cluster answers, there are too few CPUs or GPUs, or torch or vLLM is built for another device.
     """
     address = find_cluster(config.ray_kwargs.ray_init.address)
     if address != LOCAL:
         return Machine(f"the Ray cluster at {address}", config.cluster.gpu_memory_gib if config.num_gpus else None)
     if problem := build_problem(config.device):
-        alone = "trainer.dry_run=config looks at the config alone"
+        alone = "trainer.dry_run=config checks only the config"
         raise ConfigError(f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: {problem}; {alone}")
     gpus = gpu_memory_gib() if config.num_gpus else []
     if config.num_gpus > len(gpus):
         raise ConfigError(
             f"trainer.nnodes={config.trainer.nnodes}, trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: this "
-            f"machine has {len(gpus)} GPUs, and the run would start Ray here; set them to what is there (0: train on "
-            "CPU), or ray_kwargs.ray_init.address to a cluster; trainer.dry_run=config looks at the config alone"
+            f"machine has {len(gpus)} GPUs, and the run would start Ray on it; set them to what it has (0: train on "
+            "CPU), or ray_kwargs.ray_init.address to a cluster; trainer.dry_run=config checks only the config"
         )
     _check_cpus(config)
     if not gpus:
@@ -62,7 +62,7 @@ def check_machine(config: RunConfig) -> Machine:
 
 
 def gpu_memory_gib() -> list[float]:
-    """Memory of each GPU that this process may use."""
+    """Memory of each GPU that this process may use, GiB."""
     import torch
 
     count = torch.cuda.device_count()
@@ -70,7 +70,7 @@ def gpu_memory_gib() -> list[float]:
 
 
 def memory_gib() -> float:
-    """Memory of this machine, or what a container's limit leaves of it."""
+    """CPU memory of this machine, or the container's limit, GiB."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         size = min(size, int(_CGROUP_MEMORY.read_text()))
@@ -80,7 +80,7 @@ def memory_gib() -> float:
 
 
 def _check_cpus(config: RunConfig) -> None:
-    """Ray places no process that asks for more logical CPUs than are left."""
+    """Check that the logical CPUs that all processes request exist: Ray would wait for them for ever."""
     asked = config.ray_kwargs.ray_init.num_cpus
     there = asked or os.cpu_count() or 1
     needed = sum(slot.num_cpus for slot in slots(config))
@@ -88,6 +88,6 @@ def _check_cpus(config: RunConfig) -> None:
         each = f"cluster.num_cpus_per_worker={placement(config).num_cpus_per_worker:g}"
         have = f"ray_kwargs.ray_init.num_cpus={asked}" if asked else f"this machine has {there}"
         raise ConfigError(
-            f"{each}: the processes of all roles ask Ray for {needed:g} logical CPUs, and {have}; lower it, "
+            f"{each}: the processes of all roles request {needed:g} logical CPUs from Ray, but {have}; lower it, "
             "or the numbers of processes (cluster.*, reward.num_workers)"
         )

@@ -1,4 +1,4 @@
-"""A step's metrics from the small columns on the driver, under verl's names."""
+"""Metrics of a step, with verl's names, computed from the small columns on the driver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.reward import EXTRA
 
-# By what `Process.peak_memory_gib` tells; a role's name follows.
+# Metric name, without the role, for each key of `Process.peak_memory_gib`.
 PEAK_MEMORY = {"resident": "max_memory_resident_gb", "gpu": "max_memory_gpu_gb"}
 
 
@@ -36,14 +36,14 @@ def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
 
 
 def staleness_metrics(batch: DataProtoRef, weight_version: int, max_staleness: int) -> dict[str, float]:
-    """How many updates old the weights were that sampled the oldest token of each sequence, before the update.
+    """Staleness of a batch: how many updates old the weights were that sampled the oldest token of each sequence.
 
     Returns:
-        `staleness/mean` and `max`, the share of sequences at each age (`staleness/share/AGE`, a histogram), and the
-        share whose tokens come from several versions (`staleness/spanning`).
+        `staleness/mean` and `staleness/max`, the share of sequences of each age (`staleness/share/AGE`), and the share
+        sampled by several weight versions (`staleness/spanning`); {} if `max_staleness` is 0.
 
     Raises:
-        GrpoDistError: older than `max_staleness`, or newer than the policy: admission is broken.
+        GrpoDistError: a sequence is older than `max_staleness`, or newer than the policy, which is a bug.
     """
     ages = weight_version - batch["weight_version"]
     if ages.max() > max_staleness or ages.min() < 0:
@@ -60,14 +60,14 @@ def staleness_metrics(batch: DataProtoRef, weight_version: int, max_staleness: i
 
 
 class IdleShares:
-    """Which share of the time the processes of each role had nothing to do, from one look to the next."""
+    """Share of the time in which the processes of each role were idle, since the last call."""
 
     def __init__(self, groups: Sequence[WorkerGroup]) -> None:
         self._groups = groups
         self._since, self._busy = time.monotonic(), [group.busy_seconds() for group in groups]
 
     def since_last(self) -> dict[str, float]:
-        """`perf/idle/ROLE` since the last look."""
+        """`perf/idle/ROLE` since the last call."""
         now, busy = time.monotonic(), [group.busy_seconds() for group in self._groups]
         shares = {
             f"perf/idle/{group.role}": max(0.0, 1 - (after - before) / (len(group) * max(now - self._since, 1e-9)))
@@ -78,9 +78,9 @@ class IdleShares:
 
 
 class PeakMemory:
-    """Most memory that a process of each role has held so far.
+    """Peak memory of the processes of each role so far.
 
-    The processes are asked without waiting: they may be in the middle of a pass, or hang.
+    The driver asks the processes without waiting, because they may be busy or hang.
     """
 
     def __init__(self, groups: Sequence[WorkerGroup]) -> None:
@@ -89,14 +89,14 @@ class PeakMemory:
         self._peaks: dict[str, float] = {}
 
     def latest(self) -> dict[str, float]:
-        """`PEAK_MEMORY` by role, in GiB, of the answers that are there. To be called on the driver's event loop."""
+        """Metrics of `PEAK_MEMORY` by role, GiB, from the answers so far. Call it on the driver's event loop."""
         if self._asking is None or self._asking.done():
             asked = [self._ask(group, rank) for group in self._groups for rank in range(len(group))]
             self._asking = asyncio.ensure_future(asyncio.gather(*asked))
         return dict(self._peaks)
 
     async def _ask(self, group: WorkerGroup, rank: int) -> None:
-        with contextlib.suppress(GrpoDistError):  # it is gone, which others find out
+        with contextlib.suppress(GrpoDistError):  # a lost process is reported by its other calls
             take_peaks(self._peaks, group.role, await ask_for_peak(group, rank).answer())
 
 
@@ -106,7 +106,7 @@ def ask_for_peak(group: WorkerGroup, rank: int) -> Call:
 
 
 def take_peaks(peaks: dict[str, float], role: str, parts: Mapping[str, float]) -> None:
-    """Take in what a process of a role has answered."""
+    """Merge a process's answer into `peaks`."""
     for kind, gib in parts.items():
         name = f"perf/{PEAK_MEMORY[kind]}/{role}"
         peaks[name] = max(peaks.get(name, 0.0), gib)
@@ -115,9 +115,9 @@ def take_peaks(peaks: dict[str, float], role: str, parts: Mapping[str, float]) -
 def performance_metrics(
     timings: Mapping[str, float], metrics: Mapping[str, float], *, num_devices: int
 ) -> dict[str, float]:
-    """Seconds by stage, and tokens per second: over the whole step, while generating, and while updating.
+    """Seconds per stage, and tokens per second of the whole step, of generation and of the update.
 
-    `perf/throughput` is that of the step for each of the `num_devices`, as verl's; the others are those of the run.
+    `perf/throughput` is per device, as in verl; the other rates are of all devices together.
     """
     total = timings["step"]
     tokens = metrics["perf/total_num_tokens"]
@@ -129,14 +129,14 @@ def performance_metrics(
         "perf/time_per_step": total,
         "perf/throughput": tokens / total / num_devices,
         "perf/tokens_per_s": tokens / total,
-        # after a resume a whole step may come out of the checkpoint
+        # after resuming, all responses of a step may come from the checkpoint
         **({"perf/generation_tokens_per_s": response_tokens / timings["gen"]} if "gen" in timings else {}),
         "perf/update_tokens_per_s": tokens / timings["update_actor"],
     }
 
 
 def zero_variance_share(scores: np.ndarray, uids: np.ndarray) -> float:
-    """Share of groups whose responses all scored the same: they teach nothing."""
+    """Share of groups whose responses all have the same score, which gives them zero advantage."""
     groups = [scores[uids == uid] for uid in np.unique(uids)]
     return float(np.mean([np.ptp(group) == 0 for group in groups]))
 

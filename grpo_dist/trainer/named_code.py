@@ -1,4 +1,4 @@
-"""The functions and classes that a config names: imported once, so that a wrong name is told before anything starts."""
+"""Imports the functions and classes that the config names, to report wrong names before anything starts."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def resolve_names(config: RunConfig) -> None:
 
 
 def import_reward(config: RunConfig) -> None:
-    """Import the reward function; the user's in a process of its own, as the reward processes do.
+    """Import the reward function; a custom one in a separate process, as the reward processes do.
 
     Raises:
-        ConfigError: it is not there, cannot be imported, hangs, ends its process, or lacks the components that gdpo is
-            to compare.
+        ConfigError: it does not exist, cannot be imported, hangs, exits its process, or lacks the components that gdpo
+            needs.
     """
     algorithm, reward = config.algorithm, config.custom_reward_function
     if reward.path is None:

@@ -1,4 +1,4 @@
-"""SIGTERM: a scheduler takes the machine back. The run ends where its state is that of a finished step."""
+"""SIGTERM, as sent by a scheduler: the run stops at a point where its state can be saved."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from grpo_dist.errors import Terminated
 
 
 class Preemption:
-    """Whether SIGTERM has come, and when the run gives way to it.
+    """Delays SIGTERM until the run can be saved.
 
-    While the run is `held` it waits: the signal may come between any two instructions, where a prompt is drawn and not
-    yet written down, or where the weights are no finished step's. A second SIGTERM ends the run at once.
+    The signal can arrive between any two instructions, for example after a prompt was drawn but before it was recorded,
+    or in the middle of an update. While `held` is set it is delayed; a second SIGTERM stops the run at once.
 
     Attributes:
-        asked: whether it has come.
-        held: whether it waits.
+        asked: whether SIGTERM has arrived.
+        held: whether SIGTERM is delayed.
     """
 
     def __init__(self) -> None:
         self.asked = self.held = False
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
-        """The handler of the signal.
+        """The signal handler.
 
         Raises:
-            Terminated: nothing is held, or it is the second one. (Ray's calls make a KeyboardInterrupt of it.)
+            Terminated: SIGTERM is not delayed, or this is the second one. (Ray's calls turn it into KeyboardInterrupt.)
         """
         waits, self.asked = self.held and not self.asked, True
         if not waits:
             raise Terminated
 
     def hold(self) -> None:
-        """From here on a SIGTERM waits."""
+        """Delay SIGTERM from now on."""
         self.held = True
 
     def release(self) -> None:
-        """The run is where it can be saved, and needs no protection.
+        """Stop delaying SIGTERM, because the run can be saved now.
 
         Raises:
-            Terminated: one has been waiting.
+            Terminated: SIGTERM arrived meanwhile.
         """
         self.held = False
         if self.asked:

@@ -1,6 +1,6 @@
-"""Everything that can be known before Ray starts: one list of checks, for a run and for `trainer.dry_run=true`.
+"""All checks that are possible before Ray starts, for a run and for `trainer.dry_run=true`.
 
-All of it is tried, so that one attempt shows everything that is wrong. Loads neither Ray nor vLLM.
+All checks run, so that one attempt reports everything that is wrong. Imports neither Ray nor vLLM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from grpo_dist.trainer.run_prompts import Prompts, load_run_prompts, model_setti
 
 @dataclass(frozen=True)
 class Ready:
-    """What a run starts from once nothing is wrong: its prompts, notes on them, and the number of training steps."""
+    """The result of the checks: the prompts, notes on them for the user, and the number of training steps."""
 
     prompts: Prompts
     notes: list[str]
@@ -36,7 +36,7 @@ class Ready:
 
 
 class _Checks:
-    """Collects what the checks find: each runs in a `with` block of its own."""
+    """Collects the errors of the checks, each of which runs in its own `with` block."""
 
     def __init__(self) -> None:
         self.found: list[GrpoDistError] = []
@@ -50,7 +50,7 @@ class _Checks:
         return isinstance(error, GrpoDistError)
 
     def end(self) -> None:
-        """Raise what was found, as one error."""
+        """Raise all collected errors as one."""
         if len(self.found) == 1:
             (error,) = self.found
             raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
@@ -60,13 +60,13 @@ class _Checks:
 
 
 def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool) -> Ready:
-    """Check all that a run needs, reading every file that it reads.
+    """Check everything that a run needs, including all files that it reads.
 
     Args:
-        config: the run's.
-        tell: gets a line for each thing that is as it should be.
-        rehearsal: nothing comes after this: weights of the hub's are not downloaded, and a checkpoint that the run
-            would go on from is verified whole, which the run does when it loads it.
+        config: the run's config.
+        tell: called with a line for each check that passed.
+        rehearsal: whether this is a dry run: weights are not downloaded from the hub, and the checkpoint to resume from
+            is fully verified, which a run does later, when it loads it.
 
     Raises:
         ConfigError: everything that is wrong, in one message.
@@ -78,10 +78,10 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
         tell(machine.found)
     with checks:
         resolve_names(config)
-        tell("every name in the config")
+        tell("functions and classes named in the config: all found")
     with checks:
         import_reward(config)
-        tell(f"reward: {config.custom_reward_function.path or 'built in, by data_source'}")
+        tell(f"reward: {config.custom_reward_function.path or 'built-in, by data_source'}")
     with checks:
         check_trackers(config.trainer.logger)
         check_run_dir(config.trainer.record_dir.absolute())
@@ -99,22 +99,22 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
             tell(f"training steps: {ready.steps}")
     with checks:
         if ready is not None and (folder := _check_resume(config, ready.prompts, verify=rehearsal)) is not None:
-            tell(f"checkpoint to go on from: {folder}")
+            tell(f"checkpoint to resume from: {folder}")
     checks.end()
     assert ready is not None
     return ready
 
 
 def check_model(config: RunConfig, *, weights: bool = True) -> ModelFolder:
-    """Find the model folder, downloading one of the hub's, and check its files.
+    """Find the model folder, download it if it is a hub model, and check its files.
 
     Args:
-        config: the run's.
-        weights: whether the weights are downloaded, and their headers checked.
+        config: the run's config.
+        weights: whether to download the weights and check their headers.
 
     Raises:
-        ConfigError: there is none.
-        DataError: a file of it is missing, damaged or does not fit the others.
+        ConfigError: there is no such model.
+        DataError: a file is missing, damaged or inconsistent with the others.
     """
     model = config.actor_rollout_ref.model
     folder = resolve_model_path(model.path, weights=weights)
@@ -128,7 +128,7 @@ def _is_on_the_hub(config: RunConfig) -> bool:
 
 
 def _check_fit(config: RunConfig, model: ModelFolder, machine: Machine) -> None:
-    """Lengths, tensor parallelism and memory against the config.json that will be loaded."""
+    """Check lengths, tensor parallelism and memory against the model's config.json."""
     gpu, host, parameters = machine.gpu_gib, machine.host_gib, model.num_parameters
     if problems := list(model_problems(config, model.config, gpu, host, parameters)):
         raise config_error(problems)
@@ -141,7 +141,7 @@ def _describe(config: RunConfig, model: ModelFolder) -> str:
 
 
 def _check_data(config: RunConfig, model: ModelFolder | None) -> Ready | None:
-    """All rows; without a model, as far as they can be looked at without its tokenizer."""
+    """Check all rows; without a model only what needs no tokenizer, and return None."""
     data = config.data
     if model is None:
         read_prompts(config, "data.train_files", data.train_files, data.train_max_samples)
@@ -153,10 +153,10 @@ def _check_data(config: RunConfig, model: ModelFolder | None) -> Ready | None:
 
 
 def _check_resume(config: RunConfig, prompts: Prompts, *, verify: bool) -> Path | None:
-    """The checkpoint to go on from, if its config and prompts fit; whole, where asked for.
+    """The checkpoint to resume from, whose config and prompts must fit; with `verify` its files are checked too.
 
     Raises:
-        CheckpointError: it does not fit, or there are checkpoints and none is whole.
+        CheckpointError: it does not fit, or there are checkpoints but none is intact.
     """
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir).absolute()
     if trainer.resume_mode == "disable":
@@ -174,6 +174,6 @@ def _check_resume(config: RunConfig, prompts: Prompts, *, verify: bool) -> Path 
     except CheckpointError:
         if verify:
             raise
-        return None  # it is damaged: the run looks for one before it
+        return None  # damaged: the run will look for an earlier one
     check_changes(folder, state, config, prompts.identity, digest_code(config))
     return folder

@@ -1,4 +1,4 @@
-"""One run at a time in a run directory: two would clear away and overwrite each other's checkpoints."""
+"""Allows one run at a time in a run directory, since two would remove and overwrite each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ FILE_NAME = "run.lock"
 
 @contextlib.contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold the run directory. The kernel lets go of it when the process ends, however it ends.
+    """Lock the run directory. The kernel releases the lock when the process ends for any reason.
 
-    The lock is `flock`'s: it holds between machines where the file system says so (NFS from version 4, Lustre with
-    `flock`). One that has no locks is told in a warning, and used.
+    The lock is made with `flock`. It works across machines if the file system supports that (NFS from version 4, Lustre
+    with `flock`). If the file system has no locks, the run continues with a warning.
 
     Args:
-        run_dir: exists.
+        run_dir: the run directory, which must exist.
 
     Raises:
-        ConfigError: another run holds it, or the file cannot be written.
+        ConfigError: another run has the lock, or the lock file cannot be written.
     """
     with writing_into(run_dir):
         file = os.fdopen(os.open(run_dir / FILE_NAME, os.O_RDWR | os.O_CREAT, 0o600), "r+", encoding="utf-8")
@@ -42,10 +42,10 @@ def run_lock(run_dir: Path) -> Iterator[None]:
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Check that a run could work there, without making the folder.
+    """Check that a run could use the folder, without creating it.
 
     Raises:
-        ConfigError: another run holds it, or it cannot be written.
+        ConfigError: another run has the lock, or the folder cannot be written.
     """
     with writing_into(run_dir):
         there = next(path for path in (run_dir, *run_dir.parents) if path.exists())
@@ -64,19 +64,21 @@ def _lock(file: TextIO, run_dir: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(
-            f"trainer.default_local_dir={run_dir}: another run is at work there ({file.read().strip()}). Wait for "
-            "its end or stop it, or set trainer.experiment_name or trainer.default_local_dir to another place"
+            f"trainer.default_local_dir={run_dir}: another run is using it ({file.read().strip()}). Wait for "
+            "it to end or stop it, or set another trainer.experiment_name or trainer.default_local_dir"
         ) from None
     except OSError as error:
-        logger.warning("%s: no lock (%s): take care that no other run works there", run_dir, error)
+        logger.warning(
+            "%s: the file system has no locks (%s): make sure that no other run uses the folder", run_dir, error
+        )
 
 
 @contextlib.contextmanager
 def writing_into(run_dir: Path) -> Iterator[None]:
-    """What the disk refuses within is a mistake in the config.
+    """Turn an OSError within the block into a ConfigError about the run directory.
 
     Raises:
-        ConfigError: it has refused something.
+        ConfigError: a file could not be written.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The prompts of a run: read, checked, tokenized, and in the order that training takes them."""
+"""Reads, checks and tokenizes the prompts of a run, and decides their training order."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, load_token
 from grpo_dist.rewards import check_data_sources
 from grpo_dist.trainer.checkpoint.config_changes import identify_prompts
 
-# Overlong prompts that are named; the others are counted.
+# Overlong prompts that are listed; the others are counted.
 MOST_ROWS_NAMED = 5
 
 
 @dataclass
 class Prompts:
-    """The tokenized prompts of a run, and the order training takes them in."""
+    """The tokenized prompts of a run, and the sampler that decides their training order."""
 
     train: Sequence[TokenizedPrompt]
     validation: Sequence[TokenizedPrompt]
@@ -30,7 +30,7 @@ class Prompts:
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """Which training prompts they are; see `identify_prompts`."""
+        """Number and fingerprint of the training prompts; see `identify_prompts`."""
         return identify_prompts(self.train)
 
 
@@ -40,15 +40,15 @@ def model_setting(config: RunConfig) -> str:
 
 
 def load_run_prompts(config: RunConfig, model: ModelFolder) -> tuple[Prompts, list[str]]:
-    """Read and tokenize the prompts; also what the user should know about them.
+    """Read and tokenize the prompts; returns them, and notes on them for the user.
 
     Args:
-        config: the run's.
-        model: the folder with the tokenizer.
+        config: the run's config.
+        model: the model folder, which has the tokenizer.
 
     Raises:
-        DataError: a file, a row or the tokenizer is unusable, or there are fewer prompts than a batch has.
-        ConfigError: a data source has no scorer, or the sampler class is not there.
+        DataError: a file, a row or the tokenizer is invalid, or there are fewer prompts than a batch needs.
+        ConfigError: a data source has no scorer, or the sampler class does not exist.
     """
     data = config.data
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
@@ -65,7 +65,7 @@ def load_run_prompts(config: RunConfig, model: ModelFolder) -> tuple[Prompts, li
 def _load(
     config: RunConfig, key: str, files: Sequence[str], most: int, tokenizer: Any
 ) -> tuple[list[TokenizedPrompt], list[str]]:
-    """The prompts of one key, tokenized, and notes on them."""
+    """The tokenized prompts of one config key, and notes on them."""
     data, prompts, notes = config.data, read_prompts(config, key, files, most), []
     if data.system_prompt is not None:
         prompts, num_kept = add_system_prompt(prompts, data.system_prompt)
@@ -92,10 +92,10 @@ def _load(
 
 
 def read_prompts(config: RunConfig, key: str, files: Sequence[str], most: int) -> list[Prompt]:
-    """The checked rows of one key: all that can be said of them without a tokenizer.
+    """The rows of one config key, with all checks that need no tokenizer.
 
     Raises:
-        DataError: a file or a row is unusable.
+        DataError: a file or a row is invalid.
         ConfigError: a data source has no scorer.
     """
     data = config.data
@@ -113,7 +113,7 @@ def read_prompts(config: RunConfig, key: str, files: Sequence[str], most: int) -
 
 
 def new_sampler(config: RunConfig, train: Sequence[TokenizedPrompt]) -> PromptSampler | CustomSampler:
-    """The order of the training prompts: shuffled, as in the files, or the user's."""
+    """The sampler of the training prompts: shuffled, in file order, or a custom class."""
     data = config.data
     batch_size = data.gen_batch_size or data.train_batch_size
     if data.sampler.class_path is None or data.sampler.class_name is None:
@@ -124,7 +124,7 @@ def new_sampler(config: RunConfig, train: Sequence[TokenizedPrompt]) -> PromptSa
 
 
 def total_steps(config: RunConfig, prompts: Prompts) -> int:
-    """Training steps: trainer.total_training_steps, else total_epochs over the prompts (at least one step)."""
+    """Number of training steps: trainer.total_training_steps, else total_epochs over the prompts; at least 1."""
     wanted = config.data.train_batch_size
     sampled = config.data.gen_batch_size or wanted
     per_epoch = prompts.sampler.steps_per_epoch * sampled // max(sampled, wanted)

@@ -1,4 +1,4 @@
-"""What was sampled, as text: every step's in a file, and a few validation responses for people to read."""
+"""Writes the samples of each step to a file, and reads a few validation samples for display."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_dist.workers.rollout_group import GroupRequest
 
 @dataclass
 class SampleLog:
-    """Has reward processes, which hold the tokenizer, turn batches into text.
+    """Turns batches into text, in the reward processes, which have the tokenizer.
 
     Attributes:
         config: `trainer`.
@@ -28,20 +28,20 @@ class SampleLog:
     _writing: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def write(self, folder: str, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> None:
-        """Write a batch to FOLDER/STEP.jsonl of the run directory; at most one file behind, so failures show."""
+        """Start writing a batch to FOLDER/STEP.jsonl in the run directory; first waits for the previous file."""
         await self.collect()
         if self.config.log_rollouts:
             path = str((self.config.record_dir / folder / f"{step}.jsonl").absolute())
             self._writing.append(self.reward.write_samples(batch, path, step, _ground_truths(requests)))
 
     async def collect(self) -> None:
-        """Wait until what was begun is written."""
+        """Wait until all started files are written."""
         for writing in self._writing:
             await writing
         self._writing.clear()
 
     async def read_some(self, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> list[dict[str, Any]]:
-        """`log_val_generations` rows, the same ones each time, as text."""
+        """Read `log_val_generations` rows as text; the same rows at every validation."""
         count = self.config.log_val_generations
         if not count:
             return []

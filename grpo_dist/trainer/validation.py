@@ -1,8 +1,8 @@
-"""Validation: what is sampled, the metrics that come of it, and which responses are shown.
+"""Validation: the requests, the metrics, and the choice of responses to show.
 
 Metrics have verl's names, `val-core/SOURCE/VARIABLE/STATISTIC`, one set per data source. The core variable is `acc`
-where the reward function returns it for every response, else `reward` (the score). Its mean@n, best@n/mean and
-maj@n/mean are in val-core; everything else is in val-aux. How the statistics are defined: algorithms/validation.py.
+if the reward function returns it for every response, else `reward` (the score). Its mean@n, best@n/mean and
+maj@n/mean are in val-core; everything else is in val-aux. algorithms/validation.py defines the statistics.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _SEED_STEP = 0  # training steps count from 1
 def validation_requests(
     prompts: Sequence[TokenizedPrompt], sampling: SamplingSettings, run_seed: int
 ) -> list[GroupRequest]:
-    """Ask for the responses to all validation prompts.
+    """Build the requests for all validation prompts.
 
     Args:
         prompts: the validation prompts.
-        sampling: how to sample; a seed that is not None is replaced by one per prompt, the same in every validation.
+        sampling: sampling settings; a seed, if set, is replaced by one per prompt, the same at every validation.
         run_seed: `trainer.seed`.
     """
 
@@ -49,14 +49,14 @@ def validation_metrics(batch: DataProtoRef, data_sources: Mapping[str, str], n: 
     """Metrics of a scored validation batch.
 
     Args:
-        batch: P * n rows, the n responses to a prompt next to each other.
+        batch: P * n rows; the n responses to a prompt are consecutive.
         data_sources: uid -> data source.
         n: responses per prompt.
 
     Returns:
-        For each data source: of `reward`, and of `acc` where there is one, mean@n and, for n > 1, std@n, best@k/mean
-        and worst@k/mean for each k of `subset_sizes`, and maj@n/mean where the reward function returns `pred`; of
-        the reward function's other values, of lengths and of truncation the mean.
+        For each data source: statistics of `reward`, and of `acc` if returned: mean@n and, for n > 1, std@n,
+        best@k/mean and worst@k/mean for each k of `subset_sizes`, and maj@n/mean if the reward function returns `pred`;
+        means of the reward function's other values, of lengths and of truncation.
     """
     sources = np.array([data_sources[uid] for uid in batch["uid"]])
     metrics: dict[str, float] = {}
@@ -67,17 +67,17 @@ def validation_metrics(batch: DataProtoRef, data_sources: Mapping[str, str], n: 
 
 
 def require_metric(name: str | None, metrics: Mapping[str, float]) -> None:
-    """Check that validation gives the metric that `trainer.keep_best_metric` names.
+    """Check that validation produced the metric in `trainer.keep_best_metric`.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it did not.
     """
     known = [each for each in metrics if each.startswith((CORE, AUX))]
     if name is None or name in known:
         return
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or [each for each in known if each.startswith(CORE)]
     raise ConfigError(
-        f"trainer.keep_best_metric={name}: validation gives no such metric; near it are {', '.join(near) or 'none'}"
+        f"trainer.keep_best_metric={name}: validation has no such metric; the closest are {', '.join(near) or 'none'}"
     )
 
 
@@ -86,8 +86,8 @@ def _of_one_source(batch: DataProtoRef, source: str, n: int) -> dict[str, float]
     means = {name: batch[name] for name in ("response_length", "truncated", "num_turns")}
     for name, values in batch.small.items():
         if name == f"{EXTRA}acc" and not np.isnan(values[~failed]).any():
-            variables["acc"] = np.where(failed, 0.0, values)  # what could not be scored counts as wrong
-        elif name.startswith(EXTRA) and not np.isnan(values).all():  # all nan: another source's
+            variables["acc"] = np.where(failed, 0.0, values)  # responses that could not be scored count as wrong
+        elif name.startswith(EXTRA) and not np.isnan(values).all():  # all nan: returned only for other data sources
             means[name.removeprefix(EXTRA)] = values
     core = "acc" if "acc" in variables else "reward"
     answers = batch.small.get("pred_id")
@@ -100,7 +100,7 @@ def _of_one_source(batch: DataProtoRef, source: str, n: int) -> dict[str, float]
 
 
 def _statistics(scores: np.ndarray, answers: np.ndarray | None) -> Iterator[tuple[str, float]]:
-    """(name, value) of each statistic of scores (P, n), averaged over prompts; answers (P * n,)."""
+    """(name, value) of each statistic, averaged over prompts. Shapes: scores (P, n), answers (P * n,)."""
     n = scores.shape[-1]
     yield f"mean@{n}", float(scores.mean())
     if n == 1:
@@ -114,6 +114,6 @@ def _statistics(scores: np.ndarray, answers: np.ndarray | None) -> Iterator[tupl
 
 
 def shown_rows(num_rows: int, count: int, seed: int) -> np.ndarray:
-    """`trainer.log_val_generations` rows of a validation batch, drawn once and for all; all, if there are no more."""
+    """Indices of `count` random rows of a validation batch, sorted; the same at every validation, all if fewer."""
     chosen = np.random.default_rng(seed).choice(num_rows, size=min(count, num_rows), replace=False)
     return np.sort(chosen)

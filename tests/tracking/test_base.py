@@ -101,7 +101,7 @@ def test_failing_close_does_not_keep_the_others_open(caplog):
 def test_tracker_that_cannot_start_stops_the_run_and_closes_the_others(tmp_path, monkeypatch):
     monkeypatch.setitem(base.TRACKERS, "mine", f"{__name__}:Recorder")
     monkeypatch.setitem(base.TRACKERS, "broken", f"{__name__}:CannotStart")
-    with refuses(ConfigError, "trainer.logger", "'broken'", "PermissionError: read-only", "'broken' out"):
+    with refuses(ConfigError, "trainer.logger", "'broken'", "PermissionError: read-only", "remove 'broken'"):
         build_trackers(["mine", "broken"], run_dir=tmp_path, **RUN)
     assert Recorder.latest.closed == 1
 

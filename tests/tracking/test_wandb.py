@@ -108,7 +108,7 @@ def test_online_without_a_key_stops_the_run_instead_of_prompting(tmp_path, monke
 
 def test_impossible_mode_stops_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "sideways")
-    with refuses(ConfigError, "trainer.logger", "'wandb'", "'wandb' out"):
+    with refuses(ConfigError, "trainer.logger", "'wandb'", "remove 'wandb'"):
         build_trackers(["wandb"], run_dir=tmp_path, config={}, resumed_step=None, **RUN)
 
 

@@ -305,7 +305,7 @@ def test_a_run_survives_a_damaged_config_of_its_newest_checkpoint(tmp_path: Path
 def test_a_dry_run_verifies_the_checkpoint(dry_run, tmp_path: Path) -> None:
     checkpoint(tmp_path / "run")
     message = dry_run(f"{RUN_DIR}={tmp_path}/run", code=2)[1]
-    says(message, f"{RUN_DIR}={tmp_path}/run", "whole checkpoint")
+    says(message, f"{RUN_DIR}={tmp_path}/run", "intact checkpoint")
 
 
 def test_a_run_directory_in_use(dry_run, tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_a_run_directory_in_use(dry_run, tmp_path: Path) -> None:
 def test_a_tracker_that_cannot_start(dry_run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "grpo_dist.tracking.tensorboard", None)
     message = dry_run("trainer.logger=[console,tensorboard]", code=2)[1]
-    says(message, "trainer.logger", "'tensorboard'", "package", "'tensorboard' out")
+    says(message, "trainer.logger", "'tensorboard'", "package", "remove 'tensorboard'")
 
 
 def test_check_model_names_the_key(model: Path) -> None:

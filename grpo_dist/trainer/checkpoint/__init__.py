@@ -1,1 +1,1 @@
-"""A run's checkpoints: the folder and its manifest, the saver, resuming, and which config changes they survive."""
+"""Checkpoints of a run: folder and manifest, saving, resuming, and the config changes that are allowed between."""

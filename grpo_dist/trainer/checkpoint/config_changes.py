@@ -1,7 +1,7 @@
-"""Whether a checkpoint fits the present config and data, and what has changed between them.
+"""Compares the config and data of a checkpoint with those of the run that resumes from it.
 
-Every key is of one of three kinds: without effect on results (nothing is said), one that would make the saved weights,
-optimizer or positions meaningless (refused), and all others (allowed, and shown).
+A changed key without effect on results is ignored. One that makes the saved weights, optimizer states or positions
+meaningless is refused. All others are allowed and shown.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _ACTOR, _ROLLOUT, _REF, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
 
-# Machines, records, frequencies, limits of time and memory, and how a pass is cut up: the same sums come out.
+# Machines, logging, frequencies, limits of time and memory, and micro-batches: results do not depend on them.
 HARMLESS = (
     "cluster.*",
     "ray_kwargs.*",
@@ -52,7 +52,7 @@ HARMLESS = (
     "trainer.stage_timeout_s.*",
     "actor_rollout_ref.nccl_timeout",
     "trainer.dry_run",
-    "data.train_files*",  # what is in them counts: the prompts' fingerprint
+    "data.train_files*",  # their content is compared instead, by the prompts' fingerprint
     "data.val_*",
     "reward.num_workers",
     "reward.timeout_s",
@@ -85,18 +85,18 @@ HARMLESS = (
     f"{_ROLLOUT}.val_kwargs.*",
     f"{_ROLLOUT}.agent.timeout_s",
 )
-# How long the run is: matters only to a learning rate that depends on it.
+# The length of the run matters only if the learning rate schedule depends on it.
 LENGTH = ("trainer.total_training_steps", "trainer.total_epochs")
-# Pattern -> why the checkpoint is of no use with another value.
+# Pattern -> why the checkpoint cannot be used with another value.
 REFUSED = {
     f"{_MODEL}.path": "the saved weights are those of another model",
     f"{_MODEL}.override_config*": "the saved weights are those of another model",
     f"{_MODEL}.lora_*": "the saved factors have another shape or scale",
     f"{_MODEL}.target_modules*": "the saved factors belong to other modules",
     f"{_MODEL}.exclude_modules*": "the saved factors belong to other modules",
-    f"{_ACTOR}.fsdp_config.model_dtype": "weights and optimizer states were saved in another type",
-    "trainer.seed": "the run's samples and the order of its prompts follow from the seed",
-    "data.seed": "the order of the prompts follows from it",
+    f"{_ACTOR}.fsdp_config.model_dtype": "weights and optimizer states were saved in another dtype",
+    "trainer.seed": "the samples and the order of the prompts depend on the seed",
+    "data.seed": "the order of the prompts depends on it",
     "data.shuffle": "the saved position is one in another order of the prompts",
     "data.sampler.*": "the saved position is one in another order of the prompts",
 }
@@ -105,14 +105,14 @@ MISSING = "(not set)"
 
 @dataclass
 class Changes:
-    """Keys with other values than in a checkpoint: those that are refused, and those that are shown."""
+    """Changed keys, as lines "key: old -> new": those that are refused, and those that are shown."""
 
     refused: list[str] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
 
 
 def saved_config(config: RunConfig) -> str:
-    """The resolved config as YAML, secrets removed. Where null means what the machine does best, that stands there."""
+    """The resolved config as YAML, without secrets; null dtypes are replaced by the dtypes that are used."""
     roles, default = config.actor_rollout_ref, config.default_dtype
     resolved = config.model_dump(mode="json")
     saved = resolved["actor_rollout_ref"]
@@ -127,17 +127,17 @@ def saved_config(config: RunConfig) -> str:
 def check_changes(
     folder: Path, state: RunState, config: RunConfig, prompts: Mapping[str, Any], code: Mapping[str, str]
 ) -> list[str]:
-    """What has changed since a checkpoint, as lines "key: old -> new"; keys without effect on results are left out.
+    """Changes since a checkpoint, as lines "key: old -> new", without the keys that have no effect on results.
 
     Args:
         folder: the checkpoint.
         state: its state.
-        config: the present config.
-        prompts: `identify_prompts` of the present training prompts.
-        code: `digest_code` of the present config.
+        config: the current config.
+        prompts: `identify_prompts` of the current training prompts.
+        code: `digest_code` of the current config.
 
     Raises:
-        CheckpointError: a change would make the checkpoint meaningless, or its config cannot be read.
+        CheckpointError: a change makes the checkpoint unusable, or its config cannot be read.
     """
     old = read_config(folder)
     new = yaml.safe_load(saved_config(config))
@@ -147,19 +147,19 @@ def check_changes(
         if state.prompts["count"] != prompts["count"]:
             what = f"{state.prompts['count']} -> {prompts['count']} training prompts"
         else:
-            what = f"{prompts['count']} training prompts, but other ones or in another order"
-        changes.refused.append(f"data.train_files: {what} (the saved positions mean other prompts)")
+            what = f"{prompts['count']} training prompts, but different ones or in another order"
+        changes.refused.append(f"data.train_files: {what} (the saved positions would refer to other prompts)")
     if changes.refused:
         listed = "\n".join(f"  {line}" for line in changes.refused)
         raise CheckpointError(
-            f"{folder} cannot be taken up with this config:\n{listed}\nRestore these keys; or start anew with "
+            f"{folder} cannot be resumed with this config:\n{listed}\nRestore these keys, or start anew with "
             "trainer.resume_mode=disable or another trainer.default_local_dir"
         )
     return changes.shown
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """The resolved config in a checkpoint.
+    """Read the resolved config of a checkpoint.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -176,7 +176,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
     """Compare two resolved configs."""
     changes = Changes()
-    before, after = _meant(old), _meant(new)
+    before, after = _effective(old), _effective(new)
     harmless = HARMLESS if _rate_depends_on_length(after) or _rate_depends_on_length(before) else HARMLESS + LENGTH
     for key in dict.fromkeys([*before, *after]):
         values = before.get(key, MISSING), after.get(key, MISSING)
@@ -192,7 +192,7 @@ def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
 
 
 def digest_code(config: RunConfig) -> dict[str, str]:
-    """By config key, the digest of the Python file that it names: `file.py`, or `file.py:attribute`."""
+    """Digests of the Python files that the config names (`file.py` or `file.py:attribute`), by config key."""
     found = {}
     for key, value in flatten(config.model_dump(mode="json")):
         file = Path(re.sub(r"\.py:\w+$", ".py", value)) if isinstance(value, str) else Path()
@@ -204,13 +204,13 @@ def digest_code(config: RunConfig) -> dict[str, str]:
 def _edited(
     before: Mapping[str, Any], after: Mapping[str, Any], old_code: Mapping[str, str], code: Mapping[str, str]
 ) -> list[str]:
-    """Keys that name the same file as before, in which something else stands now."""
+    """Keys that name the same Python file as before, whose content has changed."""
     same = (key for key in code if before.get(key) == after.get(key))
     return [f"{key}: {after[key]} was edited" for key in same if key in old_code and code[key] != old_code[key]]
 
 
-def _meant(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config by dotted key, less what another key makes idle."""
+def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config by dotted key, without keys that have no effect because of other keys."""
     flat = dict(flatten(config))
     if flat.get("data.seed") is None:
         flat["data.seed"] = flat.get("trainer.seed")
@@ -230,9 +230,9 @@ def flatten(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def identify_prompts(prompts: Sequence[TokenizedPrompt]) -> dict[str, Any]:
-    """Number of the training prompts, and a fingerprint of what they ask, in their order.
+    """The number of training prompts, and a fingerprint of their content and order.
 
-    System messages and the chat template do not count: they change no position.
+    System messages and the chat template are left out: they do not change the positions.
     """
     digest = hashlib.blake2b(digest_size=16)
     for prompt in (tokenized.prompt for tokenized in prompts):

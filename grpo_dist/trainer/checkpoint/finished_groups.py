@@ -1,7 +1,7 @@
-"""Groups of coming steps that are sampled and scored when a checkpoint is written: they are not sampled again.
+"""Saves groups that were sampled ahead and scored before a checkpoint, so that they need not be sampled again.
 
-A reward process writes and reads them; the driver has their handles. Tensors are safetensors, the rest is JSON. The
-reference's log-probs are not kept: they are computed again, which costs little beside sampling.
+A reward process writes and reads them; the driver has only handles. Tensors are stored as safetensors, the rest as
+JSON. Log-probs of the reference are not saved but computed again, which is cheap compared with sampling.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grpo_dist.workers.reward_pool import RewardPool
 
 FOLDER = "groups"
 
-# A group's handle, and that of its scores.
+# Handles to a group's responses and to its scores.
 Group = tuple[DataProtoRef, DataProtoRef]
 
 
@@ -27,20 +27,20 @@ class FinishedGroups:
     """The finished groups of one batch of prompts.
 
     Attributes:
-        name: of its files.
-        groups: by uid.
+        name: name of its files, without suffix.
+        groups: handles by uid.
     """
 
     name: str
     groups: Mapping[str, Group]
 
     def begin_write(self, folder: Path, reward: RewardPool) -> asyncio.Task[dict[str, FileDigest]]:
-        """Have them written into a checkpoint's folder, without waiting; the files by name."""
+        """Start writing them into a checkpoint's folder; the task returns the files by name."""
         responses, scores = self._handles()
         return reward.write_groups(responses.union(scores), str(folder / FOLDER / self.name))
 
     def describe(self) -> dict[str, Any]:
-        """What `read_finished` must know, as JSON."""
+        """The JSON description that `read_finished` needs."""
         responses, scores = self._handles()
         labels = [{"columns": list(each.columns), "small": list(each.small)} for each in (responses, scores)]
         rows = {uid: len(responses) for uid, (responses, _) in self.groups.items()}
@@ -52,10 +52,10 @@ class FinishedGroups:
 
 
 async def read_finished(folder: Path, described: Sequence[Mapping[str, Any]], reward: RewardPool) -> dict[str, Group]:
-    """The groups that a checkpoint holds, by uid, as if they had just been sampled and scored.
+    """Read the groups of a checkpoint, by uid, as if they had just been sampled and scored.
 
     Raises:
-        GrpoDistError: their files cannot be read.
+        GrpoDistError: the files cannot be read.
     """
     found: dict[str, Group] = {}
     for each in described:

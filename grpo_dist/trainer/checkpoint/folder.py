@@ -1,15 +1,15 @@
-"""What a run's checkpoint is, and how one is published, found and removed so that no crash loses one.
+"""Layout of a checkpoint, and how checkpoints are published, found and removed so that a crash loses none.
 
     RUN_DIR/global_step_N/actor/         model, optimizer, schedule (torch.distributed.checkpoint), random states
-    RUN_DIR/global_step_N/ref/           the reference's weights, if it moves (iterative GRPO)
-    RUN_DIR/global_step_N/groups/        groups of coming steps that are sampled and scored, if the run samples ahead
-    RUN_DIR/global_step_N/state.json     where the run is: see `RunState`
+    RUN_DIR/global_step_N/ref/           the reference's weights, if they have changed (iterative GRPO)
+    RUN_DIR/global_step_N/groups/        groups for later steps that were sampled ahead and scored, if any
+    RUN_DIR/global_step_N/state.json     the state of the run: see `RunState`
     RUN_DIR/global_step_N/config.yaml    the resolved config, without secrets
     RUN_DIR/global_step_N/manifest.json  size and digest of each file, versions
     RUN_DIR/latest_checkpointed_iteration.txt   N
 
-A checkpoint is written into `global_step_N.tmp`, flushed to disk and renamed; the pointer is replaced last. One that
-has that name already, from an earlier life of the run, steps aside (`global_step_N.old`) until the new one is in place.
+A checkpoint is written into `global_step_N.tmp`, flushed to disk and renamed; the pointer is replaced last. An existing
+checkpoint of the same step is renamed to `global_step_N.old` until the new one is in place.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run needs, besides the actor's shards, to go on.
+    """The state of a run besides the actor's shards.
 
     Attributes:
-        step: the last step that is trained.
-        weight_version: of the weights after it.
+        step: the last finished training step.
+        weight_version: version of the weights after that step.
         sampler: position in the order of the prompts.
         kl_coef: coefficient of the KL controller.
-        ledger: prompts that were drawn and have not trained.
-        prompts: number and fingerprint of the training prompts, which the ledger's positions mean.
-        code: by config key, the digest of the Python file that it names.
-        metrics: of the validation after this step; {} without one.
-        trackers: ids under which trackers know the run.
-        finished: which groups of coming steps lie in groups/ (`trainer.finished_groups`).
+        ledger: prompts that were drawn but not trained on.
+        prompts: number and fingerprint of the training prompts, to which the positions in `ledger` refer.
+        code: digests of the Python files that the config names, by config key.
+        metrics: validation metrics after this step; {} if it was not validated.
+        trackers: the run's ids in the trackers.
+        finished: descriptions of the groups in groups/ (checkpoint/finished_groups.py).
     """
 
     step: int
@@ -68,10 +68,10 @@ class RunState:
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 def begin_checkpoint(run_dir: Path, step: int) -> Path:
-    """An empty folder, private to the user, to write the checkpoint of `step` into.
+    """Create an empty folder, readable only by the user, for the checkpoint of `step`.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: it cannot be created.
     """
     temporary = run_dir / f"global_step_{step}{WRITING}"
     try:
@@ -87,16 +87,19 @@ def begin_checkpoint(run_dir: Path, step: int) -> Path:
 def publish_checkpoint(
     temporary: Path, state: RunState, config: str, digests: Mapping[str, FileDigest] | None = None
 ) -> Path:
-    """Complete what was written into `temporary`, put it in its place and point to it.
+    """Complete the checkpoint in `temporary`, rename it to its final name and update the pointer.
 
     Args:
-        temporary: from `begin_checkpoint`; the roles have written into it.
-        state: goes into state.json.
-        config: goes into config.yaml.
-        digests: of files that were digested by who wrote them.
+        temporary: the folder of `begin_checkpoint`, with the files of the roles.
+        state: the content of state.json.
+        config: the content of config.yaml.
+        digests: digests that the writers of files have already computed, by path.
+
+    Returns:
+        The final folder.
 
     Raises:
-        CheckpointError: the disk refuses; earlier checkpoints are untouched.
+        CheckpointError: a file cannot be written; earlier checkpoints are unchanged.
     """
     run_dir = temporary.parent
     final = temporary.with_suffix("")
@@ -108,7 +111,7 @@ def publish_checkpoint(
         after = _written_at(before[0]) if before else 0.0
         write_manifest(temporary, state.step, digests or {}, written_after=after)
         flush_tree(temporary)
-        if final.exists():  # from an earlier life of this run
+        if final.exists():  # written before the run was resumed from an earlier step
             _remove(aside)
             final.rename(aside)
         temporary.rename(final)
@@ -127,24 +130,24 @@ def publish_checkpoint(
 
 
 def discard_checkpoint(temporary: Path) -> None:
-    """Remove what was written of a checkpoint that comes to nothing, as far as that is possible."""
+    """Remove the folder of an abandoned checkpoint; errors are ignored."""
     shutil.rmtree(temporary, ignore_errors=True)
 
 
 def cannot_write(folder: Path, error: object) -> CheckpointError:
-    """The error for a checkpoint that the disk, or a worker, refuses."""
+    """The error for a checkpoint that cannot be written."""
     key = f"trainer.default_local_dir={folder.parent}"
     return CheckpointError(
-        f"cannot write checkpoint {folder}: {error}. Earlier checkpoints are untouched. Make room there, or make it "
-        f"writable ({key}), and start the same command again: it goes on from the last checkpoint"
+        f"cannot write checkpoint {folder}: {error}. Earlier checkpoints are unchanged. Free disk space, or make the "
+        f"folder writable ({key}), and run the same command again: it resumes from the last checkpoint"
     )
 
 
 def clear_leftovers(run_dir: Path) -> None:
-    """Remove what a killed run left half written or half removed, and put back what stood aside for it.
+    """Remove checkpoints that a killed run left half written or half removed, and restore `.old` ones it replaced.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: a folder cannot be removed or renamed.
     """
     try:
         for path in list(run_dir.glob("global_step_*")) if run_dir.is_dir() else []:
@@ -161,13 +164,13 @@ def clear_leftovers(run_dir: Path) -> None:
 
 # --- finding ---------------------------------------------------------------------------------------------------------
 def find_checkpoint(run_dir: Path, resume_mode: str, resume_from_path: str | None) -> Path | None:
-    """The checkpoint to go on from, every file of it verified, or None for a fresh run.
+    """The checkpoint to resume from, with all its files verified; None for a fresh run.
 
-    With `auto` it is the one that the pointer names, or, if that is damaged, the newest whole one before it; what is
-    damaged is told in a warning.
+    With `auto` it is the one that the pointer names or, if that is damaged, the newest intact one before it. Damaged
+    checkpoints are reported in a warning.
 
     Raises:
-        CheckpointError: `resume_path` names no whole checkpoint, or there are checkpoints, and none is whole.
+        CheckpointError: `resume_from_path` is not an intact checkpoint, or there are checkpoints but none is intact.
     """
     if resume_mode == "disable":
         return None
@@ -175,37 +178,39 @@ def find_checkpoint(run_dir: Path, resume_mode: str, resume_from_path: str | Non
         folder = Path(resume_from_path or "")
         if problems := _problems(folder):
             key = f"trainer.resume_from_path={resume_from_path}"
-            raise CheckpointError(f"{key}: not a whole checkpoint: {'; '.join(problems)}. Name another one")
+            raise CheckpointError(f"{key}: not an intact checkpoint: {'; '.join(problems)}. Choose another one")
         return folder
     folders = {path.name: path for path in reversed(checkpoints(run_dir))}
     pointer, wrong = _read_pointer(run_dir, bool(folders))
-    if pointer in folders:  # then those before it; later steps are of a life of the run that was given up
+    if (
+        pointer in folders
+    ):  # then earlier steps; later ones were written before the run was resumed from an earlier step
         earlier = {name: path for name, path in folders.items() if _step(name) < _step(pointer)}
         folders = {pointer: folders[pointer]} | earlier | folders
     for folder in folders.values():
         problems = _problems(folder)
         if not problems:
             if wrong:
-                logger.warning("going on from %s, because:\n%s", folder, "\n".join(f"  {text}" for text in wrong))
+                logger.warning("resuming from %s, because:\n%s", folder, "\n".join(f"  {text}" for text in wrong))
             return folder
         wrong.append(f"{folder}: {'; '.join(problems)}")
     if wrong:
         listed = "\n".join(f"  {text}" for text in wrong)
         raise CheckpointError(
-            f"trainer.default_local_dir={run_dir}: there is no whole checkpoint to go on from:\n{listed}\nRestore one "
-            "from a copy, or start anew with trainer.resume_mode=disable or another trainer.default_local_dir"
+            f"trainer.default_local_dir={run_dir}: there is no intact checkpoint to resume from:\n{listed}\nRestore "
+            "one from a copy, or start anew with trainer.resume_mode=disable or another trainer.default_local_dir"
         )
     return None
 
 
 def last_checkpoint(run_dir: Path) -> Path | None:
-    """The folder that the pointer names, whole or not; None without one."""
+    """The folder that the pointer names, intact or not; None if there is none."""
     name, _ = _read_pointer(run_dir, expected=False)
     return run_dir / name if name and (run_dir / name).is_dir() else None
 
 
 def read_state(folder: Path) -> RunState:
-    """The state of a checkpoint folder.
+    """Read the state of a checkpoint.
 
     Raises:
         CheckpointError: state.json is damaged.
@@ -217,9 +222,9 @@ def read_state(folder: Path) -> RunState:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoint folders of a run, damaged ones too, from the first written to the last.
+    """The checkpoint folders of a run, including damaged ones, in the order they were written.
 
-    Not by step: a run that was taken up from an earlier step, or started anew, writes lower steps later.
+    That is not the order of steps: a run that resumes from an earlier step, or starts anew, writes lower steps later.
     """
     if not run_dir.is_dir():
         return []
@@ -267,15 +272,15 @@ def _read_pointer(run_dir: Path, expected: bool) -> tuple[str, list[str]]:
 
 # --- keeping ---------------------------------------------------------------------------------------------------------
 def prune_checkpoints(run_dir: Path, newest: int | None, best_metric: str | None = None) -> list[Path]:
-    """Remove all but the `newest` last written checkpoints, and the one with the highest `best_metric`.
+    """Keep the `newest` last written checkpoints and the one with the highest `best_metric`; remove the others.
 
-    A damaged checkpoint does not count, and stays: what can be saved of it is for a person to say.
+    Damaged checkpoints are neither counted nor removed, since a person may want to recover them.
 
     Returns:
-        What is kept.
+        The intact checkpoints that were kept.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: a checkpoint cannot be removed.
     """
     whole = [path for path in checkpoints(run_dir) if not damage(path, contents=False)]
     kept = whole[-newest:] if newest is not None else whole
@@ -291,10 +296,10 @@ def prune_checkpoints(run_dir: Path, newest: int | None, best_metric: str | None
 
 
 def best_checkpoint(folders: Sequence[Path], metric: str) -> Path | None:
-    """The first of the checkpoints with the highest `metric`; None if no validation came with any of them."""
+    """The first checkpoint with the highest `metric`; None if none of them was validated."""
     found = {}
     for path in folders:
-        with contextlib.suppress(CheckpointError):  # damaged: nothing is known of it
+        with contextlib.suppress(CheckpointError):  # damaged: its metrics are unknown
             value = read_state(path).metrics.get(metric)
             if value is not None and not math.isnan(value):
                 found[path] = value
@@ -302,7 +307,7 @@ def best_checkpoint(folders: Sequence[Path], metric: str) -> Path | None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint so that a crash on the way leaves nothing that looks like one."""
+    """Remove a checkpoint; a crash meanwhile leaves nothing that looks like a checkpoint."""
     if not folder.exists():
         return
     removing = folder.with_suffix(REMOVING)

