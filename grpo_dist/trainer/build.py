@@ -1,7 +1,7 @@
-"""The composition root: a config becomes started workers and a trainer.
+"""The composition root: starts the workers of a config, and makes their trainer.
 
-What can be known of them without Ray has been checked before (preflight.py). The roles start together; engines that
-share GPUs with others start first, since vLLM measures what is free.
+All that can be checked without Ray has been checked before (preflight.py). The roles start at the same time, except
+engines that share GPUs with other roles: these start first, because vLLM measures the free memory.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ WORKERS: Mapping[str, type[Process]] = {
 }
 # Ray's limit on concurrent calls of one rollout worker; the engine itself queues what it cannot run yet.
 MAX_PROMPTS_IN_FLIGHT = 10_000
-# How long a run that is done waits to hear how much memory its workers took.
+# Seconds that a finished run waits for its workers to report their peak memory.
 MEMORY_TIMEOUT_S = 30.0
 
 
@@ -76,7 +76,7 @@ class Workers:
         self.config, self.place = config, placement(config)
         self._placement_groups, bundles = reserve(slots(config))
         limits, shared = time_limits(config), shared_environment(os.environ)
-        # of which the engines have more: many calls at a time, and threads
+        # only engines take many calls at a time, and read the number of threads from their environment
         env, concurrency = {"rollout": _thread_environment(self.place)}, {"rollout": MAX_PROMPTS_IN_FLIGHT}
         self.groups: dict[str, WorkerGroup] = {}
         for role, worker in WORKERS.items():
@@ -112,7 +112,7 @@ class Workers:
         if place.shares_gpu and place.tensor_parallel > 1:
             engines = on_gpus_of(engines, await groups["actor"].call_home())
         starting = asyncio.ensure_future(roles.rollout.start(engines))
-        if place.shares_gpu:  # vLLM would take for its own what others load meanwhile
+        if place.shares_gpu:  # vLLM would count the memory of roles that load meanwhile as its own
             await starting
         others = [
             roles.actor.start(policy_settings(config, place, num_steps)),
@@ -137,7 +137,7 @@ class Workers:
     def shutdown(self) -> None:
         """Stop the engines politely, then end every process."""
         rollout = self.groups["rollout"]
-        with contextlib.suppress(GrpoDistError):  # an engine is dead or hangs: the kill below is for that
+        with contextlib.suppress(GrpoDistError):  # an engine that is dead or hangs is killed below
             rollout.gather(rollout.submit_all("shutdown", "shutdown"), timeout_s=10)
         for group in self.groups.values():
             group.kill()

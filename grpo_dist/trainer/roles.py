@@ -1,4 +1,4 @@
-"""What a trainer works with: the worker groups of its roles."""
+"""The worker groups of a run, by role."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ from grpo_dist.workers.rollout_group import RolloutGroup
 
 @dataclass
 class Roles:
-    """The worker groups of a run, and how many of their workers may be replaced; `ref` is None where no KL term needs
-    it.
+    """The worker groups of a run.
+
+    Attributes:
+        actor: trains the policy.
+        rollout: the rollout engines.
+        reward: the processes that score.
+        ref: the frozen reference; None if no KL term needs reference workers.
+        restarts: how many workers may be replaced.
     """
 
     actor: ActorGroup
@@ -25,10 +31,10 @@ class Roles:
 
     @property
     def workers(self) -> list[WorkerGroup]:
-        """The processes of all of them."""
+        """The processes of all roles."""
         groups = [self.actor.workers, self.rollout.workers, self.reward.workers]
         return groups if self.ref is None else [*groups, self.ref.workers]
 
     def holds_state(self, role: str) -> bool:
-        """Whether a role has what only a checkpoint has: the policy, or a reference that has moved."""
+        """Whether a role holds state that only a checkpoint can restore: the policy, or a reference that has moved."""
         return role == "actor" or (role == "ref" and self.ref is not None and self.ref.has_moved)

@@ -1,4 +1,4 @@
-"""A run from a checked config to its summary: cluster, workers, trainer, and the end of every process."""
+"""Runs a checked config: connects to Ray, starts workers, trains, prints the summary, and ends every process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(config: RunConfig) -> None:
 
 
 def _run(config: RunConfig, preemption: Preemption) -> None:
-    """Check all that can be known, then train. On the way out, whatever happened, every process is ended."""
+    """Check what can be checked without Ray, then train. Every process is ended, also after an error."""
     started = time.monotonic()
     ready = preflight(config, lambda line: None, rehearsal=False)
     run_dir = _make_run_dir(config)
@@ -74,16 +74,17 @@ def _run(config: RunConfig, preemption: Preemption) -> None:
 
 
 def _train(config: RunConfig, run_dir: Path, preemption: Preemption, ready: Ready) -> int:
-    """Train on workers of its own; if the policy is lost with one of them, again from the last checkpoint.
+    """Start workers and train. If a lost worker held the policy, start all of them again from the last checkpoint.
 
-    With `trainer.halve_on_out_of_memory` also if a GPU's memory was not enough, with half of the setting that took it.
+    With `trainer.halve_on_out_of_memory` that is also done if a GPU runs out of memory, with the responsible setting
+    halved.
 
     Returns:
-        The first step that it put on record.
+        The first step that this run has recorded.
 
     Raises:
-        WorkerLost: that has happened `trainer.max_actor_restarts` times before.
-        OutOfMemory: likewise; or it is not allowed, or there is no smaller setting.
+        WorkerLost: all workers have been started again `trainer.max_actor_restarts` times.
+        OutOfMemory: likewise; or halving is off, or the setting cannot be halved.
     """
     restarts, present, last, first_step = 0, config, None, 0
     lost: WorkerError
@@ -106,7 +107,7 @@ def _train(config: RunConfig, run_dir: Path, preemption: Preemption, ready: Read
                 present, lost = smaller, error
                 _say(config, f"trainer.halve_on_out_of_memory=true: half of {'='.join(map(str, error.setting or ()))}")
             except WorkerLost as error:
-                # one that is lost at the first start would most likely be lost again: the model is too large, say
+                # a worker that is lost at the first start would most likely be lost again, if the model is too large
                 goes_on = restarts > 0 if trainer is None else trainer.roles.holds_state(error.role)
                 if preemption.asked:
                     _say(config, f"SIGTERM: no checkpoint could be written: {error}")
@@ -124,9 +125,9 @@ def _train(config: RunConfig, run_dir: Path, preemption: Preemption, ready: Read
 
 
 def _from_last_checkpoint(config: RunConfig, folder: Path | None) -> RunConfig:
-    """The config of a run that goes on from there, whatever else lies in its directory.
+    """The config with which a run resumes from the checkpoint `folder`, or starts anew if that is None.
 
-    If that checkpoint has been damaged since, from the one before, as at any start.
+    If that checkpoint has been damaged since, the run resumes from the one before it, as at any start.
     """
     run_dir = Path(config.trainer.default_local_dir).absolute()
     if folder is None:
@@ -150,7 +151,7 @@ def _tell_memory(config: RunConfig, workers: Workers) -> None:
 def _build(
     config: RunConfig, run_dir: Path, stack: ExitStack, preemption: Preemption, ready: Ready
 ) -> tuple[GRPOTrainer, Workers]:
-    """Started workers, which have loaded the checkpoint to go on from, if there is one, and their trainer."""
+    """Start the workers, resume from a checkpoint if there is one, and make the trainer."""
     from grpo_dist.trainer.build import Workers, build_trainer
     from grpo_dist.trainer.checkpoint.resume import find_resumed
 
@@ -181,7 +182,7 @@ def _build(
 
 
 def _notes(config: RunConfig, resumed: Resumed | None, steps: int) -> list[str]:
-    """What a person should know of the checkpoint that the run goes on from."""
+    """Messages about the checkpoint from which the run resumes."""
     if resumed is None:
         return []
     notes = [f"resumed from {resumed.folder}"]
@@ -196,7 +197,7 @@ def _notes(config: RunConfig, resumed: Resumed | None, steps: int) -> list[str]:
 
 
 def _trackers(config: RunConfig, run_dir: Path, resumed: Resumed | None) -> Trackers:
-    """The trackers of the run, or of the one that it goes on from."""
+    """The trackers of this run, or those of the run that it resumes."""
     goes_on = resumed is not None and not config.trainer.val_only
     if resumed is not None:
         restore_tracker_ids(Path(config.trainer.default_local_dir), resumed.state.trackers)

@@ -1,9 +1,8 @@
-"""@stage: what every step of the loop has in common, in one place.
+"""@stage: timing, checks and error notes that all stages of the training loop share.
 
-A stage is a coroutine; called, it runs on the driver's event loop, and the training loop waits for it in the main
-thread. It names the batch columns it needs and the ones it adds. The decorator checks both, measures the time, tells
-the progress display which phase runs, and notes stage and step on any error. The loop itself then holds only the
-algorithm.
+A stage is a coroutine. When it is called, it runs on the driver's event loop, and the training loop waits for it in the
+main thread. It names the batch columns it needs and the ones it adds. The decorator checks both, measures the time,
+shows the phase in the progress display, and adds a note with stage and step to any error.
 """
 
 from __future__ import annotations
@@ -27,8 +26,14 @@ def stage(
 ) -> Callable[[Callable[P, Coroutine[Any, Any, T]]], Callable[P, T]]:
     """Decorate a method of the trainer as a stage.
 
-    The trainer has `step` (int), `timings` (dict of seconds by stage) and `progress`. A batch, if the stage takes one,
-    is its first argument; if it adds columns, it returns the new batch. It is `counted` if it comes after the step was.
+    The trainer has `step` (int), `timings` (dict of seconds by stage) and `progress`. If the stage takes a batch, it is
+    the first argument; if the stage adds columns, it returns the new batch.
+
+    Args:
+        name: of the stage, in metrics and errors.
+        needs: columns that the batch must have.
+        adds: columns that the returned batch must have.
+        counted: whether the trainer's `step` is already that of the finished step when the stage runs.
 
     Raises (from the decorated method):
         BatchError: a needed column is missing before, or a promised one after.

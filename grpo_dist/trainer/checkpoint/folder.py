@@ -182,9 +182,8 @@ def find_checkpoint(run_dir: Path, resume_mode: str, resume_from_path: str | Non
         return folder
     folders = {path.name: path for path in reversed(checkpoints(run_dir))}
     pointer, wrong = _read_pointer(run_dir, bool(folders))
-    if (
-        pointer in folders
-    ):  # then earlier steps; later ones were written before the run was resumed from an earlier step
+    if pointer in folders:
+        # then earlier steps; later ones were written before the run was resumed from an earlier step
         earlier = {name: path for name, path in folders.items() if _step(name) < _step(pointer)}
         folders = {pointer: folders[pointer]} | earlier | folders
     for folder in folders.values():

@@ -1,4 +1,4 @@
-"""Groups that were asked of the rollout pump together, and what has become of them."""
+"""A job of the rollout pump: groups that were requested together, and their results so far."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from grpo_dist.workers.rollout_group import GroupRequest
 
 @dataclass
 class RolloutJob:
-    """Groups that were asked for together; they are known by their positions in `requests`.
+    """Groups that were requested together. A group's key is its position in `requests`.
 
     Attributes:
-        requests: what was asked for.
-        groups: handles of what was generated.
-        scores: handles of the scores.
-        log_probs: by source of log-probs, handles of its log-probs.
-        cancelled: groups that are not wanted any more.
+        requests: the prompts, and how to sample them.
+        groups: handles to the responses.
+        scores: handles to the scores.
+        log_probs: handles to the log-probs, by log-prob source and group.
+        cancelled: groups that are no longer needed.
         timings: seconds from the first prompt sent until the last group was generated (`gen`) and scored (`reward`),
-            and those that log-probs took beyond that (`ref`, `old_log_prob`).
-        failures: why responses could not be scored, a text for each.
-        flows: by position, what generates and scores a group that is not there from the beginning.
-        passes: what computes log-probs.
+            and the seconds that log-probs took beyond `gen` (`ref`, `old_log_prob`).
+        failures: an error message for each response that could not be scored.
+        flows: the tasks that generate and score a group.
+        passes: the tasks that compute log-probs.
     """
 
     requests: Sequence[GroupRequest]
@@ -41,7 +41,7 @@ class RolloutJob:
     _started: float | None = None
 
     async def finished(self) -> None:
-        """Wait until every group that is not cancelled has everything.
+        """Wait until every group that is not cancelled has its scores and log-probs.
 
         Raises:
             GrpoDistError: a worker failed; RewardError if too many responses could not be scored.
@@ -53,7 +53,7 @@ class RolloutJob:
                     task.result()
 
     async def scored(self, enough: Callable[[], bool]) -> None:
-        """Wait until there are enough scores, or all.
+        """Wait until `enough` returns true, which is tested after each score, or until all groups are scored.
 
         Raises:
             GrpoDistError: as `finished`.
@@ -66,7 +66,7 @@ class RolloutJob:
                 return
 
     def cancel(self, groups: Iterable[int]) -> None:
-        """End the work on those of these groups that have no scores yet."""
+        """Cancel those of these groups that have no scores yet."""
         late = [i for i in groups if i not in self.scores]
         self.cancelled.update(late)
         for i in late:
@@ -74,7 +74,7 @@ class RolloutJob:
                 self.flows[i].cancel()
 
     def results(self) -> list[DataProtoRef]:
-        """All groups with everything, in the order of the requests, less the cancelled ones."""
+        """The groups with scores and log-probs, in the order of the requests, without the cancelled ones."""
         results = []
         for i in sorted(self.scores):
             group = self.groups[i].union(self.scores[i])
@@ -84,8 +84,9 @@ class RolloutJob:
         return results
 
     def release(self, groups: Iterable[int]) -> None:
-        """Let go of groups that are not wanted any more, so that the object store can free them. The job must be done:
-        a pass that is not over needs all of its groups.
+        """Drop the handles to groups that are no longer needed, so that the object store can free them.
+
+        The job must be finished, because an unfinished pass needs all of its groups.
         """
         for i in groups:
             self.cancelled.add(i)
@@ -93,16 +94,16 @@ class RolloutJob:
                 found.pop(i, None)
 
     def begin(self) -> None:
-        """A prompt is sent; from the first one on `timings` count."""
+        """Note that a prompt is sent. The first one starts the clock of `timings`."""
         self._started = time.perf_counter() if self._started is None else self._started
 
     def note(self, kind: str, since: float = 0.0) -> None:
-        """The last work of its kind is done now, as far as is known."""
+        """Note that work of this kind has just ended; a later call replaces the time."""
         elapsed = 0.0 if self._started is None else time.perf_counter() - self._started
         self.timings[kind] = max(elapsed - since, 0.0)
 
 
 def timings(jobs: Sequence[RolloutJob]) -> dict[str, float]:
-    """Seconds by kind of work, summed over jobs that ran one after the other."""
+    """Seconds by kind of work, summed over consecutive jobs."""
     names = dict.fromkeys(name for job in jobs for name in job.timings)
     return {name: math.fsum(job.timings.get(name, 0.0) for job in jobs) for name in names}

@@ -1,14 +1,14 @@
 """The rollout of each training step: which prompts are sampled how, and which of their groups train.
 
 Every prompt is sampled `rollout.n` times. ReMax also samples each prompt once greedily, for its baseline. With
-`algorithm.filter_groups` (DAPO's dynamic sampling) groups whose responses are all equal teach nothing: they are
-dropped, and more prompts are sampled until the batch is full; what is sampled beyond that is dropped too. With
-`rollout.over_sample_rate` more prompts are sampled than train, and once enough groups are there the slowest are ended;
-their prompts come first in the next batch that is drawn. A group that cannot train any more is let go when its batch of
-prompts is complete: until then the passes for log-probs, whose shares are fixed, need it.
+`algorithm.filter_groups` (DAPO's dynamic sampling) groups whose responses have equal rewards are dropped, since they
+have no gradient, and more prompts are sampled until the batch is full; surplus groups are dropped too. With
+`rollout.over_sample_rate` more prompts are sampled than train, and the slowest groups are cancelled once enough are
+finished; their prompts come first in the next batch that is drawn. The handles of dropped groups are kept until their
+batch of prompts is complete, because the log-prob passes have fixed shares and need them.
 
-A step is opened when its prompts may be sampled (`trainer.max_staleness` steps ahead of the update) and goes on in the
-background until its batch is full (`_fill`). Prompts are drawn step by step, so no prompt is skipped or taken twice.
+A step is opened when its prompts may be sampled (`trainer.max_staleness` steps ahead of the update) and is sampled in
+the background until its batch is full (`_fill`). Prompts are drawn step by step, so none is skipped or used twice.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from grpo_dist.workers.rollout_group import GroupRequest
 
 @dataclass
 class Rollout:
-    """What a step's sampling gave.
+    """The result of a step's sampling.
 
     Attributes:
         batch: the groups that train, `train_batch_size * n` rows.
-        requests: what was asked for, group by group.
-        timings: seconds by kind of work, summed over the batches that were sampled.
-        metrics: how many batches of prompts it took, and which share of the groups was dropped.
-        failures: why responses could not be scored, a text for each.
-        num_responses: how many were sampled, those and the ones that do not train included.
+        requests: the request of each group in `batch`.
+        timings: seconds by kind of work, summed over the batches of prompts.
+        metrics: number of batches of prompts, and share of dropped groups.
+        failures: an error message for each response that could not be scored.
+        num_responses: all sampled responses, including failed and dropped ones.
     """
 
     batch: DataProtoRef
@@ -64,16 +64,15 @@ class OpenStep:
     """A step whose batch is being sampled.
 
     Attributes:
-        drawn: prompts (positions in the training set) of each batch of prompts, in the order they were drawn.
-        jobs: the batches that were sent so far.
+        drawn: the batches of prompts (positions in the training set), in the order they were drawn.
+        jobs: a job for each batch that was sent to the pump.
         kept: groups that train.
-        dropped: by batch, as soon as it is known: which of its groups do not train. They were ended, or are too many,
-            or all their responses are equal.
+        dropped: by batch, the positions of groups that do not train: cancelled, surplus, or with equal rewards.
         num_complete: batches whose groups are all in `kept` or `dropped`.
-        num_learned: batches whose scores the order of the prompts knows, from before a resume.
-        num_filtered: groups whose responses are all equal.
-        num_surplus: other groups than those, beyond the batch.
-        filling: what samples until the batch is there.
+        num_learned: batches whose scores `order` was told before a resume.
+        num_filtered: dropped groups with equal rewards.
+        num_surplus: dropped groups beyond a full batch.
+        filling: the task that samples until the batch is full.
     """
 
     drawn: list[list[int]] = field(default_factory=list)
@@ -88,11 +87,11 @@ class OpenStep:
 
     @property
     def num_sampled(self) -> int:
-        """Groups of complete batches; those that were ended do not count."""
+        """Groups of complete batches, without cancelled ones."""
         return len(self.kept) + self.num_filtered + self.num_surplus
 
     def prompts(self) -> list[list[int]]:
-        """`drawn`, less what is known not to train in this step."""
+        """`drawn` without the prompts whose groups do not train in this step."""
         return [
             [prompt for i, prompt in enumerate(batch) if i not in self.dropped.get(number, ())]
             for number, batch in enumerate(self.drawn)
@@ -104,11 +103,11 @@ class TrainingSampler:
 
     Args:
         config: the whole run's config.
-        pump: generates and scores.
+        pump: generates and scores the groups.
         prompts: the training prompts.
-        order: the order they are taken in; it is told the scores of every group.
+        order: the order in which prompts are drawn; it is told the scores of every group.
         sampling: how to sample; a seed that is not None is replaced by one per group.
-        sources: what computes log-probs of groups while others are generated.
+        sources: names of the log-prob sources that work while other groups are generated.
     """
 
     def __init__(
@@ -123,9 +122,9 @@ class TrainingSampler:
         self.config, self.pump, self.prompts, self.order = config, pump, prompts, order
         self.sampling, self.sources = sampling, tuple(sources)
         self.open: dict[int, OpenStep] = {}
-        self.backlog: list[int] = []  # prompts that were drawn and not sampled to their end
-        self.learned: Counter[int] = Counter()  # those that will be sampled again though the order knows their scores
-        self.restored: dict[str, Group] = {}  # by uid: groups of open steps that a checkpoint holds
+        self.backlog: list[int] = []  # prompts that were drawn but whose groups are not finished
+        self.learned: Counter[int] = Counter()  # prompts to sample again whose scores `order` was told already
+        self.restored: dict[str, Group] = {}  # by uid: finished groups of open steps, from a checkpoint
 
     def open_steps(self, first: int, last: int) -> None:
         """Begin to sample all steps from `first` to `last` that are not open yet, in order."""
@@ -135,7 +134,7 @@ class TrainingSampler:
                 state.filling = self.pump.spawn(self._fill(step, state, self._send_batch(step, state)))
 
     async def rollout(self, step: int) -> Rollout:
-        """Wait for the batch of `step`, which it opens if need be. The step stays open until it is `close`d.
+        """Wait for the batch of `step`; opens the step if it is not open yet. It stays open until `close`.
 
         Raises:
             GrpoDistError: a worker failed, or too few groups with different rewards were found.
@@ -143,7 +142,7 @@ class TrainingSampler:
         self.open_steps(step, step)
         state = self.open[step]
         assert state.filling is not None
-        await asyncio.shield(state.filling)  # it goes on if the wait is cancelled
+        await asyncio.shield(state.filling)  # cancelling the wait does not cancel the sampling
         requests, groups = zip(*state.kept, strict=True)
         result = Rollout(DataProtoRef.concat(groups), list(requests))
         result.timings = timings(state.jobs)
@@ -157,7 +156,7 @@ class TrainingSampler:
         return result
 
     def close(self, step: int) -> None:
-        """The batch of `step` has trained."""
+        """Forget `step`, whose batch has trained."""
         del self.open[step]
 
     @property
@@ -167,12 +166,12 @@ class TrainingSampler:
 
     @property
     def batch_sizes(self) -> list[int | None]:
-        """What the size of a batch of prompts depends on."""
+        """The numbers that the size of a batch of prompts depends on."""
         return [self.config.data.train_batch_size, self.config.data.gen_batch_size, self.num_spare]
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger: prompts that were drawn and have not trained, by step; as JSON."""
-        # copies: the pump may go on while they are written
+        """The ledger as JSON: prompts that were drawn and have not trained, by step."""
+        # copies, because sampling continues while they are written
         return {
             "open": {str(step): state.prompts() for step, state in self.open.items()},
             "backlog": list(self.backlog),
@@ -184,9 +183,9 @@ class TrainingSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Steps that were open will sample the same prompts again; what is in `restored` is not sampled again.
+        """Steps that were open sample the same prompts again, except the groups in `restored`.
 
-        With other batch sizes than then the prompts of open steps come first in the batches that are drawn next.
+        If the batch sizes have changed, the prompts of open steps come first in the batches that are drawn next.
         """
         self.backlog, self.learned = list(state["backlog"]), Counter(state.get("learned", ()))
         self.open = {}
@@ -200,7 +199,7 @@ class TrainingSampler:
             self.open = {}
 
     def finished_groups(self) -> list[FinishedGroups]:
-        """What is sampled and scored of the open steps, a part for each batch of prompts."""
+        """The finished groups of the open steps, one part for each batch of prompts."""
         found = []
         for step, state in self.open.items():
             for attempt, job in enumerate(state.jobs):
@@ -218,9 +217,9 @@ class TrainingSampler:
         """
         while True:
             if self.num_spare and state.num_complete not in state.dropped:
-                await self._end_the_slowest(state, job)
+                await self._cancel_the_slowest(state, job)
             await job.finished()
-            self._take_in(step, state, job)
+            self._choose_groups(step, state, job)
             if len(state.kept) == self.config.data.train_batch_size:
                 return
             job = self._send_batch(step, state)
@@ -239,7 +238,7 @@ class TrainingSampler:
         return state.jobs[-1]
 
     def _draw(self) -> list[int]:
-        """The prompts of the next batch, none twice; those that were left over come first.
+        """The prompts of the next batch, none twice; those of the backlog come first.
 
         Raises:
             DataError: the order does not give so many different prompts.
@@ -262,7 +261,7 @@ class TrainingSampler:
         self.backlog = again + self.backlog
         return batch
 
-    async def _end_the_slowest(self, state: OpenStep, job: RolloutJob) -> None:
+    async def _cancel_the_slowest(self, state: OpenStep, job: RolloutJob) -> None:
         """Once enough groups are there, cancel the others; their prompts come first in the next batch that is drawn."""
         drawn, wanted = state.drawn[state.num_complete], self.config.data.train_batch_size
 
@@ -275,8 +274,8 @@ class TrainingSampler:
         self.backlog = [drawn[i] for i in sorted(late)] + self.backlog
         job.cancel({each for i in late for each in _requests_of(i, drawn, job)})
 
-    def _take_in(self, step: int, state: OpenStep, job: RolloutJob) -> None:
-        """Keep the groups of a complete batch that train, and let go of the others.
+    def _choose_groups(self, step: int, state: OpenStep, job: RolloutJob) -> None:
+        """Keep the groups of a complete batch that train, and release the others.
 
         Raises:
             GrpoDistError: too few groups with different rewards were found.
@@ -287,13 +286,13 @@ class TrainingSampler:
         sampled = self._groups(job, drawn, state.dropped.get(number, set()))
         if number >= state.num_learned:
             self._learn({drawn[i]: group["score"] for i, group in sampled.items()})
-        # after a resume none may be left of a batch that was dropped before; and where all failed, none has anything
+        # no group has the metric if all have failed, or if the whole batch was dropped before a resume
         if filtering.enable and len(job.failures) < sum(len(group) for group in sampled.values()):
             require_metric(sampled.values(), filtering.metric)
-        teaching = [i for i, g in sampled.items() if not filtering.enable or informative(g, filtering.metric)]
-        kept = teaching[: wanted - len(state.kept)]
-        state.num_filtered += len(sampled) - len(teaching)
-        state.num_surplus += len(teaching) - len(kept)
+        differing = [i for i, g in sampled.items() if not filtering.enable or informative(g, filtering.metric)]
+        kept = differing[: wanted - len(state.kept)]
+        state.num_filtered += len(sampled) - len(differing)
+        state.num_surplus += len(differing) - len(kept)
         state.kept += [(job.requests[i], sampled[i]) for i in kept]
         dropped = state.dropped[number] = set(range(len(drawn))) - set(kept)
         job.release(each for i in dropped for each in _requests_of(i, drawn, job))
@@ -307,14 +306,14 @@ class TrainingSampler:
             )
 
     def _learn(self, scores: Mapping[int, np.ndarray]) -> None:
-        """Tell the order the scores of a batch, less those of prompts whose scores it knows from before a resume."""
+        """Tell `order` the scores of a batch, except those that it was told before a resume."""
         known = {i for i in scores if self.learned[i]}
         self.learned -= Counter(known)
         if new := {i: each for i, each in scores.items() if i not in known}:
             self.order.update(new)
 
     def _groups(self, job: RolloutJob, drawn: Sequence[int], late: set[int]) -> dict[int, DataProtoRef]:
-        """By place in the batch, what was sampled; for ReMax with the greedy score as `reward_baseline`."""
+        """The sampled groups by position in the batch; for ReMax with the greedy score as `reward_baseline`."""
         groups = {}
         results = dict(zip(sorted(job.scores), job.results(), strict=True))
         for i in range(len(drawn)):
@@ -344,15 +343,15 @@ class TrainingSampler:
 
 
 def _requests_of(i: int, drawn: Sequence[int], job: RolloutJob) -> tuple[int, ...]:
-    """A job's requests for the i-th of its prompts; ReMax's greedy ones come behind all others."""
+    """A job's requests for the i-th of its prompts; ReMax's greedy ones follow all others."""
     return (i, i + len(drawn)) if len(job.requests) > len(drawn) else (i,)
 
 
 def informative(group: DataProtoRef, metric: str) -> bool:
     """Whether the responses of a group differ in `metric`: `score`, or an extra value of the reward function.
 
-    Responses without the value, such as those that the reward function failed on, are not looked at; where fewer than
-    two have it, nothing differs.
+    Responses without the value, such as those that the reward function failed on, are ignored. A group with fewer than
+    two values is not informative.
     """
     values = group.small.get(_column(group, metric))
     return values is not None and len(np.unique(values[~np.isnan(values)])) > 1
@@ -362,7 +361,7 @@ def require_metric(groups: Collection[DataProtoRef], metric: str) -> None:
     """Check that at least one response has the value that groups are filtered by.
 
     Raises:
-        RewardError: none has.
+        RewardError: no response has it.
     """
     if any(_column(group, metric) in group.small for group in groups):
         return
@@ -378,7 +377,7 @@ def _column(group: DataProtoRef, metric: str) -> str:
 
 
 def make_request(uid: str, prompt: TokenizedPrompt, sampling: SamplingSettings, **task: bool) -> GroupRequest:
-    """Ask for a group of responses to a prompt."""
+    """The request for a group of responses to a prompt."""
     source = prompt.prompt
     return GroupRequest(
         uid,
