@@ -13,11 +13,11 @@ import pytest
 
 from grpo_dist.config.load import load_config
 from grpo_dist.names import ADV_ESTIMATORS, KL_LOSS_TYPES, LOSS_AGG_MODES, LOSS_MODES
-from grpo_dist.trainer.build import Workers, build_trainer
+from grpo_dist.trainer.build import Workers
 from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.run_prompts import load_run_prompts
-from tests.trainer.recorded import history, record
+from tests.trainer.recorded import history, recorded_trainer
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -88,7 +88,8 @@ def weight_versions() -> list[int]:
 def test_one_step(roles: Roles, weight_versions: list[int], overrides: list[str], tmp_path: Path) -> None:
     needed = [more for override in overrides for more in NEEDED.get(override, ())]
     config, _ = load_config([*SMALL, f"trainer.default_local_dir={tmp_path}", *overrides, *needed])
-    trainer = record(build_trainer(config, roles, load_run_prompts(config, check_model(config))[0], 1))
+    prompts, _ = load_run_prompts(config, check_model(config))
+    trainer = recorded_trainer(config, roles, prompts, 1)
     trainer.weight_version = max(weight_versions)  # the engines take newer weights only
     trainer.fit()
     weight_versions.append(trainer.weight_version)

@@ -21,7 +21,7 @@ import ray
 from grpo_dist.config.load import load_config
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.protocol import metric_values
-from grpo_dist.trainer.build import Workers, build_trainer
+from grpo_dist.trainer.build import Workers
 from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.rollout.pump import LOG_PROB_PASSES
@@ -35,7 +35,7 @@ from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.reward import Task
 from grpo_dist.workers.weight_sync import sync_weights
 from grpo_dist.workers.weight_transport import ObjectStoreTransport, Outcomes
-from tests.trainer.recorded import history, record
+from tests.trainer.recorded import history, recorded_trainer
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -71,9 +71,8 @@ class Lab:
 
     def train(self, prepare: Callable[[GRPOTrainer], None] = lambda trainer: None) -> GRPOTrainer:
         run(self.roles.actor.load_checkpoint(self.start))
-        trainer = record(
-            build_trainer(self.config, self.roles, load_run_prompts(self.config, check_model(self.config))[0], STEPS)
-        )
+        prompts, _ = load_run_prompts(self.config, check_model(self.config))
+        trainer = recorded_trainer(self.config, self.roles, prompts, STEPS)
         trainer.weight_version = self.version
         prepare(trainer)
         trainer.fit()
