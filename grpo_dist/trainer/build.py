@@ -21,6 +21,7 @@ from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
+from grpo_dist.trainer.checkpoint.finished_groups import Group
 from grpo_dist.trainer.checkpoint.resume import Resumed, load_checkpoint
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.metrics import ask_for_peak, take_peaks
@@ -151,6 +152,20 @@ def on_gpus_of(engines: Sequence[EngineSettings], actor: Sequence[Address]) -> l
     return [replace(each, gpus=tuple(gpus[i * size : (i + 1) * size])) for i, each in enumerate(engines)]
 
 
+def restore_roles(config: RunConfig, roles: Roles, resumed: Resumed | None) -> dict[str, Group]:
+    """Have started workers load the checkpoint from which the run resumes, if there is one.
+
+    Returns:
+        The finished groups of later steps, by uid.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be loaded.
+    """
+    if resumed is None:
+        return {}
+    return run(load_checkpoint(resumed, roles, exact_kl=objective_settings(config).exact_kl))
+
+
 def build_trainer(
     config: RunConfig,
     roles: Roles,
@@ -158,14 +173,14 @@ def build_trainer(
     steps: int,
     *,
     resumed: Resumed | None,
+    restored: Mapping[str, Group],
     trackers: Trackers,
     progress: Progress,
     preemption: Preemption,
 ) -> GRPOTrainer:
-    """A trainer on started workers, which load the checkpoint that it goes on from.
+    """A trainer on started workers, in the state of the checkpoint from which the run resumes.
 
-    Raises:
-        CheckpointError: the checkpoint cannot be loaded.
+    `restored` is what `restore_roles` has returned.
     """
     rollout, reward = config.actor_rollout_ref.rollout, config.reward
     place, sources = placement(config), _log_prob_sources(config, roles)
@@ -194,17 +209,16 @@ def build_trainer(
         preemption=preemption,
     )
     if resumed is not None:
-        _go_on_from(resumed, trainer)
+        _restore_trainer(trainer, resumed, restored)
     return trainer
 
 
-def _go_on_from(resumed: Resumed, trainer: GRPOTrainer) -> None:
-    """Put workers and trainer where they were when the checkpoint was written."""
+def _restore_trainer(trainer: GRPOTrainer, resumed: Resumed, restored: Mapping[str, Group]) -> None:
+    """Set the state that the trainer had when the checkpoint was written."""
     state, sampler = resumed.state, trainer.sampler
-    restored = run(load_checkpoint(resumed, trainer.roles, exact_kl=trainer.objective.exact_kl))
     trainer.prompts.sampler.load_state_dict(state.sampler)
     sampler.load_state_dict(state.ledger)
-    sampler.restored = restored
+    sampler.restored = dict(restored)
     trainer.step, trainer.weight_version = state.step, state.weight_version - 1
     trainer.saver.resumed_from(resumed.folder, state.step)
     if trainer.kl_controller.target_kl is not None:  # a fixed coefficient is the config's

@@ -152,7 +152,7 @@ def _build(
     config: RunConfig, run_dir: Path, stack: ExitStack, preemption: Preemption, ready: Ready
 ) -> tuple[GRPOTrainer, Workers]:
     """Start the workers, resume from a checkpoint if there is one, and make the trainer."""
-    from grpo_dist.trainer.build import Workers, build_trainer
+    from grpo_dist.trainer.build import Workers, build_trainer, restore_roles
     from grpo_dist.trainer.checkpoint.resume import find_resumed
 
     started, steps = time.monotonic(), ready.steps
@@ -161,6 +161,7 @@ def _build(
     _say(config, "starting workers: " + ", ".join(f"{len(group)} {group.role}" for group in workers.groups.values()))
     resumed = find_resumed(config, ready.prompts.identity)
     roles = workers.start(steps)
+    restored = restore_roles(config, roles, resumed)  # before trackers drop the rows after the checkpoint
     stream = sys.stderr if "console" in config.trainer.logger else None
     progress = stack.enter_context(Progress(steps, resumed.state.step if resumed is not None else 0, stream))
     trackers = stack.enter_context(_trackers(config, run_dir, resumed))
@@ -171,6 +172,7 @@ def _build(
         replace(ready.prompts, sampler=new_sampler(config, ready.prompts.train)),
         steps,
         resumed=resumed,
+        restored=restored,
         trackers=trackers,
         progress=progress,
         preemption=preemption,
@@ -198,16 +200,17 @@ def _notes(config: RunConfig, resumed: Resumed | None, steps: int) -> list[str]:
 
 def _trackers(config: RunConfig, run_dir: Path, resumed: Resumed | None) -> Trackers:
     """The trackers of this run, or those of the run that it resumes."""
-    goes_on = resumed is not None and not config.trainer.val_only
+    resumed_step = None
     if resumed is not None:
         restore_tracker_ids(Path(config.trainer.default_local_dir), resumed.state.trackers)
+        resumed_step = None if config.trainer.val_only else resumed.state.step
     return build_trackers(
         config.trainer.logger,
         run_dir=run_dir,
         project_name=config.trainer.project_name,
         experiment_name=config.trainer.experiment_name,
         config=config.model_dump(mode="json"),
-        resumed_step=resumed.state.step if resumed is not None and goes_on else None,
+        resumed_step=resumed_step,
     )
 
 

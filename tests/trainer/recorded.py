@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
-from grpo_dist.trainer.build import build_trainer
+from grpo_dist.trainer.build import build_trainer, restore_roles
 from grpo_dist.trainer.checkpoint.resume import find_resumed
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.roles import Roles
@@ -31,12 +31,14 @@ class Rows:
 
 def recorded_trainer(config: RunConfig, roles: Roles, prompts: Prompts, steps: int) -> GRPOTrainer:
     """A trainer that keeps its rows; it goes on from a checkpoint where the config says so."""
+    resumed = find_resumed(config, prompts.identity)
     return build_trainer(
         config,
         roles,
         prompts,
         steps,
-        resumed=find_resumed(config, prompts.identity),
+        resumed=resumed,
+        restored=restore_roles(config, roles, resumed),
         trackers=Trackers({"rows": Rows()}, resumed_step=None),
         progress=Progress(steps, 0, None),
         preemption=Preemption(),

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, whether it fits the config, and bringing it back."""
+"""Resuming from a checkpoint: finds it, checks it against the config, and has the roles load it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from grpo_dist.trainer.roles import Roles
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint that a run goes on from.
+    """A checkpoint from which a run resumes.
 
     Attributes:
-        folder: of the checkpoint.
-        state: where the run was.
-        changes: what the config has otherwise, a line for each key.
+        folder: the checkpoint's folder.
+        state: the state of the run when it was written.
+        changes: changes of the config since then, as lines "key: old -> new".
     """
 
     folder: Path
@@ -30,14 +30,14 @@ class Resumed:
 
 
 def find_resumed(config: RunConfig, prompts: Mapping[str, Any]) -> Resumed | None:
-    """The checkpoint to go on from, if the config and the run directory say so; nothing is loaded yet.
+    """Find the checkpoint to resume from, without loading it; None if there is none, or the config says not to.
 
     Args:
-        config: the present config.
-        prompts: `identify_prompts` of the present training prompts.
+        config: the current config.
+        prompts: `identify_prompts` of the current training prompts.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is whole, or the config does not fit.
+        CheckpointError: there are checkpoints but none is intact, or the config does not fit.
     """
     trainer = config.trainer
     run_dir = Path(trainer.default_local_dir)
@@ -62,7 +62,7 @@ async def load_checkpoint(resumed: Resumed, roles: Roles, *, exact_kl: bool) -> 
         exact_kl: whether the loss needs the reference's output layer.
 
     Returns:
-        The finished groups of coming steps, by uid; none where the config has changed.
+        The finished groups of later steps, by uid; none if the config has changed.
 
     Raises:
         CheckpointError: the shards do not fit the model, or cannot be read.
