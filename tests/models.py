@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from grpo_dist.assets import resolve_model_path
 from grpo_dist.engines.settings import LoraSettings, ModelSettings, ObjectiveSettings, OptimizerSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.protocol import DataProto, Ragged
@@ -45,6 +46,42 @@ def random_model(family: str, folder: Path, **changes: object) -> str:
     for parameter in model.parameters():  # the default init is so small that every distribution is uniform
         parameter.data.mul_(3.0)
     model.save_pretrained(folder)
+    return str(folder)
+
+
+def random_classifier(folder: Path, family: str = "Qwen3", kind: str = "Sequence", num_labels: int = 1) -> str:
+    """A random sequence or token classifier on disk, whose head gives numbers that differ."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(random_model(family, folder))
+    config.num_labels, config.pad_token_id = num_labels, 0
+    torch.manual_seed(3)
+    model = getattr(transformers, f"AutoModelFor{kind}Classification").from_config(config)
+    torch.nn.init.normal_(model.score.weight)
+    if model.score.bias is not None:
+        torch.nn.init.normal_(model.score.bias)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+# A chat template unlike the built-in model's, for its tokenizer.
+OTHER_TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}{{ eos_token }}"
+
+
+def builtin_reward_model(folder: Path, template: str | None = OTHER_TEMPLATE) -> str:
+    """The built-in model with a random head and one output, on disk; its tokenizer with a chat template of its own."""
+    import transformers
+
+    policy = resolve_model_path("builtin:tiny-qwen3")
+    config = transformers.AutoConfig.from_pretrained(policy)
+    config.num_labels = 1
+    torch.manual_seed(3)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(policy, config=config)
+    torch.nn.init.normal_(model.score.weight, std=0.3)
+    model.save_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(policy)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 

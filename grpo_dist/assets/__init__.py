@@ -9,29 +9,31 @@ from grpo_dist.assets.paths import expanded, is_folder
 from grpo_dist.errors import ConfigError
 
 BUILTIN = "builtin:"
+POLICY_KEY, REWARD_MODEL_KEY = "actor_rollout_ref.model.path", "reward_model.model.path"
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _WEIGHTS = "*.safetensors"
 _MODEL_FILES = ["*.json", _WEIGHTS, "*.model", "*.jinja", "*.txt", "*.tiktoken", "*.py"]
 
 
-def resolve_model_path(path: str, *, weights: bool = True) -> str:
+def resolve_model_path(path: str, *, weights: bool = True, key: str = POLICY_KEY) -> str:
     """The folder of a model on this machine.
 
     Args:
         path: `builtin:NAME`, a folder, or a hub name such as Qwen/Qwen3-8B (downloaded once into the hub cache).
         weights: whether to download the weights of a hub model too.
+        key: the config key that names the model, for messages.
 
     Raises:
         ConfigError: there is no such built-in model, or the download fails.
     """
     if path.startswith(BUILTIN):
-        return _builtin_folder(path)
+        return _builtin_folder(path, key)
     folder = expanded(path)
-    return str(folder) if is_folder(folder) or not _HUB_NAME.fullmatch(path) else _from_hub(path, weights=weights)
+    return str(folder) if is_folder(folder) or not _HUB_NAME.fullmatch(path) else _from_hub(path, key, weights=weights)
 
 
-def _from_hub(name: str, *, weights: bool) -> str:
+def _from_hub(name: str, key: str, *, weights: bool) -> str:
     from huggingface_hub import snapshot_download
 
     try:
@@ -39,17 +41,14 @@ def _from_hub(name: str, *, weights: bool) -> str:
         return snapshot_download(name, allow_patterns=_MODEL_FILES, ignore_patterns=left_out)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            f"actor_rollout_ref.model.path={name}: no such folder, and the download from the hub failed: {reason}"
-        ) from error
+        raise ConfigError(f"{key}={name}: no such folder, and the download from the hub failed: {reason}") from error
 
 
-def _builtin_folder(path: str) -> str:
+def _builtin_folder(path: str, key: str) -> str:
     root = Path(__file__).parent
     names = sorted(folder.name for folder in root.iterdir() if (folder / "config.json").is_file())
     if path.removeprefix(BUILTIN) not in names:
         raise ConfigError(
-            f"actor_rollout_ref.model.path={path}: no such built-in model. Known: "
-            + ", ".join(BUILTIN + name for name in names)
+            f"{key}={path}: no such built-in model. Known: " + ", ".join(BUILTIN + name for name in names)
         )
     return str(root / path.removeprefix(BUILTIN))

@@ -30,8 +30,7 @@ class ModelFolder:
         config: its config.json.
         model_type: `model_type` of config.json, such as "qwen3".
         vocab_size: rows of the embedding; None if config.json does not say.
-        num_tensors: number of tensors in the weights; 0 if the weights were not checked.
-        num_parameters: number of parameters in the weights; 0 if they were not checked.
+        shapes: shapes of the tensors in the weights, by name; empty if the weights were not checked.
         num_files: number of weight files; 0 if they were not checked.
     """
 
@@ -39,9 +38,13 @@ class ModelFolder:
     config: dict[str, Any]
     model_type: str
     vocab_size: int | None
-    num_tensors: int
-    num_parameters: int
+    shapes: Shapes
     num_files: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters in the weights; 0 if they were not checked."""
+        return sum(map(math.prod, self.shapes.values()))
 
 
 def check_model_folder(
@@ -61,7 +64,7 @@ def check_model_folder(
     folder = Path(folder)
     try:
         config = _read_object(folder / "config.json", setting)
-        model_type = _model_type(config, f"{setting}: config.json", trust_remote_code=trust_remote_code)
+        model_type = _model_type(config, setting, trust_remote_code=trust_remote_code)
         files = weight_files(folder, setting) if weights else {}
         shapes: Shapes = {}
         for file, expected in files.items():
@@ -77,8 +80,7 @@ def check_model_folder(
     vocab_size = _vocab_size(config)
     if not trust_remote_code:  # custom code may give the sizes another meaning
         _check_embedding(shapes, vocab_size, setting)
-    num_parameters = sum(map(math.prod, shapes.values()))
-    return ModelFolder(folder, config, model_type, vocab_size, len(shapes), num_parameters, len(files))
+    return ModelFolder(folder, config, model_type, vocab_size, shapes, len(files))
 
 
 def read_header(file: Path, setting: str) -> Shapes:
@@ -109,13 +111,14 @@ def _read_object(file: Path, setting: str) -> dict[str, Any]:
     return found
 
 
-def _model_type(config: dict[str, Any], where: str, *, trust_remote_code: bool) -> str:
+def _model_type(config: dict[str, Any], setting: str, *, trust_remote_code: bool) -> str:
     """The `model_type` of config.json, checked."""
+    where, section = f"{setting}: config.json", setting.partition("=")[0].rpartition(".")[0]
     model_type, own_code = config.get("model_type"), config.get("auto_map")
     if own_code and not trust_remote_code and not _known(model_type):
         raise DataError(
             f"{where}: model_type={model_type!r} runs Python code that comes with the model (auto_map); if you "
-            f"trust it, set actor_rollout_ref.model.trust_remote_code=true"
+            f"trust it, set {section}.trust_remote_code=true"
         )
     if not isinstance(model_type, str) or not model_type:
         raise DataError(f"{where}: model_type is missing, so the model's architecture is unknown")

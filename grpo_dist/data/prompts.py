@@ -2,7 +2,8 @@
 
 One row: `data_source` (str), `prompt` (list of chat messages, or a plain string: one user message),
 `ability` (not used), `reward_model` = {"ground_truth": ...}, `extra_info` (dict, optional). Every row is
-checked when it is read, so that a broken row is named by file and row before anything expensive starts.
+checked when it is read, so that a broken row is named by file and row before anything expensive starts. Where a model
+scores, `data_source` and `reward_model` may be missing, as in TRL's tldr rows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import numpy as np
 from grpo_dist.data.files import locate_rows, shown
 from grpo_dist.errors import DataError
 
+# Data source of rows without one.
+NO_DATA_SOURCE = "data"
 MOST_COLUMN_TEXT = 300  # characters of a row's column names, in messages
 
 
@@ -28,7 +31,7 @@ class Prompt:
         index: position among all rows of the files, from 0, whatever `max_samples` and shuffling choose.
         data_source: name of the data set; picks the built-in scorer and groups validation metrics.
         messages: chat messages, each with "role" and "content" (str).
-        ground_truth: what the scorer compares with, as it stands in the file.
+        ground_truth: what the scorer compares with, as it stands in the file; None where a model scores a row without.
         extra_info: anything else for the scorer; {} where the row has none.
         location: file and row, for messages, such as "train.jsonl, line 3".
     """
@@ -49,6 +52,7 @@ def load_prompts(
     reward_fn_key: str,
     max_samples: int,
     shuffle_seed: int | None,
+    needs_ground_truth: bool = True,
 ) -> list[Prompt]:
     """Read and check all rows, then choose `max_samples` of them.
 
@@ -60,13 +64,22 @@ def load_prompts(
         max_samples: how many rows to keep; -1, or more than there are: all.
         shuffle_seed: keep a random subset drawn with this seed; None: keep the first rows. The kept rows stay
             in file order either way.
+        needs_ground_truth: whether a row must have a ground truth and a data source: not where a model scores.
 
     Raises:
         DataError: a file cannot be read, or a row breaks the schema (the message names file and row).
     """
     located = locate_rows(files, key=key)
     prompts = [
-        checked_prompt(row, index, location, key=key, prompt_key=prompt_key, reward_fn_key=reward_fn_key)
+        checked_prompt(
+            row,
+            index,
+            location,
+            key=key,
+            prompt_key=prompt_key,
+            reward_fn_key=reward_fn_key,
+            needs_ground_truth=needs_ground_truth,
+        )
         for index, (location, row) in enumerate(located)
     ]
     if max_samples < 0 or max_samples >= len(prompts):
@@ -94,7 +107,14 @@ def add_system_prompt(prompts: Sequence[Prompt], text: str) -> tuple[list[Prompt
 
 
 def checked_prompt(
-    row: dict[str, Any], index: int, location: str, *, key: str, prompt_key: str, reward_fn_key: str
+    row: dict[str, Any],
+    index: int,
+    location: str,
+    *,
+    key: str,
+    prompt_key: str,
+    reward_fn_key: str,
+    needs_ground_truth: bool = True,
 ) -> Prompt:
     """Check one row.
 
@@ -105,24 +125,28 @@ def checked_prompt(
         key: the config key that names the files, for messages.
         prompt_key: column of the prompt.
         reward_fn_key: column of the data source.
+        needs_ground_truth: see `load_prompts`.
 
     Raises:
         DataError: it breaks the schema; the message names file, row and column.
     """
     where = f"{key}: {location}"
-    data_source = _column(row, reward_fn_key, where, setting=f" (data.reward_fn_key={reward_fn_key})")
+    if not needs_ground_truth and reward_fn_key == "data_source":  # a name that somebody chose is there
+        row = {reward_fn_key: NO_DATA_SOURCE, **{name: value for name, value in row.items() if value is not None}}
+    data_source = column_of(row, reward_fn_key, where, setting=f" (data.reward_fn_key={reward_fn_key})")
     if not isinstance(data_source, str) or not data_source:
         raise DataError(f"{where}: {reward_fn_key} must be a non-empty string, got {shown(data_source)}")
-    reward_model = _column(row, "reward_model", where)
-    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+    reward_model = row.get("reward_model", {}) if not needs_ground_truth else column_of(row, "reward_model", where)
+    if not isinstance(reward_model, dict) or (needs_ground_truth and reward_model.get("ground_truth") is None):
         raise DataError(f"{where}: reward_model must be {{'ground_truth': ...}}, got {shown(reward_model)}")
-    _check_ground_truth(reward_model["ground_truth"], where)
+    ground_truth = reward_model.get("ground_truth")
+    _check_ground_truth(ground_truth, where)
     extra_info = row.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise DataError(f"{where}: extra_info must be an object, got {shown(extra_info)}")
-    column = _column(row, prompt_key, where, setting=f" (data.prompt_key={prompt_key})")
-    messages = _checked_messages(column, f"{where}: {prompt_key}")
-    return Prompt(index, data_source, messages, reward_model["ground_truth"], extra_info or {}, location)
+    column = column_of(row, prompt_key, where, setting=f" (data.prompt_key={prompt_key})")
+    messages = checked_messages(column, f"{where}: {prompt_key}")
+    return Prompt(index, data_source, messages, ground_truth, extra_info or {}, location)
 
 
 def _check_ground_truth(value: Any, where: str) -> None:
@@ -133,7 +157,12 @@ def _check_ground_truth(value: Any, where: str) -> None:
         )
 
 
-def _checked_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
+def checked_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
+    """Chat messages; a text becomes one message of the user.
+
+    Raises:
+        DataError: they are not; the message begins with `where`.
+    """
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
@@ -152,7 +181,18 @@ def _checked_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _column(row: dict[str, Any], name: str, where: str, *, setting: str = "") -> Any:
+def column_of(row: dict[str, Any], name: str, where: str, *, setting: str = "") -> Any:
+    """The value of a row's column.
+
+    Args:
+        row: the row.
+        name: of the column.
+        where: file and row, for the message.
+        setting: the setting that chose the name, if one did.
+
+    Raises:
+        DataError: the row has no such column, or nothing in it.
+    """
     if row.get(name) is None:
         columns = ", ".join(map(str, row))[:MOST_COLUMN_TEXT] or "nothing"
         raise DataError(f"{where}: no column {name!r}{setting}; the row has {columns}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from grpo_dist.assets import POLICY_KEY
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.errors import DataError
 from grpo_dist.redact import redact
@@ -30,17 +32,18 @@ class TokenizedPrompt:
     token_ids: np.ndarray
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, *, trust_remote_code: bool, key: str = POLICY_KEY) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder on this machine.
 
     Args:
         path: the model folder.
         trust_remote_code: allow Python code that comes with the model.
+        key: the config key that names the model, for messages.
 
     Raises:
         DataError: the folder is not there, or holds no model or no usable tokenizer.
     """
-    setting, folder = f"actor_rollout_ref.model.path={path}", Path(path)
+    setting, folder = f"{key}={path}", Path(path)
     if not folder.is_dir():
         raise DataError(f"{setting}: no such folder (looked in {Path.cwd()}); give a Hugging Face model folder")
     if not (folder / "config.json").is_file():
@@ -127,11 +130,41 @@ def check_token_ids(tokenized: Sequence[TokenizedPrompt], vocab_size: int, *, se
             )
 
 
+def check_template_kwargs(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
+    """Check that there is a chat template, if there are variables for it.
+
+    Raises:
+        DataError: there is none.
+    """
+    if template_kwargs and not tokenizer.chat_template:
+        raise DataError(
+            f"data.apply_chat_template_kwargs={redact(template_kwargs)}: the tokenizer has no chat template to "
+            f"give them to; leave it empty"
+        )
+
+
+@contextmanager
+def template_errors(location: str, template_kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Turn what a chat template raises in the block into an error that names the row.
+
+    Raises:
+        DataError: the template refuses the row.
+    """
+    try:
+        yield
+    except Exception as error:  # templates raise jinja2 errors of their own making
+        problem = f"{type(error).__name__}: {error}"[:MOST_PROBLEM_TEXT]
+        raise DataError(
+            f"{location}: the model's chat template refuses the row: {problem}; mend the row's messages or "
+            f"data.apply_chat_template_kwargs={redact(template_kwargs)}"
+        ) from error
+
+
 def _encoder(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Callable[[Prompt], list[int]]:
     """The function from a prompt to its token ids."""
 
     def with_template(prompt: Prompt) -> list[int]:
-        try:
+        with template_errors(prompt.location, template_kwargs):
             token_ids = tokenizer.apply_chat_template(
                 prompt.messages,
                 add_generation_prompt=True,
@@ -139,12 +172,6 @@ def _encoder(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Callable[[Pr
                 return_dict=False,
                 **template_kwargs,
             )
-        except Exception as error:  # templates raise jinja2 errors of their own making
-            problem = f"{type(error).__name__}: {error}"[:MOST_PROBLEM_TEXT]
-            raise DataError(
-                f"{prompt.location}: the model's chat template refuses the row: {problem}; mend the row's "
-                f"messages or data.apply_chat_template_kwargs={redact(template_kwargs)}"
-            ) from error
         return _not_empty(token_ids, prompt)
 
     def without_template(prompt: Prompt) -> list[int]:
@@ -154,14 +181,8 @@ def _encoder(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Callable[[Pr
             token_ids.pop()  # some tokenizers close every text; a response would then start after the end
         return _not_empty(token_ids, prompt)
 
-    if tokenizer.chat_template:
-        return with_template
-    if template_kwargs:
-        raise DataError(
-            f"data.apply_chat_template_kwargs={redact(template_kwargs)}: the tokenizer has no chat template to "
-            f"give them to; leave it empty"
-        )
-    return without_template
+    check_template_kwargs(tokenizer, template_kwargs)
+    return with_template if tokenizer.chat_template else without_template
 
 
 def _not_empty(token_ids: list[int], prompt: Prompt) -> list[int]:

@@ -16,9 +16,9 @@ from grpo_dist.engines.settings import (
     EngineSettings,
     GroupAddress,
     ModelSettings,
-    ObjectiveSettings,
     OptimizerSettings,
     SamplingSettings,
+    TrainingSettings,
 )
 from grpo_dist.errors import ConfigError
 from grpo_dist.registry import load_attribute
@@ -182,7 +182,8 @@ class MiniBatchResult(NamedTuple):
 
 
 class TrainEngine(Protocol):
-    """One rank of a causal LM that computes log-probs and, if it has an optimizer, trains.
+    """One rank of a model that computes log-probs (a causal LM) or values (one with a linear head) and, if it has an
+    optimizer, trains.
 
     Every method is collective: all ranks call it together, each with its own rows (a rank may have none).
 
@@ -216,7 +217,8 @@ class TrainEngine(Protocol):
         Args:
             data: `SEQUENCE_COLUMNS`.
             names: of "log_probs" (nats, at the sampling temperature), "entropies" (nats, likewise) and "hidden_states"
-                (H numbers a token: the input of the output layer, in the compute type).
+                (H numbers a token: the input of the output layer, in the compute type); of a model with a linear head
+                "values" (its output at the token before, with several outputs as many numbers).
             micro_batch_size: sequences per forward pass, where there is no token budget.
             max_token_len: tokens per forward pass; None: no token budget.
 
@@ -237,14 +239,16 @@ class TrainEngine(Protocol):
         data: DataProto,
         *,
         micro_batch_size: int,
-        objective: ObjectiveSettings,
+        objective: TrainingSettings,
         max_token_len: int | None = None,
     ) -> MiniBatchResult:
         """Take one optimizer step on this rank's rows of a mini-batch; none if no token of it trains on any rank.
 
         Args:
-            data: `SEQUENCE_COLUMNS` and `objective.columns`.
-            micro_batch_size: sequences per forward and backward pass, where there is no token budget.
+            data: `SEQUENCE_COLUMNS` and `objective.columns`; for the losses of a reward model `response_mask` may be
+                missing, and for pairs there is `uid`, with both rows of a pair on the same rank.
+            micro_batch_size: sequences per forward and backward pass, where there is no token budget. A pair stays
+                whole.
             objective: the loss.
             max_token_len: tokens per forward and backward pass; None: no token budget.
 
@@ -292,7 +296,7 @@ class TrainEngine(Protocol):
         """
 
     def export_hf_model(self, folder: Path, dtype: str) -> None:
-        """Write the policy and its tokenizer as a Hugging Face folder, in "fp32" or "bf16"; rank 0 writes.
+        """Write the model and its tokenizer as a Hugging Face folder, in "fp32" or "bf16"; rank 0 writes.
 
         Raises:
             CheckpointError: on every rank: the files cannot be written.

@@ -27,6 +27,7 @@ from grpo_dist.engines.settings import (
     ObjectiveSettings,
     OptimizerSettings,
     SamplingSettings,
+    TrainingSettings,
 )
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.engines.weights.buckets import Bucket, check_buckets
@@ -202,7 +203,7 @@ class FakeTrainEngine:
         data: DataProto,
         *,
         micro_batch_size: int,
-        objective: ObjectiveSettings,
+        objective: TrainingSettings,
         max_token_len: int | None = None,
     ) -> MiniBatchResult:
         """Note the rows and move the weights."""
@@ -211,7 +212,8 @@ class FakeTrainEngine:
         self.steps.append(list(data["uid"]))
         self.weights += 1
         metrics: dict[str, Metric] = {"actor/loss": Sum(len(data)), "actor/grad_norm": Mean(1.0, 1)}
-        return MiniBatchResult(metrics, log_probs if objective.on_policy else None)
+        on_policy = isinstance(objective, ObjectiveSettings) and objective.on_policy
+        return MiniBatchResult(metrics, log_probs if on_policy else None)
 
     def full_parameters(
         self, dtype: str, device: str = "cpu", *, as_in_files: bool = False

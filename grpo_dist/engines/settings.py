@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+
+from grpo_dist.assets import POLICY_KEY
 
 # Rank of the actor in a weight group; those of the engines' workers follow.
 SENDER = 0
@@ -42,6 +44,10 @@ class ModelSettings:
         shares_gpu: whether processes of other roles are on the same GPU.
         lora: train factors beside the weights; None: the weights themselves.
         max_model_len: most tokens of prompt and response, as the sampler has it; None: not known.
+        num_labels: outputs per token of a classifier's head (reward models, critics); 0: a causal LM.
+        new_head_seed: of a head that is drawn where the files, those of a causal LM, have none; None: then they are
+            refused.
+        key: the config key of `path`, for messages.
     """
 
     path: str
@@ -59,6 +65,9 @@ class ModelSettings:
     shares_gpu: bool = False
     lora: LoraSettings | None = None
     max_model_len: int | None = None
+    num_labels: int = 0
+    new_head_seed: int | None = None
+    key: str = POLICY_KEY
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,24 @@ class ObjectiveSettings:
             "selected_tokens": self.selects_tokens,
         }
         return tuple(name for name, wanted in optional.items() if wanted)
+
+
+@dataclass(frozen=True)
+class PreferenceSettings:
+    """The loss of pairs, `algorithms.preference.pair_loss`. The two rows of a pair have the same uid."""
+
+    columns: ClassVar[tuple[str, ...]] = ("labels",)
+
+
+@dataclass(frozen=True)
+class LabelSettings:
+    """The loss of labelled tokens, `algorithms.preference.label_loss`."""
+
+    columns: ClassVar[tuple[str, ...]] = ("labels",)
+
+
+# What a model is trained for; engines/train/objectives.py has the objective of each.
+TrainingSettings = ObjectiveSettings | PreferenceSettings | LabelSettings
 
 
 @dataclass(frozen=True)

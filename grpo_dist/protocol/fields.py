@@ -12,6 +12,8 @@ from grpo_dist.errors import BatchError
 
 # Prefix of the columns for the reward function's values besides the score: (N,) float32, nan if not returned.
 EXTRA = "reward_extra/"
+# In the column `labels`: a token without one.
+NO_LABEL = -1
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,12 @@ FIELDS: dict[str, Field] = {
     "ref_hidden_states": Field("ragged (N, R_i, H)", "compute type", "inputs of the reference's output layer", "ref"),
     "rollout_is_weights": Field("ragged (N, R_i)", "float32", "importance weights, policy over sampler", "targets"),
     "selected_tokens": Field("ragged (N, R_i)", "float32", "1 on tokens that clip_cov or kl_cov selected", "targets"),
+    "labels": Field(
+        "ragged (N, R_i)",
+        "int8",
+        "what the reward model should say of the text up to the token: 1 good or chosen, 0 bad or rejected, -1 none",
+        "data",
+    ),
     "returns": Field("ragged (N, R_i)", "float32", "return of each token", "targets"),
 }
 

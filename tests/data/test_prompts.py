@@ -6,6 +6,7 @@ import json
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +36,7 @@ def write_jsonl(path: Path, *lines: object) -> str:
     return str(path)
 
 
-def load(*files: str, max_samples: int = -1, shuffle_seed: int | None = None, **keys: str) -> list[Prompt]:
+def load(*files: str, max_samples: int = -1, shuffle_seed: int | None = None, **keys: Any) -> list[Prompt]:
     names = {"prompt_key": "prompt", "reward_fn_key": "data_source"} | keys
     return load_prompts(files, key=KEY, max_samples=max_samples, shuffle_seed=shuffle_seed, **names)
 
@@ -81,6 +82,24 @@ def test_plain_string_other_columns_and_no_extra_info(tmp_path: Path) -> None:
     (prompt,) = load(file, prompt_key="text", reward_fn_key="task")
     assert prompt.messages == [{"role": "user", "content": "Who?"}]
     assert (prompt.data_source, prompt.extra_info) == ("qa", {})
+
+
+def test_where_a_model_scores_a_row_is_a_prompt(tmp_path: Path) -> None:
+    """As in TRL's tldr rows; what a row has of the others is read and checked as ever."""
+    rows = [
+        {"prompt": "POST: a long story TL;DR:", "completion": "short"},
+        {"prompt": "What?", "data_source": "hh", "reward_model": {"style": "model"}},
+        row(),
+    ]
+    files = write_jsonl(tmp_path / "a.jsonl", *rows)
+    found = load(files, needs_ground_truth=False)
+    assert [(p.data_source, p.ground_truth) for p in found] == [("data", None), ("hh", None), ("gsm8k", "2")]
+    assert found[0].messages == [{"role": "user", "content": "POST: a long story TL;DR:"}]
+    with refuses(DataError, "a.jsonl, line 1", "data_source"):
+        load(files)
+    broken = write_jsonl(tmp_path / "b.jsonl", {"prompt": "What?", "reward_model": "yes"})
+    with refuses(DataError, "b.jsonl, line 1", "reward_model"):
+        load(broken, needs_ground_truth=False)
 
 
 def test_max_samples_first_or_seeded_subset(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ LAYOUT_NAMES = {
 
 
 class PolicyForward:
-    """Runs a causal LM over micro-batches.
+    """Runs a causal LM over micro-batches; `ValueForward` runs a model with a linear head.
 
     Args:
         model: in which `ResponseHead.install` was tried.
@@ -50,6 +50,9 @@ class PolicyForward:
         report: one sentence for the user on the layout and why; "" before the check.
         dense_tokens: rows on CPU up to this long take their attention under a dense mask.
     """
+
+    computes, unit = "log-probs", " nats"
+    without_head = ", logits of whole micro-batches"
 
     def __init__(
         self, model: Any, *, layout: str, temperature: float, compute_dtype: torch.dtype, device: torch.device
@@ -151,9 +154,9 @@ class PolicyForward:
             if difference <= TOLERANCE[self.compute_dtype]:
                 break
             what = "the chunked output layer" if layout == "padded" and head is not None else LAYOUT_NAMES[layout]
-            reasons.append(f"{what}: {fault or f'log-probs differ by {difference:.2g} nats on average'}")
+            reasons.append(f"{what}: {fault or f'{self.computes} differ by {difference:.2g}{self.unit} on average'}")
         self.dense_tokens = DENSE_TOKENS
-        self.report = _report(self.wanted, self.layout, self.head is not None, reasons, difference)
+        self.report = self._report(reasons, difference)
 
     def _difference(self, data: DataProto, alone: Tensor, width: int) -> tuple[float, str]:
         """Mean difference to `alone`; infinite, with the reason, if the forward pass fails."""
@@ -161,7 +164,7 @@ class PolicyForward:
             micro_batch = self.micro_batch(data, (), min_width=width)
             if fault := self._backward_fault(micro_batch):
                 return float("inf"), fault
-            found = micro_batch.to_rows(self(micro_batch).log_probs)
+            found = micro_batch.to_rows(self.compared(micro_batch))
         except torch.OutOfMemoryError:  # nothing against the layout
             raise
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
@@ -170,8 +173,16 @@ class PolicyForward:
             return 0.0, ""
         lengths = data["responses"].lengths.tolist()
         flat = torch.cat([row[:length][-CHECKED_TOKENS:] for row, length in zip(found, lengths, strict=True)])
-        difference = (flat - alone).abs().mean().item() if len(flat) else 0.0
-        return (difference, "") if np.isfinite(difference) else (float("inf"), "log-probs are not finite")
+        difference = (flat - alone).abs().mean().item() / self.scale(alone) if len(flat) else 0.0
+        return (difference, "") if np.isfinite(difference) else (float("inf"), f"{self.computes} are not finite")
+
+    def _report(self, reasons: list[str], difference: float) -> str:
+        text = LAYOUT_NAMES[self.layout]
+        text += "" if self.layout == self.wanted else f" instead of {LAYOUT_NAMES[self.wanted]}"
+        text += "" if self.head is not None else self.without_head
+        if reasons:
+            text += f" ({'; '.join(reasons)})"
+        return f"{text}; {self.computes} equal those of each sequence alone within {difference:.1g}{self.unit}"
 
     def _backward_fault(self, micro_batch: MicroBatch) -> str:
         """Why the backward pass of the layout's attention is wrong; "" if it is right, or not needed."""
@@ -186,11 +197,22 @@ class PolicyForward:
         parts = [torch.zeros(0, device=self.device)]
         for i in range(CHECKED_PROMPTS * CHECKED_RESPONSES + 1):
             row = make_micro_batch(data.slice(i, i + 1), (), self.padding_id, layout="padded").to(self.device)
-            last = slice(-CHECKED_TOKENS, None)  # logits of a long response would fill the memory
-            request = HeadRequest(row.predictors[last], row.targets[last], self.temperature)
-            log_probs = self._plain(row, request).log_probs
-            parts.append(log_probs if i < len(data) else log_probs[:0])
+            found = self.compared_alone(row)
+            parts.append(found if i < len(data) else found[:0])
         return torch.cat(parts)
+
+    def scale(self, alone: Tensor) -> float:
+        """What a difference is divided by before it is compared with `TOLERANCE`."""
+        return 1.0
+
+    def compared(self, micro_batch: MicroBatch) -> Tensor:
+        """What the check compares: a number for each of the M response tokens."""
+        return self(micro_batch).log_probs
+
+    def compared_alone(self, row: MicroBatch) -> Tensor:
+        """The same for the last tokens of a padded sequence, by the model's own code."""
+        last = slice(-CHECKED_TOKENS, None)  # logits of a long response would fill the memory
+        return self._plain(row, HeadRequest(row.predictors[last], row.targets[last], self.temperature)).log_probs
 
 
 def _at_tokens(states: Tensor, slots: Tensor, width: int) -> Tensor:
@@ -215,11 +237,3 @@ def _sample_rows(data: DataProto) -> DataProto:
     }
     columns = {name: Ragged.from_rows(values, part[name].values.dtype) for name, values in cut.items()}
     return DataProto({"prompts": part["prompts"], **columns})
-
-
-def _report(wanted: str, layout: str, chunked: bool, reasons: list[str], difference: float) -> str:
-    text = LAYOUT_NAMES[layout] + ("" if layout == wanted else f" instead of {LAYOUT_NAMES[wanted]}")
-    text += "" if chunked else ", logits of whole micro-batches"
-    if reasons:
-        text += f" ({'; '.join(reasons)})"
-    return f"{text}; log-probs equal those of each sequence alone within {difference:.1g} nats"

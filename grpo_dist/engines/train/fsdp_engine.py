@@ -14,29 +14,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_dist.algorithms import policy_objective
 from grpo_dist.engines.base import MiniBatchResult
-from grpo_dist.engines.settings import ModelSettings, ObjectiveSettings, OptimizerSettings
+from grpo_dist.engines.settings import ModelSettings, OptimizerSettings, TrainingSettings
 from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.fsdp_model import gradient_sync, load_sharded_model
 from grpo_dist.engines.train.fsdp_weights import FSDPWeights
 from grpo_dist.engines.train.lm_head import ReferenceHead
 from grpo_dist.engines.train.lora import adapters_off
-from grpo_dist.engines.train.memory_errors import ACTOR_ROOM, remedied, within_memory
+from grpo_dist.engines.train.memory_errors import remedied, within_memory
 from grpo_dist.engines.train.micro_batch import MicroBatch
 from grpo_dist.engines.train.micro_batch_plan import Lengths, group_rows, plan_micro_batches
 from grpo_dist.engines.train.model_loading import DTYPES
+from grpo_dist.engines.train.objectives import OBJECTIVES
 from grpo_dist.engines.train.offload import Offload
 from grpo_dist.engines.train.optimizer import build_optimizer
 from grpo_dist.engines.train.sharded_tensors import whole
-from grpo_dist.errors import TrainingDiverged
-from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, Sum, merge_metrics
+from grpo_dist.engines.train.value_forward import ValueForward
+from grpo_dist.errors import ConfigError, TrainingDiverged
+from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, merge_metrics
 
 NOT_TAKEN = "the optimizer step was not taken"
 
 
 class FSDPEngine(FSDPWeights):
-    """A causal LM sharded over the default process group; see `TrainEngine`. It trains if it is given an optimizer.
+    """A causal LM, or a backbone with a linear head, sharded over the default process group; see `TrainEngine`.
+
+    It trains if it is given an optimizer.
 
     Args:
         model: what to load and how to shard it.
@@ -58,7 +61,8 @@ class FSDPEngine(FSDPWeights):
         self.settings, self.device, self.grad_clip = model, torch.device(device), grad_clip
         self.model: Any = load_sharded_model(model, device, frozen=optimizer is None)
         self.reference_head: ReferenceHead | None = None
-        self.forward = PolicyForward(
+        forward = ValueForward if model.num_labels else PolicyForward
+        self.forward = forward(
             self.model,
             layout=model.layout,
             temperature=temperature,
@@ -106,8 +110,9 @@ class FSDPEngine(FSDPWeights):
                 )._asdict()
             for name in names:
                 _take_rows(parts[name], rows, part, micro_batch.to_rows(values[name]))
-        bad = [row for row, values in enumerate(parts.get("log_probs", ())) if not torch.isfinite(values).all()]
-        self._stop_if_any(f"log-probs of {_name_rows(data.index(bad))} are not finite" if bad else "")
+        computed = parts.get("log_probs", parts.get("values", ()))
+        bad = [row for row, numbers in enumerate(computed) if not torch.isfinite(numbers).all()]
+        self._stop_if_any(f"{self.forward.computes} of {_name_rows(data.index(bad))} are not finite" if bad else "")
         hidden = DTYPES[self.settings.compute_dtype]
         dtypes = {name: hidden if name == "hidden_states" else torch.float32 for name in names}
         return {name: Ragged.from_rows(parts[name], dtypes[name]) for name in names}
@@ -125,16 +130,19 @@ class FSDPEngine(FSDPWeights):
         data: DataProto,
         *,
         micro_batch_size: int,
-        objective: ObjectiveSettings,
+        objective: TrainingSettings,
         max_token_len: int | None = None,
     ) -> MiniBatchResult:
         """See `TrainEngine.train_mini_batch`. The schedule counts the steps that were taken."""
-        self._check_forward(data, micro_batch_size, max_token_len)
-        tokens, sequences = self._global_counts(data)
+        trained = OBJECTIVES[type(objective)](objective, self.forward, self.reference_head)
+        data = trained.prepared(data)
+        groups = trained.groups(data)
+        counts = self._all_reduce(trained.counts(data), dist.ReduceOp.SUM)
+        self._check_forward(data, micro_batch_size, max_token_len, groups)
         metrics: list[dict[str, Metric]] = []
         log_probs = [torch.empty(0)] * len(data)
         fault = ""
-        plan = self._plan(data, micro_batch_size, max_token_len)
+        plan = self._plan(data, micro_batch_size, max_token_len, groups)
         for i, rows in enumerate(plan):
             part = data.index(rows)
             micro_batch = self.forward.micro_batch(part, objective.columns)
@@ -142,12 +150,11 @@ class FSDPEngine(FSDPWeights):
                 within_memory(f"the forward and backward pass of {_describe(micro_batch, i, plan)}"),
                 gradient_sync(self.model, self.settings, last=i == len(plan) - 1),
             ):
-                found = self._log_probs(micro_batch, objective)
-                loss, values = self._objective(micro_batch, found, objective, tokens, sequences)
+                loss, told, found = trained(micro_batch, counts)
                 (loss * dist.get_world_size()).backward()  # FSDP2 averages gradients over ranks: undone here, only here
-            if objective.on_policy:
-                _take_rows(log_probs, rows, part, found[0].detach())
-            metrics.append(self._micro_batch_metrics(micro_batch, loss, values))
+            if found is not None:
+                _take_rows(log_probs, rows, part, found)
+            metrics.append(told)
             if not torch.isfinite(loss):
                 where = f"micro-batch {i + 1} of {len(plan)}, {_name_rows(part)}"
                 fault = fault or f"loss {loss.item()} in {where}; {NOT_TAKEN}"
@@ -155,115 +162,67 @@ class FSDPEngine(FSDPWeights):
         grad_norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip))
         self._stop_if_any("" if torch.isfinite(grad_norm) else f"gradient norm {grad_norm.item()}; {NOT_TAKEN}")
         lr = self.schedule.get_last_lr()[0]
-        trains = bool(tokens > 0)  # else AdamW would still decay the weights, and move them by its momentum
+        trains = bool(counts[0] > 0)  # else AdamW would still decay the weights, and move them by its momentum
         if trains:
-            with remedied(ACTOR_ROOM), within_memory("the optimizer step"), self.offload.states_on_device():
+            with remedied(trained.room), within_memory("the optimizer step"), self.offload.states_on_device():
                 self.optimizer.step()
             self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         step: dict[str, Metric] = {
-            "actor/grad_norm": Mean(grad_norm.item(), 1),
-            "actor/lr": Mean(float(lr), 1),
-            "actor/skipped_updates": Mean(float(not trains), 1),
+            f"{trained.role}/grad_norm": Mean(grad_norm.item(), 1),
+            f"{trained.role}/lr": Mean(float(lr), 1),
+            f"{trained.role}/skipped_updates": Mean(float(not trains), 1),
         }
-        old = Ragged.from_rows(log_probs, torch.float32) if objective.on_policy else None
+        old = None if found is None else Ragged.from_rows(log_probs, torch.float32)
         return MiniBatchResult(merge_metrics([*metrics, step]), old)
 
     # --- parts -------------------------------------------------------------------------------------------------
-    def _log_probs(
-        self, micro_batch: MicroBatch, settings: ObjectiveSettings
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(N, T) log-probs, with the gradient, and where the loss asks for them entropies and the exact KL."""
-        assert self.reference_head is not None or not settings.exact_kl, "start with `exact_kl`"
-        values = self.forward(
-            micro_batch,
-            entropies=settings.entropy_coeff != 0,
-            reference=self.reference_head if settings.exact_kl else None,
-            reference_states=micro_batch.columns.get("ref_hidden_states"),
-        )
-        entropies, exact_kl = (None if v is None else micro_batch.to_rows(v) for v in values[1:3])
-        return micro_batch.to_rows(values.log_probs), entropies, exact_kl
-
-    def _objective(
-        self,
-        micro_batch: MicroBatch,
-        found: tuple[Tensor, Tensor | None, Tensor | None],
-        settings: ObjectiveSettings,
-        tokens: Tensor,
-        sequences: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        log_probs, entropy, exact_kl = found
-        return policy_objective(
-            log_probs=log_probs,
-            old_log_probs=log_probs.detach() if settings.on_policy else micro_batch.columns["old_log_probs"],
-            advantages=micro_batch.columns["advantages"],
-            response_mask=micro_batch.response_mask,
-            ref_log_probs=micro_batch.columns.get("ref_log_probs"),
-            entropy=entropy,
-            loss_mode=settings.loss_mode,
-            loss_agg_mode=settings.loss_agg_mode,
-            options=settings.options,
-            kl_loss_type=settings.kl_loss_type if settings.use_kl_loss else None,
-            kl_loss_coef=settings.kl_loss_coef,
-            entropy_coeff=settings.entropy_coeff,
-            global_tokens=tokens,
-            global_sequences=sequences,
-            loss_scale_factor=settings.loss_scale_factor,
-            exact_kl=exact_kl,
-            rollout_is_weights=micro_batch.columns.get("rollout_is_weights"),
-            selected=micro_batch.columns.get("selected_tokens"),
-            rollout_log_probs=micro_batch.columns.get("rollout_log_probs"),
-            correction=settings.correction,
-        )
-
-    def _check_forward(self, data: DataProto, micro_batch_size: int, max_token_len: int | None) -> None:
+    def _check_forward(
+        self, data: DataProto, micro_batch_size: int, max_token_len: int | None, whole_groups: np.ndarray | None = None
+    ) -> None:
         """Before the first forward pass, compare the layout with each sequence alone."""
         if self.forward.report:
             return
-        plan = self._plan(data, micro_batch_size, max_token_len)
+        plan = self._plan(data, micro_batch_size, max_token_len, whole_groups)
         width = max(self.forward.micro_batch(data.index(rows), ()).input_ids.shape[1] for rows in plan)
         with within_memory(f"the comparison of layouts, in rows of {width} tokens"):
             self.forward.check(data, width, lambda mine: self._all_reduce([mine], dist.ReduceOp.MAX).item())
 
-    def _plan(self, data: DataProto, micro_batch_size: int, max_token_len: int | None) -> list[Any]:
-        """Rows of each micro-batch; the number of micro-batches is the same on all ranks."""
+    def _plan(
+        self, data: DataProto, micro_batch_size: int, max_token_len: int | None, whole_groups: np.ndarray | None = None
+    ) -> list[Any]:
+        """Rows of each micro-batch; the number of micro-batches is the same on all ranks.
+
+        Raises:
+            ConfigError: rows of one group must be together, and the model can run over one at a time only.
+        """
         if self.forward.layout == "alone":
+            if whole_groups is not None:
+                raise ConfigError(
+                    f"{self.settings.key}={self.settings.path}: this model takes {self.report}; both sequences of a "
+                    "pair must be in one pass, so it cannot be trained on pairs; use a model of another family"
+                )
             micro_batch_size, max_token_len = 1, None
         empty = np.empty(0, dtype=np.int64)
         lengths = Lengths(empty, empty, empty)
         if len(data):
             prompts, responses = data["prompts"], data["responses"]
-            lengths = Lengths(group_rows(prompts), prompts.lengths.numpy(), responses.lengths.numpy())
+            groups = group_rows(prompts) if whole_groups is None else whole_groups
+            lengths = Lengths(groups, prompts.lengths.numpy(), responses.lengths.numpy())
         return plan_micro_batches(
             lengths,
             micro_batch_size=micro_batch_size,
             max_token_len=max_token_len,
             shared=self.forward.layout == "shared",
+            split=whole_groups is None,
             agree=lambda count: int(self._all_reduce([count], dist.ReduceOp.MAX)),
         )
-
-    def _global_counts(self, data: DataProto) -> tuple[Tensor, Tensor]:
-        """Response tokens and sequences with at least one token, over all ranks."""
-        if len(data) == 0:
-            return self._all_reduce([0.0, 0.0], dist.ReduceOp.SUM).unbind()  # type: ignore[return-value]
-        mask = data["response_mask"].to_padded(0)
-        local = [float(mask.sum()), float((mask.sum(-1) > 0).sum())]
-        return self._all_reduce(local, dist.ReduceOp.SUM).unbind()  # type: ignore[return-value]
 
     def _all_reduce(self, values: list[float], operation: Any) -> Tensor:
         tensor = torch.tensor(values, dtype=torch.float64 if self.device.type == "cpu" else torch.float32)
         tensor = tensor.to(self.device)
         dist.all_reduce(tensor, operation)
         return tensor
-
-    def _micro_batch_metrics(
-        self, micro_batch: MicroBatch, loss: Tensor, values: dict[str, Tensor]
-    ) -> dict[str, Metric]:
-        tokens = float(micro_batch.response_mask.sum())
-        metrics: dict[str, Metric] = {k: Mean(float(v) * tokens, tokens) for k, v in values.items()}
-        for name, value in {"actor/loss": loss.detach(), "actor/pg_loss": values["actor/pg_loss"]}.items():
-            metrics[name] = Sum(float(value))
-        return metrics
 
     def _stop_if_any(self, fault: str) -> None:
         """Raise on every rank if any rank found a fault, naming the first one."""

@@ -1,9 +1,10 @@
-"""The trained policy as a Hugging Face folder, written file by file while its tensors are gathered one by one."""
+"""The trained model as a Hugging Face folder, written file by file while its tensors are gathered one by one."""
 
 from __future__ import annotations
 
 import copy
 import json
+import logging
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,15 +26,21 @@ from grpo_dist.sizes import EXPORT_FILE_BYTES
 
 WEIGHTS = "model.safetensors"
 
+logger = logging.getLogger(__name__)
+
 
 def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: str) -> None:
     """Write a folder that `transformers` and vLLM load: config, safetensors, tokenizer. Collective; rank 0 writes.
+
+    A reward model is loaded by `AutoModelForSequenceClassification`, which reads the score at the last token that is
+    not `pad_token_id`. If config.json names none, it gets the tokenizer's, unless that is the end of sequence; without
+    one transformers scores one sequence at a time.
 
     The folder appears only when it is complete, and replaces one of that name. Beside its shards rank 0 holds
     `EXPORT_FILE_BYTES` or the largest tensor; the other ranks drop each tensor.
 
     Args:
-        model: the policy; LoRA's factors are merged.
+        model: a policy, whose LoRA factors are merged, or a model with a linear head.
         settings: what it was loaded from.
         folder: where the files go.
         dtype: of the weights in the files: "fp32" or "bf16".
@@ -48,8 +55,13 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
         )
         config = copy.deepcopy(model.config)
         config.dtype = DTYPES[dtype]
+        parts = [config, tokenizer]
+        if settings.num_labels:
+            _set_padding(config.get_text_config(), tokenizer)
+        else:
+            parts.append(model.generation_config)
         try:
-            _write((config, model.generation_config, tokenizer), as_in_files(model, tensors), folder)
+            _write(parts, as_in_files(model, tensors), folder)
         except (OSError, SafetensorError) as error:
             failure = [f"{type(error).__name__}: {error}"]
     for _ in tensors:  # gathering is collective, also what comes after a failure
@@ -57,9 +69,23 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
     dist.broadcast_object_list(failure, src=0)
     if failure[0]:
         raise CheckpointError(
-            f"cannot write the trained policy to {folder}: {failure[0]}. Make room there, or make it writable "
+            f"cannot write the trained model to {folder}: {failure[0]}. Make room there, or make it writable "
             "(trainer.default_local_dir), and start the same command again: it goes on from the last checkpoint"
         )
+
+
+def _set_padding(config: Any, tokenizer: Any) -> None:
+    """Say in a classifier's config which token is padding, unless it is the end of sequence, which ends every text."""
+    padding = tokenizer.pad_token_id if config.pad_token_id is None else config.pad_token_id
+    if padding is not None and padding == tokenizer.eos_token_id:
+        logger.warning(
+            "pad_token_id=%d is the end-of-sequence token too, and transformers would read scores at the token before "
+            "it, where this model was not trained; config.json names no padding token, so transformers scores one "
+            "sequence at a time",
+            padding,
+        )
+        padding = None
+    config.pad_token_id = padding
 
 
 def _write(parts: Iterable[Any], tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:

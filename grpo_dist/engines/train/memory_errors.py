@@ -18,6 +18,11 @@ REF_ROOM = (
     "(cluster.ref_world_size)"
 )
 
+REWARD_MODEL_ROOM = (
+    "set reward_model.model.fsdp_config.param_offload=true, or give the reward model GPUs of its own, or more of them "
+    "(cluster.reward_model_world_size)"
+)
+
 
 @contextmanager
 def within_memory(what: str) -> Iterator[None]:
@@ -51,15 +56,18 @@ def remedied(remedy: str, setting: tuple[str, int] | None = None) -> Iterator[No
 
 
 @contextmanager
-def smaller_passes(prefix: str, micro_batch_size: int, max_token_len: int | None) -> Iterator[None]:
+def smaller_passes(
+    prefix: str, micro_batch_size: int, max_token_len: int | None, *, budget: str = "max_token_len"
+) -> Iterator[None]:
     """Add to an `OutOfMemory` of the block, a pass, which key makes passes smaller.
 
     Args:
         prefix: of the keys, such as "actor_rollout_ref.actor.ppo_".
         micro_batch_size: most sequences of a pass.
         max_token_len: most tokens of a pass; None: the number of sequences is the limit.
+        budget: name of the key of the most tokens, between `prefix` and `_per_gpu`.
     """
-    name, value = ("micro_batch_size", micro_batch_size) if max_token_len is None else ("max_token_len", max_token_len)
+    name, value = ("micro_batch_size", micro_batch_size) if max_token_len is None else (budget, max_token_len)
     key = f"{prefix}{name}_per_gpu"
     longer = (
         "" if value > 1 else ": a pass holds one sequence, so lower data.max_response_length or data.max_prompt_length"

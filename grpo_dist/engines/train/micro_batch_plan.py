@@ -68,7 +68,13 @@ def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def plan_micro_batches(
-    lengths: Lengths, *, micro_batch_size: int, max_token_len: int | None, shared: bool, agree: Callable[[int], int]
+    lengths: Lengths,
+    *,
+    micro_batch_size: int,
+    max_token_len: int | None,
+    shared: bool,
+    agree: Callable[[int], int],
+    split: bool = True,
 ) -> list[np.ndarray]:
     """Rows of each micro-batch.
 
@@ -79,6 +85,7 @@ def plan_micro_batches(
         shared: whether a group's prompt counts once.
         agree: from this rank's number of micro-batches to that of all ranks (their maximum): collectives of the
             ranks match only if all make equally many. A rank that needs fewer gets empty ones.
+        split: whether a group that is too large is cut; else it gets a micro-batch of its own, whatever its size.
 
     Returns:
         Row indices of each micro-batch, the costliest first. Every row appears once.
@@ -92,7 +99,9 @@ def plan_micro_batches(
         def size(rows: np.ndarray) -> int:
             return lengths.tokens(rows, shared=shared)
 
-    items = [part for item in lengths.items() for part in _split_to_fit(item, capacity, size)]
+    items = lengths.items()
+    if split:
+        items = [part for item in items for part in _split_to_fit(item, capacity, size)]
     sizes = [size(item) for item in items]
     bins = first_fit(sizes, capacity)
     count = agree(max(len(bins), 1))

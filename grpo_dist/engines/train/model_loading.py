@@ -1,4 +1,4 @@
-"""A causal LM read from safetensors straight into the shards of its ranks.
+"""A model read from safetensors straight into the shards of its ranks: a causal LM, or a backbone with a linear head.
 
 No process ever holds the whole model. It is built on torch's meta device, where tensors have shapes but no memory; the
 caller changes and shards it; then transformers' own loader fills it: of each tensor it reads the rows that this rank
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.initialization import meta_device_safe_creation_ops
@@ -32,6 +32,7 @@ from transformers.utils import logging as library
 from grpo_dist.assets.model_folder import read_header, weight_files
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.attention import attention_implementation
+from grpo_dist.engines.train.classifier import OUTPUT_LAYER, new_head, token_classifier
 from grpo_dist.engines.train.hf_names import lost_names
 from grpo_dist.engines.train.sharded_tensors import local_shard, num_shards, place
 from grpo_dist.errors import ConfigError, DataError
@@ -47,19 +48,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class UnloadedModel:
-    """A causal LM without memory, and where its weights are.
+    """A model without memory, and where its weights are.
 
     Attributes:
         model: on the meta device, in eval mode.
         settings: what it was built from.
         conversions: transformers' renamings and conversions that these files need.
         whole_because: why its files cannot be read in slices; "" where they can.
+        new_head: weights that are not in the files, but drawn.
     """
 
     model: Any
     settings: ModelSettings
     conversions: list[Any]
     whole_because: str
+    new_head: dict[str, Tensor] = field(default_factory=dict)
 
 
 def open_model(settings: ModelSettings, device: str) -> UnloadedModel:
@@ -69,13 +72,16 @@ def open_model(settings: ModelSettings, device: str) -> UnloadedModel:
         DataError: there is no usable model at the path.
     """
     with _refusing(settings):
-        probe, setting = _build(settings, device), _setting(settings)
-        files = weight_files(Path(settings.path), setting)
+        setting = _setting(settings)
         headers = {
             name: torch.empty(shape, device="meta")
-            for file in files
+            for file in weight_files(Path(settings.path), setting)
             for name, shape in read_header(Path(settings.path, file), setting).items()
         }
+        if head := new_head(_read_config(settings), settings, headers):
+            headers = {name: header for name, header in headers.items() if not name.startswith(f"{OUTPUT_LAYER}.")}
+            headers |= {name: weight.to("meta") for name, weight in head.items()}
+        probe = _build(settings, device, headers)
         report = _convert(probe, headers, get_model_conversion_mapping(probe), "meta")
         _check_names(report, setting)
         if lost := lost_names(probe, headers):
@@ -84,10 +90,13 @@ def open_model(settings: ModelSettings, device: str) -> UnloadedModel:
                 "engines and exported folders would get what they cannot read, so this model cannot be trained here"
             )
         whole_because = _why_whole(probe, num_shards(settings))
-        model, types = _build(settings, device), {name: weight.dtype for name, weight in probe.named_parameters()}
+        model, types = (
+            _build(settings, device, headers),
+            {name: weight.dtype for name, weight in probe.named_parameters()},
+        )
         for name, weight in model.named_parameters():  # some models keep some weights in float32
             weight.data = weight.data.to(types[name])
-        return UnloadedModel(model, settings, probe._weight_conversions, whole_because)
+        return UnloadedModel(model, settings, probe._weight_conversions, whole_because, head)
 
 
 def load_weights(unloaded: UnloadedModel, device: str) -> None:
@@ -104,26 +113,32 @@ def load_weights(unloaded: UnloadedModel, device: str) -> None:
             _distribute(unloaded, device)
         else:
             with contextlib.ExitStack() as files:
-                _convert(model, _open_tensors(Path(settings.path), files), unloaded.conversions, device)
+                tensors = _open_tensors(Path(settings.path), files) | unloaded.new_head
+                _convert(model, tensors, unloaded.conversions, device)
     _check_numbers(model, settings)
 
 
 # --- building --------------------------------------------------------------------------------------------------------
-def _build(settings: ModelSettings, device: str) -> Any:
-    """The model on the meta device, as `from_pretrained` builds it before it loads anything."""
+def _build(settings: ModelSettings, device: str, headers: Mapping[str, Tensor]) -> Any:
+    """The model on the meta device, as `from_pretrained` builds it before it loads weights such as these."""
     config = _read_config(settings)
     if quantization := getattr(config, "quantization_config", None):
         raise ValueError(
             f"its weights are quantized ({getattr(quantization, 'quant_method', None) or quantization}), and such "
             "weights cannot be trained; give the model in bfloat16 or float32"
         )
+    options = {
+        "dtype": DTYPES[settings.model_dtype],
+        "attn_implementation": attention_implementation(config, settings.layout, device),
+    }
     with torch.device("meta"), meta_device_safe_creation_ops():
-        model = transformers.AutoModelForCausalLM.from_config(
-            config,
-            dtype=DTYPES[settings.model_dtype],
-            attn_implementation=attention_implementation(config, settings.layout, device),
-            trust_remote_code=settings.trust_remote_code,
-        )
+        if settings.num_labels:
+            shapes = {name: tuple(tensor.shape) for name, tensor in headers.items()}
+            model = token_classifier(config, settings, shapes)._from_config(config, **options)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, trust_remote_code=settings.trust_remote_code, **options
+            )
     with contextlib.suppress(OSError):  # it is optional
         model.generation_config = transformers.GenerationConfig.from_pretrained(settings.path)
     return model.eval()
@@ -186,16 +201,19 @@ def _why_whole(model: Any, shards: int) -> str:
 def _distribute(unloaded: UnloadedModel, device: str) -> None:
     """Load the whole model on rank 0 and give each rank its part, tensor by tensor. Collective."""
     model, settings = unloaded.model, unloaded.settings
-    whole = {}
+    whole: dict[str, Tensor] = {}
     if dist.get_rank() == 0:
         logger.warning("%s is loaded whole by rank 0: %s", settings.path, unloaded.whole_because)
-        whole = transformers.AutoModelForCausalLM.from_pretrained(
+        config = _read_config(settings)
+        auto = type(model) if settings.num_labels else transformers.AutoModelForCausalLM
+        dtype = DTYPES[settings.model_dtype]
+        whole = auto.from_pretrained(
             settings.path,
-            config=_read_config(settings),
-            dtype=DTYPES[settings.model_dtype],
+            config=model.config if settings.num_labels else config,
+            dtype=dtype,
             use_safetensors=True,  # pickled weights can run code
             trust_remote_code=settings.trust_remote_code,
-        ).state_dict()
+        ).state_dict() | {name: weight.to(dtype) for name, weight in unloaded.new_head.items()}
     names, filled = set(model.state_dict()), set()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in names:
@@ -221,13 +239,14 @@ def _refusing(settings: ModelSettings) -> Iterator[None]:
         raise
     except Exception as error:  # of many kinds
         problem = str(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
-        raise DataError(f"{_setting(settings)}: cannot load a causal LM: {problem}") from error
+        kind = "a model with a linear head" if settings.num_labels else "a causal LM"
+        raise DataError(f"{_setting(settings)}: cannot load {kind}: {problem}") from error
     finally:
         library.set_verbosity(verbosity)
 
 
 def _setting(settings: ModelSettings) -> str:
-    return f"actor_rollout_ref.model.path={settings.path}"
+    return f"{settings.key}={settings.path}"
 
 
 def _check_names(report: Any, setting: str) -> None:

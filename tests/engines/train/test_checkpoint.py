@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from grpo_dist.engines.settings import ModelSettings, OptimizerSettings
+from grpo_dist.engines.settings import ModelSettings, OptimizerSettings, PreferenceSettings
 from grpo_dist.engines.train.checkpoint import (
     RANDOM_STATES,
     random_states,
@@ -22,6 +22,7 @@ from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.sharded_tensors import local_shard
 from grpo_dist.errors import CheckpointError
 from grpo_dist.protocol import metric_values
+from tests.engines.train.test_objectives import pairs
 from tests.messages import says
 from tests.models import objective, random_batch
 from tests.ranks import run_ranks
@@ -305,3 +306,42 @@ def test_experts_go_on_bit_by_bit_and_are_exported(random_models: dict[str, str]
         np.testing.assert_array_equal(parameter.detach().numpy(), went_on[name], err_msg=name)
         if "mlp" in name:
             assert (parameter != before[name]).any(), f"{name} has been trained"
+
+
+# --- reward models -------------------------------------------------------------------------------------------------
+def pair_steps(engine: FSDPEngine, rank: int, numbers: range) -> list[dict[str, float]]:
+    """A step for each number, with two of four pairs on each rank."""
+    results = []
+    for number in numbers:
+        rows = np.arange(8).reshape(2, 4)[(rank + number) % 2]
+        result = engine.train_mini_batch(pairs(4).index(rows), micro_batch_size=2, objective=PreferenceSettings())
+        results.append(metric_values(result.metrics))
+    return results
+
+
+def reward_model(path: str, seed: int) -> FSDPEngine:
+    model = ModelSettings(path, False, "fp32", "fp32", True, True, num_labels=1, new_head_seed=seed)
+    optimizer = OptimizerSettings(1e-2, 0.01, (0.9, 0.999), "cosine", 1, 4, 0.1)
+    return FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, grad_clip=1.0)
+
+
+def stopped_and_not(rank: int, path: str, folder: Path) -> list[Any]:
+    """Four steps; and two, a checkpoint, and two more by another engine, whose head was drawn otherwise."""
+    whole = reward_model(path, seed=1)
+    expected = pair_steps(whole, rank, range(4))
+    first = reward_model(path, seed=1)
+    pair_steps(first, rank, range(2))
+    save_engine(first, folder)
+    again = reward_model(path, seed=2)
+    again.load_checkpoint(folder)
+    return [expected[2:], pair_steps(again, rank, range(2, 4)), weights(whole), weights(again), weights(first)]
+
+
+def test_a_reward_model_that_goes_on_equals_one_that_was_never_stopped(
+    random_models: dict[str, str], tmp_path: Path
+) -> None:
+    for expected, found, whole, again, first in run_ranks(2, stopped_and_not, random_models["tied"], tmp_path / "two"):
+        assert found == expected, "bit for bit, learning rate included"
+        assert whole.keys() == again.keys()
+        assert all(np.array_equal(weight, again[name]) for name, weight in whole.items())
+        assert any(not np.array_equal(weight, first[name]) for name, weight in whole.items())

@@ -159,7 +159,7 @@ def test_a_frozen_engine_gives_the_same_log_probs(alone: dict[str, Any]) -> None
 
 
 def test_a_missing_model_is_named(alone: dict[str, Any]) -> None:
-    says(alone["no model"], "actor_rollout_ref.model.path=/no/model", "load")
+    says(alone["no model"], "actor_rollout_ref.model.path=/no/model", "model.safetensors")
 
 
 # --- on two ranks, one of which has bad rows -----------------------------------------------------------------------

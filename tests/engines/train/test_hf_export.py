@@ -1,4 +1,4 @@
-"""The exported policy is there whole or not at all, file by file. What it holds: test_checkpoint.py."""
+"""The exported model is there whole or not at all, file by file. What a policy holds: test_checkpoint.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import resource
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from grpo_dist.engines.settings import LoraSettings
+from grpo_dist.engines.settings import LoraSettings, ModelSettings, OptimizerSettings, PreferenceSettings
 from grpo_dist.engines.train import hf_export
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.value_forward import with_score_token
 from grpo_dist.errors import CheckpointError
+from tests.engines.train.test_objectives import pairs
 from tests.messages import says
 from tests.models import objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
@@ -112,3 +116,63 @@ def test_the_files_have_the_names_of_the_model_that_was_loaded(
 
 def _bytes(tensors: dict[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
+
+
+# --- reward models -------------------------------------------------------------------------------------------------
+def reward_model(path: str) -> FSDPEngine:
+    model = ModelSettings(path, False, "fp32", "fp32", False, True, num_labels=1, new_head_seed=3)
+    optimizer = OptimizerSettings(1e-2, 0.01, (0.9, 0.999), "constant", 0, 10, 0.0)
+    return FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer)
+
+
+def scores(engine: FSDPEngine) -> list[float]:
+    rows = with_score_token(random_batch(num_groups=2, n=2))
+    return [row[-1].item() for row in engine.compute_columns(rows, ("values",), micro_batch_size=3)["values"].rows()]
+
+
+def export_reward_model(rank: int, model: str, folder: Path) -> list[list[float]]:
+    """Scores before and after a step, and those of the folder, loaded again."""
+    engine = reward_model(model)
+    before = scores(engine)
+    engine.train_mini_batch(
+        pairs(2).index(range(4)[2 * rank :][:2]), micro_batch_size=2, objective=PreferenceSettings()
+    )
+    after = scores(engine)
+    engine.export_hf_model(folder, "fp32")
+    return [before, after, scores(reward_model(str(folder)))]
+
+
+@pytest.mark.parametrize(("family", "padding"), [("Llama", None), ("Qwen3", 0)])
+def test_transformers_loads_a_trained_reward_model(
+    family: str, padding: int | None, random_models: dict[str, str], tmp_path: Path
+) -> None:
+    import transformers
+
+    source = with_tokenizer(family, tmp_path / "source", random_models["tied"], pad_token_id=padding)
+    folder = tmp_path / "reward_model"
+    (before, after, again), other = run_ranks(2, export_reward_model, source, folder)
+    assert other == [before, after, again]
+    assert max(np.abs(np.subtract(before, after))) > 1e-3, "it has been trained"
+    assert again == pytest.approx(after, abs=1e-6)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    assert type(model).__name__ == f"{family}ForSequenceClassification"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert (model.config.num_labels, model.config.pad_token_id) == (1, tokenizer.pad_token_id)
+    assert model.config.architectures == [type(model).__name__]
+    assert not (folder / "generation_config.json").exists()
+    data = random_batch(num_groups=2, n=2)
+    rows = [torch.cat(row).long() for row in zip(data["prompts"].rows(), data["responses"].rows(), strict=True)]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, True, padding_value=tokenizer.pad_token_id)
+    with torch.no_grad():
+        found = model(input_ids=padded, attention_mask=(padded != tokenizer.pad_token_id).long()).logits
+    assert found.flatten().tolist() == pytest.approx(after, abs=2e-5)
+
+
+def test_padding_that_is_also_the_end_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    config, tokenizer = SimpleNamespace(pad_token_id=None), SimpleNamespace(pad_token_id=2, eos_token_id=2)
+    hf_export._set_padding(config, tokenizer)
+    assert config.pad_token_id is None
+    says(caplog.text, "pad_token_id=2")
+    caplog.clear()
+    hf_export._set_padding(config, SimpleNamespace(pad_token_id=5, eos_token_id=6))
+    assert (config.pad_token_id, caplog.text) == (5, "")

@@ -16,9 +16,22 @@ def random_lengths(num_groups: int, n: int, seed: int = 0) -> Lengths:
     return Lengths(groups, rng.integers(5, 60, num_groups)[groups], rng.integers(1, 100, num_groups * n))
 
 
-def plan(rows: Lengths, *, size: int = 1, budget: int | None = None, shared: bool = True, ranks_make: int = 0) -> list:
+def plan(
+    rows: Lengths,
+    *,
+    size: int = 1,
+    budget: int | None = None,
+    shared: bool = True,
+    ranks_make: int = 0,
+    split: bool = True,
+) -> list:
     return plan_micro_batches(
-        rows, micro_batch_size=size, max_token_len=budget, shared=shared, agree=lambda count: max(count, ranks_make)
+        rows,
+        micro_batch_size=size,
+        max_token_len=budget,
+        shared=shared,
+        agree=lambda count: max(count, ranks_make),
+        split=split,
     )
 
 
@@ -45,6 +58,16 @@ def test_counts_keep_groups_together() -> None:
     rows = lengths([0] * 4 + [1] * 4 + [2] * 12, [5] * 20, [3] * 20)
     found = [sorted(part.tolist()) for part in plan(rows, size=8)]
     assert sorted(found) == [list(range(8)), list(range(8, 14)), list(range(14, 20))]
+
+
+def test_groups_that_stay_whole() -> None:
+    """Three pairs, 13 tokens each, where one sequence or 20 tokens are allowed: a micro-batch each, side by side."""
+    rows = lengths([0, 1, 0, 2, 2, 1], [5] * 6, [4] * 6)
+    for limit in ({"size": 1}, {"budget": 20}, {"budget": 3}):
+        found = plan(rows, split=False, **limit)
+        assert sorted(part.tolist() for part in found) == [[0, 2], [1, 5], [3, 4]]
+    (one,) = plan(rows, size=6, split=False)
+    assert sorted(one.reshape(3, 2).tolist()) == [[0, 2], [1, 5], [3, 4]]
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -1,0 +1,128 @@
+"""Conversations as a reward model reads them: the same way when it is trained and when it scores.
+
+A conversation is rendered whole by the tokenizer's chat template, without a generation prompt. A tokenizer without one
+(of a base model) gets the contents of the prompt's messages joined by newlines, the answer's right behind them, and the
+end-of-sequence token: what such a model's policy reads and writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from grpo_dist.data.tokenize import MOST_PROBLEM_TEXT
+from grpo_dist.errors import DataError
+
+Messages = Sequence[Mapping[str, Any]]
+
+INPUT_KEY = "reward_model.model.input_tokenizer"
+_ANSWER = "ANSWER"
+
+
+def render_conversation(
+    tokenizer: Any, prompt: Messages, answer: Messages, template_kwargs: Mapping[str, Any] | None = None
+) -> tuple[str, bool]:
+    """The text of a conversation, and whether the tokenizer's own special tokens are still to come.
+
+    Raises:
+        Exception: of any kind, by the chat template.
+    """
+    if tokenizer.chat_template:
+        return tokenizer.apply_chat_template([*prompt, *answer], tokenize=False, **(template_kwargs or {})), False
+    parts = ("\n".join(message["content"] for message in messages) for messages in (prompt, answer))
+    return "".join(parts), True
+
+
+def encode_conversation(text: str, special: bool, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids, int32, and where fast tokenizers know it, at which character of the text each token ends."""
+    encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=tokenizer.is_fast)
+    token_ids = list(encoded["input_ids"])
+    ends = [end for _, end in encoded.get("offset_mapping", ())]
+    if special and tokenizer.eos_token_id is not None and token_ids[-1:] != [tokenizer.eos_token_id]:
+        token_ids.append(tokenizer.eos_token_id)
+        ends.append(len(text))
+    # special tokens that are not in the text have no place; they are where the token before them ends
+    return np.array(token_ids, dtype=np.int32), np.maximum.accumulate(np.array(ends, dtype=np.int64))
+
+
+def without_padding(token_ids: Sequence[int], padding_id: int | None) -> Sequence[int]:
+    """Without padding tokens at the end, of which one is left where there is nothing else.
+
+    transformers' sequence classifiers read the score at the last token that is not the padding token. That matters
+    where a conversation ends in it: in models whose padding token is the end of sequence.
+    """
+    length = len(token_ids)
+    while length > 1 and token_ids[length - 1] == padding_id:
+        length -= 1
+    return token_ids[:length]
+
+
+class ConversationRenderer:
+    """From a prompt and the policy's response to the tokens that a reward model reads.
+
+    With an input tokenizer the response is decoded without special tokens, as a reward function gets it, and the
+    conversation is rendered. Without one the policy's tokens are taken as they are, and closed with what the chat
+    template writes behind an answer.
+
+    Args:
+        tokenizer: of the reward model.
+        setting: the key and value that name the reward model, for messages.
+        input_tokenizer: of the policy; None: the reward model has the same tokens.
+
+    Raises:
+        DataError: the chat template refuses a conversation, or how it closes an answer cannot be told.
+    """
+
+    def __init__(self, tokenizer: Any, setting: str, input_tokenizer: Any = None) -> None:
+        self.tokenizer, self.setting, self.input_tokenizer = tokenizer, setting, input_tokenizer
+        added = tokenizer.added_tokens_decoder.items()
+        self.ends = {*tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)}
+        self.closing = self._closing() if input_tokenizer is None else []
+
+    def __call__(self, messages: Messages, prompt: list[int], response: list[int]) -> list[int]:
+        """The token ids of the whole conversation.
+
+        Args:
+            messages: those of the prompt.
+            prompt: the prompt's token ids; read without an input tokenizer.
+            response: the response's token ids.
+
+        Raises:
+            DataError: the chat template refuses the conversation, or it has no tokens.
+        """
+        if self.input_tokenizer is None:
+            while response and response[-1] in self.ends:
+                response = response[:-1]
+            return [*prompt, *response, *self.closing]
+        text, special = self._text(messages, self.input_tokenizer.decode(response, skip_special_tokens=True))
+        token_ids, _ = encode_conversation(text, special, self.tokenizer)
+        if not len(token_ids):
+            raise DataError(f"{self.setting}: a conversation has no tokens in its tokenizer: {text!r}")
+        return token_ids.tolist()
+
+    def _closing(self) -> list[int]:
+        """The tokens that the chat template writes behind an answer; without one the end of sequence."""
+        text, special = self._text([{"role": "user", "content": "PROMPT"}], _ANSWER)
+        if special:
+            return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        token_ids, ends = encode_conversation(text, special, self.tokenizer)
+        if _ANSWER not in text or len(ends) != len(token_ids):
+            raise DataError(
+                f"{self.setting}: how its chat template closes an answer cannot be told, so the policy's tokens cannot "
+                f"be closed in the same way; leave out {INPUT_KEY}=null, and conversations are rendered whole"
+            )
+        return token_ids[ends > text.rindex(_ANSWER) + len(_ANSWER)].tolist()
+
+    def _text(self, messages: Messages, answer: str) -> tuple[str, bool]:
+        answered = [{"role": "assistant", "content": answer}]
+        try:
+            return render_conversation(self.tokenizer, messages, answered)
+        except Exception as error:  # templates raise jinja2 errors of their own making
+            roles = ", ".join(str(message["role"]) for message in [*messages, *answered])
+            problem = f"{type(error).__name__}: {error}"[:MOST_PROBLEM_TEXT]
+            raise DataError(
+                f"{self.setting}: its chat template refuses a conversation of {roles}: {problem}; change the messages "
+                "of the rows (data.system_prompt), or use another reward model"
+            ) from error

@@ -1,0 +1,161 @@
+"""Preference data to token ids and labels: the rows that a reward model trains on.
+
+A model is worth something only where it was trained: at the last token of conversations as conversations.py renders
+them. Some chat templates (Qwen's) put a newline behind the end-of-sequence token, where a policy's response ends; the
+reward model's worker renders them in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo_dist.data.conversations import encode_conversation, render_conversation
+from grpo_dist.data.preferences import LabelledSteps, Pair
+from grpo_dist.data.tokenize import check_template_kwargs, template_errors
+from grpo_dist.errors import DataError
+from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.fields import NO_LABEL
+
+STEP_SEPARATOR = "\n"  # between steps, as TRL's PRMTrainer has it
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A pair, or an answer whose steps have labels.
+
+    Attributes:
+        location: file and row.
+        prompt: [P] int32 token ids, P > 0, with which all responses begin.
+        responses: [R_i] int32 each, R_i > 0: of a pair the chosen and the rejected one, of labelled steps the one.
+        labels: [R_i] int8 each: at the token that completes what is judged 1 or 0, else -1.
+    """
+
+    location: str
+    prompt: np.ndarray
+    responses: list[np.ndarray]
+    labels: list[np.ndarray]
+
+
+def tokenize_preferences(
+    rows: Sequence[Pair | LabelledSteps],
+    tokenizer: Any,
+    *,
+    max_length: int,
+    apply_chat_template_kwargs: Mapping[str, Any],
+) -> tuple[list[Example], list[Pair | LabelledSteps]]:
+    """Token ids and labels of checked rows.
+
+    A pair's prompt is what its two conversations have in common, token by token, and its labels are at their last
+    tokens. A label of a step is at the token that completes the separator behind it, or for the last step at the
+    conversation's last token.
+
+    Args:
+        rows: from `load_pairs` or `load_steps`.
+        tokenizer: a transformers tokenizer.
+        max_length: most tokens of a conversation. Longer ones are left out whole, since a cut one is another answer.
+        apply_chat_template_kwargs: extra variables for the chat template.
+
+    Returns:
+        The examples, in order, and the rows that were left out.
+
+    Raises:
+        DataError: a row cannot be rendered or teaches nothing, all rows are too long, or there are variables for a
+            chat template that is not there.
+    """
+    check_template_kwargs(tokenizer, apply_chat_template_kwargs)
+    examples: list[Example] = []
+    left_out: list[Pair | LabelledSteps] = []
+    for row in rows:
+        if isinstance(row, Pair):
+            example = _pair(row, tokenizer, apply_chat_template_kwargs)
+        else:
+            example = _steps(row, tokenizer, apply_chat_template_kwargs)
+        longest = len(example.prompt) + max(map(len, example.responses))
+        if longest > max_length:
+            left_out.append(row)
+        else:
+            examples.append(example)
+    if rows and not examples:
+        raise DataError(
+            f"max_length={max_length}: all {len(left_out)} rows have more tokens, none is left (the first is "
+            f"{left_out[0].location}); raise it"
+        )
+    return examples, left_out
+
+
+def preference_batch(examples: Sequence[Example]) -> DataProto:
+    """The columns `prompts`, `responses`, `labels` and `uid`, with a row for each response, those of a pair in turn."""
+    prompts = [each.prompt for each in examples for _ in each.responses]
+    responses = [response for each in examples for response in each.responses]
+    labels = [of_response for each in examples for of_response in each.labels]
+    columns = {
+        "prompts": Ragged.from_rows(prompts, torch.int32),
+        "responses": Ragged.from_rows(responses, torch.int32),
+        "labels": Ragged.from_rows(labels, torch.int8),
+    }
+    uid = [f"{i}: {each.location}" for i, each in enumerate(examples) for _ in each.responses]
+    return DataProto.from_dict(columns, {"uid": uid})
+
+
+def _pair(pair: Pair, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Example:
+    with template_errors(pair.location, template_kwargs):
+        texts = [render_conversation(tokenizer, pair.prompt, a, template_kwargs) for a in (pair.chosen, pair.rejected)]
+    chosen, rejected = (encode_conversation(*text, tokenizer)[0] for text in texts)
+    if np.array_equal(chosen, rejected):
+        raise DataError(
+            f"{pair.location}: chosen and rejected have the same tokens, so neither is preferred; leave out the row"
+        )
+    shorter = min(len(chosen), len(rejected))
+    differs = np.append(chosen[:shorter] != rejected[:shorter], True)
+    # a token is left to each, so that no response is empty where one goes on from the other
+    common = min(int(differs.argmax()), shorter - 1)
+    if common < 1:
+        raise DataError(
+            f"{pair.location}: chosen and rejected have no first token in common, and a pair needs one; both must "
+            "answer the same prompt"
+        )
+    responses = [chosen[common:], rejected[common:]]
+    labels = [_labels(response, [-1], [good]) for response, good in zip(responses, (True, False), strict=True)]
+    return Example(pair.location, chosen[:common], responses, labels)
+
+
+def _steps(row: LabelledSteps, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Example:
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"{row.location}: steps are found by the places of tokens in the text, which this tokenizer "
+            f"({type(tokenizer).__name__}) does not tell; use a model with a tokenizer.json"
+        )
+    parts = [step.removesuffix(STEP_SEPARATOR) + STEP_SEPARATOR for step in row.steps[:-1]] + row.steps[-1:]
+    content = "".join(parts)
+    answer = [{"role": "assistant", "content": content}]
+    with template_errors(row.location, template_kwargs):
+        text, special = render_conversation(tokenizer, row.prompt, answer, template_kwargs)
+    start = text.rfind(content)
+    if start < 0:
+        raise DataError(
+            f"{row.location}: completions: the model's chat template changes the text of the steps, so their ends are "
+            "not known; leave out white space at the beginning and the end, and what the template treats apart"
+        )
+    token_ids, token_ends = encode_conversation(text, special, tokenizer)
+    stops = start + np.cumsum([len(part) for part in parts])
+    # of the tokens that share a character, the last one completes it
+    ends = np.maximum(np.searchsorted(token_ends, stops, "left"), np.searchsorted(token_ends, stops, "right") - 1)
+    ends[-1] = len(token_ids) - 1
+    first = max(int(np.searchsorted(token_ends, start, "right")), 1)
+    if ends[0] < first or len(np.unique(ends)) < len(ends):
+        raise DataError(
+            f"{row.location}: completions: two steps end in the same token; join them, or leave out the row"
+        )
+    response = token_ids[first:]
+    return Example(row.location, token_ids[:first], [response], [_labels(response, ends - first, row.labels)])
+
+
+def _labels(response: np.ndarray, places: Sequence[int] | np.ndarray, labels: Sequence[bool]) -> np.ndarray:
+    found = np.full(len(response), NO_LABEL, dtype=np.int8)
+    found[places] = labels
+    return found

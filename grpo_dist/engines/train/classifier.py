@@ -1,0 +1,109 @@
+"""Models with a linear head instead of an output layer: reward models, process reward models, critics.
+
+Such a model is saved as a `...ForSequenceClassification`, which computes the head at every token and keeps the last
+one, or as a `...ForTokenClassification`, which keeps all. Here every one is the latter: its outputs at all tokens are a
+tensor (B, L, num_labels), small enough to keep, and a caller picks the tokens that it means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.errors import ConfigError
+
+HEAD = "score"
+OUTPUT_LAYER = "lm_head"  # of a causal LM
+
+
+def check_head(shapes: Mapping[str, Sequence[int]], *, num_labels: int, setting: str) -> None:
+    """Check that a folder has a linear head of so many outputs.
+
+    Args:
+        shapes: of the weights in its files, by name.
+        num_labels: outputs that the head must have.
+        setting: the key and value that name the folder, for messages.
+
+    Raises:
+        ConfigError: there is no head in the files, or it has another number of outputs.
+    """
+    if f"{HEAD}.weight" not in shapes:
+        raise ConfigError(
+            f"{setting}: its files have no {HEAD}.weight, so it is no sequence or token classifier; use a reward "
+            "model, or train one"
+        )
+    if (outputs := shapes[f"{HEAD}.weight"][0]) != num_labels:
+        raise ConfigError(
+            f"{setting}: its head {HEAD}.weight has {outputs} outputs, and {num_labels} is needed; use another model"
+        )
+
+
+def check_family(config: Any, setting: str) -> type[Any]:
+    """The family's class for sequence classification, by the model's config; `setting` names the folder in messages.
+
+    Raises:
+        ConfigError: the family's classifier is not a backbone with a linear head.
+    """
+    known: Any = AutoModelForSequenceClassification._model_mapping.get(type(config), None)
+    if known is None or GenericForSequenceClassification not in known.__bases__:
+        raise ConfigError(
+            f"{setting}: model_type={config.model_type} has no classifier that is a backbone with a linear head; use a "
+            "model of another family, such as Qwen3, Llama or Gemma"
+        )
+    return known
+
+
+def token_classifier(config: Any, settings: ModelSettings, shapes: Mapping[str, Sequence[int]]) -> type[Any]:
+    """The class of a model with `settings.num_labels` outputs at every token.
+
+    Families without a token classifier of their own (Gemma 3, OLMo 2) get one of transformers' general parts. `config`
+    is given the number of labels, whether the head has a bias, and the name of the class that will load an export.
+
+    Args:
+        config: the model's config.
+        settings: what the model is loaded from.
+        shapes: of the weights in its files, by name.
+
+    Raises:
+        ConfigError: LoRA is asked for; or see `check_head` and `check_family`.
+    """
+    setting = f"{settings.key}={settings.path}"
+    if settings.lora is not None:
+        raise ConfigError(
+            f"{setting}: lora_rank={settings.lora.rank}: a model with a linear head is trained whole, since LoRA's "
+            "factors would leave the head as it is; set lora_rank=0"
+        )
+    check_head(shapes, num_labels=settings.num_labels, setting=setting)
+    known = check_family(config, setting)
+    config.num_labels = settings.num_labels
+    config.token_classification_bias = f"{HEAD}.bias" in shapes
+    if not any(name.endswith("ForTokenClassification") for name in config.architectures or ()):
+        config.architectures = [known.__name__]
+    bases = [GenericForTokenClassification if b is GenericForSequenceClassification else b for b in known.__bases__]
+    return type(known.__name__.replace("Sequence", "Token"), tuple(bases), {"__module__": known.__module__})
+
+
+def new_head(config: Any, settings: ModelSettings, names: Collection[str]) -> dict[str, Tensor]:
+    """The weights of a new head, by name; {} where the files have a head, or `settings` ask for no new one.
+
+    They are normal with standard deviation 1 / sqrt(hidden_size + 1), as in "Learning to summarize from human feedback"
+    (arXiv 2009.01325), whose reward models InstructGPT and TRL's examples follow: the first scores then differ by about
+    1. They come from a random generator of their own, so any number of ranks draws the same ones.
+
+    Args:
+        config: the model's config.
+        settings: what the model is loaded from.
+        names: of the weights in its files.
+    """
+    if not settings.num_labels or settings.new_head_seed is None or f"{HEAD}.weight" in names:
+        return {}
+    hidden = config.get_text_config().hidden_size
+    drawn = torch.randn(settings.num_labels, hidden, generator=torch.Generator().manual_seed(settings.new_head_seed))
+    return {f"{HEAD}.weight": drawn / math.sqrt(hidden + 1)}

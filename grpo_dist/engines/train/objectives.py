@@ -1,0 +1,213 @@
+"""What a model is trained for: of each objective the loss of a micro-batch, its metrics, and what divides the loss.
+
+An objective is made for one mini-batch. Its counts are summed over all ranks before the first backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from grpo_dist.algorithms import policy_objective
+from grpo_dist.algorithms.preference import label_loss, pair_loss
+from grpo_dist.engines.settings import LabelSettings, ObjectiveSettings, PreferenceSettings, TrainingSettings
+from grpo_dist.engines.train.forward import PolicyForward
+from grpo_dist.engines.train.lm_head import HeadValues, ReferenceHead
+from grpo_dist.engines.train.memory_errors import ACTOR_ROOM, REWARD_MODEL_ROOM
+from grpo_dist.engines.train.micro_batch import MicroBatch
+from grpo_dist.engines.train.value_forward import ValueForward, Values, with_score_token
+from grpo_dist.errors import BatchError
+from grpo_dist.protocol import DataProto, Mean, Metric, Sum
+from grpo_dist.protocol.fields import NO_LABEL
+
+
+class Loss(NamedTuple):
+    """Of one micro-batch: the loss, ready for backward, its metrics, and on policy the (N, T) log-probs."""
+
+    loss: Tensor
+    metrics: dict[str, Metric]
+    log_probs: Tensor | None = None
+
+
+class Objective:
+    """What the engine asks of an objective.
+
+    Args:
+        settings: of the loss.
+        forward: runs the model.
+        reference_head: see `TrainEngine`.
+
+    Attributes:
+        role: the first part of the names of its metrics.
+        room: the settings that leave more room on the GPU, for messages.
+    """
+
+    role: ClassVar[str]
+    room: ClassVar[str]
+
+    def __init__(self, settings: Any, forward: PolicyForward, reference_head: ReferenceHead | None) -> None:
+        self.settings, self.forward, self.reference_head = settings, forward, reference_head
+
+    def prepared(self, data: DataProto) -> DataProto:
+        """The rows as the forward pass takes them."""
+        return data
+
+    def groups(self, data: DataProto) -> np.ndarray | None:
+        """The number of each row's group, all rows of which must be in one micro-batch; None: any row may be alone."""
+        return None
+
+    def counts(self, data: DataProto) -> list[float]:
+        """What this rank adds to the counts that divide the loss; if the first sum is 0, there is nothing to train."""
+        raise NotImplementedError
+
+    def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
+        """Run the model. Summed over the micro-batches of all ranks, the loss is the mini-batch's."""
+        raise NotImplementedError
+
+
+class PolicyObjective(Objective):
+    """GRPO's: `policy_objective`."""
+
+    role, room = "actor", ACTOR_ROOM
+    settings: ObjectiveSettings
+
+    def counts(self, data: DataProto) -> list[float]:
+        """Tokens that train, and sequences with at least one."""
+        if len(data) == 0:
+            return [0.0, 0.0]
+        mask = data["response_mask"].to_padded(0)
+        return [float(mask.sum()), float((mask.sum(-1) > 0).sum())]
+
+    def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
+        """See `Objective`."""
+        settings, columns = self.settings, micro_batch.columns
+        values = self._values(micro_batch)
+        entropy, exact_kl = (None if v is None else micro_batch.to_rows(v) for v in values[1:3])
+        log_probs = micro_batch.to_rows(values.log_probs)
+        loss, means = policy_objective(
+            log_probs=log_probs,
+            old_log_probs=log_probs.detach() if settings.on_policy else columns["old_log_probs"],
+            advantages=columns["advantages"],
+            response_mask=micro_batch.response_mask,
+            ref_log_probs=columns.get("ref_log_probs"),
+            entropy=entropy,
+            loss_mode=settings.loss_mode,
+            loss_agg_mode=settings.loss_agg_mode,
+            options=settings.options,
+            kl_loss_type=settings.kl_loss_type if settings.use_kl_loss else None,
+            kl_loss_coef=settings.kl_loss_coef,
+            entropy_coeff=settings.entropy_coeff,
+            global_tokens=counts[0],
+            global_sequences=counts[1],
+            loss_scale_factor=settings.loss_scale_factor,
+            exact_kl=exact_kl,
+            rollout_is_weights=columns.get("rollout_is_weights"),
+            selected=columns.get("selected_tokens"),
+            rollout_log_probs=columns.get("rollout_log_probs"),
+            correction=settings.correction,
+        )
+        metrics = _means(means, float(micro_batch.response_mask.sum()))
+        metrics |= {"actor/loss": Sum(float(loss.detach())), "actor/pg_loss": Sum(float(means["actor/pg_loss"]))}
+        return Loss(loss, metrics, log_probs.detach() if settings.on_policy else None)
+
+    def _values(self, micro_batch: MicroBatch) -> HeadValues:
+        """Log-probs with the gradient, and where the loss asks for them entropies and the exact KL."""
+        settings = self.settings
+        assert self.reference_head is not None or not settings.exact_kl, "start with `exact_kl`"
+        return self.forward(
+            micro_batch,
+            entropies=settings.entropy_coeff != 0,
+            reference=self.reference_head if settings.exact_kl else None,
+            reference_states=micro_batch.columns.get("ref_hidden_states"),
+        )
+
+
+class _RewardObjective(Objective):
+    """A reward model's: a linear head with one output, and labels at the tokens where it is read."""
+
+    role, room = "reward_model", REWARD_MODEL_ROOM
+
+    def __init__(self, settings: Any, forward: PolicyForward, reference_head: ReferenceHead | None) -> None:
+        super().__init__(settings, forward, reference_head)
+        assert isinstance(forward, ValueForward), "a model with a linear head"
+        assert forward.model.config.num_labels == 1, "a head with one output"
+
+    def prepared(self, data: DataProto) -> DataProto:
+        """Each response with a token behind it, at which its last value is read."""
+        return with_score_token(data)
+
+    def counts(self, data: DataProto) -> list[float]:
+        """Labelled tokens."""
+        return [float((data["labels"].values != NO_LABEL).sum())] if len(data) else [0.0]
+
+    def _values(self, micro_batch: MicroBatch) -> Tensor:
+        """(N, T) values with the gradient."""
+        values = self.forward(micro_batch)
+        assert isinstance(values, Values)
+        return micro_batch.to_rows(values.values)
+
+    def _result(self, loss: Tensor, means: dict[str, Tensor], count: float) -> Loss:
+        return Loss(loss, {"reward_model/loss": Sum(float(loss.detach())), **_means(means, count)})
+
+
+class PairObjective(_RewardObjective):
+    """The loss of pairs: `pair_loss`. The rows of a pair have the same uid, and a label at their last tokens only."""
+
+    settings: PreferenceSettings
+
+    def groups(self, data: DataProto) -> np.ndarray:
+        """The number of each row's pair."""
+        return np.unique([str(uid) for uid in data["uid"]], return_inverse=True)[1] if len(data) else np.empty(0, int)
+
+    def counts(self, data: DataProto) -> list[float]:
+        """Pairs.
+
+        Raises:
+            BatchError: rows of a uid are no pair.
+        """
+        if not len(data):
+            return [0.0]
+        labels = [row.tolist() for row in data["labels"].rows()]
+        pairs = self.groups(data)
+        for number in range(int(pairs.max()) + 1):
+            rows = np.flatnonzero(pairs == number)
+            if sorted(labels[row][-1] for row in rows) != [0, 1] or any(
+                set(labels[row][:-1]) != {NO_LABEL} for row in rows
+            ):
+                raise BatchError(
+                    f"uid {data['uid'][rows[0]]}: a pair is two rows, with labels 1 and 0 at their last tokens, and no "
+                    f"others; there are {len(rows)}, with {[max(labels[row]) for row in rows]}"
+                )
+        return [len(data) / 2]
+
+    def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
+        """See `Objective`. The rows of a pair are side by side, so the k-th chosen belongs to the k-th rejected."""
+        values, there = self._values(micro_batch), micro_batch.response_mask.bool()
+        chosen, rejected = (values[there & (micro_batch.columns["labels"] == label)] for label in (1, 0))
+        return self._result(*pair_loss(chosen, rejected, global_pairs=counts[0]), len(chosen))
+
+
+class LabelObjective(_RewardObjective):
+    """The loss of labelled tokens: `label_loss`."""
+
+    settings: LabelSettings
+
+    def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
+        """See `Objective`."""
+        values, mask = self._values(micro_batch), micro_batch.response_mask
+        loss, means = label_loss(values, micro_batch.columns["labels"], mask, global_labels=counts[0])
+        return self._result(loss, means, float(mask.sum()))
+
+
+OBJECTIVES: dict[type[TrainingSettings], type[Objective]] = {
+    ObjectiveSettings: PolicyObjective,
+    PreferenceSettings: PairObjective,
+    LabelSettings: LabelObjective,
+}
+
+
+def _means(values: dict[str, Tensor], count: float) -> dict[str, Metric]:
+    """Means over the same number of tokens or pairs."""
+    return {name: Mean(float(value) * count, count) for name, value in values.items()}

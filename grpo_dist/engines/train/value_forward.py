@@ -1,0 +1,82 @@
+"""The forward pass of a model with a linear head: from rows of a batch to numbers at their tokens."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_dist.engines.train.forward import CHECKED_TOKENS, PolicyForward
+from grpo_dist.engines.train.micro_batch import MicroBatch
+from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.fields import NO_LABEL
+
+# The token that is appended to a sequence whose score is wanted. No other token sees it, so any id of the vocabulary
+# does.
+SCORE_TOKEN = 0
+
+
+class Values(NamedTuple):
+    """(M,) float32 values of the M response tokens: the head's first output at the token before each of them; with
+    two or more outputs (M, K).
+    """
+
+    values: Tensor
+
+
+class ValueForward(PolicyForward):
+    """Runs a token classifier over micro-batches, in the layouts of a policy. Takes the arguments of `PolicyForward`.
+
+    The value of a response token is read at the token that precedes it: what the model says of the state in which the
+    token is chosen, as verl's critic. Who wants the value at a sequence's last token appends one more token to it.
+    """
+
+    computes, unit = "values", " of their size"
+    without_head = ""
+
+    def __call__(self, micro_batch: MicroBatch, **options: Any) -> Values:  # type: ignore[override]
+        """The values of the response tokens; `options` are those of a policy, which has more to say."""
+        logits = self._run(micro_batch).logits.flatten(0, 1)[micro_batch.predictors].float()
+        return Values(logits.squeeze(-1) if logits.shape[-1] == 1 else logits)
+
+    def scale(self, alone: Tensor) -> float:
+        """Values have no unit: a reward model may give scores around 20, whose rounding is as much larger."""
+        return max(1.0, alone.abs().mean().item())
+
+    def compared(self, micro_batch: MicroBatch) -> Tensor:
+        """See `PolicyForward.compared`; of several outputs their sum."""
+        values = self(micro_batch).values
+        return values if values.dim() == 1 else values.sum(-1)
+
+    def compared_alone(self, row: MicroBatch) -> Tensor:
+        """See `PolicyForward.compared_alone`."""
+        return self.compared(row)[-CHECKED_TOKENS:]
+
+
+def with_score_token(data: DataProto) -> DataProto:
+    """Rows of which a model with one output gives the score: each response gets one more token.
+
+    The score of a sequence is the value at its last token, and a label says what the value at its token should be.
+    Values are read at the token before, so both belong to the token that follows: labels move one token on.
+
+    Args:
+        data: `prompts` and `responses` (which may be empty), and where there are some `labels` and `uid`.
+
+    Returns:
+        These columns, and `response_mask`: 1 on the tokens with a label; without labels on the appended token. Without
+        rows the columns may be missing.
+    """
+    if not len(data):
+        return data
+    responses = [torch.cat([row, row.new_full((1,), SCORE_TOKEN)]) for row in data["responses"].rows()]
+    columns = {"prompts": data["prompts"], "responses": Ragged.from_rows(responses, torch.int32)}
+    if "labels" in data.batch:
+        rows = [torch.cat([row.new_full((1,), NO_LABEL), row]) for row in data["labels"].rows()]
+        columns["labels"] = Ragged.from_rows(rows, torch.int8)
+        mask = [row != NO_LABEL for row in rows]
+    else:
+        mask = [torch.arange(len(row)) == len(row) - 1 for row in responses]
+    columns["response_mask"] = Ragged.from_rows(mask, torch.int8)
+    uid = {name: column for name, column in data.non_tensor_batch.items() if name == "uid"}
+    return DataProto.from_dict(columns, uid)

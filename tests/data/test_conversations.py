@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.data.conversations import (
+    ConversationRenderer,
+    encode_conversation,
+    render_conversation,
+    without_padding,
+)
+from grpo_dist.errors import DataError
+from tests.messages import refuses
+from tests.models import OTHER_TEMPLATE
+
+SETTING = "reward_model.model.path=scorer"
+MESSAGES = [{"role": "user", "content": "What is 1 + 2?"}]
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('roles!') }}{% endif %}x"
+
+
+def tokenizer(*template: str | None) -> Any:
+    """The built-in model's, with another chat template or none."""
+    found = transformers.AutoTokenizer.from_pretrained(resolve_model_path("builtin:tiny-qwen3"))
+    if template:
+        found.chat_template = template[0]
+    return found
+
+
+def response(text: str, *, ended: bool = True) -> list[int]:
+    return tokenizer()(text)["input_ids"] + [tokenizer().eos_token_id] * ended
+
+
+# --- rendered again ----------------------------------------------------------------------------------------------
+def rendered(own: Any, text: str) -> str:
+    return own.decode(ConversationRenderer(own, SETTING, tokenizer())(MESSAGES, [], response(text)))
+
+
+def test_the_response_becomes_the_last_message_without_special_tokens() -> None:
+    own = tokenizer(OTHER_TEMPLATE)
+    assert rendered(own, "It is 3.") == f"<user> What is 1 + 2? <assistant> It is 3. {own.eos_token}"
+    assert rendered(own, "") == f"<user> What is 1 + 2? <assistant>  {own.eos_token}", "an empty message"
+
+
+def test_without_a_template_the_answer_is_right_behind_the_prompt_and_ends() -> None:
+    own = tokenizer(None)
+    assert rendered(own, " It is 3.") == f"What is 1 + 2? It is 3.{own.eos_token}"
+
+
+def test_a_template_that_refuses_the_roles() -> None:
+    with_system = [{"role": "system", "content": "Be brief."}, *MESSAGES]
+    render = ConversationRenderer(tokenizer(NO_SYSTEM), SETTING, tokenizer())
+    render(MESSAGES, [], [5])
+    with refuses(DataError, SETTING, "TemplateError", "roles!", "data.system_prompt"):
+        render(with_system, [], [5])
+
+
+def test_a_conversation_without_tokens() -> None:
+    with refuses(DataError, SETTING, "tokens"):
+        ConversationRenderer(tokenizer("{# nothing #}"), SETTING, tokenizer())(MESSAGES, [], [5])
+
+
+# --- the same tokens ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("template", [(), (OTHER_TEMPLATE,), (None,)], ids=["own", "other", "none"])
+def test_the_policys_tokens_are_closed_as_the_template_does(template: tuple, ended: bool) -> None:
+    """Whether the response ended by itself or was cut: the score is read where the model was trained."""
+    own = tokenizer(*template)
+    answer = [{"role": "assistant", "content": "It is 3."}]
+    whole, _ = encode_conversation(*render_conversation(own, MESSAGES, answer), own)
+    found = ConversationRenderer(own, SETTING)(MESSAGES, [7, 8], response("It is 3.", ended=ended))
+    assert found[:2] == [7, 8]
+    words = len(response("It is 3.", ended=False))
+    assert found[2 : 2 + words] == response("It is 3.", ended=False)
+    closing = found[2 + words :]
+    assert closing
+    assert closing == whole[-len(closing) :].tolist()
+    assert own.eos_token_id in closing
+
+
+TURNS = "{% for m in messages %}<turn>{{ m.content }}<end>\n{% endfor %}"
+
+
+def with_space_in_front() -> Any:
+    """As Llama 2's: a text begins with a space of its own; `<end>` is special and has no role."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    words = ["<unk>", "</s>", "\u2581", "\n", *"ANSWERPOMTab"]
+    found = Tokenizer(models.BPE({word: i for i, word in enumerate(dict.fromkeys(words))}, [], unk_token="<unk>"))
+    found.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    found.add_special_tokens([AddedToken("<turn>", special=True), AddedToken("<end>", special=True)])
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=found, unk_token="<unk>", eos_token="</s>")
+    made.chat_template = TURNS
+    return made
+
+
+def test_the_policys_end_of_a_turn_is_not_doubled_and_no_space_is_put_before_what_closes() -> None:
+    own = with_space_in_front()
+    end, newline, a = own.convert_tokens_to_ids(["<end>", "\n", "a"])
+    render = ConversationRenderer(own, SETTING)
+    assert render(MESSAGES, [7], [a, end]) == [7, a, end, newline]
+    assert render(MESSAGES, [7], [a]) == [7, a, end, newline]
+    assert render(MESSAGES, [7], [a, own.eos_token_id]) == [7, a, end, newline]
+
+
+def test_a_template_that_leaves_out_the_answer_closes_nothing() -> None:
+    with refuses(DataError, SETTING, "reward_model.model.input_tokenizer=null"):
+        ConversationRenderer(tokenizer("{{ messages[0].content }}"), SETTING)
+
+
+# --- padding -----------------------------------------------------------------------------------------------------
+def test_padding_at_the_end_is_no_place_for_a_score() -> None:
+    assert without_padding([1, 0, 2, 0, 0], 0) == [1, 0, 2]
+    assert without_padding([0, 0], 0) == [0]
+    assert without_padding([1, 2], None) == [1, 2]

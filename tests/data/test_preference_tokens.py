@@ -1,0 +1,132 @@
+"""Token ids and labels of preference data: with the built-in chat template, with another one, and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.data import load_tokenizer
+from grpo_dist.data.preference_tokens import Example, preference_batch, tokenize_preferences
+from grpo_dist.data.preferences import LabelledSteps, Pair
+from grpo_dist.errors import DataError
+from tests.data.test_tokenize import byte_tokenizer
+from tests.messages import refuses
+
+
+def message(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+def pair(prompt: str = "1+1=?", chosen: str = "2", rejected: str = "3", line: int = 1) -> Pair:
+    answers = [[message("assistant", text)] for text in (chosen, rejected)]
+    return Pair(f"a.jsonl, line {line}", [message("user", prompt)], *answers)
+
+
+def steps(*texts: str, labels: list[bool] | None = None) -> LabelledSteps:
+    return LabelledSteps("a.jsonl, line 1", [message("user", "1+1=?")], list(texts), labels or [True] * len(texts))
+
+
+def tokenize(rows: list[Any], tokenizer: Any, **changes: Any) -> tuple[list[Example], list[Any]]:
+    return tokenize_preferences(rows, tokenizer, **({"max_length": 100, "apply_chat_template_kwargs": {}} | changes))
+
+
+def built_in() -> Any:
+    return load_tokenizer(resolve_model_path("builtin:tiny-qwen3"), trust_remote_code=False)
+
+
+def texts(example: Example, tokenizer: Any) -> list[str]:
+    return [tokenizer.decode(ids) for ids in (example.prompt, *example.responses)]
+
+
+def test_the_prompt_of_a_pair_is_what_its_conversations_have_in_common() -> None:
+    tokenizer = built_in()
+    (example,), left_out = tokenize([pair(chosen="20", rejected="21")], tokenizer)
+    assert left_out == []
+    start = "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n"
+    assert texts(example, tokenizer) == [start + "2", "0<|im_end|>\n", "1<|im_end|>\n"]
+    assert [row.tolist() for row in example.labels] == [[-1, -1, 1], [-1, -1, 0]]
+    assert {ids.dtype for ids in (example.prompt, *example.responses)} == {np.dtype(np.int32)}
+    whole = [message("user", "1+1=?"), message("assistant", "20")]
+    expected = tokenizer.apply_chat_template(whole, tokenize=True, return_dict=False)
+    assert [*example.prompt, *example.responses[0]] == expected
+
+
+def test_another_template_and_variables_for_it() -> None:
+    tokenizer = byte_tokenizer()
+    (example,), _ = tokenize([pair()], tokenizer, apply_chat_template_kwargs={"suffix": "!"})
+    assert texts(example, tokenizer) == ["<user>1+1=?<assistant>", "2!", "3!"]
+
+
+@pytest.mark.parametrize("post", [None, "<s> $A </s>"])
+def test_a_base_model_gets_texts_and_one_end(post: str | None) -> None:
+    tokenizer = byte_tokenizer(template=None, post=post)
+    (example,), _ = tokenize([pair("1+1=", "2", "22")], tokenizer)
+    begin = "<s>" if post else ""
+    assert texts(example, tokenizer) == [f"{begin}1+1=2", "</s>", "2</s>"]
+    with refuses(DataError, "data.apply_chat_template_kwargs={'suffix': '!'}", "chat template"):
+        tokenize([pair()], tokenizer, apply_chat_template_kwargs={"suffix": "!"})
+
+
+def test_no_response_is_empty_where_one_goes_on_from_the_other() -> None:
+    tokenizer = byte_tokenizer(template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    (example,), _ = tokenize([pair("a", "bc", "bcd")], tokenizer)
+    assert texts(example, tokenizer) == ["ab", "c", "cd"]
+
+
+def test_long_pairs_are_left_out_whole_and_returned() -> None:
+    tokenizer = byte_tokenizer()
+    long = pair(rejected="x" * 80, line=2)
+    length = len("<user>1+1=?<assistant>2")
+    examples, left_out = tokenize([pair(), long, pair()], tokenizer, max_length=length)
+    assert [len(example.prompt) + 1 for example in examples] == [length, length]
+    assert left_out == [long]
+    with refuses(DataError, "max_length=20", "all 2", "a.jsonl, line 1"):
+        tokenize([pair(), long], tokenizer, max_length=20)
+
+
+def test_labels_are_where_steps_are_complete() -> None:
+    """At the token that completes the separator; of the last step at the end of the conversation."""
+    tokenizer = built_in()
+    row = steps("1+1=2\n", "2*2=5", "7", labels=[True, False, True])
+    (example,), _ = tokenize([row], tokenizer)
+    start, answer = "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n", "1+1=2\n2*2=5\n7<|im_end|>\n"
+    assert texts(example, tokenizer) == [start, answer]
+    (labels,) = example.labels
+    judged = [(tokenizer.decode(example.responses[0][: i + 1]), labels[i]) for i in np.flatnonzero(labels >= 0)]
+    assert judged == [("1+1=2\n", 1), ("1+1=2\n2*2=5\n", 0), (answer, 1)]
+
+
+def test_characters_of_several_tokens_and_a_base_model() -> None:
+    tokenizer = byte_tokenizer(template=None, post="<s> $A </s>")
+    (example,), _ = tokenize([steps("é", "両", labels=[False, True])], tokenizer)
+    assert texts(example, tokenizer) == ["<s>1+1=?", "é\n両</s>"]
+    assert example.labels[0].tolist() == [-1, -1, 0, -1, -1, -1, 1]
+
+
+def test_rows_that_teach_nothing_or_cannot_be_rendered_are_named() -> None:
+    tokenizer = byte_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}")
+    with refuses(DataError, "a.jsonl, line 1", "chosen", "rejected"):
+        tokenize([pair(chosen="2", rejected="2 ")], tokenizer)
+    with refuses(DataError, "a.jsonl, line 1", "completions"):
+        tokenize([steps("a", "b ")], tokenizer)
+    refusing = Pair("a.jsonl, line 7", [message("tool", "x")], [message("assistant", "a")], [message("assistant", "b")])
+    with refuses(DataError, "a.jsonl, line 7", "chat template", "data.apply_chat_template_kwargs={}"):
+        tokenize([refusing], byte_tokenizer())
+    apart = byte_tokenizer("{{ messages[1].content }}")
+    with refuses(DataError, "a.jsonl, line 1", "chosen", "prompt"):
+        tokenize([pair()], apart)
+
+
+def test_the_batch_has_the_rows_of_a_pair_in_turn() -> None:
+    tokenizer = byte_tokenizer()
+    examples, _ = tokenize([pair(), pair(line=2)], tokenizer)
+    batch = preference_batch([*examples, examples[0]])
+    assert [tokenizer.decode(row) for row in batch["responses"].rows()] == ["2", "3"] * 3
+    assert [row.tolist() for row in batch["labels"].rows()] == [[1], [0]] * 3
+    assert batch["prompts"].lengths.tolist() == [len("<user>1+1=?<assistant>")] * 6
+    one, two = "a.jsonl, line 1", "a.jsonl, line 2"
+    assert list(batch["uid"]) == [f"{i}: {at}" for i, at in enumerate((one, two, one)) for _ in range(2)]
+    assert len(preference_batch([])) == 0

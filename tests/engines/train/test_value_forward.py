@@ -1,0 +1,100 @@
+"""Values of models with a linear head, against transformers' own classifiers, in every layout and on any ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.value_forward import SCORE_TOKEN, with_score_token
+from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.protocol import DataProto, Ragged
+from tests.messages import says
+from tests.models import random_batch, random_classifier, random_model
+from tests.ranks import run_ranks
+
+KEY = "reward_model.model.path"
+TWO_ROWS = {"prompts": [[4, 5], [4, 5]], "responses": [[7, 8], []]}
+FAMILIES = ("Qwen3", "Llama", "Gemma2", "Olmo2", "Qwen3Moe")
+
+
+def settings(path: str, layout: str = "shared", num_labels: int = 1) -> ModelSettings:
+    return ModelSettings(path, False, "fp32", "fp32", False, True, layout=layout, num_labels=num_labels, key=KEY)
+
+
+def values(rank: int, path: str, layout: str, num_labels: int, data: DataProto) -> tuple[list, str]:
+    """Of this rank's half of the rows, or of all on a single rank."""
+    engine = FSDPEngine(settings(path, layout, num_labels), device="cpu", temperature=1.0)
+    size = torch.distributed.get_world_size()
+    own = np.array_split(np.arange(len(data)), size)[rank]
+    found = engine.compute_columns(data.index(own), ("values",), micro_batch_size=3)
+    return [row.tolist() for row in found["values"].rows()], engine.report
+
+
+def plain(path: str, kind: str, data: DataProto) -> list[torch.Tensor]:
+    """What transformers' own class says of each sequence alone."""
+    auto = getattr(transformers, f"AutoModelFor{kind}Classification")
+    model = auto.from_pretrained(path, dtype=torch.float32).eval()
+    rows = zip(data["prompts"].rows(), data["responses"].rows(), strict=True)
+    with torch.no_grad():
+        return [model(input_ids=torch.cat(row).long()[None]).logits[0] for row in rows]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_value_is_the_score_of_a_sequence_classifier(tmp_path: Path, family: str) -> None:
+    path, data = random_classifier(tmp_path, family), random_batch(num_groups=2, n=3)
+    expected = [score.item() for score in plain(path, "Sequence", data)]
+    assert max(expected) - min(expected) > 0.1, "they differ"
+    for layout in ("padded", "packed", "shared"):
+        ((found, report),) = run_ranks(1, values, path, layout, 1, with_score_token(data))
+        assert [row[-1] for row in found] == pytest.approx(expected, abs=2e-5), report
+
+
+def test_a_score_token_behind_every_response() -> None:
+    columns = {name: Ragged.from_rows(rows, torch.int32) for name, rows in TWO_ROWS.items()}
+    made = with_score_token(DataProto.from_dict(columns, {"uid": ["a", "a"]}))
+    assert [row.tolist() for row in made["prompts"].rows()] == TWO_ROWS["prompts"]
+    assert [row.tolist() for row in made["responses"].rows()] == [[7, 8, SCORE_TOKEN], [SCORE_TOKEN]]
+    assert [row.tolist() for row in made["response_mask"].rows()] == [[0, 0, 1], [1]]
+    assert list(made["uid"]) == ["a", "a"]
+    assert "uid" not in with_score_token(DataProto(columns)).columns()
+    assert len(with_score_token(DataProto())) == 0, "a rank without rows"
+
+
+def test_labels_move_to_the_token_at_which_their_value_is_read() -> None:
+    columns = {name: Ragged.from_rows(rows, torch.int32) for name, rows in TWO_ROWS.items()}
+    labels = Ragged.from_rows([[0, 1], []], torch.int8)
+    made = with_score_token(DataProto({**columns, "labels": labels}))
+    assert [row.tolist() for row in made["labels"].rows()] == [[-1, 0, 1], [-1]]
+    assert [row.tolist() for row in made["response_mask"].rows()] == [[0, 1, 1], [0]]
+
+
+def test_values_are_those_of_the_token_before_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """Two outputs and a bias, as a token classifier is saved."""
+    path, data = random_classifier(tmp_path, "Qwen3", "Token", num_labels=2), random_batch(num_groups=3, n=2)
+    starts = data["prompts"].lengths.tolist()
+    expected = [logits[k - 1 : -1] for k, logits in zip(starts, plain(path, "Token", data), strict=True)]
+    for ranks in (1, 2):
+        found = [row for rows, _ in run_ranks(ranks, values, path, "shared", 2, data) for row in rows]
+        for row, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.tensor(row), wanted, atol=2e-5, rtol=0)
+
+
+def refused(rank: int, path: str, num_labels: int) -> str:
+    try:
+        FSDPEngine(settings(path, num_labels=num_labels), device="cpu", temperature=1.0)
+    except (ConfigError, DataError) as error:
+        return str(error)
+    return ""
+
+
+def test_folders_without_the_head_that_is_asked_for(tmp_path: Path) -> None:
+    policy = random_model("Qwen3", tmp_path / "policy")
+    says(run_ranks(1, refused, policy, 1)[0], f"{KEY}={policy}", "score.weight")
+    two = random_classifier(tmp_path / "two", "Qwen3", num_labels=2)
+    says(run_ranks(1, refused, two, 1)[0], f"{KEY}={two}", "score.weight has 2 outputs")
