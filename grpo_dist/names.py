@@ -39,5 +39,9 @@ ROLLOUT_ENGINES = ("vllm",)
 AGENT_LOOPS = ("single_turn_agent",)
 TOKEN_SELECTING_LOSSES = ("clip_cov", "kl_cov")  # select tokens over the whole batch, before the update
 SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")  # published as a mean over sequences
+# The reward functions that return the score of the reward model, and a weighted sum of others.
+REWARD_MODEL_FUNCTION, WEIGHTED_FUNCTION = "grpo_dist.rewards.reward_model", "grpo_dist.rewards.weighted"
+# In `extra_info`: the score of the reward model, and whether the conversation was cut for it (1 or 0).
+RM_SCORE, RM_CLIPPED = "rm_score", "rm_clipped"
 OVERLONG_PENALTY = "overlong_penalty"  # name, among the reward's values, of the penalty of reward.overlong_buffer
 WEIGHT_TRANSPORTS = ("object_store", "broadcast", "ipc")

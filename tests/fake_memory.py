@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_dist.engines.settings import ModelSettings, OptimizerSettings
-from grpo_dist.engines.train import attention, fsdp_model, lm_head
+from grpo_dist.engines.train import attention, fsdp_model, lm_head, objectives
 from grpo_dist.engines.train import offload as offload_module
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.model_loading import DTYPES, UnloadedModel
@@ -142,6 +142,7 @@ def fake_engine(shape: dict[str, Any], settings: ModelSettings, ranks: int, *, t
         mock.patch.dict(lm_head.CHUNK_LOGITS, cpu=lm_head.CHUNK_LOGITS["cuda"]),
         mock.patch.object(torch.nn.Module, "to", _to),
         mock.patch.object(attention, "block_mask", return_value=None),
+        mock.patch.object(objectives.PolicyObjective, "counts", _real(objectives.PolicyObjective.counts)),
         mock.patch.object(ShardingPropagator, _SHAPES, _real(getattr(ShardingPropagator, _SHAPES))),
     ]
     with _fake_ranks(ranks), contextlib.ExitStack() as stack:
@@ -152,7 +153,7 @@ def fake_engine(shape: dict[str, Any], settings: ModelSettings, ranks: int, *, t
         engine = FSDPEngine(settings, device="cpu", temperature=1.0, optimizer=OPTIMIZER if trains else None)
         engine.forward.report = "nothing to compare"
         engine._all_reduce = _real(lambda values, _: torch.tensor(values))  # type: ignore[method-assign]
-        for owner, name in ((engine, "_plan"), (engine, "_global_counts"), (engine.forward, "micro_batch")):
+        for owner, name in ((engine, "_plan"), (engine.forward, "micro_batch")):
             setattr(owner, name, _real(getattr(owner, name)))
         yield engine
 

@@ -6,10 +6,10 @@ The estimate is for the largest micro-batches that the settings allow, with ever
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from grpo_dist.config.model_shape import ModelShape, model_shape
+from grpo_dist.config.model_shape import ModelShape, model_config_at_hand, model_shape
 from grpo_dist.config.placement import placement
 from grpo_dist.config.rank_memory import PROCESS_GIB, MiniBatch, Parts, Rank, pass_tokens
 from grpo_dist.config.schema import RunConfig
@@ -23,7 +23,7 @@ class RoleMemory:
     """Memory of one process of a role, in GiB.
 
     Args:
-        role: actor, rollout or ref.
+        role: actor, rollout, ref or reward_model.
         parts: peak memory on the device, by purpose.
         forward: peak of a log-prob pass (actor only).
         between: what stays on the GPU while other roles compute.
@@ -52,7 +52,9 @@ class RoleMemory:
 def memory_estimate(
     config: RunConfig, model_config: Mapping[str, Any] | None, num_parameters: int = 0
 ) -> list[RoleMemory] | None:
-    """Memory of one process of each role; None if the model's sizes are unknown.
+    """Memory of one process of each role; None if the policy's sizes are unknown.
+
+    The reward model is left out if its config.json is not on this machine.
 
     Args:
         config: the run's config.
@@ -64,7 +66,11 @@ def memory_estimate(
         return None
     place = placement(config)
     roles = [_actor(config, shape, place.actor_world_size), _rollout(config, shape, place.tensor_parallel)]
-    return [*roles, _reference(config, shape, place.ref_world_size)] if place.ref_world_size else roles
+    if place.ref_world_size:
+        roles.append(_reference(config, shape, place.ref_world_size))
+    if place.reward_model_world_size and (reward_model := _reward_model(config, place.reward_model_world_size)):
+        roles.append(reward_model)
+    return roles
 
 
 # --- training ranks ------------------------------------------------------------------------------------------------
@@ -119,12 +125,33 @@ def _reference(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
     rank = Rank(shape, config.device, held, compute, ranks, actor.fsdp_config.reshard_after_forward, frozen=True)
     limit = actor.log_prob_max_token_len(ref)
     parts = rank.forward(*pass_tokens(config, ref.log_prob_micro_batch_size_per_gpu, limit))
-    total, offloads = sum(parts.values()) / GIB, ref.fsdp_config.param_offload
+    saves = config.actor_rollout_ref.ref.ref_model_sync_steps > 0
+    return _follower(config, "ref", rank, parts, offloads=ref.fsdp_config.param_offload, saves=saves)
+
+
+def _reward_model(config: RunConfig, ranks: int) -> RoleMemory | None:
+    """None if the sizes of the reward model are unknown. It has no output layer to speak of."""
+    section, actor = config.reward_model, config.actor_rollout_ref.actor
+    found = model_config_at_hand(section.model.path or "")
+    shape = None if found is None else model_shape(found)
+    if shape is None:
+        return None
+    dtype = _BYTES[section.model.fsdp_config.resolved_dtype(config.default_dtype)]
+    reshards = actor.fsdp_config.reshard_after_forward
+    rank = Rank(replace(shape, tied=True), config.device, dtype, dtype, ranks, reshards, frozen=True)
+    tokens, _ = pass_tokens(config, section.micro_batch_size_per_gpu, section.max_token_len(actor))
+    parts, offloads = rank.forward(tokens, 0), section.model.fsdp_config.param_offload
+    return _follower(config, "reward_model", rank, parts, offloads=offloads, saves=False)
+
+
+def _follower(config: RunConfig, role: str, rank: Rank, parts: Parts, *, offloads: bool, saves: bool) -> RoleMemory:
+    """A role that only runs forward passes."""
+    total = sum(parts.values()) / GIB
     host = {"offloaded": rank.weights if offloads else 0.0}
-    if config.actor_rollout_ref.ref.ref_model_sync_steps > 0:
+    if saves:
         host["a copy for a checkpoint"] = rank.weights
     between = 0.0 if offloads else rank.weights / GIB if placement(config).sharing else total
-    return RoleMemory("ref", _gib(parts), total, between, _host(config, rank, host, exports=False))
+    return RoleMemory(role, _gib(parts), total, between, _host(config, rank, host, exports=False))
 
 
 # --- rollout engines -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from grpo_dist.config.memory import RoleMemory
-from grpo_dist.config.placement import placement
+from grpo_dist.config.placement import FOLLOWERS, placement
 from grpo_dist.config.placement_rules import PLACEMENT_RULES
 from grpo_dist.config.problems import Problem, shown, value_of, with_value
 from grpo_dist.config.rank_memory import CUDA_GIB
@@ -26,6 +26,8 @@ _REMEDIES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     (f"{_ACTOR}.fsdp_config.defer_grad_sync", (False,)),
     (f"{_ACTOR}.fsdp_config.reshard_after_forward", (True,)),
     (f"{_REF}.fsdp_config.param_offload", (True,)),
+    ("reward_model.model.fsdp_config.param_offload", (True,)),
+    ("reward_model.micro_batch_size_per_gpu", (8, 4, 2, 1)),
     (f"{_REF}.log_prob_micro_batch_size_per_gpu", (8, 4, 2, 1)),
     (f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", (8, 4, 2, 1)),
     (f"{_MODEL}.enable_gradient_checkpointing", (True,)),
@@ -41,6 +43,7 @@ _REMEDIES: tuple[tuple[str, tuple[Any, ...]], ...] = (
 # Tried after those: settings that need more GPUs.
 _MORE_GPUS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("cluster.ref_world_size", (2, 4, 8)),
+    ("cluster.reward_model_world_size", (2, 4, 8)),
     ("cluster.actor_world_size", (2, 4, 8, 16, 32, 64)),
     ("trainer.n_gpus_per_node", (2, 4, 8)),
     ("trainer.nnodes", (2, 4, 8, 16, 32)),
@@ -108,18 +111,20 @@ def _on_gpus(config: RunConfig, roles: list[RoleMemory], gib: float) -> Iterator
 
 
 def _on_a_shared_gpu(config: RunConfig, roles: Mapping[str, RoleMemory], gib: float) -> Iterator[Misfit]:
-    """One process of each role on one GPU. Actor and reference take turns, unless groups are sampled ahead during
-    updates. An engine keeps its share of the GPU all the time, unless it sleeps during the update.
+    """One process of each role on one GPU. The actor takes turns with the reference and the reward model, which may
+    compute at the same time, unless groups are sampled ahead during updates. An engine keeps its share of the GPU all
+    the time, unless it sleeps during the update.
     """
-    actor, ref = roles["actor"], roles.get("ref", RoleMemory("ref", {}))
+    actor, followers = roles["actor"], {name: role for name, role in roles.items() if name in FOLLOWERS}
     rollout, engine = config.actor_rollout_ref.rollout, roles.get("rollout")
     shares = engine is not None and rollout.kv_cache_memory_gib is None  # which includes the CUDA context
     held = 0.0 if engine is None else _share(config, gib)[0] if shares else engine.total
     asleep = (CUDA_GIB if shares else 0.0) if rollout.free_cache_engine else held
     passes = max(actor.forward if config.needs_old_log_probs else 0.0, actor.between)
     moments = [
-        {"rollout": asleep, "actor": actor.total, "ref": ref.total if config.trainer.max_staleness else ref.between},
-        {"rollout": held, "actor": passes, "ref": ref.total},
+        {"rollout": asleep, "actor": actor.total}
+        | {name: each.total if config.trainer.max_staleness else each.between for name, each in followers.items()},
+        {"rollout": held, "actor": passes} | {name: each.total for name, each in followers.items()},
     ]
     parts = max(moments, key=lambda each: sum(each.values()))
     parts["CUDA of each process"] = CUDA_GIB * (len(roles) - shares)

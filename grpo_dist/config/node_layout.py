@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_dist.config.placement import Placement, placement
+from grpo_dist.config.placement import FOLLOWERS, Placement, placement
 from grpo_dist.config.schema import RunConfig
 
 # By role and rank: index of the machine, in the order of `workers.resources`. It never decreases with the rank.
@@ -47,7 +47,7 @@ def slots(config: RunConfig) -> list[Slot]:
     place = placement(config)
     cpus = place.num_cpus_per_worker
     sizes = {"rollout": place.tensor_parallel}
-    needs = {role: (cpus * sizes.get(role, 1), place.num_gpus(role)) for role in ("actor", "rollout", "ref")}
+    needs = {role: (cpus * sizes.get(role, 1), place.num_gpus(role)) for role in place.world_sizes}
     alone = slots_of(node_layout(config), needs | {"reward": (cpus, 0.0)})
     shared: dict[int, list[Slot]] = {}  # by index among the actor's GPUs
     for slot in alone:
@@ -149,6 +149,6 @@ def _units(config: RunConfig, place: Placement) -> dict[str, tuple[int, int]]:
     units = {
         "actor": (place.actor_world_size // size, size),
         "rollout": (place.num_engines, place.tensor_parallel),
-        "ref": (place.ref_world_size, 1),
+        **{role: (place.world_sizes[role], 1) for role in FOLLOWERS},
     }
     return {role: unit for role, unit in units.items() if unit[0]}

@@ -14,7 +14,7 @@ _ACTOR = "actor_rollout_ref.actor"
 
 def config_notes(config: RunConfig) -> list[str]:
     """All notes on a config, one line each."""
-    return [*_method(config), *_experts(config), *_without_effect(config), *_run(config)]
+    return [*_method(config), *_experts(config), *_without_effect(config), *_reward(config), *_run(config)]
 
 
 def _experts(config: RunConfig) -> Iterator[str]:
@@ -74,7 +74,7 @@ def _method(config: RunConfig) -> Iterator[str]:
 def _without_effect(config: RunConfig) -> Iterator[str]:
     """Notes on keys that have no effect because of other keys."""
     actor, ref, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.trainer
-    optim, custom = actor.optim, config.custom_reward_function
+    optim = actor.optim
     if optim.lr_warmup_steps >= 0 and optim.lr_warmup_steps_ratio > 0:
         yield f"{_ACTOR}.optim.lr_warmup_steps_ratio has no effect while lr_warmup_steps is not -1"
     if optim.lr_scheduler_type == "constant" and optim.min_lr_ratio > 0:
@@ -83,6 +83,7 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
         f"{_ACTOR}.fsdp_config.param_offload": actor.fsdp_config.param_offload,
         f"{_ACTOR}.fsdp_config.optimizer_offload": actor.fsdp_config.optimizer_offload,
         "actor_rollout_ref.ref.fsdp_config.param_offload": ref.fsdp_config.param_offload,
+        "reward_model.model.fsdp_config.param_offload": config.reward_model.model.fsdp_config.param_offload,
     }
     for key, offload in offloads.items():
         if offload and config.device == "cpu":
@@ -103,7 +104,13 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
         yield "data.shuffle has no effect on the order: data.sampler.class_path decides it"
     if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
         yield f"trainer.resume_from_path has no effect with resume_mode={trainer.resume_mode}"
-    if custom.path is None and custom.reward_kwargs:
+
+
+def _reward(config: RunConfig) -> Iterator[str]:
+    """Notes on keys of the reward that have no effect."""
+    if config.reward_model.model.path is not None and not config.reward_model.enable:
+        yield "reward_model.model.path has no effect while reward_model.enable=false"
+    if config.custom_reward_function.path is None and config.custom_reward_function.reward_kwargs:
         yield "custom_reward_function.reward_kwargs has no effect while custom_reward_function.path is null"
 
 

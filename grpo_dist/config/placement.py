@@ -1,10 +1,10 @@
 """Decides how many processes, GPUs and CPUs each role gets: `cluster.*`, with a default for every null.
 
-Without GPUs: 2 actor ranks for the built-in model and 1 for larger ones, 1 engine, 1 reference, sharing the CPU cores.
-With GPUs `cluster.colocate` says which roles share them. "actor_ref": about half of the GPUs run the actor and the
-reference together, and the others generate. "all": each GPU runs all three roles; the default on one GPU, and if one
-engine needs all GPUs. "separate": no GPU is shared. Nothing is checked here: placement_rules.py compares the result
-with the machines.
+Without GPUs: 2 actor ranks for the built-in model and 1 for larger ones, 1 engine, 1 reference, 1 reward model, sharing
+the CPU cores. With GPUs `cluster.colocate` says which roles share them. "actor_ref": about half of the GPUs run the
+actor, the reference and the reward model together, and the others generate. "all": each GPU runs all roles; the default
+on one GPU, and if one engine needs all GPUs. "separate": no GPU is shared. Nothing is checked here: placement_rules.py
+compares the result with the machines.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from grpo_dist.config.schema_roles import Colocation, Device
 
 # Logical CPUs that Ray reserves per process on CPU: small, so that all roles fit on a laptop.
 _CPU_SHARE = 0.1
-# Fraction of a GPU that Ray reserves for a process that shares it: at most three roles share one.
-_GPU_SHARE = 0.3
+# Fraction of a GPU that Ray reserves for a process that shares it: at most four roles share one.
+_GPU_SHARE = 0.25
+# Roles that only run forward passes, and may lie beside the actor.
+FOLLOWERS = ("ref", "reward_model")
 # Roles that share the actor's GPUs.
 _SHARING: Mapping[Colocation, tuple[str, ...]] = {
     "separate": (),
-    "actor_ref": ("actor", "ref"),
-    "all": ("actor", "rollout", "ref"),
+    "actor_ref": ("actor", *FOLLOWERS),
+    "all": ("actor", "rollout", *FOLLOWERS),
 }
 
 
@@ -38,10 +40,11 @@ class Placement:
         rollout_world_size: engines * tensor_parallel.
         tensor_parallel: GPUs per engine, or processes on CPU.
         ref_world_size: reference processes; 0 if none is needed.
+        reward_model_world_size: reward model processes; 0 if there is no reward model.
         colocate: which roles share GPUs; "separate" on CPU.
-        num_devices: GPUs used by the three roles together; on CPU the number of machines.
+        num_devices: GPUs used by all roles together; on CPU the number of machines.
         num_cpus_per_worker: logical CPUs that Ray reserves for one process.
-        num_threads: compute threads of one process on CPU, by role.
+        num_threads: compute threads of one process on CPU, by role that is started.
     """
 
     device: Device
@@ -49,6 +52,7 @@ class Placement:
     rollout_world_size: int
     tensor_parallel: int
     ref_world_size: int
+    reward_model_world_size: int
     colocate: Colocation
     num_devices: int
     num_cpus_per_worker: float
@@ -62,7 +66,12 @@ class Placement:
     @property
     def world_sizes(self) -> dict[str, int]:
         """Number of processes by role; for rollout those of all engines together."""
-        return {"actor": self.actor_world_size, "rollout": self.rollout_world_size, "ref": self.ref_world_size}
+        return {
+            "actor": self.actor_world_size,
+            "rollout": self.rollout_world_size,
+            "ref": self.ref_world_size,
+            "reward_model": self.reward_model_world_size,
+        }
 
     @property
     def shares_gpu(self) -> bool:
@@ -89,14 +98,15 @@ def placement(config: RunConfig) -> Placement:
     colocate = _colocate(config, tensor_parallel)
     if config.device == "cpu":
         actor = asked.actor_world_size or _cpu_actors(config)
-        rollout, ref = asked.rollout_world_size or tensor_parallel, asked.ref_world_size or 1
+        rollout = asked.rollout_world_size or tensor_parallel
+        followers = {role: size or 1 for role, size in _followers(config).items()}
     elif colocate == "all":
         actor = asked.actor_world_size or gpus
         rollout = asked.rollout_world_size or max(actor // tensor_parallel, 1) * tensor_parallel
-        ref = asked.ref_world_size or actor
+        followers = {role: size or actor for role, size in _followers(config).items()}
     else:
-        actor, rollout, ref = _split(config, gpus, tensor_parallel, colocate)
-    sizes = {"actor": actor, "rollout": rollout, "ref": ref if config.needs_reference_workers else 0}
+        actor, rollout, followers = _split(config, gpus, tensor_parallel, colocate)
+    sizes = {"actor": actor, "rollout": rollout, **dict.fromkeys(FOLLOWERS, 0), **followers}
     own = sum(size for role, size in sizes.items() if role == "actor" or role not in _SHARING[colocate])
     return Placement(
         device=config.device,
@@ -104,10 +114,11 @@ def placement(config: RunConfig) -> Placement:
         rollout_world_size=rollout,
         tensor_parallel=tensor_parallel,
         ref_world_size=sizes["ref"],
+        reward_model_world_size=sizes["reward_model"],
         colocate=colocate,
         num_devices=config.trainer.nnodes if config.device == "cpu" else own,
         num_cpus_per_worker=asked.num_cpus_per_worker or (_CPU_SHARE if config.device == "cpu" else 1.0),
-        num_threads=_threads(config, sizes),
+        num_threads=_threads(config, {role: size for role, size in sizes.items() if size}),
     )
 
 
@@ -120,7 +131,14 @@ def _colocate(config: RunConfig, tensor_parallel: int) -> Colocation:
         return asked.colocate
     if gpus == 1 or gpus == tensor_parallel:
         return "all"
-    return "actor_ref" if config.needs_reference_workers and asked.ref_world_size is None else "separate"
+    followers = _followers(config).values()
+    return "actor_ref" if followers and not any(followers) else "separate"
+
+
+def _followers(config: RunConfig) -> dict[str, int | None]:
+    """The followers that this run has, with the size that is asked for."""
+    needed = {"ref": config.needs_reference_workers, "reward_model": config.reward_model.enable}
+    return {role: getattr(config.cluster, f"{role}_world_size") for role in FOLLOWERS if needed[role]}
 
 
 def _cpu_actors(config: RunConfig) -> int:
@@ -144,18 +162,21 @@ def _threads(config: RunConfig, processes: Mapping[str, int]) -> dict[str, int]:
     return {role: max(1, min(cores, cores * nodes // max(number, 1))) for role, number in processes.items()}
 
 
-def _split(config: RunConfig, gpus: int, tensor_parallel: int, colocate: Colocation) -> tuple[int, int, int]:
-    """(actor, rollout, reference) GPUs; their sum exceeds the available GPUs if those are too few."""
-    asked = config.cluster
-    apart = config.needs_reference_workers and colocate == "separate"
-    least_ref = (asked.ref_world_size or 1) if apart else 0
-    least_rollout = asked.rollout_world_size or tensor_parallel
-    room = min(gpus // 2, gpus - least_rollout - least_ref)
+def _split(config: RunConfig, gpus: int, tensor_parallel: int, colocate: Colocation) -> tuple[int, int, dict[str, int]]:
+    """GPUs of the actor, of the engines and of each follower; their sum exceeds those that there are if they are few.
+
+    Of followers with GPUs of their own, the first whose size is not set gets what is left.
+    """
+    asked, wanted = config.cluster, _followers(config)
+    apart = {role: size or 1 for role, size in wanted.items()} if colocate == "separate" else {}
+    least = sum(apart.values())
+    room = min(gpus // 2, gpus - (asked.rollout_world_size or tensor_parallel) - least)
     actor = asked.actor_world_size or _power_of_two(room)
-    rest = gpus - actor
-    multiple = (rest - least_ref) // tensor_parallel * tensor_parallel
-    rollout = asked.rollout_world_size or max(multiple, tensor_parallel)
-    return actor, rollout, asked.ref_world_size or (max(rest - rollout, 1) if apart else actor)
+    rest = gpus - actor - least
+    rollout = asked.rollout_world_size or max(rest // tensor_parallel * tensor_parallel, tensor_parallel)
+    if open_ended := [role for role in apart if wanted[role] is None]:
+        apart[open_ended[0]] += max(rest - rollout, 0)
+    return actor, rollout, {role: size or actor for role, size in wanted.items()} | apart
 
 
 def _power_of_two(most: int) -> int:

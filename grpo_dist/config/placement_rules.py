@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from grpo_dist.config.node_layout import copy_size, node_layout
-from grpo_dist.config.placement import placement
+from grpo_dist.config.placement import FOLLOWERS, placement
 from grpo_dist.config.problems import Problem, problem_between, shown, value_of
 from grpo_dist.config.schema import RunConfig
 
@@ -30,7 +30,12 @@ _LAYOUT: dict[str, tuple[Any, str]] = {
         "leave it out",
     ),
 }
-_CLUSTER = ("cluster.actor_world_size", "cluster.rollout_world_size", "cluster.ref_world_size")
+_CLUSTER = (
+    "cluster.actor_world_size",
+    "cluster.rollout_world_size",
+    "cluster.ref_world_size",
+    "cluster.reward_model_world_size",
+)
 _COLOCATE = "cluster.colocate"
 
 
@@ -91,7 +96,7 @@ def roles_fit_on_the_gpus(config: RunConfig) -> Iterator[Problem]:
     split = " + ".join(f"{role} {size}" for role, size in own.items())
     asked = [key for key in _CLUSTER if value_of(config, key) is not None]
     keys = (*asked, _COLOCATE, f"{_ROLLOUT}.tensor_model_parallel_size", "trainer.nnodes", "trainer.n_gpus_per_node")
-    shared = "" if place.shares_gpu else f", or {_COLOCATE}=all, where engines and reference share the actor's GPUs"
+    shared = "" if place.shares_gpu else f", or {_COLOCATE}=all, where all roles share the actor's GPUs"
     why = (
         f"{split} = {place.num_devices} GPUs are needed and there are {gpus}; set smaller {', '.join(_CLUSTER)}, or "
         f"more machines{shared}"
@@ -108,15 +113,17 @@ def shared_gpus_are_the_actors(config: RunConfig) -> Iterator[Problem]:
                 f"{_COLOCATE}={config.cluster.colocate}: there are no GPUs to share; leave it null", (_COLOCATE,)
             )
         return
-    actor, ref = place.actor_world_size, place.ref_world_size
-    if place.colocate == "actor_ref" and ref not in (0, actor):
-        why = f"each of the {actor} actor ranks shares its GPU with one reference rank; leave ref_world_size null"
-        yield problem_between(config, why, "cluster.ref_world_size", _COLOCATE)
+    actor = place.actor_world_size
+    for role in FOLLOWERS:
+        if place.colocate == "actor_ref" and place.world_sizes[role] not in (0, actor):
+            key = f"cluster.{role}_world_size"
+            why = f"each of the {actor} actor ranks shares its GPU with one rank of {role}; leave {key} null"
+            yield problem_between(config, why, key, _COLOCATE)
     if place.colocate == "all" and max(place.world_sizes.values()) > actor:
         split = ", ".join(f"{role} {size}" for role, size in place.world_sizes.items() if size)
         why = (
             f"every shared GPU needs an actor rank, and the processes are {split}; set cluster.actor_world_size to "
-            f"{max(place.world_sizes.values())}, the others to {actor}, or all three to null"
+            f"{max(place.world_sizes.values())}, the others to {actor}, or all of them to null"
         )
         yield problem_between(config, why, *_CLUSTER, _COLOCATE)
 
@@ -141,7 +148,7 @@ def copies_and_engines_are_on_one_machine(config: RunConfig) -> Iterator[Problem
         yield problem_between(config, why, fsdp_size, "trainer.n_gpus_per_node")
         return
     homes = node_layout(config)
-    units = {"actor": place.actor_world_size, "rollout": place.num_engines, "ref": place.ref_world_size}
+    units = place.world_sizes | {"rollout": place.num_engines}
     short = [role for role, count in units.items() if len(homes.get(role, ())) < count]
     if place.shares_gpu and not short:  # the GPUs of an engine are those of as many actor ranks, one after the other
         size, actor = place.tensor_parallel, homes["actor"]
@@ -218,7 +225,11 @@ def token_budgets_hold_the_longest_sequence(config: RunConfig) -> Iterator[Probl
     for name, role in (("rollout", roles.rollout), ("ref", roles.ref)):
         key = f"actor_rollout_ref.{name}.log_prob_max_token_len_per_gpu"
         budgets[key if role.log_prob_max_token_len_per_gpu else own] = actor.log_prob_max_token_len(role)
+    if config.reward_model.enable and config.reward_model.forward_max_token_len_per_gpu:
+        budgets["reward_model.forward_max_token_len_per_gpu"] = config.reward_model.max_token_len(actor)
     for key, budget in budgets.items():
+        if key.startswith("reward_model.") and (config.reward_model.max_length or longest) < longest:
+            continue  # its conversations are shorter; a longer one gets a pass of its own
         if budget is not None and budget < longest:
             why = f"a micro-batch must hold the longest sequence: at least prompt + response = {longest}"
             yield problem_between(config, why, key, "data.max_prompt_length", "data.max_response_length")

@@ -54,6 +54,11 @@ def batch_arithmetic(config: RunConfig) -> Rows:
         limits = ref.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len(ref)
         per_rank = ceil(sequences / place.ref_world_size)
         rows.append(("reference passes per ref rank", _passes(per_rank, rollout.n, *limits)))
+    if place.reward_model_world_size:
+        section = config.reward_model
+        per_rank = ceil(sequences / place.reward_model_world_size)
+        limits = section.micro_batch_size_per_gpu, section.max_token_len(actor)
+        rows.append(("reward model passes per rank", _passes(per_rank, rollout.n, *limits)))
     return rows
 
 
@@ -76,7 +81,10 @@ def format_plan(config: RunConfig, notes: list[str]) -> str:
         "run\n" + _table(_run_rows(config)),
         "batch\n" + _table(batch_arithmetic(config)),
         "placement\n" + _table(_placement_rows(config)),
-        "memory per process (estimate)\n" + _table(_memory_rows(memory_estimate(config, model), tokens)),
+        "memory per process (estimate)\n"
+        + _table(
+            _memory_rows(memory_estimate(config, model), tokens, has_reward_model=config.reward_model.enable),
+        ),
     ]
     if rows := _step_rows(config, model):
         blocks.append("a step (rough estimate, for H100s)\n" + _table(rows))
@@ -143,6 +151,8 @@ def _workers(place: Placement) -> str:
     if place.tensor_parallel > 1:
         engines += f" (TP={place.tensor_parallel})"
     ref = f"{place.ref_world_size} ref" if place.ref_world_size else "no ref"
+    if place.reward_model_world_size:
+        ref += f", {place.reward_model_world_size} reward model"
     where = "CPU" if place.device == "cpu" else _many(place.num_devices, "GPU") + _shared(place)
     return f"{place.actor_world_size} actor, {engines}, {ref}, on {where}"
 
@@ -175,6 +185,10 @@ def _placement_rows(config: RunConfig) -> Rows:
         rows.append(("ref", "not started: the actor without its LoRA adapters is the reference"))
     else:
         rows.append(("ref", "not started: no KL term"))
+    if place.reward_model_world_size:
+        dtype = config.reward_model.model.fsdp_config.resolved_dtype(config.default_dtype)
+        path = config.reward_model.model.path
+        rows.append(("reward_model", f"{_many(place.reward_model_world_size, 'rank')}, {dtype}, {path}"))
     rows.append(("reward", _many(config.reward.num_workers, "process", "processes")))
     if place.device == "cuda":
         unused = config.num_gpus - place.num_devices
@@ -183,9 +197,7 @@ def _placement_rows(config: RunConfig) -> Rows:
     rows += _machine_rows(config)
     rows.append(("per worker", f"{place.num_cpus_per_worker:g} logical CPU"))
     if place.device == "cpu":
-        started = [role for role in place.num_threads if role != "ref" or place.ref_world_size]
-        threads = ", ".join(f"{role} {place.num_threads[role]}" for role in started)
-        rows.append(("threads per worker", threads))
+        rows.append(("threads per worker", ", ".join(f"{role} {count}" for role, count in place.num_threads.items())))
     return rows
 
 
@@ -207,13 +219,15 @@ def _from_to(ranks: list[int]) -> str:
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
-def _memory_rows(memory: list[RoleMemory] | None, kv_tokens: int | None) -> Rows:
+def _memory_rows(memory: list[RoleMemory] | None, kv_tokens: int | None, *, has_reward_model: bool) -> Rows:
     if memory is None:
         return [("all roles", "unknown: the model's config.json is not on this machine")]
     rows = []
     for role in memory:
         remark = f"; {role.remark}" if role.remark else ""
         rows.append((role.role, _sum(role.parts) + remark))
+    if has_reward_model and all(role.role != "reward_model" for role in memory):
+        rows.append(("reward_model", "unknown: its config.json is not on this machine"))
     rows += [(f"{role.role}, CPU memory", _sum(role.host)) for role in memory]
     if kv_tokens is not None:
         rows.append(("KV cache", f"{kv_tokens:,} tokens per engine"))

@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from grpo_dist.assets import BUILTIN, resolve_model_path
+from grpo_dist.assets import BUILTIN, POLICY_KEY, REWARD_MODEL_KEY, resolve_model_path
 from grpo_dist.assets.paths import expanded, is_file, is_folder
 from grpo_dist.config.data_files import DataFileProblem, parse_data_file
-from grpo_dist.config.model_rules import model_problems
+from grpo_dist.config.model_rules import max_positions, model_problems
 from grpo_dist.config.model_shape import model_config_at_hand
 from grpo_dist.config.placement_rules import PLACEMENT_RULES, Rule
 from grpo_dist.config.problems import Problem, problem_between
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError
-from grpo_dist.names import GROUP_ADV_ESTIMATORS, OVERLONG_PENALTY, SEQUENCE_LOSSES
+from grpo_dist.names import GROUP_ADV_ESTIMATORS, OVERLONG_PENALTY, REWARD_MODEL_FUNCTION, SEQUENCE_LOSSES
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -67,6 +67,22 @@ def estimators_get_what_they_need(config: RunConfig) -> Iterator[Problem]:
     if actor.policy_loss.loss_mode in SEQUENCE_LOSSES[:2] and actor.top_entropy_quantile < 1:
         why = "the loss has one ratio for the whole sequence; choose another loss_mode or set the share to 1"
         yield problem_between(config, why, quantile, f"{_ACTOR}.policy_loss.loss_mode")
+
+
+def reward_model_is_named(config: RunConfig) -> Iterator[Problem]:
+    """A reward model is a folder or a hub name, and nothing asks for the score of one that is not enabled."""
+    section, key = config.reward_model, REWARD_MODEL_KEY
+    if section.enable and section.model.path is None:
+        why = "name the reward model: a folder, or a model of the Hugging Face hub"
+        yield problem_between(config, why, key, "reward_model.enable")
+    elif section.enable and section.max_length is not None:
+        positions = max_positions(model_config_at_hand(section.model.path or "") or {})
+        if positions is not None and section.max_length > positions[1]:
+            why = f"the reward model has {positions[1]} positions ({positions[0]} in its config.json); lower it"
+            yield problem_between(config, why, "reward_model.max_length", key)
+    if not section.enable and REWARD_MODEL_FUNCTION in config.reward_paths:
+        why = f"{REWARD_MODEL_FUNCTION} returns the reward model's score; set enable to true, or leave the function out"
+        yield problem_between(config, why, "reward_model.enable", "custom_reward_function.path")
 
 
 def gdpo_sees_the_whole_reward(config: RunConfig) -> Iterator[Problem]:
@@ -228,20 +244,22 @@ def sampler_class_is_named(config: RunConfig) -> Iterator[Problem]:
         yield problem_between(config, "set both or none", "data.sampler.class_path", "data.sampler.class_name")
 
 
-def model_folder_exists(config: RunConfig) -> Iterator[Problem]:
+def model_folders_exist(config: RunConfig) -> Iterator[Problem]:
     """A model path that is no hub name is a folder with a config.json."""
-    key, path = "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
-    if path.startswith(BUILTIN):
-        try:
-            resolve_model_path(path)
-        except ConfigError as error:
-            text = str(error)
-            yield Problem(text if text.startswith(key) else f"{key}={path}: {text}", (key,))
-    elif looks_like_folder(path):
-        if not is_folder(path):
-            yield _missing(key, path, "folder")
-        elif not is_file(f"{path}/config.json"):
-            yield _missing(key, path, "config.json in the folder")
+    paths = {POLICY_KEY: config.actor_rollout_ref.model.path}
+    if config.reward_model.enable and config.reward_model.model.path is not None:
+        paths[REWARD_MODEL_KEY] = config.reward_model.model.path
+    for key, path in paths.items():
+        if path.startswith(BUILTIN):
+            try:
+                resolve_model_path(path, key=key)
+            except ConfigError as error:
+                yield Problem(str(error), (key,))
+        elif looks_like_folder(path):
+            if not is_folder(path):
+                yield _missing(key, path, "folder")
+            elif not is_file(f"{path}/config.json"):
+                yield _missing(key, path, "config.json in the folder")
 
 
 def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
@@ -277,6 +295,7 @@ RULES: tuple[Rule, ...] = (
     groups_need_two_responses,
     estimators_get_what_they_need,
     gdpo_sees_the_whole_reward,
+    reward_model_is_named,
     prompts_are_sampled_for_use,
     over_sampling_ends_one_batch,
     the_reference_moves_between_batches,
@@ -292,7 +311,7 @@ RULES: tuple[Rule, ...] = (
     resume_path_is_set,
     data_files_exist,
     sampler_class_is_named,
-    model_folder_exists,
+    model_folders_exist,
     custom_code_exists,
     vllm_is_installed,
 )

@@ -2,8 +2,8 @@
 
 Holds names, types and ranges of single keys. Defaults and the meaning of each key are in grpo.yaml (a key
 missing on either side is an error), rules between keys in rules.py. What a
-null value stands for, where several readers need it, is a method here. The roles are in schema_roles.py,
-`trainer.health` in schema_health.py.
+null value stands for, where several readers need it, is a method here. The roles are in schema_roles.py, models beside
+the policy in schema_models.py, `trainer.health` in schema_health.py.
 """
 
 from __future__ import annotations
@@ -33,8 +33,15 @@ from grpo_dist.config.field_types import (
 )
 from grpo_dist.config.processor import has_bf16
 from grpo_dist.config.schema_health import HealthConfig
+from grpo_dist.config.schema_models import RewardModelConfig
 from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Colocation, Device
-from grpo_dist.names import ADV_ESTIMATORS, SAMPLED_KL_TYPES, TOKEN_SELECTING_LOSSES
+from grpo_dist.names import (
+    ADV_ESTIMATORS,
+    REWARD_MODEL_FUNCTION,
+    SAMPLED_KL_TYPES,
+    TOKEN_SELECTING_LOSSES,
+    WEIGHTED_FUNCTION,
+)
 
 
 class KLCtrlConfig(Section):
@@ -144,6 +151,7 @@ TimedStage = Literal[
     "generate",
     "ref_log_prob",
     "old_log_prob",
+    "reward_model",
     "update",
     "sync_weights",
     "save_checkpoint",
@@ -198,6 +206,7 @@ class ClusterConfig(Section):
     actor_world_size: Count | None
     rollout_world_size: Count | None
     ref_world_size: Count | None
+    reward_model_world_size: Count | None
     colocate: Colocation | None
     num_cpus_per_worker: PositiveFloat | None
     num_threads_per_worker: Count | None
@@ -223,6 +232,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
+    reward_model: RewardModelConfig
     custom_reward_function: CustomRewardFunctionConfig
     reward: RewardConfig
     trainer: TrainerConfig
@@ -264,6 +274,24 @@ class RunConfig(Section):
     def needs_reference(self) -> bool:
         """Whether the KL to a reference is part of the loss or of the reward."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def reward_function(self) -> str | None:
+        """Path of the reward function: null means the reward model's score, or without one the built-in scorers."""
+        return self.custom_reward_function.path or (REWARD_MODEL_FUNCTION if self.reward_model.enable else None)
+
+    @property
+    def reward_paths(self) -> tuple[str | None, ...]:
+        """Paths of the functions that make the reward, of a weighted sum those of its parts; None: built-in scorers."""
+        custom = self.custom_reward_function
+        functions = custom.reward_kwargs.get("functions") if custom.path == WEIGHTED_FUNCTION else None
+        parts = functions if isinstance(functions, list) else []
+        return tuple(part.get("path") for part in parts if isinstance(part, dict)) or (self.reward_function,)
+
+    @property
+    def needs_ground_truth(self) -> bool:
+        """Whether every row must have a ground truth: not where a model scores, unless a built-in scorer does too."""
+        return not self.reward_model.enable or None in self.reward_paths
 
     @property
     def rollout_is(self) -> Literal["token", "sequence"] | None:

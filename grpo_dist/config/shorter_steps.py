@@ -20,7 +20,12 @@ LEAST_SAVING = 0.1
 _SIZES = 16
 
 Changes = dict[str, Any]
-_WORLD_SIZES = ("cluster.actor_world_size", "cluster.rollout_world_size", "cluster.ref_world_size")
+_WORLD_SIZES = (
+    "cluster.actor_world_size",
+    "cluster.rollout_world_size",
+    "cluster.ref_world_size",
+    "cluster.reward_model_world_size",
+)
 _SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 
 

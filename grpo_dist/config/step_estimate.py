@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from grpo_dist.config.model_shape import ModelShape, model_shape
+from grpo_dist.config.model_shape import ModelShape, model_config_at_hand, model_shape
 from grpo_dist.config.placement import Placement, placement
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.sizes import GIB
@@ -61,24 +61,30 @@ def step_estimate(config: RunConfig, model_config: Mapping[str, Any] | None) -> 
     if config.needs_old_log_probs:
         size = config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
         phases["old log-probs"] = work.log_probs(place.actor_world_size, size)
+    scorer = model_config_at_hand(config.reward_model.model.path or "") if place.reward_model_world_size else None
+    if scorer is not None and (scorer_shape := model_shape(scorer)) is not None:
+        size = config.reward_model.micro_batch_size_per_gpu
+        phases["reward model"] = _Work(config, scorer_shape).log_probs(place.reward_model_world_size, size)
     phases["weight sync"] = work.weight_sync(place)
     return _composed(config, place, phases)
 
 
 def _composed(config: RunConfig, place: Placement, phases: Mapping[str, float]) -> StepEstimate:
     """Combine overlapping phases: log-probs overlap generation; with `max_staleness`, generation overlaps the rest."""
-    apart = place.ref_world_size > 0 and place.colocate == "separate"
-    generation, reference = phases["generation"], phases.get("reference", 0.0)
-    log_probs = phases.get("old log-probs", 0.0) + (0.0 if apart else reference)
-    own_reference = reference if apart else 0.0
+    generation, names = phases["generation"], {"ref": "reference", "reward_model": "reward model"}
+    # the followers with GPUs of their own; the others compute on the actor's
+    apart = [role for role in names if place.world_sizes[role] and place.colocate == "separate"]
+    beside = [name for role, name in names.items() if role not in apart]
+    own = {role: phases.get(names[role], 0.0) for role in apart}
+    log_probs = sum(phases.get(name, 0.0) for name in ("old log-probs", *beside))
     if place.shares_gpu:
         return StepEstimate(phases, sum(phases.values()), {})
     trains, sync = log_probs + phases["update"], phases["weight sync"]
     if config.trainer.max_staleness:
-        total = max(generation + sync, trains + sync, own_reference)
+        total = max(generation + sync, trains + sync, *own.values())
     else:
-        total = max(generation, log_probs, own_reference) + phases["update"] + sync
-    busy = {"actor": trains, "rollout": generation} | ({"ref": reference} if apart else {})
+        total = max(generation, log_probs, *own.values()) + phases["update"] + sync
+    busy = {"actor": trains, "rollout": generation} | own
     return StepEstimate(phases, total, {role: 1 - seconds / total for role, seconds in busy.items()})
 
 

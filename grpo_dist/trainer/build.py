@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY
 from grpo_dist.config.node_layout import slots
 from grpo_dist.config.placement import Placement, placement
 from grpo_dist.config.schema import RunConfig
@@ -36,6 +37,7 @@ from grpo_dist.trainer.settings import (
     objective_settings,
     policy_settings,
     reference_settings,
+    reward_model_settings,
     reward_settings,
     sampling_settings,
     target_settings,
@@ -44,13 +46,14 @@ from grpo_dist.trainer.settings import (
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.environment import shared_environment
 from grpo_dist.workers.event_loop import blocking, run
-from grpo_dist.workers.gang import ActorGroup, ReferenceGroup, find_model
+from grpo_dist.workers.gang import ActorGroup, ReferenceGroup, RewardModelGroup, find_model
 from grpo_dist.workers.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.workers.policy import ActorWorker, PolicyWorker
 from grpo_dist.workers.process import Address, Process
 from grpo_dist.workers.resources import release, reserve
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import RewardWorker
+from grpo_dist.workers.reward_model import RewardModelWorker
 from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.rollout_group import RolloutGroup
@@ -61,6 +64,7 @@ WORKERS: Mapping[str, type[Process]] = {
     "rollout": RolloutWorker,
     "actor": ActorWorker,
     "ref": PolicyWorker,
+    "reward_model": RewardModelWorker,
     "reward": RewardWorker,
 }
 # Ray's limit on concurrent calls of one rollout worker; the engine itself queues what it cannot run yet.
@@ -100,7 +104,10 @@ class Workers:
         config, place = self.config, self.place
         groups = self.groups
         if config.trainer.nnodes > 1:
-            await find_model(list(groups.values()), config.actor_rollout_ref.model.path)
+            of_policy = [group for role, group in groups.items() if role != "reward_model"]
+            await find_model(of_policy, config.actor_rollout_ref.model.path, POLICY_KEY)
+            if "reward_model" in groups and config.reward_model.model.path is not None:
+                await find_model([groups["reward_model"]], config.reward_model.model.path, REWARD_MODEL_KEY)
         restarts = RestartBudget(config.trainer.max_worker_restarts)
         roles = Roles(
             ActorGroup(groups["actor"]),
@@ -108,6 +115,7 @@ class Workers:
             RewardPool(groups["reward"], restarts),
             ReferenceGroup(groups["ref"], restarts) if "ref" in groups else None,
             restarts,
+            RewardModelGroup(groups["reward_model"], restarts) if "reward_model" in groups else None,
         )
         engines = [engine_settings(config, place, i) for i in range(place.num_engines)]
         if place.shares_gpu and place.tensor_parallel > 1:
@@ -121,6 +129,8 @@ class Workers:
         ]
         if roles.ref is not None:
             others.append(roles.ref.start(reference_settings(config, place)))
+        if roles.reward_model is not None:
+            others.append(roles.reward_model.start(reward_model_settings(config, place)))
         footprints, *_ = await asyncio.gather(starting, *others)
         roles.rollout.note_started(footprints)
         return roles
@@ -184,8 +194,14 @@ def build_trainer(
     """
     rollout, reward = config.actor_rollout_ref.rollout, config.reward
     place, sources = placement(config), _log_prob_sources(config, roles)
-    limits = {"reward_timeout_s": reward.timeout_s, "max_failure_rate": reward.max_failure_rate}
-    pump = RolloutPump(roles.rollout, roles.reward, sources, **limits)
+    pump = RolloutPump(
+        roles.rollout,
+        roles.reward,
+        sources,
+        model_scores=None if roles.reward_model is None else roles.reward_model.score,
+        reward_timeout_s=reward.timeout_s,
+        max_failure_rate=reward.max_failure_rate,
+    )
     sampling, val_sampling = sampling_settings(config)
     trainer = GRPOTrainer(
         config=config,

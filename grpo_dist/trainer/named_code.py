@@ -48,7 +48,7 @@ def import_reward(config: RunConfig) -> None:
     """
     algorithm, reward = config.algorithm, config.custom_reward_function
     if reward.path is None:
-        load_reward_function(None, reward.name, reward.reward_kwargs)
+        load_reward_function(config.reward_function, reward.name, reward.reward_kwargs)
         return
     scorer = Scorer(reward.path, reward.name, reward.reward_kwargs, timeout_s=config.reward.timeout_s)
     try:

@@ -22,6 +22,7 @@ from grpo_dist.trainer.checkpoint.config_changes import check_changes, digest_co
 from grpo_dist.trainer.checkpoint.folder import find_checkpoint, last_checkpoint, read_state
 from grpo_dist.trainer.machine import Machine, check_machine
 from grpo_dist.trainer.named_code import import_reward, resolve_names
+from grpo_dist.trainer.reward_model_check import check_conversations, check_reward_model
 from grpo_dist.trainer.run_lock import check_run_dir
 from grpo_dist.trainer.run_prompts import Prompts, load_run_prompts, model_setting, read_prompts, total_steps
 
@@ -72,7 +73,7 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
         ConfigError: everything that is wrong, in one message.
     """
     checks = _Checks()
-    machine, model, ready = Machine("", None), None, None
+    machine, model, scorer, ready = Machine("", None), None, None, None
     with checks:
         machine = check_machine(config)
         tell(machine.found)
@@ -81,15 +82,20 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
         tell("functions and classes named in the config: all found")
     with checks:
         import_reward(config)
-        tell(f"reward: {config.custom_reward_function.path or 'built-in, by data_source'}")
+        tell(f"reward: {config.reward_function or 'built-in, by data_source'}")
     with checks:
         check_trackers(config.trainer.logger)
         check_run_dir(config.trainer.record_dir.absolute())
         tell(f"run directory: {config.trainer.record_dir}")
     with checks:
-        model = check_model(config, weights=not (rehearsal and _is_on_the_hub(config)))
+        model = check_model(config, weights=not (rehearsal and _is_on_the_hub(config.actor_rollout_ref.model.path)))
         _check_fit(config, model, machine)
-        tell(_describe(config, model))
+        tell(f"model: {config.actor_rollout_ref.model.path}: {_describe(model)}")
+    if config.reward_model.enable:
+        with checks:
+            path = config.reward_model.model.path or ""
+            scorer = check_reward_model(config, weights=not (rehearsal and _is_on_the_hub(path)))
+            tell(f"reward model: {path}: {_describe(scorer)}")
     with checks:
         ready = _check_data(config, model)
         if ready is not None:
@@ -97,6 +103,9 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
             for note in ready.notes:
                 tell(note)
             tell(f"training steps: {ready.steps}")
+    with checks:
+        if model is not None and scorer is not None and ready is not None:
+            check_conversations(config, model, scorer, [*ready.prompts.train, *ready.prompts.validation])
     with checks:
         if ready is not None and (folder := _check_resume(config, ready.prompts, verify=rehearsal)) is not None:
             tell(f"checkpoint to resume from: {folder}")
@@ -122,8 +131,7 @@ def check_model(config: RunConfig, *, weights: bool = True) -> ModelFolder:
     return check_model_folder(folder, setting=model_setting(config), trust_remote_code=trust, weights=weights)
 
 
-def _is_on_the_hub(config: RunConfig) -> bool:
-    path = config.actor_rollout_ref.model.path
+def _is_on_the_hub(path: str) -> bool:
     return not (path.startswith(BUILTIN) or is_folder(path))
 
 
@@ -134,10 +142,10 @@ def _check_fit(config: RunConfig, model: ModelFolder, machine: Machine) -> None:
         raise config_error(problems)
 
 
-def _describe(config: RunConfig, model: ModelFolder) -> str:
-    files = f"{model.num_tensors} tensors in {model.num_files} file" + ("s" if model.num_files > 1 else "")
-    weights = files if model.num_tensors else "its weights are downloaded when the run starts"
-    return f"model: {config.actor_rollout_ref.model.path}: {model.model_type}, {weights}"
+def _describe(model: ModelFolder) -> str:
+    files = f"{len(model.shapes)} tensors in {model.num_files} file" + ("s" if model.num_files > 1 else "")
+    weights = files if model.shapes else "its weights are downloaded when the run starts"
+    return f"{model.model_type}, {weights}"
 
 
 def _check_data(config: RunConfig, model: ModelFolder | None) -> Ready | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from grpo_dist.workers.gang import ActorGroup, ReferenceGroup
+from grpo_dist.workers.gang import ActorGroup, ReferenceGroup, RewardModelGroup
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward_pool import RewardPool
@@ -21,6 +21,7 @@ class Roles:
         reward: the processes that score.
         ref: the frozen reference; None if no KL term needs reference workers.
         restarts: how many workers may be replaced.
+        reward_model: the model that scores; None if there is none.
     """
 
     actor: ActorGroup
@@ -28,12 +29,13 @@ class Roles:
     reward: RewardPool
     ref: ReferenceGroup | None
     restarts: RestartBudget = field(default_factory=RestartBudget)
+    reward_model: RewardModelGroup | None = None
 
     @property
     def workers(self) -> list[WorkerGroup]:
         """The processes of all roles."""
         groups = [self.actor.workers, self.rollout.workers, self.reward.workers]
-        return groups if self.ref is None else [*groups, self.ref.workers]
+        return groups + [gang.workers for gang in (self.ref, self.reward_model) if gang is not None]
 
     def holds_state(self, role: str) -> bool:
         """Whether a role holds state that only a checkpoint can restore: the policy, or a reference that has moved."""

@@ -106,8 +106,9 @@ def read_prompts(config: RunConfig, key: str, files: Sequence[str], most: int) -
         reward_fn_key=data.reward_fn_key,
         max_samples=most,
         shuffle_seed=config.data_seed if data.shuffle and key == "data.train_files" else None,
+        needs_ground_truth=config.needs_ground_truth,
     )
-    if config.custom_reward_function.path is None:
+    if None in config.reward_paths:
         check_data_sources(prompt.data_source for prompt in prompts)
     return prompts
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from grpo_dist.algorithms.kl_control import KLController
 from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.assets import REWARD_MODEL_KEY
 from grpo_dist.config.placement import Placement
 from grpo_dist.config.schema import KLCtrlConfig, RunConfig
 from grpo_dist.config.schema_roles import ModelConfig
@@ -26,6 +27,7 @@ from grpo_dist.registry import absolute
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.policy import PolicySettings
 from grpo_dist.workers.reward import OverlongPenalty, RewardSettings
+from grpo_dist.workers.reward_model import RewardModelSettings
 
 
 def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> PolicySettings:
@@ -145,10 +147,43 @@ def reference_columns(config: RunConfig) -> tuple[str, ...]:
     return tuple(name for name in ("ref_log_probs", "ref_hidden_states") if name in wanted)
 
 
+def reward_model_settings(config: RunConfig, place: Placement) -> RewardModelSettings:
+    """What the reward model's ranks are built from."""
+    section, policy = config.reward_model, config.actor_rollout_ref.model
+    assert section.model.path is not None, "a rule asks for it"
+    dtype = section.model.fsdp_config.resolved_dtype(config.default_dtype)
+    return RewardModelSettings(
+        model=replace(
+            _model_settings(config, place, dtype, dtype),
+            path=section.model.path,
+            key=REWARD_MODEL_KEY,
+            num_labels=1,
+            trust_remote_code=section.model.trust_remote_code,
+            override_config={},
+            lora=None,
+            gradient_checkpointing=False,
+            max_model_len=section.max_length or config.max_model_len,
+            param_offload=section.model.fsdp_config.param_offload,
+        ),
+        device=place.device,
+        num_threads=place.num_threads["reward_model"],
+        temperature=1.0,
+        columns=(),
+        log_prob_micro_batch_size=section.micro_batch_size_per_gpu,
+        log_prob_max_token_len=section.max_token_len(config.actor_rollout_ref.actor),
+        seed=config.trainer.seed,
+        collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
+        input_tokenizer=section.model.input_tokenizer,
+        trust_input_tokenizer=policy.trust_remote_code,
+        max_length=section.max_length,
+    )
+
+
 def reward_settings(config: RunConfig) -> RewardSettings:
     """What a reward process is built from."""
     model, custom = config.actor_rollout_ref.model, config.custom_reward_function
-    path = str(Path(custom.path).absolute()) if custom.path and custom.path.endswith(".py") else custom.path
+    path = config.reward_function
+    path = str(Path(path).absolute()) if path and path.endswith(".py") else path
     buffer = config.reward.overlong_buffer
     penalty = OverlongPenalty(config.data.max_response_length, config.overlong_buffer_len, buffer.penalty_factor)
     return RewardSettings(

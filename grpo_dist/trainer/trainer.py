@@ -331,7 +331,7 @@ class GRPOTrainer:
         if self._told_layout:
             return
         self._told_layout = True
-        roles = {"actor": self.roles.actor, "ref": self.roles.ref}
+        roles = {"actor": self.roles.actor, "ref": self.roles.ref, "reward model": self.roles.reward_model}
         for name, role in roles.items():
             if role is not None:
                 with contextlib.suppress(WorkerLost):  # the next pass notices, and replaces the worker

@@ -27,7 +27,7 @@ from grpo_dist.workers.restarts import RestartBudget
 
 
 class Gang:
-    """Ranks that hold one sharded model: the base of the reference and the actor.
+    """Ranks that hold one sharded model: the base of the actor and of models that do not train.
 
     Args:
         workers: the group's processes.
@@ -57,9 +57,7 @@ class Gang:
         self, stage: str, batch: DataProtoRef, method: str = "compute_log_probs"
     ) -> DataProtoRef:
         """Log-probs of all rows, computed by all ranks; returns a handle with rows in the order of the batch."""
-        rows = _shares(batch, np.arange(len(batch)), len(self.workers))
-        inputs = batch.select(("uid", "prompts", "responses", "response_mask"))
-        parts = [inputs.reorder(part) for part in rows]
+        rows, parts = self._parts(batch, ("uid", "prompts", "responses", "response_mask"))
 
         def send() -> list[Call]:
             return [self.workers.submit_for_data(rank, stage, method, part) for rank, part in enumerate(parts)]
@@ -68,6 +66,12 @@ class Gang:
             calls, labels = await self._ask(send)
         handles = [call.handle(label) for call, label in zip(calls, labels, strict=True)]
         return DataProtoRef.concat(handles).reorder(np.argsort(np.concatenate(rows)))
+
+    def _parts(self, batch: DataProtoRef, columns: Sequence[str]) -> tuple[list[np.ndarray], list[DataProtoRef]]:
+        """The positions of the rows that each rank works on, and these rows."""
+        rows = _shares(batch, np.arange(len(batch)), len(self.workers))
+        inputs = batch.select(columns)
+        return rows, [inputs.reorder(part) for part in rows]
 
     async def _ask(self, send: Callable[[], list[Call]]) -> tuple[list[Call], list[Any]]:
         """Send a call to all ranks, again after each successful restart: (the calls, their answers)."""
@@ -100,8 +104,8 @@ class Gang:
         await self.workers.ask_all("load_checkpoint", "load_checkpoint", folder)
 
 
-class ReferenceGroup(Gang):
-    """The reference model of the KL term. Its weights change only in iterative GRPO (`move_towards`).
+class FrozenGroup(Gang):
+    """A model that does not train: the base of the reference and the reward model.
 
     Attributes:
         has_moved: whether its weights differ from those of the model folder; then only a checkpoint has them.
@@ -120,8 +124,8 @@ class ReferenceGroup(Gang):
         """Start all ranks again after one was lost.
 
         Raises:
-            GrpoDistError: `error`, if no process was lost, the restarts are used up, or the reference has moved, so
-                that only a checkpoint has its weights.
+            GrpoDistError: `error`, if no process was lost, the restarts are used up, or the weights have moved, so that
+                only a checkpoint has them.
         """
         while True:
             if not isinstance(error, WorkerLost) or self.has_moved:
@@ -135,16 +139,48 @@ class ReferenceGroup(Gang):
             except WorkerError as another:
                 error = another
 
+    async def load_checkpoint(self, folder: str) -> None:
+        """Load a checkpoint on all ranks. From then on only a checkpoint has the weights."""
+        self.has_moved = True
+        await super().load_checkpoint(folder)
+
+
+class ReferenceGroup(FrozenGroup):
+    """The reference model of the KL term. Its weights change only in iterative GRPO (`move_towards`)."""
+
     async def move_towards(self, actor: ActorGroup, share: float) -> None:
         """Move the weights towards the actor's: share * actor + (1 - share) * reference."""
         self.has_moved = True
         buckets = (await actor.workers.ask_all("sync_reference", "export_parameters"))[0]
         await self.workers.ask_all("sync_reference", "load_weights", buckets, share)
 
-    async def load_checkpoint(self, folder: str) -> None:
-        """Load a checkpoint on all ranks. From then on only a checkpoint has the weights."""
-        self.has_moved = True
-        await super().load_checkpoint(folder)
+
+class RewardModelGroup(FrozenGroup):
+    """The reward model."""
+
+    async def score(
+        self, batch: DataProtoRef, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> dict[str, np.ndarray]:
+        """Score all rows.
+
+        Args:
+            batch: the responses.
+            conversations: the messages of each prompt, by uid.
+
+        Returns:
+            What `RewardModelWorker.score` returns, (N,) each, in the order of the batch.
+        """
+        rows, parts = self._parts(batch, ("uid", "prompts", "responses"))
+        asked = [{uid: conversations[uid] for uid in dict.fromkeys(part["uid"].tolist())} for part in parts]
+
+        def send() -> list[Call]:
+            calls = enumerate(zip(parts, asked, strict=True))
+            return [self.workers.submit(rank, "reward_model", "score", *arguments) for rank, arguments in calls]
+
+        async with self._free:
+            _, found = await self._ask(send)
+        order = np.argsort(np.concatenate(rows))
+        return {name: np.concatenate([each[name] for each in found])[order] for name in found[0]}
 
 
 class ActorGroup(Gang):
@@ -186,8 +222,13 @@ class ActorGroup(Gang):
         await self.workers.ask_all("export_hf_model", "export_hf_model", folder, dtype)
 
 
-async def find_model(groups: Sequence[WorkerGroup], path: str) -> None:
+async def find_model(groups: Sequence[WorkerGroup], path: str, key: str) -> None:
     """Find or download the model once per node, so that the other processes of the node find it on disk.
+
+    Args:
+        groups: those that load the model.
+        path: of the model.
+        key: the config key that names it.
 
     Raises:
         GrpoDistError: a node does not have the model and cannot download it; the message names the node.
@@ -196,7 +237,7 @@ async def find_model(groups: Sequence[WorkerGroup], path: str) -> None:
     for group in groups:
         for rank, address in enumerate(await group.call_home()):
             first.setdefault(address.node_id, (group, rank))
-    await asyncio.gather(*(group.ask(rank, "start", "find_model", path) for group, rank in first.values()))
+    await asyncio.gather(*(group.ask(rank, "start", "find_model", path, key) for group, rank in first.values()))
 
 
 def rendezvous_host(addresses: Sequence[Address]) -> str:

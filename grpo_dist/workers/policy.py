@@ -133,7 +133,7 @@ class PolicyWorker(Process):
             store=store,
             timeout_s=settings.collective_timeout_s,
         )
-        model = replace(settings.model, path=self.find_model(settings.model.path))
+        model = replace(settings.model, path=self.find_model(settings.model.path, settings.model.key))
         with remedied(self.room()), within_memory("the weights of the model"):
             self.engine = load_attribute(settings.engine, key="PolicySettings.engine")(
                 model,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import ray
 import torch
 
-from grpo_dist.assets import resolve_model_path
+from grpo_dist.assets import POLICY_KEY, resolve_model_path
 from grpo_dist.assets.paths import is_folder
 from grpo_dist.engines.installed_build import build_problem
 from grpo_dist.errors import ConfigError
@@ -46,19 +46,24 @@ class Process:
         if problem := build_problem(device):
             raise ConfigError(f"{self.here()}: {problem}")
 
-    def find_model(self, path: str) -> str:
+    def find_model(self, path: str, key: str = POLICY_KEY, *, weights: bool = True) -> str:
         """The folder of a model on this node. A model of the Hugging Face hub is downloaded if it is not cached.
+
+        Args:
+            path: of the model.
+            key: the config key that names it, for messages.
+            weights: whether the weights of a hub model are needed too.
 
         Raises:
             ConfigError: there is no such folder on this node, or the download failed.
         """
         try:
-            folder = resolve_model_path(path)
+            folder = resolve_model_path(path, weights=weights, key=key)
         except ConfigError as error:
             raise ConfigError(f"{self.here()}: {error}") from None
         if not is_folder(folder):
             raise ConfigError(
-                f"{self.here()}: actor_rollout_ref.model.path={path}: there is no such folder on this node; put it on "
+                f"{self.here()}: {key}={path}: there is no such folder on this node; put it on "
                 "a disk that all nodes share, or at the same path on every node, or use a model of the Hugging Face hub"
             )
         return folder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,13 +59,17 @@ class RewardSettings:
 
 @dataclass(frozen=True)
 class Task:
-    """What the reward function is told about a prompt. In validation there is no overlong penalty."""
+    """What the reward function is told about a prompt. In validation there is no overlong penalty.
+
+    `model_scores` are the numbers of the reward model by name, (n,) each: they are part of each response's extra_info.
+    """
 
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
     messages: list[dict[str, Any]] = field(default_factory=list)
     validation: bool = False
+    model_scores: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 class RewardWorker(BatchWork):
@@ -100,8 +104,8 @@ class RewardWorker(BatchWork):
 
         Returns:
             ((label, failures, printed), data).
-            label: `score`, the function's other values as `reward_extra/NAME`, and for validation `failed` and, if the
-                function finds answers, `pred_id`.
+            label: `score`, the numbers of the reward model and the function's other values as `reward_extra/NAME`, and
+                for validation `failed` and, if the function finds answers, `pred_id`.
             failures: why responses could not be scored, one text for each of them.
             printed: the first lines that the function printed, and the number of further lines.
             data: `token_level_scores`, with the score on the last token that trains; or, with step scores, one on the
@@ -117,6 +121,7 @@ class RewardWorker(BatchWork):
         penalties = torch.zeros_like(scores)
         names = dict.fromkeys(name for result in results for name in result.extra)
         extras = {EXTRA + name: np.array([r.extra.get(name, np.nan) for r in results], np.float32) for name in names}
+        extras |= {EXTRA + name: values for name, values in task.model_scores.items()}
         if self.overlong_penalty is not None and not task.validation:
             penalties = self.overlong_penalty(responses.lengths)
             extras[EXTRA + OVERLONG_PENALTY] = penalties.numpy()
@@ -139,10 +144,16 @@ class RewardWorker(BatchWork):
     def _score_texts(self, texts: Sequence[str], task: Task) -> tuple[list[RewardResult], list[str]]:
         from grpo_dist.rewards.forms import Failure, Sample
 
-        row = (task.data_source, task.ground_truth, task.extra_info, task.messages)
+        model_scores = [
+            {name: float(values[i]) for name, values in task.model_scores.items()} for i in range(len(texts))
+        ]
+        samples = [
+            Sample(text, task.data_source, task.ground_truth, task.extra_info | said, task.messages)
+            for text, said in zip(texts, model_scores, strict=True)
+        ]
         results: list[RewardResult] = []
         failures: list[str] = []
-        for result in self.scorer.score([Sample(text, *row) for text in texts]):
+        for result in self.scorer.score(samples):
             if isinstance(result, Failure):
                 failures.append(result.text)
                 result = RewardResult(self.failure_score, {}, failed=True)

@@ -29,6 +29,7 @@ TESTED_ELSEWHERE = {
     "sizes.py": "config/test_memory.py",  # counted with there
     "config/notes.py": "config/test_rules.py",  # the other half of what is said about a config
     "config/schema_roles.py": "config/test_schema.py",  # a part of the schema
+    "config/schema_models.py": "config/test_rules.py",  # a part of the schema
     "config/schema_health.py": "trainer/test_health.py",  # the rules that are judged there
     "config/model_shape.py": "config/test_plan.py",  # sizes that the dry run counts with
     "config/rank_memory.py": "config/test_memory.py",  # the ranks of its roles

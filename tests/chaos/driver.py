@@ -26,6 +26,7 @@ PROCESSES = {
     "rollout": "ray::RolloutWorker",
     "engine": "VLLM::Worker_TP",  # one of several processes of an engine
     "ref": "ray::PolicyWorker",
+    "reward_model": "ray::RewardModelWorker",
     "reward": "ray::RewardWorker",
 }
 # Seconds after a stage's calls were sent, so that work has begun; and those that a stopped driver stands still.

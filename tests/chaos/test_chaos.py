@@ -16,6 +16,7 @@ import pytest
 from tests.chaos.driver import Fault
 from tests.chaos.runs import STEPS, STEPS_PER_EPOCH, Outcome, train
 from tests.messages import says
+from tests.models import builtin_reward_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(3000)]
 MOMENTS = ("idle", "generating", "scoring", "updating", "syncing", "saving")
@@ -61,16 +62,39 @@ def table() -> Iterator[list[str]]:
     sys.stdout.write("\n" + "\n".join(rows) + "\n")
 
 
+@pytest.fixture(scope="module")
+def scored_by_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, list[str]]:
+    """An undisturbed run with a reward model, and its overrides."""
+    folder = tmp_path_factory.mktemp("scored")
+    scorer = builtin_reward_model(folder / "scorer")
+    overrides = ["reward_model.enable=true", f"reward_model.model.path={scorer}"]
+    return train(folder / "run", [], *overrides), overrides
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", SIGNALS)
 @pytest.mark.parametrize("role", ROLES)
 def test_matrix(main_run: Outcome, tmp_path: Path, table: list[str], role: str, name: str) -> None:
+    strike(role, name, tmp_path, table, main_run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SIGNALS)
+def test_matrix_of_the_reward_model(
+    scored_by_model: tuple[Outcome, list[str]], tmp_path: Path, table: list[str], name: str
+) -> None:
+    undisturbed, overrides = scored_by_model
+    strike("reward_model", name, tmp_path, table, undisturbed, *overrides)
+
+
+def strike(role: str, name: str, folder: Path, table: list[str], undisturbed: Outcome, *overrides: str) -> None:
+    """One row of the matrix."""
     faults = [Fault(role, moment, name, step) for step, moment in enumerate(MOMENTS, 1)]
-    outcome = train(tmp_path / "run", faults)
-    same = outcome.weights == main_run.weights and outcome.rewards() == main_run.rewards()
+    outcome = train(folder / "run", faults, *overrides)
+    same = outcome.weights == undisturbed.weights and outcome.rewards() == undisturbed.rewards()
     moments = ", ".join(hit["fault"]["moment"] for hit in outcome.hits)
     starts = outcome.lives + outcome.log.count("starting all workers again")
     table.append(f"| {role} | {name} | {moments} | {'yes' if same else 'NO'} | {outcome.seconds:.0f} | {starts} |")
     sys.stdout.write(f"\n{table[-1]}\n")  # at once: the whole takes long
     sys.stdout.flush()
-    check(outcome, main_run, faults)
+    check(outcome, undisturbed, faults)

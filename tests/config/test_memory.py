@@ -101,6 +101,33 @@ def test_the_reference_waits_in_cpu_memory(tmp_path: Path) -> None:
     assert "offloaded" not in stays.host
 
 
+def test_the_reward_model_has_no_output_layer_and_its_own_sizes(tmp_path: Path) -> None:
+    """Four ranks in bf16 hold a quarter each; a pass gathers the embedding and two layers, and makes no logits."""
+    scorer = tmp_path / "scorer"
+    scorer.mkdir()
+    (scorer / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": 4}))
+    enabled = (
+        "reward_model.enable=true",
+        f"reward_model.model.path={scorer}",
+        "reward_model.micro_batch_size_per_gpu=8",
+    )
+    found = plan(tmp_path, *enabled)["reward_model"]
+    weights = (4 * LAYER + MATRIX + 8) * 2
+    layer = TOKENS * (3 * 16 + 4 * 8) * 2
+    assert numbers(found) == {
+        "weights": weights / 4,
+        "gathered weights": (MATRIX + 8 + 2 * LAYER) * 2,
+        "activations": layer,
+    }
+    offloads = plan(tmp_path, *enabled, "reward_model.model.fsdp_config.param_offload=true")["reward_model"]
+    assert offloads.between == 0
+    assert offloads.host["offloaded"] == pytest.approx(weights / 4 / GIB)
+
+
+def test_a_reward_model_of_unknown_sizes_is_left_out(tmp_path: Path) -> None:
+    assert "reward_model" not in plan(tmp_path, "reward_model.enable=true", "reward_model.model.path=some/model")
+
+
 def test_an_engine_that_sleeps_has_its_weights_in_cpu_memory(tmp_path: Path) -> None:
     asleep = "actor_rollout_ref.rollout.free_cache_engine=true"
     kept, away = (plan(tmp_path, "cluster=single_gpu", *more)["rollout"] for more in ((), (asleep,)))

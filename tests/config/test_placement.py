@@ -40,6 +40,29 @@ def test_an_engine_on_cpu_may_be_several_processes(monkeypatch):
     assert place("model=smollm2_135m", f"{TP}=3").num_threads == {"actor": 6, "rollout": 2, "ref": 6}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        (["cluster=cpu"], (2, 1, 1, 1)),
+        (["cluster=cpu", "cluster.reward_model_world_size=2", NO_KL], (2, 1, 0, 2)),
+        (["cluster=node8"], (4, 4, 4, 4)),
+        (["cluster=node8", NO_KL], (4, 4, 0, 4)),
+        (["cluster=single_gpu"], (1, 1, 1, 1)),
+        # asked for, it has GPUs of its own, and so has the reference
+        (["cluster=node8", "cluster.reward_model_world_size=2"], (4, 1, 1, 2)),
+        (["cluster=node8", "cluster.reward_model_world_size=2", NO_KL], (4, 2, 0, 2)),
+        (["cluster=node8", "cluster.colocate=separate"], (4, 2, 1, 1)),
+        (["cluster=node8", "cluster.colocate=separate", f"{TP}=2"], (4, 2, 1, 1)),
+    ],
+)
+def test_the_reward_model_lies_where_the_reference_does(overrides, sizes):
+    small = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    found = place(*overrides, *small, "reward_model.enable=true", "reward_model.model.path=some/model")
+    assert tuple(found.world_sizes.values()) == sizes
+    alone = "cluster.reward_model_world_size=2" in overrides or "cluster.colocate=separate" in overrides
+    assert found.num_gpus("reward_model") == (0.0 if "cluster=cpu" in overrides else 1.0 if alone else 0.25)
+
+
 def test_devices_are_gpus_that_the_roles_hold_or_machines_without():
     assert place().num_devices == 1
     assert place("trainer.nnodes=2").num_devices == 2
@@ -74,7 +97,7 @@ def test_the_reference_lies_beside_the_actor(overrides, sizes):
     assert split(*overrides) == sizes
     found = place("cluster=node8", *overrides)
     assert found.colocate == ("actor_ref" if sizes[2] else "separate")
-    assert (found.num_gpus("actor"), found.num_gpus("ref")) == ((0.3, 0.3) if sizes[2] else (1.0, 1.0))
+    assert (found.num_gpus("actor"), found.num_gpus("ref")) == ((0.25, 0.25) if sizes[2] else (1.0, 1.0))
     assert found.num_gpus("rollout") == found.tensor_parallel
     assert found.num_engines * found.tensor_parallel == found.rollout_world_size
 

@@ -12,6 +12,7 @@ from tests.messages import says
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
+BUILTIN_SCORER = ("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
 GPU8 = ("cluster=node8", "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64")
 
 
@@ -29,6 +30,33 @@ def notes(*overrides):
         (
             [f"{ROLLOUT}.n=1"],
             [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=grpo", "rollout.n to 2"],
+        ),
+        (
+            ["reward_model.enable=true"],
+            ["reward_model.model.path=null", "reward_model.enable=true"],
+        ),
+        (
+            ["reward_model.enable=true", "reward_model.model.path=./nowhere"],
+            ["reward_model.model.path=./nowhere", "folder"],
+        ),
+        (
+            ["reward_model.enable=true", "reward_model.model.path=builtin:none"],
+            ["reward_model.model.path=builtin:none", "builtin:tiny-qwen3"],
+        ),
+        (
+            [*BUILTIN_SCORER, "reward_model.max_length=100000"],
+            ["reward_model.max_length=100000", "max_position_embeddings"],
+        ),
+        (
+            ["custom_reward_function.path=grpo_dist.rewards.reward_model"],
+            ["reward_model.enable=false", "custom_reward_function.path=grpo_dist.rewards.reward_model"],
+        ),
+        (
+            [
+                "custom_reward_function.path=grpo_dist.rewards.weighted",
+                "custom_reward_function.reward_kwargs={functions: [{path: grpo_dist.rewards.reward_model}]}",
+            ],
+            ["reward_model.enable=false", "grpo_dist.rewards.reward_model"],
         ),
         (
             [f"{ROLLOUT}.min_tokens=65"],
@@ -220,6 +248,8 @@ def test_hub_names_are_not_looked_up():
         ([f"{ACTOR}.optim.lr_warmup_steps=3", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"], "lr_warmup_steps_ratio"),
         ([f"{ACTOR}.optim.min_lr_ratio=0.1"], "lr_scheduler_type=constant"),
         ([f"{ACTOR}.fsdp_config.param_offload=true"], "param_offload=true"),
+        (["reward_model.model.fsdp_config.param_offload=true"], "reward_model.model.fsdp_config.param_offload=true"),
+        (["reward_model.model.path=some/model"], "reward_model.enable=false"),
         ([f"{ROLLOUT}.min_p=0.1"], "rollout.min_p"),
         ([f"{ROLLOUT}.min_tokens=5"], "rollout.min_tokens"),
         ([f"{ROLLOUT}.top_k=20"], "rollout.top_k"),

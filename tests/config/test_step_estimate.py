@@ -116,6 +116,12 @@ def test_what_runs_side_by_side() -> None:
     own = estimate("cluster.ref_world_size=1")
     assert own.phases["reference"] == pytest.approx(4 * phases["reference"], rel=0.3)
     assert own.waiting["ref"] == pytest.approx(1 - own.phases["reference"] / own.total)
+    scorer = ("reward_model.enable=true", "reward_model.model.path=Skywork/Skywork-Reward-Llama-3.1-8B")
+    scored = estimate(*scorer)
+    beside = scored.phases["reward model"] + log_probs
+    assert scored.waiting["actor"] == pytest.approx(1 - (beside + scored.phases["update"]) / scored.total)
+    apart = estimate(*scorer, "cluster.reward_model_world_size=1", "cluster.ref_world_size=1")
+    assert apart.waiting["reward_model"] == pytest.approx(1 - apart.phases["reward model"] / apart.total)
     together = estimate("cluster.colocate=all", f"{ROLLOUT}.gpu_memory_utilization=0.4")
     assert together.total == pytest.approx(sum(together.phases.values()))
     assert together.waiting == {}

@@ -24,7 +24,7 @@ from grpo_dist.protocol import metric_values
 from grpo_dist.trainer.build import Workers
 from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.roles import Roles
-from grpo_dist.trainer.rollout.pump import LOG_PROB_PASSES
+from grpo_dist.trainer.rollout.pump import PASSES
 from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.settings import objective_settings, sampling_settings, target_settings
@@ -35,6 +35,7 @@ from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.reward import Task
 from grpo_dist.workers.weight_sync import sync_weights
 from grpo_dist.workers.weight_transport import ObjectStoreTransport, Outcomes
+from tests.models import builtin_reward_model
 from tests.trainer.recorded import history, recorded_trainer
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -47,6 +48,11 @@ CONFIG = (
     "actor_rollout_ref.rollout.temperature=0.7",
     "actor_rollout_ref.actor.optim.lr=1e-3",
     "cluster.rollout_world_size=2",
+    "reward_model.enable=true",
+    "reward_model.micro_batch_size_per_gpu=8",
+    "custom_reward_function.path=grpo_dist.rewards.weighted",
+    "custom_reward_function.reward_kwargs={functions: [{path: null, label: rule}, "
+    "{path: grpo_dist.rewards.reward_model, weight: 0.1}]}",
     "data.val_files=null",
     "trainer.val_before_train=false",
     "trainer.save_freq=-1",
@@ -83,7 +89,8 @@ class Lab:
 @pytest.fixture(scope="module")
 def lab(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     folder = tmp_path_factory.mktemp("lab")
-    config, _ = load_config([*CONFIG, f"trainer.default_local_dir={folder}"])
+    scorer = builtin_reward_model(folder / "scorer")
+    config, _ = load_config([*CONFIG, f"reward_model.model.path={scorer}", f"trainer.default_local_dir={folder}"])
     workers = Workers(config)
     try:
         roles = workers.start(num_steps=STEPS)
@@ -112,7 +119,8 @@ def plain_loop(lab: Lab) -> list[dict[str, float]]:
     for step in range(1, STEPS + 1):
         lab.version += 1
         run(sync_weights(roles.actor.workers, roles.rollout, version=lab.version, dtype="float32"))
-        groups = [sample(lab, prompts.train[int(i)], step) for i in prompts.sampler.next_batch()]
+        drawn = [prompts.train[int(i)] for i in prompts.sampler.next_batch()]
+        groups = scored(lab, [sample(lab, prompt, step) for prompt in drawn], drawn)
         batch = DataProtoRef.concat(groups).union(reference_log_probs(lab, groups))
         seed = group_seed(config.trainer.seed, step, -1)
         computed, metrics = run(roles.reward.compute_targets(batch, targets, 0.0, seed))
@@ -123,7 +131,7 @@ def plain_loop(lab: Lab) -> list[dict[str, float]]:
     return rows
 
 
-def reference_log_probs(lab: Lab, groups: Sequence[DataProtoRef], passes: int = LOG_PROB_PASSES) -> DataProtoRef:
+def reference_log_probs(lab: Lab, groups: Sequence[DataProtoRef], passes: int = PASSES) -> DataProtoRef:
     """By default in the passes that a run makes."""
     assert lab.roles.ref is not None
     computed = []
@@ -134,8 +142,7 @@ def reference_log_probs(lab: Lab, groups: Sequence[DataProtoRef], passes: int = 
 
 
 def sample(lab: Lab, prompt: Any, step: int) -> DataProtoRef:
-    source = prompt.prompt
-    task = Task(source.data_source, source.ground_truth, source.extra_info, source.messages)
+    source, task = prompt.prompt, task_of(prompt)
     seed = group_seed(lab.config.trainer.seed, step, source.index)
     sampling = replace(sampling_settings(lab.config)[0], seed=seed)
     uid = f"step{step}-prompt{source.index}"
@@ -143,12 +150,31 @@ def sample(lab: Lab, prompt: Any, step: int) -> DataProtoRef:
     workers = lab.roles.rollout.workers
     call = workers.submit_for_data(1, "generate", "generate", *arguments)
     label, _ = workers.gather([call])[0]
-    group = call.handle(label)
-    inputs = group.select(("responses", "response_mask"))
-    scoring = lab.roles.reward.workers.submit_for_data(0, "score", "score", inputs, task)
-    label, failures, _ = lab.roles.reward.workers.gather([scoring])[0]
-    assert not failures
-    return group.union(scoring.handle(label))
+    return call.handle(label)
+
+
+def task_of(prompt: Any) -> Task:
+    source = prompt.prompt
+    return Task(source.data_source, source.ground_truth, source.extra_info, source.messages)
+
+
+def scored(lab: Lab, groups: Sequence[DataProtoRef], prompts: Sequence[Any]) -> list[DataProtoRef]:
+    """By the reward model, in the passes that a run makes, then by the reward function."""
+    assert lab.roles.reward_model is not None
+    found = []
+    for part in np.array_split(np.arange(len(groups)), PASSES):
+        batch = DataProtoRef.concat([groups[i] for i in part])
+        messages = {uid: prompts[i].prompt.messages for i in part for uid in groups[i]["uid"].tolist()}
+        values = run(lab.roles.reward_model.score(batch, messages))
+        for k, i in enumerate(part):
+            own = {name: each.reshape(len(part), -1)[k] for name, each in values.items()}
+            task = replace(task_of(prompts[i]), model_scores=own)
+            inputs = groups[i].select(("responses", "response_mask"))
+            scoring = lab.roles.reward.workers.submit_for_data(0, "score", "score", inputs, task)
+            label, failures, _ = lab.roles.reward.workers.gather([scoring])[0]
+            assert not failures
+            found.append(groups[i].union(scoring.handle(label)))
+    return found
 
 
 def test_at_staleness_0_the_trainer_is_the_plain_loop_bit_for_bit(lab: Lab, undisturbed: tuple) -> None:
@@ -170,7 +196,7 @@ def test_reference_passes_of_another_size_differ_by_rounding(lab: Lab, undisturb
     groups = [sample(lab, prompts[i], step=1) for i in range(8)]
     usual, *others = (
         reference_log_probs(lab, groups, passes).fetch(("ref_log_probs",))["ref_log_probs"].values.numpy()
-        for passes in (LOG_PROB_PASSES, 1, 8)
+        for passes in (PASSES, 1, 8)
     )
     assert usual.size > 100
     assert usual.min() < -0.1
@@ -222,6 +248,30 @@ class Deadly(ObjectStoreTransport):
         return await super().sync(actor, rollout, ranks, version=version, dtype=dtype)
 
 
+def test_a_reward_model_killed_while_it_scores_changes_nothing(lab: Lab, undisturbed: tuple) -> None:
+    """Its weights come from the folder again, and the pass is repeated."""
+
+    def prepare(trainer: GRPOTrainer) -> None:
+        assert trainer.roles.reward_model is not None
+        workers = trainer.roles.reward_model.workers
+        submit, process = workers.submit, workers.call(0, "test", "address").pid
+
+        def then_kill(rank: int, stage: str, method: str, *args: Any) -> Call:
+            call = submit(rank, stage, method, *args)
+            if stage == "reward_model":
+                workers.submit = submit  # type: ignore[method-assign]
+                os.kill(process, signal.SIGKILL)
+            return call
+
+        workers.submit = then_kill  # type: ignore[method-assign]
+
+    restarts = len(lab.roles.restarts.failures)
+    trainer = lab.train(prepare)
+    assert "reward_model" in str(lab.roles.restarts.failures[-1])
+    assert len(lab.roles.restarts.failures) == restarts + 1
+    assert_same(trainer, lab.weights(), undisturbed)
+
+
 @pytest.mark.long  # tests/workers/test_weight_transport.py kills one in a sync, too
 def test_an_engine_killed_in_a_sync_changes_nothing(lab: Lab, undisturbed: tuple) -> None:
     def prepare(trainer: GRPOTrainer) -> None:
@@ -237,13 +287,15 @@ def assert_same(trainer: GRPOTrainer, weights: np.ndarray, undisturbed: tuple) -
     rows, expected = undisturbed
     assert (weights == expected).all()
     for row, other in zip(history(trainer), rows, strict=True):
-        names = [name for name in row if name.startswith(("critic/", "actor/", "response_length/"))]
+        names = [name for name in row if name.startswith(("critic/", "actor/", "reward_extra/", "response_length/"))]
+        assert {"reward_extra/rm_score/mean", "reward_extra/rule/mean"} <= set(names)
         assert {name: row[name] for name in names} == {name: other[name] for name in names}
 
 
 def test_one_step_ahead_the_same_prompts_train_once_and_the_difference_is_weighed(lab: Lab, tmp_path: Path) -> None:
     """Real engines take new weights while they sample for the next step."""
-    config, _ = load_config([*CONFIG, "trainer.max_staleness=1", f"trainer.default_local_dir={tmp_path}"])
+    scorer = f"reward_model.model.path={lab.config.reward_model.model.path}"
+    config, _ = load_config([*CONFIG, scorer, "trainer.max_staleness=1", f"trainer.default_local_dir={tmp_path}"])
     trainer = replace(lab, config=config).train()
     lab.version = trainer.weight_version
     assert [row["staleness/max"] for row in history(trainer)] == [0, 1]

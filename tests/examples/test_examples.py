@@ -76,6 +76,18 @@ def test_qwen3_8b_resolves(tmp_path: Path) -> None:
     assert re.search(r"GPUs +8 of 8 used", done.stdout)
 
 
+def test_the_reward_model_example_resolves(tmp_path: Path) -> None:
+    """Policy and reward model share GPUs, and the plan has the sizes of both."""
+    done = run_script(
+        EXAMPLES / "run_mistral13b_skyworkrm_hhrlhf.sh", OF_CONFIG, "cluster.gpu_memory_gib=79", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"reward_model +4 ranks, bf16, Skywork/Skywork-Reward-Llama-3.1-8B", done.stdout)
+    assert re.search(r"GPUs +8 of 8 used; actor and reward_model share theirs", done.stdout)
+    assert re.search(r"reward_model +weights 3.49 ", done.stdout)
+    assert "reward_model:\n" in done.stdout
+
+
 def test_an_impossible_argument_ends_an_example(tmp_path: Path) -> None:
     done = run_script(EXAMPLES / "run_qwen3-8b.sh", OF_CONFIG, "data.train_batch_size=1000", cwd=tmp_path)
     assert done.returncode == 2

@@ -43,7 +43,12 @@ class InstantPump:
         self.objects: list[tuple[str, weakref.ref]] = []
 
     def submit(
-        self, requests: list[GroupRequest], *, sources: tuple[str, ...], finished: dict[int, Group] | None = None
+        self,
+        requests: list[GroupRequest],
+        *,
+        sources: tuple[str, ...],
+        cancels: bool,
+        finished: dict[int, Group] | None = None,
     ) -> RolloutJob:
         finished = finished or {}
         self.requests += [request for i, request in enumerate(requests) if i not in finished]

@@ -57,13 +57,15 @@ class Noted(WorkerGroup):
     ids=["one gpu", "cpu"],
 )
 def test_engines_that_share_gpus_start_before_the_others(overrides: list[str], first: list[str]) -> None:
-    config, _ = load_config(overrides)
+    scorer = ("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
+    config, _ = load_config([*overrides, *scorer])
     workers, log = Workers.__new__(Workers), []  # type: ignore[var-annotated]
     workers.config, workers.place = config, placement(config)
     workers.groups = {role: Noted(role, log) for role in WORKERS}
     roles = workers.start(num_steps=1)
     assert log[: len(first)] == first
-    assert sorted(log[len(first) : len(first) + 3]) == ["actor", "ref", "reward"], "these start together"
+    together = ["actor", "ref", "reward", "reward_model"]
+    assert sorted(log[len(first) : len(first) + 4]) == together, "these start together"
     (replaced,) = roles.rollout.settings
     assert replaced is not None
     assert (replaced.footprint_gib, replaced.kv_cache_memory_gib) == (27.5, 20.25), "what the one before took"

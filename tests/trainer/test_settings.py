@@ -14,6 +14,7 @@ from grpo_dist.trainer.settings import (
     policy_settings,
     reference_columns,
     reference_settings,
+    reward_model_settings,
     reward_settings,
     sampling_settings,
     target_settings,
@@ -23,6 +24,13 @@ from grpo_dist.workers.group import WorkerGroup
 from tests.engines.vllm.test_engine import PROMPTS, generate, tokens
 
 ACTOR = "actor_rollout_ref.actor"
+
+
+SCORER = "reward_model.model.path=builtin:tiny-qwen3"
+WEIGHTED = (
+    "custom_reward_function.path=grpo_dist.rewards.weighted",
+    "custom_reward_function.reward_kwargs={functions: [{path: grpo_dist.rewards.reward_model}, {path: null}]}",
+)
 
 
 def load(*overrides: str):
@@ -156,6 +164,37 @@ def test_the_roles_get_what_they_need() -> None:
     assert actor.exact_kl
     assert not ref.exact_kl
     assert ref.optimizer is None
+
+
+def test_the_reward_model_is_another_model_that_only_runs_forward() -> None:
+    config = load(
+        *("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3", "reward_model.max_length=300"),
+        "reward_model.model.input_tokenizer=null",
+        "actor_rollout_ref.model.lora_rank=2",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+    )
+    found = reward_model_settings(config, placement(config))
+    assert (found.model.num_labels, found.model.key) == (1, "reward_model.model.path")
+    assert (found.model.lora, found.optimizer, found.model.gradient_checkpointing) == (None, None, False)
+    assert (found.max_length, found.model.max_model_len, found.input_tokenizer) == (300, 300, None)
+    rendered = load("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
+    assert reward_model_settings(rendered, placement(rendered)).input_tokenizer == "builtin:tiny-qwen3"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needed", "function"),
+    [
+        ((), True, None),
+        (("reward_model.enable=true", SCORER), False, "grpo_dist.rewards.reward_model"),
+        (("reward_model.enable=true", SCORER, "custom_reward_function.path=json"), False, "json"),
+        (("reward_model.enable=true", SCORER, *WEIGHTED), True, "grpo_dist.rewards.weighted"),
+    ],
+)
+def test_rows_need_a_ground_truth_where_a_built_in_scorer_scores(
+    overrides: tuple, needed: bool, function: str | None
+) -> None:
+    config = load(*overrides)
+    assert (config.needs_ground_truth, reward_settings(config).function_path) == (needed, function)
 
 
 def test_copies_of_the_weights_are_the_actors_matter() -> None:

@@ -82,7 +82,7 @@ class Placed(WorkerGroup):
         return [Address(node, f"10.0.0.{node}", 1, node) for node in self.nodes]
 
     def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
-        assert (stage, method, args) == ("start", "find_model", ("Qwen/Qwen3-8B",))
+        assert (stage, method, args) == ("start", "find_model", ("Qwen/Qwen3-8B", "model.path"))
         self.asked.append((self.role, rank, self.nodes[rank]))
         return Call(object(), self, rank, stage, time.monotonic(), 60.0)  # type: ignore[arg-type]
 
@@ -93,7 +93,7 @@ class Placed(WorkerGroup):
 def test_one_process_of_each_node_finds_the_model() -> None:
     asked: list[tuple[str, int, str]] = []
     groups = [Placed(role, nodes, asked) for role, nodes in (("rollout", "22"), ("actor", "1122"), ("reward", "13"))]
-    run(find_model(groups, "Qwen/Qwen3-8B"))
+    run(find_model(groups, "Qwen/Qwen3-8B", "model.path"))
     assert asked[:3] == [("rollout", 0, "2"), ("actor", 0, "1"), ("reward", 1, "3")]
     assert sorted(node for what, _, node in asked[3:] if what == "has found it") == ["1", "2", "3"]
 

@@ -32,8 +32,8 @@ def test_a_folder_that_is_on_another_node(process: Process, tmp_path: Path) -> N
 
 
 def test_a_model_that_the_hub_does_not_give_to_a_node(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str, *, weights: bool) -> str:
-        raise ConfigError(f"actor_rollout_ref.model.path={name}: 401")
+    def refuse(name: str, key: str, *, weights: bool) -> str:
+        raise ConfigError(f"{key}={name}: 401")
 
     monkeypatch.setattr(assets, "_from_hub", refuse)
     with refuses(ConfigError, "gpu7 (10.0.0.7)", "actor_rollout_ref.model.path=a/gated: 401"):

@@ -72,6 +72,11 @@ HARMLESS = (
     f"{_REF}.*micro_batch_size_per_gpu",
     f"{_REF}.log_prob_*",
     f"{_REF}.fsdp_config.*offload",
+    "reward_model.micro_batch_size_per_gpu",
+    "reward_model.use_dynamic_bsz",
+    "reward_model.forward_max_token_len_per_gpu",
+    "reward_model.model.trust_remote_code",
+    "reward_model.model.fsdp_config.*offload",
     f"{_ROLLOUT}.log_prob_*",
     f"{_ROLLOUT}.gpu_memory_utilization",
     f"{_ROLLOUT}.kv_cache_memory_gib",
@@ -121,6 +126,9 @@ def saved_config(config: RunConfig) -> str:
     saved["rollout"]["deterministic"] = roles.rollout.resolved_deterministic(config.device)
     if config.needs_reference_workers:
         saved["ref"]["fsdp_config"]["dtype"] = roles.ref.fsdp_config.resolved_dtype(default)
+    if config.reward_model.enable:
+        dtype = config.reward_model.model.fsdp_config.resolved_dtype(default)
+        resolved["reward_model"]["model"]["fsdp_config"]["dtype"] = dtype
     return yaml.safe_dump(redact(resolved), sort_keys=False, allow_unicode=True)
 
 
@@ -217,6 +225,8 @@ def _effective(config: Mapping[str, Any]) -> dict[str, Any]:
     if not flat.get(f"{_MODEL}.lora_rank"):
         for name in ("lora_alpha", "target_modules", "exclude_modules"):
             flat.pop(f"{_MODEL}.{name}", None)
+    if not flat.get("reward_model.enable"):
+        flat = {key: value for key, value in flat.items() if not key.startswith("reward_model.")}
     return flat
 
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.rollout_group import GroupRequest
@@ -23,10 +24,11 @@ class RolloutJob:
         log_probs: handles to the log-probs, by log-prob source and group.
         cancelled: groups that are no longer needed.
         timings: seconds from the first prompt sent until the last group was generated (`gen`) and scored (`reward`),
-            and the seconds that log-probs took beyond `gen` (`ref`, `old_log_prob`).
+            and the seconds that log-probs and the reward model took beyond `gen` (`ref`, `old_log_prob`,
+            `reward_model`).
         failures: an error message for each response that could not be scored.
         flows: the tasks that generate and score a group.
-        passes: the tasks that compute log-probs.
+        passes: the tasks that compute log-probs and scores of the reward model.
     """
 
     requests: Sequence[GroupRequest]
@@ -37,7 +39,7 @@ class RolloutJob:
     timings: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     flows: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    passes: list[asyncio.Task[None]] = field(default_factory=list)
+    passes: list[asyncio.Task[Any]] = field(default_factory=list)
     _started: float | None = None
 
     async def finished(self) -> None:

@@ -234,7 +234,9 @@ class TrainingSampler:
         greedy = list(self._greedy(requests)) if "reward_baselines" in needs else []
         requests += greedy
         finished = {i: self.restored.pop(each.uid) for i, each in enumerate(requests) if each.uid in self.restored}
-        state.jobs.append(self.pump.submit(requests, sources=self.sources, finished=finished))
+        state.jobs.append(
+            self.pump.submit(requests, sources=self.sources, finished=finished, cancels=bool(self.num_spare))
+        )
         return state.jobs[-1]
 
     def _draw(self) -> list[int]:
@@ -376,12 +378,14 @@ def _column(group: DataProtoRef, metric: str) -> str:
     return metric if metric in group.small else EXTRA + metric
 
 
-def make_request(uid: str, prompt: TokenizedPrompt, sampling: SamplingSettings, **task: bool) -> GroupRequest:
+def make_request(
+    uid: str, prompt: TokenizedPrompt, sampling: SamplingSettings, *, validation: bool = False
+) -> GroupRequest:
     """The request for a group of responses to a prompt."""
     source = prompt.prompt
     return GroupRequest(
         uid,
         prompt.token_ids,
         sampling,
-        Task(source.data_source, source.ground_truth, source.extra_info, source.messages, **task),
+        Task(source.data_source, source.ground_truth, source.extra_info, source.messages, validation),
     )

@@ -140,10 +140,11 @@ def test_what_the_roles_are_started_with(tmp_path: Path) -> None:
     work.model.mkdir()
     (work.model / "config.json").write_text(json.dumps(SCALES["full"].model))
     shared = placement(roles._config(work))
-    assert (shared.world_sizes, shared.shares_gpu) == ({"actor": 1, "rollout": 1, "ref": 1}, True)
+    sizes = {"actor": 1, "rollout": 1, "ref": 1, "reward_model": 0}
+    assert (shared.world_sizes, shared.shares_gpu) == (sizes, True)
     config = roles._config(work, roles.TWO_GPUS)
     apart = placement(config)
-    assert (apart.world_sizes, apart.num_gpus("actor")) == ({"actor": 1, "rollout": 1, "ref": 0}, 1.0)
+    assert (apart.world_sizes, apart.num_gpus("actor")) == (sizes | {"ref": 0}, 1.0)
     assert engine_settings(config, apart, 0).weight_transport == "broadcast"
 
 

@@ -72,6 +72,16 @@ def test_other_changes_are_shown_as_old_and_new() -> None:
     ]
 
 
+def test_a_changed_reward_model_is_told_and_how_it_computes_is_not() -> None:
+    enabled = ("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
+    computes = ("reward_model.micro_batch_size_per_gpu=1", "reward_model.model.fsdp_config.param_offload=true")
+    assert compare_configs(as_dict(*enabled), as_dict(*enabled, *computes)).shown == []
+    changes = compare_configs(as_dict(*enabled), as_dict(*enabled, "reward_model.max_length=100"))
+    assert changes.shown == ["reward_model.max_length: null -> 100"]
+    idle = compare_configs(as_dict(), as_dict("reward_model.model.path=builtin:tiny-qwen3"))
+    assert (idle.shown, idle.refused) == ([], []), "no effect while it is not enabled"
+
+
 @pytest.mark.parametrize("move", ["to GPUs", "to a processor with bf16"])
 def test_what_null_means_on_another_machine_is_shown(move: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of GPUs is without effect on results; the types that follow from it are not."""

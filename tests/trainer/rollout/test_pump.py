@@ -114,6 +114,95 @@ def test_a_pass_waits_for_its_share_and_leaves_out_what_was_cancelled() -> None:
     assert sorted(passes) == [["1", "2"], ["3"], ["5", "6"], ["7", "8"]], "fixed shares: 0-2, 3-4, 5-6, 7-8"
 
 
+def scored_by_model(
+    scores: Callable[..., Any], *, count: int = 6, **options: Any
+) -> tuple[RolloutJob, dict[str, list[float]]]:
+    """A job whose reward model is `scores`, with what the reward processes were told of each group."""
+    told: dict[str, list[float]] = {}
+
+    async def score(group: DataProtoRef, task: Task, limit_s: float) -> tuple[DataProtoRef, list[str]]:
+        told[group["uid"][0]] = task.model_scores["rm_score"].tolist()
+        return group, []
+
+    async def scenario() -> RolloutJob:
+        reward: Any = SimpleNamespace(score=score)
+        pump = RolloutPump(AnswersAtOnce(), reward, {}, model_scores=scores, reward_timeout_s=1.0)  # type: ignore[arg-type]
+        job = pump.submit(requests_for([str(i) for i in range(count)]), **options)
+        await job.finished()
+        assert pump.tasks == set()
+        return job
+
+    return run(scenario()), told
+
+
+def test_the_reward_model_scores_fixed_shares_before_the_reward_processes() -> None:
+    asked: list[list[str]] = []
+
+    async def scores(batch: DataProtoRef, conversations: dict[str, Any]) -> dict[str, np.ndarray]:
+        asked.append(batch["uid"].tolist())
+        assert list(conversations) == batch["uid"].tolist()
+        return {"rm_score": batch["uid"].astype(float)}
+
+    job, told = scored_by_model(scores)
+    assert sorted(asked) == [["0", "1"], ["2", "3"], ["4"], ["5"]]
+    assert told == {str(i): [i] for i in range(6)}
+    assert job.timings["reward_model"] >= 0
+
+
+def test_groups_that_came_from_a_checkpoint_are_scored_in_their_share_again() -> None:
+    """Else the others of the share would be computed in another pass, with other rounding; a finished share is not."""
+    asked: list[list[str]] = []
+
+    async def scores(batch: DataProtoRef, conversations: dict[str, Any]) -> dict[str, np.ndarray]:
+        asked.append(batch["uid"].tolist())
+        return {"rm_score": batch["uid"].astype(float)}
+
+    there = {i: (DataProtoRef(small={"uid": np.array([str(i)])}, num_rows=1), DataProtoRef()) for i in (0, 2, 3)}
+    _, told = scored_by_model(scores, finished=there)
+    assert sorted(asked) == [["0", "1"], ["4"], ["5"]]
+    assert set(told) == {"1", "4", "5"}
+
+
+def test_where_slow_groups_are_cancelled_each_is_scored_by_itself() -> None:
+    """A cancelled group that waits for the reward model is not scored; one that is being scored ends before the job."""
+    asked: list[str] = []
+
+    async def scenario() -> None:
+        free = asyncio.Event()
+
+        async def scores(batch: DataProtoRef, conversations: dict[str, Any]) -> dict[str, np.ndarray]:
+            asked.append(batch["uid"][0])
+            if asked[1:]:
+                await free.wait()
+            return {"rm_score": batch["uid"].astype(float)}
+
+        async def score(group: DataProtoRef, task: Task, limit_s: float) -> tuple[DataProtoRef, list[str]]:
+            return group, []
+
+        reward: Any = SimpleNamespace(score=score)
+        pump = RolloutPump(AnswersAtOnce(), reward, {}, model_scores=scores, reward_timeout_s=1.0)  # type: ignore[arg-type]
+        job = pump.submit(requests_for(list("0123")), cancels=True)
+        await job.scored(lambda: len(asked) == 2)
+        assert set(job.scores) == {0}
+        job.cancel([1, 2, 3])
+        free.set()
+        await job.finished()
+        assert all(task.done() for task in job.passes), "nothing is left that computes during the update"
+        job.release([1, 2, 3])
+        assert [group["uid"].tolist() for group in job.results()] == [["0"]]
+
+    run(scenario())
+    assert asked == ["0", "1"]
+
+
+def test_a_reward_model_that_fails_ends_the_job() -> None:
+    async def scores(batch: DataProtoRef, conversations: dict[str, Any]) -> dict[str, np.ndarray]:
+        raise WorkerError("lost", "reward_model", 0, "node", "reward_model")
+
+    with refuses(WorkerError, "reward_model worker 0"):
+        scored_by_model(scores)
+
+
 def test_the_background_ends_with_the_run() -> None:
     async def scenario() -> None:
         never: Any = SimpleNamespace(generate=lambda *args, **options: asyncio.sleep(1000))

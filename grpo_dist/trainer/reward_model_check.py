@@ -1,0 +1,94 @@
+"""Checks of the reward model before anything starts: its folder, its head, and that it can read the conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, resolve_model_path
+from grpo_dist.assets.model_folder import ModelFolder, check_model_folder
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer
+from grpo_dist.data.tokenize import TokenizedPrompt, load_tokenizer
+from grpo_dist.errors import ConfigError, DataError
+
+
+def check_reward_model(config: RunConfig, *, weights: bool) -> ModelFolder:
+    """Find the reward model's folder, download it if it is a hub model, and check its files and its head.
+
+    Args:
+        config: the run's config, with a reward model.
+        weights: whether to download the weights and check their headers.
+
+    Raises:
+        ConfigError: there is no such model, or it is no backbone with a linear head of one output.
+        DataError: a file is missing, damaged or inconsistent with the others.
+    """
+    model = config.reward_model.model
+    assert model.path is not None, "a rule asks for it"
+    setting = f"{REWARD_MODEL_KEY}={model.path}"
+    folder = resolve_model_path(model.path, weights=weights, key=REWARD_MODEL_KEY)
+    # whether code that comes with the model may run makes no difference: the loader runs transformers' own classifiers
+    found = check_model_folder(folder, setting=setting, trust_remote_code=True, weights=weights)
+    # slow imports, which other runs do without
+    from transformers import AutoConfig
+
+    from grpo_dist.engines.train.classifier import check_family, check_head
+
+    try:
+        read = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # of many kinds
+        problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise DataError(
+            f"{setting}: config.json cannot be read, without code that comes with the model: {problem}"
+        ) from error
+    check_family(read, setting)
+    if weights:
+        check_head(found.shapes, num_labels=1, setting=setting)
+    elif read.num_labels != 1 or not any(name.endswith("Classification") for name in read.architectures or ()):
+        raise ConfigError(
+            f"{setting}: by its config.json (architectures={read.architectures}, num_labels={read.num_labels}) it is "
+            "no sequence classifier with one output; use a reward model"
+        )
+    return found
+
+
+def check_conversations(
+    config: RunConfig, policy: ModelFolder, scorer: ModelFolder, prompts: Sequence[TokenizedPrompt]
+) -> None:
+    """Check that the reward model reads what the policy writes: the same tokens, or a chat template for the roles.
+
+    Args:
+        config: the run's config, with a reward model.
+        policy: the policy's folder.
+        scorer: the reward model's folder.
+        prompts: all prompts, of which one of each sequence of roles is rendered.
+
+    Raises:
+        ConfigError: the tokenizer that reads the responses has other tokens than the policy's.
+        DataError: a tokenizer cannot be loaded or is another model's, or the chat template refuses a conversation.
+    """
+    model, policy_path = config.reward_model.model, config.actor_rollout_ref.model.path
+    setting, trust = f"{REWARD_MODEL_KEY}={model.path}", config.actor_rollout_ref.model.trust_remote_code
+    own = load_tokenizer(str(scorer.folder), trust_remote_code=model.trust_remote_code, key=REWARD_MODEL_KEY)
+    theirs = None
+    if model.input_tokenizer is not None:
+        folder = resolve_model_path(model.input_tokenizer, weights=False, key=INPUT_KEY)
+        theirs = load_tokenizer(folder, trust_remote_code=trust, key=INPUT_KEY)
+    reads = (own if theirs is None else theirs).get_vocab()
+    written = load_tokenizer(str(policy.folder), trust_remote_code=trust).get_vocab()
+    if differing := [token for token, number in written.items() if reads.get(token) != number]:
+        what = setting if theirs is None else "this tokenizer"
+        raise ConfigError(
+            f"{INPUT_KEY}={model.input_tokenizer or 'null'}: responses are tokens of {POLICY_KEY}={policy_path}, and "
+            f"{what} has {len(differing)} others, such as {differing[0]!r}; leave the key out, and conversations are "
+            "rendered again for the reward model"
+        )
+    render = ConversationRenderer(own, setting, theirs)
+    by_roles = {tuple(message["role"] for message in each.prompt.messages): each for each in prompts}
+    for each in by_roles.values():
+        token_ids = render(each.prompt.messages, each.token_ids.tolist(), each.token_ids[-1:].tolist())
+        if scorer.vocab_size is not None and max(token_ids) >= scorer.vocab_size:
+            raise DataError(
+                f"{setting}: a conversation has the token {max(token_ids)}, and the model knows tokens below "
+                f"{scorer.vocab_size} (vocab_size of config.json); its tokenizer is that of another model"
+            )

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from grpo_dist.errors import ConfigError
+from grpo_dist.names import REWARD_MODEL_FUNCTION
+from grpo_dist.rewards import load_reward_function, score_response
+from tests.messages import refuses
+
+WEIGHTED = {
+    "functions": [
+        {"path": REWARD_MODEL_FUNCTION, "weight": 2.0},
+        {"path": None, "weight": 0.5, "label": "rule"},
+    ]
+}
+
+
+def scored(path: str, kwargs: dict, **extra_info: float):
+    function = load_reward_function(path, "compute_score", kwargs)
+    arguments = {"data_source": "arithmetic", "solution_str": "#### 3", "ground_truth": "3"}
+    return score_response(function, **arguments, extra_info=extra_info)
+
+
+def test_alone_it_is_the_reward() -> None:
+    assert scored(REWARD_MODEL_FUNCTION, {}, rm_score=-1.25).score == -1.25
+
+
+def test_with_a_rule_it_is_weighed_and_each_is_logged() -> None:
+    """2 * (-1.25) + 0.5 * 1."""
+    found = scored("grpo_dist.rewards.weighted", WEIGHTED, rm_score=-1.25)
+    assert found.score == pytest.approx(-2.0)
+    assert (found.extra["reward_model"], found.extra["rule"]) == (-1.25, 1.0)
+
+
+def test_without_a_reward_model() -> None:
+    with refuses(ConfigError, "reward_model.enable=true"):
+        scored(REWARD_MODEL_FUNCTION, {})
