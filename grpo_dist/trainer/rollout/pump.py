@@ -17,7 +17,7 @@ import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.event_loop import in_background, run
 from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
+
+T = TypeVar("T")
 
 # Computes the log-probs of a batch; returns a handle with the new column.
 LogProbSource = Callable[[DataProtoRef], Awaitable[DataProtoRef]]
@@ -149,7 +151,7 @@ class RolloutPump:
         passes: dict[int, asyncio.Task[ModelPass]] = {}
         for share in np.array_split(np.arange(len(generated)), min(count, len(generated))):
             if not set(share.tolist()) <= set(finished):
-                task = in_background(self._model_pass(job, share.tolist(), generated), self.tasks)
+                task = self.spawn(self._model_pass(job, share.tolist(), generated))
                 passes |= dict.fromkeys(share.tolist(), task)
                 job.passes.append(task)
         return passes
@@ -162,8 +164,8 @@ class RolloutPump:
             left = await self._generated(job, share, generated)  # some may have been cancelled meanwhile
             if not left:
                 return {}
-            groups, tasks = [job.groups[i] for i in left], [job.requests[i].task for i in left]
-            messages = {job.requests[i].uid: task.messages for i, task in zip(left, tasks, strict=True)}
+            groups = [job.groups[i] for i in left]
+            messages = {job.requests[i].uid: job.requests[i].task.messages for i in left}
             found = await self.model_scores(DataProtoRef.concat(groups), messages)
         job.note("reward_model", since=job.timings.get("gen", 0.0))
         ends = np.cumsum([len(group) for group in groups])[:-1]
@@ -196,7 +198,7 @@ class RolloutPump:
             )
 
     # --- background --------------------------------------------------------------------------------------------
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a coroutine in the background, until it ends or `stop` cancels it."""
         return in_background(coroutine, self.tasks)
 
