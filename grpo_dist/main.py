@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 
+from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import load_config
 from grpo_dist.config.plan import format_plan, format_summary
 from grpo_dist.config.schema import RunConfig
@@ -28,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     overrides = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(overrides):
-        sys.stdout.write(usage() + "\n")
+        sys.stdout.write(usage(GRPO) + "\n")
         return 0
     try:
         config, notes = load_config(overrides)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import yaml
 
 from grpo_dist.config.foreign_keys import FOREIGN_KEYS, RENAMED
+from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.keys import free_form_keys
-from grpo_dist.config.overrides import CONFIG_DIR, group_options
 from grpo_dist.config.problems import shown
 from grpo_dist.config.schema_health import RULES, rule_defaults
 from grpo_dist.config.usage import first_comment
@@ -54,7 +54,7 @@ class Key:
 
 def documented_keys() -> Iterator[Key]:
     """The keys of grpo.yaml in its order."""
-    text = (CONFIG_DIR / "grpo.yaml").read_text(encoding="utf-8")
+    text = GRPO.file.read_text(encoding="utf-8")
     values = yaml.safe_load(text)
     path: list[str] = []
     comment: list[str] = []
@@ -89,8 +89,8 @@ def reference() -> str:
 
 def _groups() -> str:
     lines = ["## Groups\n", "| group | what it is |", "|---|---|"]
-    for group, options in group_options().items():
-        lines += [f"| `{group}={option}` | {_cell(first_comment(group, option))} |" for option in options]
+    for group, options in GRPO.group_options().items():
+        lines += [f"| `{group}={option}` | {_cell(first_comment(GRPO, group, option))} |" for option in options]
     return "\n".join(lines) + "\n"
 
 

@@ -22,7 +22,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests run on CPU, also where ther
 @pytest.fixture(autouse=True)
 def fp32_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of the tests hold in fp32, also on a processor that has bf16."""
-    monkeypatch.setattr("grpo_dist.config.schema.has_bf16", lambda: False)
+    monkeypatch.setattr("grpo_dist.config.schema_job.has_bf16", lambda: False)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 from grpo_dist.config.field_types import Section
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_job import JobConfig
 
 # Below this similarity, in [0, 1], of the last parts of two keys a hint misleads (learning_rate: clip_ratio).
 _LEAST_SIMILARITY = 0.65
@@ -43,34 +44,36 @@ _SYNONYMS = {
 
 
 @cache
-def leaf_keys() -> tuple[str, ...]:
-    """All keys that hold a value, such as "data.train_batch_size"."""
-    return tuple(key for key, kind in _walk(RunConfig, "") if not _is_section(kind))
+def leaf_keys(schema: type[JobConfig] = RunConfig) -> tuple[str, ...]:
+    """All keys of a command's config that hold a value, such as "data.train_batch_size"."""
+    return tuple(key for key, kind in _walk(schema, "") if not _is_section(kind))
 
 
 @cache
-def section_keys() -> tuple[str, ...]:
+def section_keys(schema: type[JobConfig] = RunConfig) -> tuple[str, ...]:
     """All keys that hold other keys, such as "data"."""
-    return tuple(key for key, kind in _walk(RunConfig, "") if _is_section(kind))
+    return tuple(key for key, kind in _walk(schema, "") if _is_section(kind))
 
 
 @cache
-def free_form_keys() -> tuple[str, ...]:
+def free_form_keys(schema: type[JobConfig] = RunConfig) -> tuple[str, ...]:
     """Keys whose value is a mapping in which the user may use any names, such as `reward_kwargs`."""
-    return tuple(key for key, kind in _walk(RunConfig, "") if str(kind).startswith("dict"))
+    return tuple(key for key, kind in _walk(schema, "") if str(kind).startswith("dict"))
 
 
-def is_free_form(key: str) -> bool:
+def is_free_form(key: str, schema: type[JobConfig] = RunConfig) -> bool:
     """Whether `key` is inside a mapping in which the user may use any names."""
-    return any(key.startswith(f"{parent}.") for parent in free_form_keys())
+    return any(key.startswith(f"{parent}.") for parent in free_form_keys(schema))
 
 
-def nearest_keys(key: str) -> list[str]:
+def nearest_keys(key: str, schema: type[JobConfig] = RunConfig) -> list[str]:
     """The known keys that `key` most likely means, best first; empty if none is similar."""
     matcher = difflib.SequenceMatcher(autojunk=False)
     last = key.rpartition(".")[2]
-    if last in _SYNONYMS:
-        return [_SYNONYMS[last]]
+    if (meant := _SYNONYMS.get(last)) is not None:
+        same = [known for known in leaf_keys(schema) if f".{meant}".endswith(f".{known}")]
+        if same:
+            return same[:1]
 
     def similarity(known: str) -> float:
         if f".{known}".endswith(f".{key}"):  # rollout.n, for actor_rollout_ref.rollout.n, is a sure hit
@@ -80,14 +83,14 @@ def nearest_keys(key: str) -> list[str]:
         matcher.set_seqs(key, known)
         return part + matcher.ratio() if part >= _LEAST_SIMILARITY else 0.0
 
-    ranked = sorted(((similarity(known), known) for known in leaf_keys()), key=lambda pair: -pair[0])
+    ranked = sorted(((similarity(known), known) for known in leaf_keys(schema)), key=lambda pair: -pair[0])
     best = ranked[0][0]
     return [known for score, known in ranked[:_MOST_HINTS] if score and score >= best - _TIE]
 
 
-def unknown_key(key: str) -> str:
+def unknown_key(key: str, schema: type[JobConfig] = RunConfig) -> str:
     """The error message for a key that the schema does not have."""
-    hints = nearest_keys(key)
+    hints = nearest_keys(key, schema)
     return f"{key}: no such key" + (
         f"; did you mean {' or '.join(hints)}?" if hints else "; --help says where all keys are listed"
     )

@@ -1,6 +1,6 @@
-"""Turns the command line into a checked RunConfig, and a RunConfig into YAML.
+"""Turns the command line into a checked config, and a config into YAML.
 
-Hydra composes the YAML files, the schema checks every key, rules.py checks keys against each other. All problems are
+Hydra composes the YAML files, the schema checks every key, and rules check keys against each other. All problems are
 reported together in one ConfigError. Imports neither torch nor Ray.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,24 +19,26 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from grpo_dist.config.notes import config_notes
-from grpo_dist.config.overrides import CONFIG_DIR, CommandLine, read_command_line
+from grpo_dist.config.command import AnyCommand, Command, Config
+from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.overrides import CommandLine, read_command_line
 from grpo_dist.config.problems import Problem, config_error, path_of, schema_problems, shown
-from grpo_dist.config.rules import rule_problems
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.redact import redact, redact_text
-
-_EXAMPLES = {
-    "actor_rollout_ref.model.path": "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B, or a folder",
-    "data.train_files": "data.train_files=data/gsm8k/train.parquet",
-}
 
 
 def load_config(overrides: list[str]) -> tuple[RunConfig, list[str]]:
-    """Compose grpo.yaml with groups and overrides, and check everything.
+    """The config of `python -m grpo_dist.main`; see `load_command`."""
+    return load_command(overrides, GRPO)
+
+
+def load_command(overrides: list[str], command: Command[Config]) -> tuple[Config, list[str]]:
+    """Compose the command's YAML file with groups and overrides, and check everything.
 
     Args:
         overrides: the command line, such as ["model=hf", "data.train_batch_size=64"].
+        command: whose config it is.
 
     Returns:
         The config, and notes for the user: settings that have no effect, choices made on their behalf and, with
@@ -44,14 +47,14 @@ def load_config(overrides: list[str]) -> tuple[RunConfig, list[str]]:
     Raises:
         ConfigError: lists every problem, one a line.
     """
-    line = read_command_line(overrides)
+    line = read_command_line(overrides, command)
     problems = list(line.problems)
-    raw = _compose(line, problems)
+    raw = _compose(line, problems, command)
     if raw is None:
         raise config_error(problems)
-    config = _validate(raw, problems)
+    config = _validate(raw, problems, command)
     suspects = {key for problem in problems for key in problem.keys}
-    found = [] if config is None else rule_problems(config)
+    found = [] if config is None else command.problems(config)
     # A rule about a key that is itself wrong would report the default in its place.
     found = [problem for problem in found if not suspects.intersection(problem.keys)]
     notes = list(line.notes)
@@ -61,18 +64,18 @@ def load_config(overrides: list[str]) -> tuple[RunConfig, list[str]]:
     problems += found
     if problems or config is None:
         raise config_error(problems)
-    return config, [redact_text(note) for note in notes + config_notes(config)]
+    return config, [redact_text(note) for note in notes + command.notes(config)]
 
 
-def readable_config(config: RunConfig) -> str:
+def readable_config(config: JobConfig) -> str:
     """The resolved config as YAML, with secrets replaced by `***`."""
     return yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
 
 
-def _compose(line: CommandLine, problems: list[Problem]) -> dict[str, Any] | None:
+def _compose(line: CommandLine, problems: list[Problem], command: AnyCommand) -> dict[str, Any] | None:
     """The config as nested dicts with interpolations resolved; None, with a problem added, if Hydra fails."""
     try:
-        composed = copy.deepcopy(_composed(tuple(line.groups.items())))
+        composed = copy.deepcopy(_composed(command.file, tuple(line.groups.items())))
     except (HydraException, OmegaConfBaseException) as error:
         problems.append(_hydra_problem(error))
         return None
@@ -91,7 +94,7 @@ def _compose(line: CommandLine, problems: list[Problem]) -> dict[str, Any] | Non
         text = f"{key}: names in a mapping must be text, and {shown(name)} is not"
         problems.append(Problem(text, (key,)))
     for key in _missing_keys(raw):
-        example = _EXAMPLES.get(key, f"{key}=VALUE")
+        example = f"{key}={command.needed.get(key, 'VALUE')}"
         problems.append(Problem(f"{key}: must be set, for example {example}", (key,)))
     return {str(key): value for key, value in raw.items()}
 
@@ -126,33 +129,33 @@ def _hydra_problem(error: HydraException | OmegaConfBaseException) -> Problem:
 
 
 @cache
-def _composed(groups: tuple[tuple[str, str], ...]) -> DictConfig:
-    """grpo.yaml with these group options. Cached, because Hydra takes ten times as long as all the rest."""
-    with initialize_config_dir(str(CONFIG_DIR.resolve()), version_base="1.3"):
-        return compose("grpo", overrides=[f"{group}={option}" for group, option in groups])
+def _composed(file: Path, groups: tuple[tuple[str, str], ...]) -> DictConfig:
+    """A YAML file with these group options. Cached, because Hydra takes ten times as long as all the rest."""
+    with initialize_config_dir(str(file.parent.resolve()), version_base="1.3"):
+        return compose(file.stem, overrides=[f"{group}={option}" for group, option in groups])
 
 
-def _validate(raw: dict[str, Any], problems: list[Problem]) -> RunConfig | None:
+def _validate(raw: dict[str, Any], problems: list[Problem], command: Command[Config]) -> Config | None:
     """Validate the config. A wrong value is replaced by its default, so that the rules of other keys can still run."""
     try:
-        return RunConfig.model_validate(raw)
+        return command.schema.model_validate(raw)
     except ValidationError as error:
-        found = schema_problems(error)
-        paths = {path_of(finding["loc"]) for finding in error.errors(include_url=False)}
+        found = schema_problems(error, command.schema)
+        paths = {path_of(finding["loc"], command.schema) for finding in error.errors(include_url=False)}
     # An interpolation that cannot be resolved has been reported, and its text is in the place of its value.
     problems += [problem for problem in found if "${" not in problem.text]
-    defaults = _defaults()
+    defaults = _defaults(command.file)
     for path in paths:
         _restore_default(raw, defaults, path)
     try:
-        return RunConfig.model_validate(raw)
+        return command.schema.model_validate(raw)
     except ValidationError:
         return None
 
 
 @cache
-def _defaults() -> Any:
-    return OmegaConf.to_container(_composed(()), resolve=True)
+def _defaults(file: Path) -> Any:
+    return OmegaConf.to_container(_composed(file, ()), resolve=True)
 
 
 def _restore_default(raw: Any, defaults: Any, path: Sequence[str]) -> None:

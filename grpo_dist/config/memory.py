@@ -15,7 +15,8 @@ from grpo_dist.config.rank_memory import PROCESS_GIB, MiniBatch, Parts, Rank, pa
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.sizes import CPU_KV_CACHE_GIB, EXPORT_FILE_BYTES, GIB
 
-_BYTES = {"fp32": 4, "bf16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
+# Bytes of a number, by the name of its type.
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ def _actor(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
     rank = Rank(
         shape,
         config.device,
-        master=_BYTES[fsdp.model_dtype],
-        compute=_BYTES[fsdp.resolved_dtype(config.default_dtype)],
+        master=DTYPE_BYTES[fsdp.model_dtype],
+        compute=DTYPE_BYTES[fsdp.resolved_dtype(config.default_dtype)],
         shards=fsdp.num_shards(ranks),
         reshards=fsdp.reshard_after_forward,
         factors=shape.lora_parameters(roles.model),
@@ -96,13 +97,18 @@ def _actor(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
     waits = (0.0 if fsdp.param_offload else rank.weights) + (0.0 if fsdp.optimizer_offload else states)
     # else the allocator keeps what the last phase took
     frees = fsdp.param_offload or fsdp.optimizer_offload or placement(config).sharing
-    host = {"offloaded": rank.weights + states - waits, "a copy for a checkpoint": rank.weights + states}
     return RoleMemory(
         "actor",
-        _gib(peak),
+        in_gib(peak),
         forward=(sum(forward.values()) + (0.0 if fsdp.optimizer_offload else states)) / GIB,
         between=(waits if frees else sum(peak.values())) / GIB,
-        host=_host(config, rank, host, exports=True),
+        host=host_memory(
+            rank,
+            offloaded=rank.weights + states - waits,
+            copied=rank.weights + states,
+            exports=True,
+            stored=_stored(config, shape),
+        ),
     )
 
 
@@ -120,8 +126,8 @@ def _mini_batch(config: RunConfig, rank: Rank) -> MiniBatch:
 
 def _reference(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
     ref, actor = config.actor_rollout_ref.ref, config.actor_rollout_ref.actor
-    held = _BYTES[ref.weights_dtype(config.default_dtype)]
-    compute = _BYTES[ref.fsdp_config.resolved_dtype(config.default_dtype)]
+    held = DTYPE_BYTES[ref.weights_dtype(config.default_dtype)]
+    compute = DTYPE_BYTES[ref.fsdp_config.resolved_dtype(config.default_dtype)]
     rank = Rank(shape, config.device, held, compute, ranks, actor.fsdp_config.reshard_after_forward, frozen=True)
     limit = actor.log_prob_max_token_len(ref)
     parts = rank.forward(*pass_tokens(config, ref.log_prob_micro_batch_size_per_gpu, limit))
@@ -136,7 +142,7 @@ def _reward_model(config: RunConfig, ranks: int) -> RoleMemory | None:
     shape = None if found is None else model_shape(found)
     if shape is None:
         return None
-    dtype = _BYTES[section.model.fsdp_config.resolved_dtype(config.default_dtype)]
+    dtype = DTYPE_BYTES[section.model.fsdp_config.resolved_dtype(config.default_dtype)]
     reshards = actor.fsdp_config.reshard_after_forward
     rank = Rank(replace(shape, tied=True), config.device, dtype, dtype, ranks, reshards, frozen=True)
     tokens, _ = pass_tokens(config, section.micro_batch_size_per_gpu, section.max_token_len(actor))
@@ -147,16 +153,16 @@ def _reward_model(config: RunConfig, ranks: int) -> RoleMemory | None:
 def _follower(config: RunConfig, role: str, rank: Rank, parts: Parts, *, offloads: bool, saves: bool) -> RoleMemory:
     """A role that only runs forward passes."""
     total = sum(parts.values()) / GIB
-    host = {"offloaded": rank.weights if offloads else 0.0}
-    if saves:
-        host["a copy for a checkpoint"] = rank.weights
+    host = host_memory(
+        rank, offloaded=rank.weights if offloads else 0.0, copied=rank.weights if saves else 0.0, exports=False
+    )
     between = 0.0 if offloads else rank.weights / GIB if placement(config).sharing else total
-    return RoleMemory(role, _gib(parts), total, between, _host(config, rank, host, exports=False))
+    return RoleMemory(role, in_gib(parts), total, between, host)
 
 
 # --- rollout engines -----------------------------------------------------------------------------------------------
 def _rollout(config: RunConfig, shape: ModelShape, tensor_parallel: int) -> RoleMemory:
-    rollout, size = config.actor_rollout_ref.rollout, _BYTES[_rollout_dtype(config)]
+    rollout, size = config.actor_rollout_ref.rollout, DTYPE_BYTES[_rollout_dtype(config)]
     weights = shape.num_parameters * size / tensor_parallel
     parts = {"weights": weights}
     if config.device == "cuda":
@@ -169,11 +175,11 @@ def _rollout(config: RunConfig, shape: ModelShape, tensor_parallel: int) -> Role
     host["process"] = PROCESS_GIB[config.device] * GIB
     gib, share = _kv_cache_gib(config), rollout.gpu_memory_utilization
     if gib is not None:
-        return RoleMemory("rollout", _gib(parts | {"KV cache": gib * GIB}), host=_gib(host))
+        return RoleMemory("rollout", in_gib(parts | {"KV cache": gib * GIB}), host=in_gib(host))
     longest = config.max_model_len * _kv_bytes(config, shape)
     parts["KV cache of one sequence"] = longest
     return RoleMemory(
-        "rollout", _gib(parts), host=_gib(host), remark=f"KV cache: what is left of {share:.0%} of the GPU"
+        "rollout", in_gib(parts), host=in_gib(host), remark=f"KV cache: what is left of {share:.0%} of the GPU"
     )
 
 
@@ -186,7 +192,7 @@ def kv_cache_tokens(config: RunConfig, model_config: Mapping[str, Any] | None) -
 
 def _kv_bytes(config: RunConfig, shape: ModelShape) -> float:
     """KV-cache bytes of one token on one GPU of an engine."""
-    return shape.kv_values_per_token * _BYTES[_rollout_dtype(config)] / placement(config).tensor_parallel
+    return shape.kv_values_per_token * DTYPE_BYTES[_rollout_dtype(config)] / placement(config).tensor_parallel
 
 
 def _kv_cache_gib(config: RunConfig) -> float | None:
@@ -199,33 +205,42 @@ def _rollout_dtype(config: RunConfig) -> str:
 
 
 # --- CPU memory ----------------------------------------------------------------------------------------------------
-def _host(config: RunConfig, rank: Rank, held: Parts, *, exports: bool) -> Mapping[str, float]:
-    """CPU memory of a training rank: offloaded tensors, plus the largest of what loading, saving and export need."""
+def host_memory(rank: Rank, *, offloaded: float, copied: float, exports: bool, stored: float = 0.0) -> dict[str, float]:
+    """CPU memory of a rank, GiB: offloaded tensors, plus the largest of what loading, saving and export need.
+
+    Args:
+        rank: the rank.
+        offloaded: bytes that wait in CPU memory.
+        copied: bytes of the copy from which a checkpoint is written.
+        exports: whether rank 0 writes a Hugging Face folder.
+        stored: bytes that rank 0 puts into the object store.
+    """
     shape = rank.shape
     loading = shape.largest * rank.master + (rank.weights if rank.device == "cuda" else 0.0)
-    moments = {"weights being loaded": loading, "a copy for a checkpoint": held.get("a copy for a checkpoint", 0.0)}
-    if exports:  # by rank 0
+    moments = {"weights being loaded": loading, "a copy for a checkpoint": copied}
+    if exports:
         file = max(EXPORT_FILE_BYTES, shape.largest * rank.master)
         moments["export"] = min(file, shape.num_parameters * rank.master)
-        moments["weights in the object store"] = _stored(config, shape)
+        moments["weights in the object store"] = stored
     largest = max(moments, key=lambda name: moments[name])
-    parts = {"offloaded": held["offloaded"], largest: moments[largest]}
-    return _gib({name: size for name, size in parts.items() if size} | {"process": PROCESS_GIB[rank.device] * GIB})
+    parts = {"offloaded": offloaded, largest: moments[largest]}
+    return in_gib({name: size for name, size in parts.items() if size} | {"process": PROCESS_GIB[rank.device] * GIB})
 
 
 def _stored(config: RunConfig, shape: ModelShape) -> float:
     """Bytes of the whole weights in Ray's object store, if the weight sync uses it."""
     engine, place = config.actor_rollout_ref.rollout.checkpoint_engine, placement(config)
     through = engine.resolved_backend(config.device, shares_gpu=place.shares_gpu) == "object_store"
-    return shape.num_parameters * _BYTES[_rollout_dtype(config)] if through else 0.0
+    return shape.num_parameters * DTYPE_BYTES[_rollout_dtype(config)] if through else 0.0
 
 
 def _bucket(config: RunConfig, shape: ModelShape) -> float:
     """Bytes of the buckets of new weights that an engine holds during a weight sync."""
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
-    largest = shape.largest * _BYTES[_rollout_dtype(config)]
+    largest = shape.largest * DTYPE_BYTES[_rollout_dtype(config)]
     return 2.0 * max(engine.update_weights_bucket_megabytes << 20, largest) if _stored(config, shape) else 0.0
 
 
-def _gib(parts: Mapping[str, float]) -> dict[str, float]:
+def in_gib(parts: Mapping[str, float]) -> dict[str, float]:
+    """Bytes as GiB."""
     return {name: size / GIB for name, size in parts.items()}

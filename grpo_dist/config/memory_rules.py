@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from grpo_dist.config.memory import RoleMemory
+from grpo_dist.config.memory_remedies import fitting_settings
 from grpo_dist.config.placement import FOLLOWERS, placement
 from grpo_dist.config.placement_rules import PLACEMENT_RULES
-from grpo_dist.config.problems import Problem, shown, value_of, with_value
+from grpo_dist.config.problems import Problem, value_of
 from grpo_dist.config.rank_memory import CUDA_GIB
 from grpo_dist.config.schema import RunConfig
 
@@ -168,52 +169,13 @@ def _sum(parts: Mapping[str, float]) -> str:
 # --- remedies ------------------------------------------------------------------------------------------------------
 def _remedy(config: RunConfig, excess: Callable[[RunConfig], float]) -> str:
     """One setting that makes the run fit, else the fewest and mildest several, else more GPUs; or LoRA."""
-    settings, gpus = (
+    settings, gpus, lora = (
         {key: [value for value in values if _milder(config, key, value)] for key, values in remedies}
-        for remedies in (_REMEDIES, _MORE_GPUS)
+        for remedies in (_REMEDIES, _MORE_GPUS, (_LORA,))
     )
-    if found := _first(config, settings, excess) or _several(config, settings, excess) or _first(config, gpus, excess):
+    if found := fitting_settings(config, settings, gpus, excess, alternative=lora):
         return f"set {found}"
-    several = _several(config, settings | gpus, excess)
-    lora = _first(config, {_LORA[0]: [rank for rank in _LORA[1] if _milder(config, _LORA[0], rank)]}, excess)
-    if several or lora:
-        return "set " + ", or ".join(filter(None, (several, lora)))
     return f"use a smaller model, larger GPUs, more machines (trainer.nnodes), or LoRA ({_MODEL}.lora_rank)"
-
-
-def _first(config: RunConfig, changes: Mapping[str, list[Any]], excess: Callable[[RunConfig], float]) -> str:
-    """The first single change that suffices, as an override; "" if there is none."""
-    tries = ((key, value) for key, values in changes.items() for value in values)
-    return next((f"{key}={shown(value)}" for key, value in tries if not excess(_with(config, {key: value}))), "")
-
-
-def _several(config: RunConfig, changes: Mapping[str, list[Any]], excess: Callable[[RunConfig], float]) -> str:
-    """Several changes that suffice together, each of which saves memory; "" if even all of them do not suffice."""
-    taken: dict[str, Any] = {}
-    left = excess(config)
-    for key, values in changes.items():
-        found = [(excess(_with(config, taken | {key: value})), value) for value in values]
-        best = min(found, key=lambda each: each[0], default=(left, None))
-        if best[0] < left:
-            left, taken[key] = best
-        if not left:
-            needed = _milder_still(config, taken, changes, excess)
-            return " and ".join(f"{name}={shown(value)}" for name, value in needed.items())
-    return ""
-
-
-def _milder_still(
-    config: RunConfig,
-    taken: dict[str, Any],
-    changes: Mapping[str, list[Any]],
-    excess: Callable[[RunConfig], float],
-) -> dict[str, Any]:
-    """Drop the changes that are not needed, and weaken the others as far as possible."""
-    for key in list(taken):
-        rest = {name: value for name, value in taken.items() if name != key}
-        tries = [rest, *(rest | {key: value} for value in changes[key])]
-        taken = next(each for each in tries if not excess(_with(config, each)))
-    return taken
 
 
 def _milder(config: RunConfig, key: str, value: Any) -> bool:
@@ -230,9 +192,3 @@ def _milder(config: RunConfig, key: str, value: Any) -> bool:
     if key.endswith("ppo_max_token_len_per_gpu"):
         return config.actor_rollout_ref.actor.use_dynamic_bsz and value < now
     return now is not None and value < now
-
-
-def _with(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    for key, value in changes.items():
-        config = with_value(config, key, value)
-    return config

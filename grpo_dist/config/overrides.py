@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,15 +15,12 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from grpo_dist.assets import BUILTIN
+from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.foreign_keys import FLAGS, RENAMED, ForeignKey, foreign_key
 from grpo_dist.config.keys import is_free_form, leaf_keys, nearest_keys, section_keys, unknown_key
 from grpo_dist.config.problems import Problem
+from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.redact import redact
-
-CONFIG_DIR = Path(__file__).parent
-
-# Setting these keys selects another group option than the built-in model or data.
-_GROUP_FOR_KEY = {"actor_rollout_ref.model.path": ("model", "hf"), "data.train_files": ("data", "files")}
 
 
 @dataclass
@@ -37,13 +33,7 @@ class CommandLine:
     problems: list[Problem] = field(default_factory=list)
 
 
-def group_options() -> dict[str, list[str]]:
-    """The config groups and their options, sorted."""
-    folders = sorted(path for path in CONFIG_DIR.iterdir() if path.is_dir() and any(path.glob("*.yaml")))
-    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
-
-
-def read_command_line(overrides: list[str]) -> CommandLine:
+def read_command_line(overrides: list[str], command: AnyCommand) -> CommandLine:
     """Sort overrides into groups, values and problems; the last override of a key wins."""
     line = CommandLine()
     parser = OverridesParser.create()
@@ -58,8 +48,8 @@ def read_command_line(overrides: list[str]) -> CommandLine:
         except HydraException as error:
             line.problems.append(_unreadable(_shown(text), error))
             continue
-        _add(line, override, _shown(text).lstrip("+"))
-    _choose_groups(line)
+        _add(line, override, _shown(text).lstrip("+"), command)
+    _choose_groups(line, command)
     return line
 
 
@@ -69,20 +59,24 @@ def _shown(text: str) -> str:
     return f"{key}{equals}{redact({key: value})[key]}"
 
 
-def _add(line: CommandLine, override: Override, text: str) -> None:
+def _add(line: CommandLine, override: Override, text: str, command: AnyCommand) -> None:
+    schema: type[JobConfig] = command.schema
     key = override.key_or_group
-    if key in RENAMED and not override.is_sweep_override():
+    if command.takes_verls_keys and key in RENAMED and not override.is_sweep_override():
         line.notes.append(f"{key} is called {RENAMED[key]} in grpo_dist")
         key = RENAMED[key]
         text = f"{key}={text.partition('=')[2]}"
-    foreign = None if key in leaf_keys() or override.is_delete() else foreign_key(key)
+    known = not command.takes_verls_keys or key in leaf_keys(schema) or override.is_delete()
+    foreign = None if known else foreign_key(key)
     if foreign is not None:
         _add_foreign(line, foreign, text)
         return
-    options = group_options().get(key)
+    options = command.group_options().get(key)
     problem: Problem | None = None
     if override.is_delete():
-        problem = Problem(f"~{key}: keys cannot be removed; set a value, or null where grpo.yaml allows it", (key,))
+        problem = Problem(
+            f"~{key}: keys cannot be removed; set a value, or null where {command.file.name} allows it", (key,)
+        )
     elif override.package is not None:
         problem = Problem(f"{text}: packages (@) are not supported", (key,))
     elif override.is_sweep_override():
@@ -92,12 +86,15 @@ def _add(line: CommandLine, override: Override, text: str) -> None:
         if option in options:
             line.groups[key] = option
         else:
-            problem = Problem(_no_such_option(key, option, options), leaf_keys())
-    elif key in section_keys() and not isinstance(override.value(), dict):
-        problem = Problem(f"{text}: {key} is a section; its keys are {_names_below(key)}", (key, *_keys_below(key)))
-    elif key not in leaf_keys() and key not in section_keys() and not is_free_form(key):
+            problem = Problem(_no_such_option(key, option, options), leaf_keys(schema))
+    elif key in section_keys(schema) and not isinstance(override.value(), dict):
         problem = Problem(
-            unknown_key(key) if key else f"{text}: the key is missing; write key=value", (key, *nearest_keys(key))
+            f"{text}: {key} is a section; its keys are {_names_below(key, schema)}", (key, *_keys_below(key, schema))
+        )
+    elif key not in leaf_keys(schema) and key not in section_keys(schema) and not is_free_form(key, schema):
+        problem = Problem(
+            unknown_key(key, schema) if key else f"{text}: the key is missing; write key=value",
+            (key, *nearest_keys(key, schema)),
         )
     else:
         line.values.pop(key, None)  # keep the order of the last mention: a section may follow one of its keys
@@ -119,8 +116,8 @@ def _add_foreign(line: CommandLine, foreign: ForeignKey, text: str) -> None:
         line.notes.append(f"no effect here: {text}: {foreign.why}")
 
 
-def _choose_groups(line: CommandLine) -> None:
-    for key, (group, option) in _GROUP_FOR_KEY.items():
+def _choose_groups(line: CommandLine, command: AnyCommand) -> None:
+    for key, (group, option) in command.chosen.items():
         if key not in line.values or group in line.groups or BUILTIN in str(line.values[key]):
             continue
         line.groups[group] = option
@@ -145,10 +142,10 @@ def _no_such_option(group: str, option: str, options: list[str]) -> str:
     return f"{group}={option}: no such option; there are {', '.join(options)}{hint}"
 
 
-def _keys_below(section: str) -> list[str]:
-    return [key for key in leaf_keys() if key.startswith(f"{section}.")]
+def _keys_below(section: str, schema: type[JobConfig]) -> list[str]:
+    return [key for key in leaf_keys(schema) if key.startswith(f"{section}.")]
 
 
-def _names_below(section: str) -> str:
-    below = [key for key in (*section_keys(), *leaf_keys()) if key.startswith(f"{section}.")]
+def _names_below(section: str, schema: type[JobConfig]) -> str:
+    below = [key for key in (*section_keys(schema), *leaf_keys(schema)) if key.startswith(f"{section}.")]
     return ", ".join(dict.fromkeys(key.removeprefix(f"{section}.").partition(".")[0] for key in below))

@@ -17,7 +17,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import Colocation, Device
 
 # Logical CPUs that Ray reserves per process on CPU: small, so that all roles fit on a laptop.
-_CPU_SHARE = 0.1
+CPU_SHARE = 0.1
 # Fraction of a GPU that Ray reserves for a process that shares it: at most four roles share one.
 _GPU_SHARE = 0.25
 # Roles that only run forward passes, and may lie beside the actor.
@@ -117,7 +117,7 @@ def placement(config: RunConfig) -> Placement:
         reward_model_world_size=sizes["reward_model"],
         colocate=colocate,
         num_devices=config.trainer.nnodes if config.device == "cpu" else own,
-        num_cpus_per_worker=asked.num_cpus_per_worker or (_CPU_SHARE if config.device == "cpu" else 1.0),
+        num_cpus_per_worker=asked.num_cpus_per_worker or (CPU_SHARE if config.device == "cpu" else 1.0),
         num_threads=_threads(config, {role: size for role, size in sizes.items() if size}),
     )
 
@@ -146,7 +146,7 @@ def _cpu_actors(config: RunConfig) -> int:
 
     A larger model gets 1: several ranks on one machine copy weights to each other, while threads share them.
     """
-    return 2 if config.actor_rollout_ref.model.is_builtin else 1
+    return 2 if config.has_builtin_model else 1
 
 
 def _threads(config: RunConfig, processes: Mapping[str, int]) -> dict[str, int]:
@@ -156,7 +156,7 @@ def _threads(config: RunConfig, processes: Mapping[str, int]) -> dict[str, int]:
     The built-in model uses one thread: its matrices are too small to be worth splitting.
     """
     asked, nodes = config.cluster.num_threads_per_worker, config.trainer.nnodes
-    if asked is not None or config.device != "cpu" or config.actor_rollout_ref.model.is_builtin:
+    if asked is not None or config.device != "cpu" or config.has_builtin_model:
         return dict.fromkeys(processes, asked or 1)
     cores = physical_cores()
     return {role: max(1, min(cores, cores * nodes // max(number, 1))) for role, number in processes.items()}

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from grpo_dist.config.field_types import not_one_of
 from grpo_dist.config.keys import free_form_keys, is_free_form, leaf_keys, nearest_keys, unknown_key
+from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import ConfigError
 from grpo_dist.redact import redact, redact_text
 
@@ -77,11 +78,11 @@ def one_line(text: str) -> str:
     return text if len(text) <= MOST_LINE_TEXT else f"{text[:half]} ... {text[-half:]}"
 
 
-def schema_problems(error: ValidationError) -> list[Problem]:
+def schema_problems(error: ValidationError, schema: type[JobConfig]) -> list[Problem]:
     """Pydantic's errors as problems; a value that fits none of several types gives one problem."""
     problems: dict[tuple[str, str], Problem] = {}
     for finding in error.errors(include_url=False):
-        problem = _problem(dict(finding))
+        problem = _problem(dict(finding), schema)
         same = (problem.keys[0], shown(finding["input"]))
         if same in problems:
             reason = problem.text.removeprefix(f"{same[0]}={same[1]}: ")
@@ -90,22 +91,22 @@ def schema_problems(error: ValidationError) -> list[Problem]:
     return list(problems.values())
 
 
-def path_of(location: tuple[int | str, ...]) -> tuple[str, ...]:
+def path_of(location: tuple[int | str, ...], schema: type[JobConfig]) -> tuple[str, ...]:
     """The parts of the dotted key in pydantic's error location, without list positions and union members after it."""
     path: tuple[str, ...] = ()
     for part in location:
         key = ".".join(path)
-        inside = is_free_form(key) or (key in leaf_keys() and key not in free_form_keys())
+        inside = is_free_form(key, schema) or (key in leaf_keys(schema) and key not in free_form_keys(schema))
         if isinstance(part, int) or inside:
             break
         path = (*path, part)
     return path
 
 
-def _problem(finding: dict[str, Any]) -> Problem:
-    key = ".".join(path_of(finding["loc"]))
+def _problem(finding: dict[str, Any], schema: type[JobConfig]) -> Problem:
+    key = ".".join(path_of(finding["loc"], schema))
     if finding["type"] == "extra_forbidden":
-        return Problem(unknown_key(key), (key, *nearest_keys(key)))
+        return Problem(unknown_key(key, schema), (key, *nearest_keys(key, schema)))
     if finding["loc"][-1] == "[key]":  # the name of an entry in a mapping
         return Problem(f"{key}: {_reason(finding)}", (key,))
     return Problem(f"{key}={shown(finding['input'])}: {_reason(finding)}", (key,))

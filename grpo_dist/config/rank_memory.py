@@ -116,6 +116,7 @@ class MiniBatch:
         entropies: whether the loss has an entropy term.
         defers: whether gradients are reduced only in the last micro-batch (`defer_grad_sync`).
         offloads: whether optimizer states are on the device only during the optimizer step.
+        has_output_layer: whether the model has one; false: its head has few outputs.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class MiniBatch:
         entropies: bool = False,
         defers: bool = False,
         offloads: bool = False,
+        has_output_layer: bool = True,
     ) -> None:
         self.rank, self.shape, self.compute = rank, rank.shape, rank.compute
         self.tokens = tokens
@@ -137,6 +139,7 @@ class MiniBatch:
         self.recomputed = layer if recomputes else 0.0
         self.chunk, self.entropies = rank.chunk(responses), entropies
         self.trains_all = rank.factors == 0
+        self.output_layer = rank.shape.matrix * self.trains_all * has_output_layer
         # Gradients stay unsharded, in float32, until the last micro-batch.
         self.whole = defers or rank.shards == 1
         sharded = rank.trained * rank.master / rank.shards
@@ -162,7 +165,7 @@ class MiniBatch:
 
     def _head(self) -> Parts:
         """Backward of the output layer: a chunk's logits and softmax, or its weight gradient and the float32 sum."""
-        matrix = self.shape.matrix * self.trains_all
+        matrix = self.output_layer
         softmax = (4.0 if self.entropies else 2.0) * self.chunk
         product = self.chunk * self.compute / 4 + (matrix * self.compute if self.compute < 4 else 0)
         activations, gathered = self.kept_by_layers + 2 * self.inputs, self.rank.gathered(1)
@@ -186,8 +189,8 @@ class MiniBatch:
         # Without resharding, weights stay gathered between micro-batches; the first one has no gradients of them yet.
         stays = max(0.0, rank.gathered(0) - root * rank.master / rank.shards)
         stays *= not (rank.reshards or self.whole)
-        reduced = stays + self._reduced(root, 0 if self.shape.tied else matrix)
-        computed = rank.gathered(0) + 2 * matrix * self.compute
+        reduced = stays + self._reduced(root, 0 if self.shape.tied else self.output_layer)
+        computed = rank.gathered(0) + (matrix + self.output_layer) * self.compute
         return {**self.kept, "gradients of embedding and head": max(computed, reduced)}
 
     def _reduced(self, numbers: int, last: int) -> float:

@@ -19,6 +19,7 @@ from grpo_dist.config.model_shape import model_config_at_hand
 from grpo_dist.config.placement_rules import PLACEMENT_RULES, Rule
 from grpo_dist.config.problems import Problem, problem_between
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import ConfigError
 from grpo_dist.names import GROUP_ADV_ESTIMATORS, OVERLONG_PENALTY, REWARD_MODEL_FUNCTION, SEQUENCE_LOSSES
 
@@ -155,7 +156,7 @@ def exact_kl_has_a_plain_output_layer(config: RunConfig) -> Iterator[Problem]:
         yield problem_between(config, why, f"{_ACTOR}.kl_loss_type", "actor_rollout_ref.model.target_modules")
 
 
-def something_to_validate(config: RunConfig) -> Iterator[Problem]:
+def something_to_validate(config: JobConfig) -> Iterator[Problem]:
     """`val_only` validates, and the best checkpoint is found by validating."""
     trainer = config.trainer
     if trainer.val_only and not config.data.val_files:
@@ -213,7 +214,7 @@ def validation_samples_differ(config: RunConfig) -> Iterator[Problem]:
         yield problem_between(config, "sampling needs a positive temperature; for greedy set do_sample=false", *keys)
 
 
-def resume_path_is_set(config: RunConfig) -> Iterator[Problem]:
+def resume_path_is_set(config: JobConfig) -> Iterator[Problem]:
     """resume_mode=resume_path says where."""
     trainer = config.trainer
     keys = "trainer.resume_mode", "trainer.resume_from_path"
@@ -225,7 +226,7 @@ def resume_path_is_set(config: RunConfig) -> Iterator[Problem]:
         yield _missing(keys[1], trainer.resume_from_path, "folder")
 
 
-def data_files_exist(config: RunConfig) -> Iterator[Problem]:
+def data_files_exist(config: JobConfig) -> Iterator[Problem]:
     """Data files and folders are there and of a kind that can be read."""
     for key, files in (
         ("data.train_files", config.data.train_files),
@@ -245,21 +246,26 @@ def sampler_class_is_named(config: RunConfig) -> Iterator[Problem]:
 
 
 def model_folders_exist(config: RunConfig) -> Iterator[Problem]:
-    """A model path that is no hub name is a folder with a config.json."""
+    """The models are there."""
     paths = {POLICY_KEY: config.actor_rollout_ref.model.path}
     if config.reward_model.enable and config.reward_model.model.path is not None:
         paths[REWARD_MODEL_KEY] = config.reward_model.model.path
     for key, path in paths.items():
-        if path.startswith(BUILTIN):
-            try:
-                resolve_model_path(path, key=key)
-            except ConfigError as error:
-                yield Problem(str(error), (key,))
-        elif looks_like_folder(path):
-            if not is_folder(path):
-                yield _missing(key, path, "folder")
-            elif not is_file(f"{path}/config.json"):
-                yield _missing(key, path, "config.json in the folder")
+        yield from model_folder_exists(key, path)
+
+
+def model_folder_exists(key: str, path: str) -> Iterator[Problem]:
+    """A built-in model is known, and a path that is no hub name is a folder with a config.json."""
+    if path.startswith(BUILTIN):
+        try:
+            resolve_model_path(path, key=key)
+        except ConfigError as error:
+            yield Problem(str(error), (key,))
+    elif looks_like_folder(path):
+        if not is_folder(path):
+            yield _missing(key, path, "folder")
+        elif not is_file(f"{path}/config.json"):
+            yield _missing(key, path, "config.json in the folder")
 
 
 def custom_code_exists(config: RunConfig) -> Iterator[Problem]:

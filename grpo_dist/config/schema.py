@@ -2,39 +2,33 @@
 
 Holds names, types and ranges of single keys. Defaults and the meaning of each key are in grpo.yaml (a key
 missing on either side is an error), rules between keys in rules.py. What a
-null value stands for, where several readers need it, is a method here. The roles are in schema_roles.py, models beside
-the policy in schema_models.py, `trainer.health` in schema_health.py.
+null value stands for, where several readers need it, is a method here. What all commands share is in schema_job.py, the
+roles are in schema_roles.py, models beside the policy in schema_models.py, `trainer.health` in schema_health.py.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from grpo_dist.config.field_types import (
     Count,
-    CountOrMinusOne,
     Distinct,
-    DryRun,
-    Files,
     Float,
     Names,
     NonNegativeFloat,
     NonNegativeInt,
-    OptionalFiles,
     Pair,
     PositiveFloat,
     Section,
     Share,
     Text,
     TrainDtype,
-    TrainDtypeName,
     builtin_or_custom,
 )
-from grpo_dist.config.processor import has_bf16
 from grpo_dist.config.schema_health import HealthConfig
+from grpo_dist.config.schema_job import JobClusterConfig, JobConfig, JobDataConfig, JobTrainerConfig
 from grpo_dist.config.schema_models import RewardModelConfig
-from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Colocation, Device
+from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Colocation
 from grpo_dist.names import (
     ADV_ESTIMATORS,
     REWARD_MODEL_FUNCTION,
@@ -98,24 +92,17 @@ class SamplerConfig(Section):
     class_name: Text | None
 
 
-class DataConfig(Section):
+class DataConfig(JobDataConfig):
     """`data`: the prompts."""
 
-    train_files: Files
-    val_files: OptionalFiles
     prompt_key: Text
     reward_fn_key: Text
     system_prompt: Text | None
-    train_batch_size: Count
     gen_batch_size: Count | None
-    train_max_samples: CountOrMinusOne
-    val_max_samples: CountOrMinusOne
     max_prompt_length: Count
     max_response_length: Count
     filter_overlong_prompts: bool
     truncation: Literal["error", "left", "right", "middle"]
-    shuffle: bool
-    seed: NonNegativeInt | None
     sampler: SamplerConfig
     apply_chat_template_kwargs: dict[str, Any]
 
@@ -160,47 +147,18 @@ TimedStage = Literal[
 ]
 
 
-class TrainerConfig(Section):
+class TrainerConfig(JobTrainerConfig):
     """`trainer`: the run, its records and its machines."""
 
-    total_epochs: Count
-    total_training_steps: Count | None
-    seed: NonNegativeInt
-    project_name: Text
-    experiment_name: Text
-    logger: Annotated[tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...], Names]
-    default_local_dir: Text
-    test_freq: CountOrMinusOne
-    val_before_train: bool
-    val_only: bool
-    save_freq: CountOrMinusOne
-    save_interval_minutes: PositiveFloat | None
-    max_actor_ckpt_to_keep: Count | None
-    keep_best_metric: Text | None
-    resume_mode: Literal["auto", "disable", "resume_path"]
-    resume_from_path: Text | None
     max_staleness: NonNegativeInt
     max_worker_restarts: NonNegativeInt
-    max_actor_restarts: NonNegativeInt
-    halve_on_out_of_memory: bool
-    export_hf_model: bool
-    export_dtype: TrainDtypeName | None
     log_rollouts: bool
     log_val_generations: NonNegativeInt
-    nnodes: Count
-    n_gpus_per_node: NonNegativeInt
-    worker_timeout_s: PositiveFloat
     stage_timeout_s: dict[TimedStage, PositiveFloat | None]
-    dry_run: DryRun
     health: HealthConfig
 
-    @property
-    def record_dir(self) -> Path:
-        """Where config, metrics and samples are written. Validation alone leaves the training's record as it is."""
-        return Path(self.default_local_dir, "val_only") if self.val_only else Path(self.default_local_dir)
 
-
-class ClusterConfig(Section):
+class ClusterConfig(JobClusterConfig):
     """`cluster`: processes per role. null: placement.py decides."""
 
     actor_world_size: Count | None
@@ -208,26 +166,10 @@ class ClusterConfig(Section):
     ref_world_size: Count | None
     reward_model_world_size: Count | None
     colocate: Colocation | None
-    num_cpus_per_worker: PositiveFloat | None
-    num_threads_per_worker: Count | None
-    gpu_memory_gib: PositiveFloat | None
 
 
-class RayInitConfig(Section):
-    """`ray_kwargs.ray_init`: the Ray cluster."""
-
-    address: Text | None
-    num_cpus: Count | None
-
-
-class RayKwargsConfig(Section):
-    """`ray_kwargs`."""
-
-    ray_init: RayInitConfig
-
-
-class RunConfig(Section):
-    """A whole run. Each part of the program gets its own section of it."""
+class RunConfig(JobConfig):
+    """A whole run of GRPO. Each part of the program gets its own section of it."""
 
     algorithm: AlgorithmConfig
     data: DataConfig
@@ -237,28 +179,16 @@ class RunConfig(Section):
     reward: RewardConfig
     trainer: TrainerConfig
     cluster: ClusterConfig
-    ray_kwargs: RayKwargsConfig
 
     @property
-    def device(self) -> Device:
-        """Where the roles run: "cpu" where the machines have no GPUs."""
-        return "cpu" if self.trainer.n_gpus_per_node == 0 else "cuda"
-
-    @property
-    def default_dtype(self) -> TrainDtype:
-        """bf16 on GPU, and on a CPU that has it; fp32 otherwise, and for the built-in model, whose runs are exact."""
-        on_cpu = not self.actor_rollout_ref.model.is_builtin and has_bf16()
-        return "bf16" if self.device == "cuda" or on_cpu else "fp32"
+    def model_path(self) -> str:
+        """See `JobConfig.model_path`."""
+        return self.actor_rollout_ref.model.path
 
     @property
     def export_dtype(self) -> TrainDtype:
         """Type of the weights in the exported folder."""
         return self.trainer.export_dtype or self.actor_rollout_ref.actor.fsdp_config.model_dtype
-
-    @property
-    def num_gpus(self) -> int:
-        """GPUs of all machines."""
-        return self.trainer.nnodes * self.trainer.n_gpus_per_node
 
     @property
     def needs_reference_workers(self) -> bool:
@@ -341,8 +271,3 @@ class RunConfig(Section):
     def overlong_buffer_len(self) -> int:
         """Tokens of the overlong buffer; null means a fifth of the longest response."""
         return self.reward.overlong_buffer.len or max(1, self.data.max_response_length // 5)
-
-    @property
-    def data_seed(self) -> int:
-        """Seed of the shuffle: data.seed, or trainer.seed where that is null."""
-        return self.trainer.seed if self.data.seed is None else self.data.seed

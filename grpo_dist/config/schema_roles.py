@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from grpo_dist.assets import BUILTIN
 from grpo_dist.config.field_types import (
     Count,
     CountOrMinusOne,
@@ -57,11 +56,6 @@ class ModelConfig(Section):
     target_modules: Annotated[tuple[Text, ...], Names]
     exclude_modules: Annotated[tuple[Text, ...], Names] | None
     override_config: dict[str, Any]
-
-    @property
-    def is_builtin(self) -> bool:
-        """Whether the model comes with the package: a small one, whose runs on CPU are exact."""
-        return self.path.startswith(BUILTIN)
 
 
 class PolicyLossConfig(Section):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.keys import nearest_keys
 from grpo_dist.config.load import load_config, readable_config
 from grpo_dist.config.usage import usage
@@ -215,7 +216,7 @@ print([name for name in ("torch", "ray", "vllm", "transformers", "numpy") if nam
 
 
 def test_usage_names_groups_examples_and_the_place_of_the_keys():
-    text = usage()
+    text = usage(GRPO)
     for part in ("* model=tiny", "model=qwen3_8b", "cluster=single_gpu", "trainer.dry_run=true", "grpo.yaml"):
         assert part in text
     assert text.count("python -m grpo_dist.main") == 7

@@ -7,7 +7,7 @@ from grpo_dist.algorithms.advantage import DEFAULTS as ADVANTAGE_OPTIONS
 from grpo_dist.algorithms.kl import KL
 from grpo_dist.algorithms.policy_loss import DEFAULTS as LOSS_OPTIONS
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS
-from grpo_dist.config import schema
+from grpo_dist.config import schema_job
 from grpo_dist.config.load import load_config
 from grpo_dist.errors import ConfigError
 from grpo_dist.names import (
@@ -194,7 +194,7 @@ def test_stale_responses_are_corrected_unless_told_otherwise(changes, expected):
     ],
 )
 def test_null_types_depend_on_the_machine(overrides, bf16, expected, monkeypatch):
-    monkeypatch.setattr(schema, "has_bf16", lambda: bf16)
+    monkeypatch.setattr(schema_job, "has_bf16", lambda: bf16)
     config = load(*overrides)
     assert config.default_dtype == expected
     rollout, fsdp = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.fsdp_config

@@ -5,8 +5,9 @@ import re
 import pytest
 import yaml
 
+from grpo_dist.config.command import CONFIG_DIR
+from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.keys import free_form_keys, leaf_keys, section_keys
-from grpo_dist.config.overrides import CONFIG_DIR, group_options
 from grpo_dist.config.schema_health import RULES
 
 ROOT = CONFIG_DIR / "grpo.yaml"
@@ -76,5 +77,5 @@ def test_a_key_without_comment_is_seen():
 
 
 def test_groups_are_found():
-    assert set(group_options()) == {"model", "data", "cluster", "recipe"}
-    assert "qwen3_8b" in group_options()["model"]
+    assert set(GRPO.group_options()) == {"model", "data", "cluster", "recipe"}
+    assert "qwen3_8b" in GRPO.group_options()["model"]

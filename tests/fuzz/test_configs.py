@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.keys import leaf_keys, section_keys
 from grpo_dist.config.load import load_config, readable_config
-from grpo_dist.config.overrides import group_options
 from grpo_dist.config.plan import format_plan, format_summary
 from grpo_dist.errors import ConfigError
 from tests.config.read_back import read_back
@@ -90,8 +90,8 @@ def broken_override(rng: random.Random) -> str:
     elif kind < 0.65:
         key, value = mutated(leaf, rng), rng.choice(["1", "x", *VALUES])
     elif kind < 0.75:
-        group = rng.choice(list(group_options()))
-        value = rng.choice([mutated(rng.choice(group_options()[group]), rng), *VALUES])
+        group = rng.choice(list(GRPO.group_options()))
+        value = rng.choice([mutated(rng.choice(GRPO.group_options()[group]), rng), *VALUES])
         return f"{rng.choice(PREFIXES)}{group}={value}"
     elif kind < 0.85:
         key, value = rng.choice(section_keys()), rng.choice(VALUES)

@@ -90,7 +90,7 @@ def test_what_null_means_on_another_machine_is_shown(move: str, monkeypatch: pyt
     if move == "to GPUs":
         after = as_dict(*model, "trainer.n_gpus_per_node=4")
     else:
-        monkeypatch.setattr("grpo_dist.config.schema.has_bf16", lambda: True)
+        monkeypatch.setattr("grpo_dist.config.schema_job.has_bf16", lambda: True)
         after = as_dict(*model)
     changes = compare_configs(before, after)
     assert changes.refused == []

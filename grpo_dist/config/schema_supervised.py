@@ -1,0 +1,90 @@
+"""The typed config of commands that train one model on rows with known answers: `grpo_dist.reward_model`.
+
+Defaults and the meaning of each key are in the command's YAML file. Sections and keys have the names of verl's
+supervised trainer where it has them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_dist.config.field_types import Count, PositiveFloat, Section, Text, TrainDtype
+from grpo_dist.config.processor import physical_cores
+from grpo_dist.config.schema_job import JobClusterConfig, JobConfig, JobDataConfig, JobTrainerConfig
+from grpo_dist.config.schema_roles import CheckpointConfig, FSDPConfig, OptimConfig
+
+
+class SupervisedModelConfig(Section):
+    """`model`: what is trained."""
+
+    path: Text
+    trust_remote_code: bool
+    use_remove_padding: bool
+    enable_gradient_checkpointing: bool
+    override_config: dict[str, Any]
+
+
+class SupervisedDataConfig(JobDataConfig):
+    """`data`: the rows, and how many of them a pass takes."""
+
+    max_length: Count
+    micro_batch_size_per_gpu: Count
+    use_dynamic_bsz: bool
+    max_token_len_per_gpu: Count
+
+    @property
+    def max_token_len(self) -> int | None:
+        """Most tokens of a pass; None: it is filled by sequences."""
+        return self.max_token_len_per_gpu if self.use_dynamic_bsz else None
+
+
+class SupervisedOptimConfig(OptimConfig):
+    """`optim`: AdamW and its schedule."""
+
+    clip_grad: PositiveFloat
+
+
+class SupervisedTrainerConfig(JobTrainerConfig):
+    """`trainer`: the run, its records and its machines."""
+
+    nccl_timeout: Count
+
+
+class SupervisedClusterConfig(JobClusterConfig):
+    """`cluster`: the number of ranks, and what each gets."""
+
+    world_size: Count | None
+
+
+class SupervisedConfig(JobConfig):
+    """A whole run of a command that trains one model."""
+
+    data: SupervisedDataConfig
+    trainer: SupervisedTrainerConfig
+    cluster: SupervisedClusterConfig
+    model: SupervisedModelConfig
+    optim: SupervisedOptimConfig
+    engine: FSDPConfig
+    checkpoint: CheckpointConfig
+
+    @property
+    def model_path(self) -> str:
+        """See `JobConfig.model_path`."""
+        return self.model.path
+
+    @property
+    def export_dtype(self) -> TrainDtype:
+        """Type of the weights in the exported folder."""
+        return self.trainer.export_dtype or self.engine.model_dtype
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that train. On CPU the built-in model has two: its matrices are too small for two threads to help."""
+        return self.cluster.world_size or self.num_gpus or (2 if self.has_builtin_model else 1)
+
+    @property
+    def num_threads(self) -> int:
+        """Compute threads of a rank on CPU: the ranks of a machine share its cores, unless the model is too small."""
+        if self.cluster.num_threads_per_worker is not None or self.device != "cpu" or self.has_builtin_model:
+            return self.cluster.num_threads_per_worker or 1
+        return max(1, min(physical_cores(), physical_cores() * self.trainer.nnodes // self.world_size))
