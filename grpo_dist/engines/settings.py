@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from grpo_dist.assets import POLICY_KEY
+from grpo_dist.engines.room import ACTOR_ROOM
 
 # Rank of the actor in a weight group; those of the engines' workers follow.
 SENDER = 0
@@ -48,6 +49,7 @@ class ModelSettings:
         new_head_seed: of a head that is drawn where the files, those of a causal LM, have none; None: then they are
             refused.
         key: the config key of `path`, for messages.
+        room: what leaves more room on the GPU, for messages (room.py).
     """
 
     path: str
@@ -68,6 +70,7 @@ class ModelSettings:
     num_labels: int = 0
     new_head_seed: int | None = None
     key: str = POLICY_KEY
+    room: str = ACTOR_ROOM
 
 
 @dataclass(frozen=True)

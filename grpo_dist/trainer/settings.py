@@ -12,6 +12,7 @@ from grpo_dist.assets import REWARD_MODEL_KEY
 from grpo_dist.config.placement import Placement
 from grpo_dist.config.schema import KLCtrlConfig, RunConfig
 from grpo_dist.config.schema_roles import ModelConfig
+from grpo_dist.engines.room import REF_ROOM, REWARD_MODEL_ROOM
 from grpo_dist.engines.settings import (
     AgentSettings,
     EngineSettings,
@@ -128,7 +129,10 @@ def reference_settings(config: RunConfig, place: Placement) -> PolicySettings:
     held = ref.weights_dtype(config.default_dtype)
     return PolicySettings(
         model=replace(
-            _model_settings(config, place, held, dtype), lora=None, param_offload=ref.fsdp_config.param_offload
+            _model_settings(config, place, held, dtype),
+            lora=None,
+            param_offload=ref.fsdp_config.param_offload,
+            room=REF_ROOM,
         ),
         device=place.device,
         num_threads=place.num_threads["ref"],
@@ -157,6 +161,7 @@ def reward_model_settings(config: RunConfig, place: Placement) -> RewardModelSet
             _model_settings(config, place, dtype, dtype),
             path=section.model.path,
             key=REWARD_MODEL_KEY,
+            room=REWARD_MODEL_ROOM,
             num_labels=1,
             trust_remote_code=section.model.trust_remote_code,
             override_config={},

@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_dist.engines.base import FSDP, SEQUENCE_COLUMNS, TrainEngine
 from grpo_dist.engines.rendezvous import LOOPBACK, START_TIMEOUT, init_process_group, open_store
 from grpo_dist.engines.settings import SENDER, GroupAddress, ModelSettings, ObjectiveSettings, OptimizerSettings
-from grpo_dist.engines.train.memory_errors import ACTOR_ROOM, REF_ROOM, remedied, smaller_passes, within_memory
+from grpo_dist.engines.train.memory_errors import remedied, smaller_passes, within_memory
 from grpo_dist.engines.weights.broadcast import WeightGroup, send
 from grpo_dist.engines.weights.buckets import check_buckets, pack, unpack
 from grpo_dist.errors import TrainingDiverged
@@ -83,7 +83,7 @@ def on_device(*, optimizer: bool = False) -> Callable[[Callable[..., Any]], Call
         @functools.wraps(method)
         def run(self: PolicyWorker, *args: Any) -> Any:
             with (
-                remedied(self.room()),
+                remedied(self.settings.model.room),
                 within_memory(method.__name__),
                 self.engine.on_device(optimizer=optimizer),
             ):
@@ -108,10 +108,6 @@ class PolicyWorker(Process):
         self.rank, self.world_size = rank, world_size
         import_transformers()
 
-    def room(self) -> str:
-        """The settings that leave more room on the GPU, for messages."""
-        return REF_ROOM if self.settings.optimizer is None else ACTOR_ROOM
-
     def open_store(self, host: str) -> int:
         """Rank 0: open the store at which the ranks meet, at an address of this machine; returns its port."""
         self._store = open_store(host)
@@ -134,7 +130,7 @@ class PolicyWorker(Process):
             timeout_s=settings.collective_timeout_s,
         )
         model = replace(settings.model, path=self.find_model(settings.model.path, settings.model.key))
-        with remedied(self.room()), within_memory("the weights of the model"):
+        with remedied(model.room), within_memory("the weights of the model"):
             self.engine = load_attribute(settings.engine, key="PolicySettings.engine")(
                 model,
                 device=settings.device,

@@ -14,7 +14,7 @@ import transformers
 from grpo_dist.config.model_rules import max_positions
 from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer, without_padding
 from grpo_dist.data.tokenize import load_tokenizer
-from grpo_dist.engines.train.memory_errors import REWARD_MODEL_ROOM, smaller_passes
+from grpo_dist.engines.train.memory_errors import smaller_passes
 from grpo_dist.engines.train.value_forward import with_score_token
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.names import RM_CLIPPED, RM_SCORE
@@ -43,10 +43,6 @@ class RewardModelWorker(PolicyWorker):
 
     settings: RewardModelSettings
     render: ConversationRenderer
-
-    def room(self) -> str:
-        """See `PolicyWorker.room`."""
-        return REWARD_MODEL_ROOM
 
     def start(self, settings: PolicySettings, host: str, port: int) -> None:
         """See `PolicyWorker.start`; also `read_folders`."""

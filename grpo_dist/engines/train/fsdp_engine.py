@@ -164,7 +164,7 @@ class FSDPEngine(FSDPWeights):
         lr = self.schedule.get_last_lr()[0]
         trains = bool(counts[0] > 0)  # else AdamW would still decay the weights, and move them by its momentum
         if trains:
-            with remedied(trained.room), within_memory("the optimizer step"), self.offload.states_on_device():
+            with remedied(self.settings.room), within_memory("the optimizer step"), self.offload.states_on_device():
                 self.optimizer.step()
             self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -9,20 +9,6 @@ import torch
 
 from grpo_dist.errors import OutOfMemory
 
-ACTOR_ROOM = (
-    "set actor_rollout_ref.actor.fsdp_config.optimizer_offload=true and param_offload=true, or take more GPUs "
-    "(trainer.n_gpus_per_node, trainer.nnodes)"
-)
-REF_ROOM = (
-    "set actor_rollout_ref.ref.fsdp_config.param_offload=true, or give the reference GPUs of its own, or more of them "
-    "(cluster.ref_world_size)"
-)
-
-REWARD_MODEL_ROOM = (
-    "set reward_model.model.fsdp_config.param_offload=true, or give the reward model GPUs of its own, or more of them "
-    "(cluster.reward_model_world_size)"
-)
-
 
 @contextmanager
 def within_memory(what: str) -> Iterator[None]:
@@ -57,7 +43,12 @@ def remedied(remedy: str, setting: tuple[str, int] | None = None) -> Iterator[No
 
 @contextmanager
 def smaller_passes(
-    prefix: str, micro_batch_size: int, max_token_len: int | None, *, budget: str = "max_token_len"
+    prefix: str,
+    micro_batch_size: int,
+    max_token_len: int | None,
+    *,
+    budget: str = "max_token_len",
+    lengths: str = "data.max_response_length or data.max_prompt_length",
 ) -> Iterator[None]:
     """Add to an `OutOfMemory` of the block, a pass, which key makes passes smaller.
 
@@ -66,11 +57,10 @@ def smaller_passes(
         micro_batch_size: most sequences of a pass.
         max_token_len: most tokens of a pass; None: the number of sequences is the limit.
         budget: name of the key of the most tokens, between `prefix` and `_per_gpu`.
+        lengths: the keys that limit a sequence.
     """
     name, value = ("micro_batch_size", micro_batch_size) if max_token_len is None else (budget, max_token_len)
     key = f"{prefix}{name}_per_gpu"
-    longer = (
-        "" if value > 1 else ": a pass holds one sequence, so lower data.max_response_length or data.max_prompt_length"
-    )
+    longer = "" if value > 1 else f": a pass holds one sequence, so lower {lengths}"
     with remedied(f"lower {key}={value}{longer}", (key, value)):
         yield

@@ -15,7 +15,6 @@ from grpo_dist.algorithms.preference import label_loss, pair_loss
 from grpo_dist.engines.settings import LabelSettings, ObjectiveSettings, PreferenceSettings, TrainingSettings
 from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.lm_head import HeadValues, ReferenceHead
-from grpo_dist.engines.train.memory_errors import ACTOR_ROOM, REWARD_MODEL_ROOM
 from grpo_dist.engines.train.micro_batch import MicroBatch
 from grpo_dist.engines.train.value_forward import ValueForward, Values, with_score_token
 from grpo_dist.errors import BatchError
@@ -41,11 +40,9 @@ class Objective:
 
     Attributes:
         role: the first part of the names of its metrics.
-        room: the settings that leave more room on the GPU, for messages.
     """
 
     role: ClassVar[str]
-    room: ClassVar[str]
 
     def __init__(self, settings: Any, forward: PolicyForward, reference_head: ReferenceHead | None) -> None:
         self.settings, self.forward, self.reference_head = settings, forward, reference_head
@@ -70,7 +67,7 @@ class Objective:
 class PolicyObjective(Objective):
     """GRPO's: `policy_objective`."""
 
-    role, room = "actor", ACTOR_ROOM
+    role = "actor"
     settings: ObjectiveSettings
 
     def counts(self, data: DataProto) -> list[float]:
@@ -127,7 +124,7 @@ class PolicyObjective(Objective):
 class _RewardObjective(Objective):
     """A reward model's: a linear head with one output, and labels at the tokens where it is read."""
 
-    role, room = "reward_model", REWARD_MODEL_ROOM
+    role = "reward_model"
 
     def __init__(self, settings: Any, forward: PolicyForward, reference_head: ReferenceHead | None) -> None:
         super().__init__(settings, forward, reference_head)
