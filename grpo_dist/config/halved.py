@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from grpo_dist.config.command import Command, Config
 from grpo_dist.config.problems import with_value
-from grpo_dist.config.rules import rule_problems
-from grpo_dist.config.schema import RunConfig
 
 
-def halved(config: RunConfig, setting: tuple[str, int] | None) -> RunConfig | None:
+def halved(config: Config, setting: tuple[str, int] | None, command: Command[Config]) -> Config | None:
     """The config with one integer setting halved.
 
     Args:
         config: a valid config.
         setting: (dotted key, its current value); None: there is nothing to halve.
+        command: whose config it is.
 
     Returns:
         The changed config; None if half the value is not valid: less than one sequence, or fewer tokens than the
@@ -21,5 +21,5 @@ def halved(config: RunConfig, setting: tuple[str, int] | None) -> RunConfig | No
     if setting is None or setting[1] < 2:
         return None
     key, value = setting
-    smaller: RunConfig = with_value(config, key, value // 2)
-    return None if any(key in problem.keys for problem in rule_problems(smaller)) else smaller
+    smaller: Config = with_value(config, key, value // 2)
+    return None if any(key in problem.keys for problem in command.problems(smaller)) else smaller

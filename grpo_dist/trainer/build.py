@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY
 from grpo_dist.config.node_layout import slots
@@ -25,8 +23,8 @@ from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.checkpoint.finished_groups import Group
 from grpo_dist.trainer.checkpoint.resume import Resumed, load_checkpoint
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
-from grpo_dist.trainer.metrics import ask_for_peak, take_peaks
 from grpo_dist.trainer.preemption import Preemption
+from grpo_dist.trainer.processes import RoleProcesses
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.rollout.pump import LogProbSource, RolloutPump
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
@@ -44,13 +42,10 @@ from grpo_dist.trainer.settings import (
     time_limits,
 )
 from grpo_dist.trainer.trainer import GRPOTrainer
-from grpo_dist.workers.environment import shared_environment
 from grpo_dist.workers.event_loop import blocking, run
 from grpo_dist.workers.gang import ActorGroup, ReferenceGroup, RewardModelGroup, find_model
-from grpo_dist.workers.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.workers.policy import ActorWorker, PolicyWorker
 from grpo_dist.workers.process import Address, Process
-from grpo_dist.workers.resources import release, reserve
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import RewardWorker
 from grpo_dist.workers.reward_model import RewardModelWorker
@@ -69,34 +64,22 @@ WORKERS: Mapping[str, type[Process]] = {
 }
 # Ray's limit on concurrent calls of one rollout worker; the engine itself queues what it cannot run yet.
 MAX_PROMPTS_IN_FLIGHT = 10_000
-# Seconds that a finished run waits for its workers to report their peak memory.
-MEMORY_TIMEOUT_S = 30.0
 
 
-class Workers:
-    """All worker processes of a run, from reservation to shutdown."""
+class Workers(RoleProcesses):
+    """All worker processes of a GRPO run, from reservation to shutdown."""
 
     def __init__(self, config: RunConfig) -> None:
         """Start the processes; they import what they need while the driver reads the prompts."""
         self.config, self.place = config, placement(config)
-        self._placement_groups, bundles = reserve(slots(config))
-        limits, shared = time_limits(config), shared_environment(os.environ)
         # only engines take many calls at a time, and read the number of threads from their environment
-        env, concurrency = {"rollout": _thread_environment(self.place)}, {"rollout": MAX_PROMPTS_IN_FLIGHT}
-        self.groups: dict[str, WorkerGroup] = {}
-        for role, worker in WORKERS.items():
-            if role in bundles:
-                size = len(bundles[role])
-                self.groups[role] = WorkerGroup.spawn(
-                    role,
-                    worker,
-                    bundles[role],
-                    args=[(rank, size) if issubclass(worker, PolicyWorker) else () for rank in range(size)],
-                    limits=limits,
-                    env=DATA_STAYS_IN_STORE | env.get(role, {}),
-                    shared=shared,
-                    max_concurrency=concurrency.get(role, 1),
-                )
+        super().__init__(
+            slots(config),
+            WORKERS,
+            time_limits(config),
+            env={"rollout": _thread_environment(self.place)},
+            concurrency={"rollout": MAX_PROMPTS_IN_FLIGHT},
+        )
 
     @blocking
     async def start(self, num_steps: int) -> Roles:
@@ -135,24 +118,12 @@ class Workers:
         roles.rollout.note_started(footprints)
         return roles
 
-    @blocking
-    async def peak_memory(self) -> dict[str, float]:
-        """Peak memory in GiB of the largest process of each role, resident and on GPU."""
-        peaks: dict[str, float] = {}
-        for group in self.groups.values():
-            calls = [ask_for_peak(group, rank) for rank in range(len(group))]
-            for parts in await group.answers(calls, MEMORY_TIMEOUT_S):
-                take_peaks(peaks, group.role, parts)
-        return peaks
-
     def shutdown(self) -> None:
         """Stop the engines politely, then end every process."""
         rollout = self.groups["rollout"]
         with contextlib.suppress(GrpoDistError):  # an engine that is dead or hangs is killed below
             rollout.gather(rollout.submit_all("shutdown", "shutdown"), timeout_s=10)
-        for group in self.groups.values():
-            group.kill()
-        release(self._placement_groups)
+        super().shutdown()
 
 
 def on_gpus_of(engines: Sequence[EngineSettings], actor: Sequence[Address]) -> list[EngineSettings]:
@@ -219,7 +190,12 @@ def build_trainer(
             workers_per_engine=place.tensor_parallel,
             collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
         ),
-        saver=CheckpointSaver(config, roles, Path(config.trainer.default_local_dir)),
+        saver=CheckpointSaver(
+            config,
+            roles.holders,
+            async_save=config.actor_rollout_ref.actor.checkpoint.async_save,
+            reward=roles.reward,
+        ),
         trackers=trackers,
         progress=progress,
         preemption=preemption,

@@ -6,12 +6,12 @@ Of a running cluster only its address is checked; its resources are known only o
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_dist.config.node_layout import slots
-from grpo_dist.config.placement import placement
-from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.node_layout import Slot
+from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.engines.installed_build import build_problem
 from grpo_dist.errors import ConfigError
 from grpo_dist.sizes import GIB
@@ -35,8 +35,12 @@ class Machine:
     host_gib: float | None = None
 
 
-def check_machine(config: RunConfig) -> Machine:
+def check_machine(config: JobConfig, slots: Sequence[Slot]) -> Machine:
     """Find the Ray cluster, or on this machine the CPUs and GPUs that a local one would need.
+
+    Args:
+        config: the run's config.
+        slots: of all processes of the run.
 
     Raises:
         ConfigError: no cluster answers, there are too few CPUs or GPUs, or torch or vLLM is built for another device.
@@ -54,7 +58,7 @@ def check_machine(config: RunConfig) -> Machine:
             f"machine has {len(gpus)} GPUs, and the run would start Ray on it; set them to what it has (0: train on "
             "CPU), or ray_kwargs.ray_init.address to a cluster; trainer.dry_run=config checks only the config"
         )
-    _check_cpus(config)
+    _check_cpus(config, slots)
     if not gpus:
         return Machine(f"{os.cpu_count()} CPUs, {memory_gib():.3g} GiB", None, memory_gib())
     found = f"{len(gpus)} GPUs, {min(gpus):.3g} GiB each; {memory_gib():.3g} GiB of CPU memory"
@@ -79,15 +83,17 @@ def memory_gib() -> float:
     return size / GIB
 
 
-def _check_cpus(config: RunConfig) -> None:
+def _check_cpus(config: JobConfig, slots: Sequence[Slot]) -> None:
     """Check that the logical CPUs that all processes request exist: Ray would wait for them for ever."""
     asked = config.ray_kwargs.ray_init.num_cpus
     there = asked or os.cpu_count() or 1
-    needed = sum(slot.num_cpus for slot in slots(config))
+    needed = sum(slot.num_cpus for slot in slots)
     if needed > there + 1e-6:
-        each = f"cluster.num_cpus_per_worker={placement(config).num_cpus_per_worker:g}"
+        seats = [seat for slot in slots for seat in slot.seats]
+        each = f"cluster.num_cpus_per_worker={min(seat.num_cpus for seat in seats):g}"
+        sizes = "cluster.*, reward.num_workers" if any(seat.role == "reward" for seat in seats) else "cluster.*"
         have = f"ray_kwargs.ray_init.num_cpus={asked}" if asked else f"this machine has {there}"
         raise ConfigError(
             f"{each}: the processes of all roles request {needed:g} logical CPUs from Ray, but {have}; lower it, "
-            "or the numbers of processes (cluster.*, reward.num_workers)"
+            f"or the numbers of processes ({sizes})"
         )

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
 
-from grpo_dist.assets import BUILTIN, resolve_model_path
+from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import ModelFolder, check_model_folder
-from grpo_dist.assets.paths import is_folder
 from grpo_dist.config.model_rules import model_problems
+from grpo_dist.config.node_layout import slots
 from grpo_dist.config.problems import config_error
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.errors import CheckpointError, ConfigError, GrpoDistError
 from grpo_dist.tracking.base import check_trackers
-from grpo_dist.trainer.checkpoint.config_changes import check_changes, digest_code, read_config
-from grpo_dist.trainer.checkpoint.folder import find_checkpoint, last_checkpoint, read_state
+from grpo_dist.trainer.checks import Checks, Ready, check_resume, describe_model, is_on_the_hub
 from grpo_dist.trainer.machine import Machine, check_machine
 from grpo_dist.trainer.named_code import import_reward, resolve_names
 from grpo_dist.trainer.reward_model_check import check_conversations, check_reward_model
@@ -28,39 +24,13 @@ from grpo_dist.trainer.run_prompts import Prompts, load_run_prompts, model_setti
 
 
 @dataclass(frozen=True)
-class Ready:
-    """The result of the checks: the prompts, notes on them for the user, and the number of training steps."""
+class ReadyPrompts(Ready):
+    """The result of the checks, with the prompts."""
 
     prompts: Prompts
-    notes: list[str]
-    steps: int
 
 
-class _Checks:
-    """Collects the errors of the checks, each of which runs in its own `with` block."""
-
-    def __init__(self) -> None:
-        self.found: list[GrpoDistError] = []
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
-        if isinstance(error, GrpoDistError):
-            self.found.append(error)
-        return isinstance(error, GrpoDistError)
-
-    def end(self) -> None:
-        """Raise all collected errors as one."""
-        if len(self.found) == 1:
-            (error,) = self.found
-            raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
-        if self.found:
-            listed = "\n  ".join(str(error) for error in self.found)
-            raise ConfigError(f"the run has {len(self.found)} problems:\n  {listed}")
-
-
-def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool) -> Ready:
+def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool) -> ReadyPrompts:
     """Check everything that a run needs, including all files that it reads.
 
     Args:
@@ -72,10 +42,10 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
     Raises:
         ConfigError: everything that is wrong, in one message.
     """
-    checks = _Checks()
+    checks = Checks()
     machine, model, scorer, ready = Machine("", None), None, None, None
     with checks:
-        machine = check_machine(config)
+        machine = check_machine(config, slots(config))
         tell(machine.found)
     with checks:
         resolve_names(config)
@@ -88,14 +58,14 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
         check_run_dir(config.trainer.record_dir.absolute())
         tell(f"run directory: {config.trainer.record_dir}")
     with checks:
-        model = check_model(config, weights=not (rehearsal and _is_on_the_hub(config.actor_rollout_ref.model.path)))
+        model = check_model(config, weights=not (rehearsal and is_on_the_hub(config.actor_rollout_ref.model.path)))
         _check_fit(config, model, machine)
-        tell(f"model: {config.actor_rollout_ref.model.path}: {_describe(model)}")
+        tell(f"model: {config.actor_rollout_ref.model.path}: {describe_model(model)}")
     if config.reward_model.enable:
         with checks:
             path = config.reward_model.model.path or ""
-            scorer = check_reward_model(config, weights=not (rehearsal and _is_on_the_hub(path)))
-            tell(f"reward model: {path}: {_describe(scorer)}")
+            scorer = check_reward_model(config, weights=not (rehearsal and is_on_the_hub(path)))
+            tell(f"reward model: {path}: {describe_model(scorer)}")
     with checks:
         ready = _check_data(config, model)
         if ready is not None:
@@ -107,7 +77,8 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
         if model is not None and scorer is not None and ready is not None:
             check_conversations(config, model, scorer, [*ready.prompts.train, *ready.prompts.validation])
     with checks:
-        if ready is not None and (folder := _check_resume(config, ready.prompts, verify=rehearsal)) is not None:
+        folder = None if ready is None else check_resume(config, ready.prompts.identity, verify=rehearsal)
+        if folder is not None:
             tell(f"checkpoint to resume from: {folder}")
     checks.end()
     assert ready is not None
@@ -131,10 +102,6 @@ def check_model(config: RunConfig, *, weights: bool = True) -> ModelFolder:
     return check_model_folder(folder, setting=model_setting(config), trust_remote_code=trust, weights=weights)
 
 
-def _is_on_the_hub(path: str) -> bool:
-    return not (path.startswith(BUILTIN) or is_folder(path))
-
-
 def _check_fit(config: RunConfig, model: ModelFolder, machine: Machine) -> None:
     """Check lengths, tensor parallelism and memory against the model's config.json."""
     gpu, host, parameters = machine.gpu_gib, machine.host_gib, model.num_parameters
@@ -142,13 +109,7 @@ def _check_fit(config: RunConfig, model: ModelFolder, machine: Machine) -> None:
         raise config_error(problems)
 
 
-def _describe(model: ModelFolder) -> str:
-    files = f"{len(model.shapes)} tensors in {model.num_files} file" + ("s" if model.num_files > 1 else "")
-    weights = files if model.shapes else "its weights are downloaded when the run starts"
-    return f"{model.model_type}, {weights}"
-
-
-def _check_data(config: RunConfig, model: ModelFolder | None) -> Ready | None:
+def _check_data(config: RunConfig, model: ModelFolder | None) -> ReadyPrompts | None:
     """Check all rows; without a model only what needs no tokenizer, and return None."""
     data = config.data
     if model is None:
@@ -157,31 +118,4 @@ def _check_data(config: RunConfig, model: ModelFolder | None) -> Ready | None:
             read_prompts(config, "data.val_files", data.val_files, data.val_max_samples)
         return None
     prompts, notes = load_run_prompts(config, model)
-    return Ready(prompts, notes, total_steps(config, prompts))
-
-
-def _check_resume(config: RunConfig, prompts: Prompts, *, verify: bool) -> Path | None:
-    """The checkpoint to resume from, whose config and prompts must fit; with `verify` its files are checked too.
-
-    Raises:
-        CheckpointError: it does not fit, or there are checkpoints but none is intact.
-    """
-    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir).absolute()
-    if trainer.resume_mode == "disable":
-        return None
-    if verify:
-        folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
-    else:
-        named = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
-        folder = Path(named) if named is not None else last_checkpoint(run_dir)
-    if folder is None:
-        return None
-    try:
-        state = read_state(folder)
-        read_config(folder)
-    except CheckpointError:
-        if verify:
-            raise
-        return None  # damaged: the run will look for an earlier one
-    check_changes(folder, state, config, prompts.identity, digest_code(config))
-    return folder
+    return ReadyPrompts(notes, total_steps(config, prompts), prompts)

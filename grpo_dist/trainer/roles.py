@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from grpo_dist.workers.gang import ActorGroup, ReferenceGroup, RewardModelGroup
+from grpo_dist.workers.gang import ActorGroup, Gang, ReferenceGroup, RewardModelGroup
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward_pool import RewardPool
@@ -37,6 +37,7 @@ class Roles:
         groups = [self.actor.workers, self.rollout.workers, self.reward.workers]
         return groups + [gang.workers for gang in (self.ref, self.reward_model) if gang is not None]
 
-    def holds_state(self, role: str) -> bool:
-        """Whether a role holds state that only a checkpoint can restore: the policy, or a reference that has moved."""
-        return role == "actor" or (role == "ref" and self.ref is not None and self.ref.has_moved)
+    def holders(self) -> dict[str, Gang]:
+        """The roles whose state only a checkpoint can restore, by name: the policy, and a reference that has moved."""
+        moved: dict[str, Gang] = {"ref": self.ref} if self.ref is not None and self.ref.has_moved else {}
+        return {"actor": self.actor} | moved

@@ -5,36 +5,49 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic
 
+from grpo_dist.config.command import Command, Config
 from grpo_dist.config.halved import halved
-from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import OutOfMemory, Terminated, WorkerError, WorkerLost
-from grpo_dist.tracking.base import Trackers, build_trackers, restore_tracker_ids
-from grpo_dist.tracking.console import Progress
 from grpo_dist.tracking.jsonl import FILE_NAME as METRICS
 from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.tracking.summary import format_summary
-from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import last_checkpoint
+from grpo_dist.trainer.checks import Ready
 from grpo_dist.trainer.preemption import Preemption
-from grpo_dist.trainer.preflight import Ready, preflight
-from grpo_dist.trainer.run_lock import run_lock, writing_into
-from grpo_dist.trainer.run_prompts import new_sampler
+from grpo_dist.trainer.record import make_run_dir, say, write_config
+from grpo_dist.trainer.run_lock import run_lock
 from grpo_dist.workers.cluster import connect
 
 if TYPE_CHECKING:
-    from grpo_dist.trainer.build import Workers
-    from grpo_dist.trainer.checkpoint.resume import Resumed
-    from grpo_dist.trainer.trainer import GRPOTrainer
-
-RESOLVED_CONFIG = "config.yaml"
+    from grpo_dist.trainer.loop import TrainingLoop
+    from grpo_dist.trainer.processes import RoleProcesses
 
 
-def run(config: RunConfig) -> None:
+@dataclass(frozen=True)
+class Job(Generic[Config]):
+    """A command's own part of a run.
+
+    Attributes:
+        command: whose config it is.
+        preflight: all checks that are possible before Ray starts: (config, function that is told what passed,
+            rehearsal).
+        build: start the workers and make the trainer, resumed if there is a checkpoint: (config, run directory, stack
+            that ends what is started, preemption, result of `preflight`).
+    """
+
+    command: Command[Config]
+    preflight: Callable[..., Ready]
+    build: Callable[..., tuple[TrainingLoop, RoleProcesses]]
+
+
+def run(config: Config, job: Job[Config]) -> None:
     """Train as the config says, until done or interrupted.
 
     Raises:
@@ -43,29 +56,29 @@ def run(config: RunConfig) -> None:
     """
     preemption = Preemption()
     try:
-        _run(config, preemption)
+        _run(config, job, preemption)
     except KeyboardInterrupt:
         if preemption.asked:
             raise Terminated from None
         raise
 
 
-def _run(config: RunConfig, preemption: Preemption) -> None:
+def _run(config: Config, job: Job[Config], preemption: Preemption) -> None:
     """Check what can be checked without Ray, then train. Every process is ended, also after an error."""
     started = time.monotonic()
-    ready = preflight(config, lambda line: None, rehearsal=False)
-    run_dir = _make_run_dir(config)
+    ready = job.preflight(config, lambda line: None, rehearsal=False)
+    run_dir = make_run_dir(config)
     signal.signal(signal.SIGTERM, preemption.handle)
     with ExitStack() as stack:
         stack.enter_context(run_lock(run_dir))
-        _write_config(config, run_dir)
+        write_config(config, run_dir)
         stack.callback(_disconnect)
         message = connect(config.ray_kwargs.ray_init.address, config.ray_kwargs.ray_init.num_cpus)
         signal.signal(signal.SIGTERM, preemption.handle)  # again: Ray's own, put in its place, aborts the process
-        _say(config, message)
+        say(config, message)
         for note in ready.notes:
-            _say(config, note)
-        first_step = _train(config, run_dir, preemption, ready)
+            say(config, note)
+        first_step = _train(config, job, run_dir, preemption, ready)
     if "console" in config.trainer.logger:
         hf_model = run_dir / "huggingface" if config.trainer.export_hf_model and not config.trainer.val_only else None
         seconds = time.monotonic() - started
@@ -73,7 +86,7 @@ def _run(config: RunConfig, preemption: Preemption) -> None:
         sys.stdout.write(format_summary(rows, run_dir=run_dir, seconds=seconds, hf_model=hf_model) + "\n")
 
 
-def _train(config: RunConfig, run_dir: Path, preemption: Preemption, ready: Ready) -> int:
+def _train(config: Config, job: Job[Config], run_dir: Path, preemption: Preemption, ready: Ready) -> int:
     """Start workers and train. If a lost worker held the policy, start all of them again from the last checkpoint.
 
     With `trainer.halve_on_out_of_memory` that is also done if a GPU runs out of memory, with the responsible setting
@@ -92,7 +105,7 @@ def _train(config: RunConfig, run_dir: Path, preemption: Preemption, ready: Read
         trainer = None
         with ExitStack() as stack:
             try:
-                trainer, workers = _build(present, run_dir, stack, preemption, ready)
+                trainer, workers = job.build(present, run_dir, stack, preemption, ready)
                 if restarts == 0 and trainer.step > 0 and not config.trainer.val_only:
                     first_step = trainer.step + 1
                 trainer.fit()
@@ -101,16 +114,16 @@ def _train(config: RunConfig, run_dir: Path, preemption: Preemption, ready: Read
                 trainer.progress.close()
                 return first_step
             except OutOfMemory as error:
-                smaller = halved(present, error.setting) if config.trainer.halve_on_out_of_memory else None
+                smaller = halved(present, error.setting, job.command) if config.trainer.halve_on_out_of_memory else None
                 if smaller is None or restarts == config.trainer.max_actor_restarts:
                     raise
                 present, lost = smaller, error
-                _say(config, f"trainer.halve_on_out_of_memory=true: half of {'='.join(map(str, error.setting or ()))}")
+                say(config, f"trainer.halve_on_out_of_memory=true: half of {'='.join(map(str, error.setting or ()))}")
             except WorkerLost as error:
                 # a worker that is lost at the first start would most likely be lost again, if the model is too large
-                goes_on = restarts > 0 if trainer is None else trainer.roles.holds_state(error.role)
+                goes_on = restarts > 0 if trainer is None else trainer.holds_state(error.role)
                 if preemption.asked:
-                    _say(config, f"SIGTERM: no checkpoint could be written: {error}")
+                    say(config, f"SIGTERM: no checkpoint could be written: {error}")
                     preemption.release()
                 if not goes_on or restarts == config.trainer.max_actor_restarts:
                     raise
@@ -121,10 +134,10 @@ def _train(config: RunConfig, run_dir: Path, preemption: Preemption, ready: Read
         present = _from_last_checkpoint(present, last)
         where = last or "the beginning: there is no checkpoint yet"
         count = f"{restarts} of trainer.max_actor_restarts={config.trainer.max_actor_restarts}"
-        _say(config, f"{lost}\nstarting all workers again from {where} ({count})")
+        say(config, f"{lost}\nstarting all workers again from {where} ({count})")
 
 
-def _from_last_checkpoint(config: RunConfig, folder: Path | None) -> RunConfig:
+def _from_last_checkpoint(config: Config, folder: Path | None) -> Config:
     """The config with which a run resumes from the checkpoint `folder`, or starts anew if that is None.
 
     If that checkpoint has been damaged since, the run resumes from the one before it, as at any start.
@@ -139,98 +152,13 @@ def _from_last_checkpoint(config: RunConfig, folder: Path | None) -> RunConfig:
     return config.model_copy(update={"trainer": config.trainer.model_copy(update=where)})
 
 
-def _tell_memory(config: RunConfig, workers: Workers) -> None:
+def _tell_memory(config: JobConfig, workers: RoleProcesses) -> None:
     try:
         memory = workers.peak_memory()
     except WorkerError as error:  # the run is done: it does not need them any more
-        _say(config, f"peak memory is not known: {error}")
+        say(config, f"peak memory is not known: {error}")
         return
-    _say(config, "peak memory, GiB: " + ", ".join(f"{k.partition('memory_')[2]} {v:.2f}" for k, v in memory.items()))
-
-
-def _build(
-    config: RunConfig, run_dir: Path, stack: ExitStack, preemption: Preemption, ready: Ready
-) -> tuple[GRPOTrainer, Workers]:
-    """Start the workers, resume from a checkpoint if there is one, and make the trainer."""
-    from grpo_dist.trainer.build import Workers, build_trainer, restore_roles
-    from grpo_dist.trainer.checkpoint.resume import find_resumed
-
-    started, steps = time.monotonic(), ready.steps
-    workers = Workers(config)
-    stack.callback(workers.shutdown)
-    _say(config, "starting workers: " + ", ".join(f"{len(group)} {group.role}" for group in workers.groups.values()))
-    resumed = find_resumed(config, ready.prompts.identity)
-    roles = workers.start(steps)
-    restored = restore_roles(config, roles, resumed)  # before trackers drop the rows after the checkpoint
-    stream = sys.stderr if "console" in config.trainer.logger else None
-    progress = stack.enter_context(Progress(steps, resumed.state.step if resumed is not None else 0, stream))
-    trackers = stack.enter_context(_trackers(config, run_dir, resumed))
-    trainer = build_trainer(
-        config,
-        roles,
-        # from the first batch, also after a restart
-        replace(ready.prompts, sampler=new_sampler(config, ready.prompts.train)),
-        steps,
-        resumed=resumed,
-        restored=restored,
-        trackers=trackers,
-        progress=progress,
-        preemption=preemption,
-    )
-    for note in [*_notes(config, resumed, steps), *trackers.notes]:
-        progress.message(note)
-    _say(config, f"workers ready after {time.monotonic() - started:.1f} s")
-    return trainer, workers
-
-
-def _notes(config: RunConfig, resumed: Resumed | None, steps: int) -> list[str]:
-    """Messages about the checkpoint from which the run resumes."""
-    if resumed is None:
-        return []
-    notes = [f"resumed from {resumed.folder}"]
-    if resumed.changes:
-        notes.append("\n  ".join(["the config has changed since then:", *resumed.changes]))
-    if resumed.state.step >= steps and not config.trainer.val_only:
-        notes.append(
-            f"nothing to train: it is at step {resumed.state.step} of {steps}. For more, raise "
-            "trainer.total_training_steps; for a new run, set trainer.experiment_name or resume_mode=disable"
-        )
-    return notes
-
-
-def _trackers(config: RunConfig, run_dir: Path, resumed: Resumed | None) -> Trackers:
-    """The trackers of this run, or those of the run that it resumes."""
-    resumed_step = None
-    if resumed is not None:
-        restore_tracker_ids(Path(config.trainer.default_local_dir), resumed.state.trackers)
-        resumed_step = None if config.trainer.val_only else resumed.state.step
-    return build_trackers(
-        config.trainer.logger,
-        run_dir=run_dir,
-        project_name=config.trainer.project_name,
-        experiment_name=config.trainer.experiment_name,
-        config=config.model_dump(mode="json"),
-        resumed_step=resumed_step,
-    )
-
-
-def _make_run_dir(config: RunConfig) -> Path:
-    run_dir = config.trainer.record_dir.absolute()
-    with writing_into(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
-    return run_dir
-
-
-def _write_config(config: RunConfig, run_dir: Path) -> None:
-    temporary = run_dir / f"{RESOLVED_CONFIG}.tmp"
-    with writing_into(run_dir):
-        temporary.write_text(saved_config(config))
-        temporary.replace(run_dir / RESOLVED_CONFIG)
-
-
-def _say(config: RunConfig, text: str) -> None:
-    if "console" in config.trainer.logger:
-        sys.stderr.write(text + "\n")
+    say(config, "peak memory, GiB: " + ", ".join(f"{k.partition('memory_')[2]} {v:.2f}" for k, v in memory.items()))
 
 
 def _disconnect() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings
-from grpo_dist.errors import GrpoDistError, WorkerLost
+from grpo_dist.errors import WorkerLost
 from grpo_dist.protocol import metric_values
 from grpo_dist.tracking.base import Trackers, tracker_ids
 from grpo_dist.tracking.console import Progress
@@ -37,6 +37,7 @@ from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups
 from grpo_dist.trainer.checkpoint.folder import RunState
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.health import HealthMonitor
+from grpo_dist.trainer.loop import TrainingLoop
 from grpo_dist.trainer.metrics import IdleShares, PeakMemory, batch_metrics, performance_metrics, staleness_metrics
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.roles import Roles
@@ -55,7 +56,7 @@ from grpo_dist.workers.weight_transport import WeightTransport
 
 
 @dataclass
-class GRPOTrainer:
+class GRPOTrainer(TrainingLoop):
     """Runs GRPO on started workers. `build.build_trainer` makes one.
 
     Attributes:
@@ -154,23 +155,6 @@ class GRPOTrainer:
                 run(self.saver.poll())  # after the step's metrics are on record
                 self.preemption.release()
             self.finish()
-
-    @contextlib.contextmanager
-    def saving_on_sigterm(self) -> Iterator[None]:
-        """Write a checkpoint if SIGTERM ends what is within, and there is something new to keep."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            # a second SIGTERM does not wait, and between two steps there is no state to save
-            if self.preemption.asked and not self.preemption.held:
-                try:
-                    if self.step > self.saver.step:
-                        self.progress.message("SIGTERM: writing a checkpoint")
-                        self.save()
-                    run(self.saver.finish())
-                except GrpoDistError as error:  # of workers that SIGTERM was sent to as well, say
-                    self.progress.message(f"SIGTERM: no checkpoint could be written: {error}")
-            raise
 
     # --- stages ------------------------------------------------------------------------------------------------
     @stage("rollout", adds=("responses", "token_level_scores"))
@@ -302,16 +286,6 @@ class GRPOTrainer:
         """Whether the reference moves after the step that is being finished."""
         every = self.config.actor_rollout_ref.ref.ref_model_sync_steps
         return self.roles.ref is not None and every > 0 and (self.step + 1) % every == 0
-
-    def due(self, frequency: int) -> bool:
-        """Whether something done every `frequency` steps (-1: never) is due: also after the last step."""
-        return frequency > 0 and (self.step % frequency == 0 or self.step == self.total_steps)
-
-    def save_is_due(self) -> bool:
-        """Whether a checkpoint is due: by steps, by time, or because the run ends."""
-        trainer = self.config.trainer
-        ends = trainer.save_interval_minutes is not None and self.step == self.total_steps
-        return self.due(trainer.save_freq) or self.saver.is_due or ends
 
     @blocking
     async def measure(self, batch: DataProtoRef) -> None:

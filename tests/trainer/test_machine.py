@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_dist.config.load import load_config
+from grpo_dist.config.node_layout import slots
 from grpo_dist.errors import ConfigError
 from grpo_dist.sizes import GIB
 from grpo_dist.trainer.machine import check_machine, gpu_memory_gib, memory_gib
@@ -25,7 +26,8 @@ def no_cluster_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(*overrides: str):
-    return check_machine(load_config(list(overrides))[0])
+    config, _ = load_config(list(overrides))
+    return check_machine(config, slots(config))
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, *gib: float) -> None:

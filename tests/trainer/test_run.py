@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,16 @@ from grpo_dist.config.load import load_config
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import ConfigError, OutOfMemory, Terminated, WorkerLost
 from grpo_dist.trainer import run
+from grpo_dist.trainer.grpo import GRPO_JOB
 from grpo_dist.trainer.preemption import Preemption
 from tests.messages import refuses, says
 
 NOTHING: Any = None  # what a start takes from the preflight
 LOST = WorkerLost("its process died", "actor", 0)
+
+
+def job(build: Callable[..., Any]) -> run.Job[RunConfig]:
+    return replace(GRPO_JOB, build=build)
 
 
 def fail(error: Exception) -> Callable[[], None]:
@@ -30,13 +36,17 @@ def fail(error: Exception) -> Callable[[], None]:
 
 def trainer(fit: Callable[[], None], last: Path | None = None) -> Any:
     closed = SimpleNamespace(close=lambda: None)
-    roles = SimpleNamespace(holds_state=lambda role: role == "actor")
     return SimpleNamespace(
-        fit=fit, roles=roles, step=0, saver=SimpleNamespace(last=last), trackers=closed, progress=closed
+        fit=fit,
+        holds_state=lambda role: role == "actor",
+        step=0,
+        saver=SimpleNamespace(last=last),
+        trackers=closed,
+        progress=closed,
     )
 
 
-def train(monkeypatch: pytest.MonkeyPatch, starts: list[Any], *overrides: str) -> list[RunConfig]:
+def train(starts: list[Any], *overrides: str) -> list[RunConfig]:
     """Train with what each start gives, a trainer or an error; returns the config of each start."""
     seen: list[RunConfig] = []
 
@@ -47,8 +57,7 @@ def train(monkeypatch: pytest.MonkeyPatch, starts: list[Any], *overrides: str) -
             raise start
         return start, SimpleNamespace(peak_memory=dict)
 
-    monkeypatch.setattr(run, "_build", build)
-    run._train(load_config(list(overrides))[0], Path(), Preemption(), NOTHING)
+    run._train(load_config(list(overrides))[0], job(build), Path(), Preemption(), NOTHING)
     return seen
 
 
@@ -60,29 +69,29 @@ def test_what_gdpo_cannot_compare_is_told_before_ray_starts(monkeypatch: pytest.
     own = [f"custom_reward_function.path={tmp_path}/mine.py", f"trainer.default_local_dir={tmp_path}/run"]
     config, _ = load_config(["algorithm.adv_estimator=gdpo", *own])
     with refuses(ConfigError, "algorithm.gdpo_reward_keys=null"):
-        run.run(config)
+        run.run(config, GRPO_JOB)
     assert not (tmp_path / "run").exists()
 
 
 def test_one_that_is_lost_at_the_first_start_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkerLost):
-        train(monkeypatch, [LOST, trainer(lambda: None)])
+        train([LOST, trainer(lambda: None)])
 
 
 def test_one_that_is_lost_in_a_restart_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     last = tmp_path / "elsewhere/global_step_3"
-    seen = train(monkeypatch, [trainer(fail(LOST), last), LOST, trainer(lambda: None)])
+    seen = train([trainer(fail(LOST), last), LOST, trainer(lambda: None)])
     assert [config.trainer.resume_from_path for config in seen] == [None, str(last), str(last)]
 
 
 def test_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkerLost):
-        train(monkeypatch, [trainer(fail(LOST)), LOST, trainer(lambda: None)], "trainer.max_actor_restarts=1")
+        train([trainer(fail(LOST)), LOST, trainer(lambda: None)], "trainer.max_actor_restarts=1")
 
 
 def test_a_role_without_state_of_the_run_is_replaced_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkerLost):
-        train(monkeypatch, [trainer(fail(WorkerLost("its process died", "ref", 0))), trainer(lambda: None)])
+        train([trainer(fail(WorkerLost("its process died", "ref", 0))), trainer(lambda: None)])
 
 
 def test_it_goes_on_from_the_last_checkpoint_or_if_that_is_damaged_from_the_one_before(
@@ -92,9 +101,9 @@ def test_it_goes_on_from_the_last_checkpoint_or_if_that_is_damaged_from_the_one_
     last.mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     override = f"trainer.default_local_dir={tmp_path}"
-    seen = train(monkeypatch, [trainer(fail(LOST), last), trainer(lambda: None)], override)
+    seen = train([trainer(fail(LOST), last), trainer(lambda: None)], override)
     assert (seen[1].trainer.resume_mode, seen[1].trainer.resume_from_path) == ("auto", None)
-    seen = train(monkeypatch, [trainer(fail(LOST)), trainer(lambda: None)], override)
+    seen = train([trainer(fail(LOST)), trainer(lambda: None)], override)
     assert seen[1].trainer.resume_mode == "disable", "what lies there is not of this run"
 
 
@@ -107,16 +116,16 @@ def test_a_gpu_that_is_full_ends_the_run_unless_smaller_passes_are_allowed(
 ) -> None:
     allowed = "trainer.halve_on_out_of_memory=true"
     with pytest.raises(OutOfMemory):
-        train(monkeypatch, [trainer(fail(FULL)), trainer(lambda: None)])
+        train([trainer(fail(FULL)), trainer(lambda: None)])
     last = tmp_path / "elsewhere/global_step_3"
-    seen = train(monkeypatch, [trainer(fail(FULL), last), trainer(fail(LOST), last), trainer(lambda: None)], allowed)
+    seen = train([trainer(fail(FULL), last), trainer(fail(LOST), last), trainer(lambda: None)], allowed)
     assert [config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu for config in seen] == [64, 32, 32]
     assert [config.trainer.resume_from_path for config in seen] == [None, str(last), str(last)]
     with pytest.raises(OutOfMemory):
-        train(monkeypatch, [trainer(fail(FULL))] * 2, allowed, "trainer.max_actor_restarts=1")
+        train([trainer(fail(FULL))] * 2, allowed, "trainer.max_actor_restarts=1")
     nothing_smaller = OutOfMemory("the memory of the GPU is not enough", "actor", 3, remedy="take more GPUs")
     with pytest.raises(OutOfMemory):
-        train(monkeypatch, [trainer(fail(nothing_smaller)), trainer(lambda: None)], allowed)
+        train([trainer(fail(nothing_smaller)), trainer(lambda: None)], allowed)
 
 
 def test_a_run_that_is_told_to_end_is_not_started_again(
@@ -130,8 +139,8 @@ def test_a_run_that_is_told_to_end_is_not_started_again(
         raise LOST
 
     preemption = Preemption()
-    monkeypatch.setattr(run, "_build", lambda *args: (trainer(fit), None))
+    made: Any = (trainer(fit), None)
     with pytest.raises(Terminated):
-        run._train(load_config([])[0], Path(), preemption, NOTHING)
+        run._train(load_config([])[0], job(lambda *args: made), Path(), preemption, NOTHING)
     assert not preemption.held
     says(capsys.readouterr().err, "SIGTERM", "no checkpoint", "actor worker 0")

@@ -39,15 +39,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run besides the actor's shards.
+    """The state of a run besides the shards of its models.
 
     Attributes:
         step: the last finished training step.
-        weight_version: version of the weights after that step.
-        sampler: position in the order of the prompts.
+        weight_version: version of the weights that the engines hold after that step, where there are engines.
+        sampler: position in the order of the rows.
         kl_coef: coefficient of the KL controller.
         ledger: prompts that were drawn but not trained on.
-        prompts: number and fingerprint of the training prompts, to which the positions in `ledger` refer.
+        prompts: number and fingerprint of the training rows, to which the positions in `ledger` refer.
         code: digests of the Python files that the config names, by config key.
         metrics: validation metrics after this step; {} if it was not validated.
         trackers: the run's ids in the trackers.

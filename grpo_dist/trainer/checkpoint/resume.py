@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.trainer.checkpoint.config_changes import check_changes, digest_code
 from grpo_dist.trainer.checkpoint.finished_groups import Group, read_finished
 from grpo_dist.trainer.checkpoint.folder import RunState, clear_leftovers, find_checkpoint, read_state
@@ -29,12 +29,12 @@ class Resumed:
     changes: Sequence[str]
 
 
-def find_resumed(config: RunConfig, prompts: Mapping[str, Any]) -> Resumed | None:
+def find_resumed(config: JobConfig, prompts: Mapping[str, Any]) -> Resumed | None:
     """Find the checkpoint to resume from, without loading it; None if there is none, or the config says not to.
 
     Args:
         config: the current config.
-        prompts: `identify_prompts` of the current training prompts.
+        prompts: number and fingerprint of the current training rows.
 
     Raises:
         CheckpointError: there are checkpoints but none is intact, or the config does not fit.

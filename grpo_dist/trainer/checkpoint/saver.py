@@ -1,6 +1,6 @@
 """Saves checkpoints: started by the driver, written by the workers, published when all of them have finished.
 
-Training continues meanwhile (`actor.checkpoint.async_save`). Only one checkpoint is written at a time: the next one and
+Training continues meanwhile (`checkpoint.async_save`). Only one checkpoint is written at a time: the next one and
 the end of the run wait for it.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.errors import CheckpointError, GrpoDistError, WorkerError
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
@@ -26,9 +26,9 @@ from grpo_dist.trainer.checkpoint.folder import (
     prune_checkpoints,
     publish_checkpoint,
 )
-from grpo_dist.trainer.roles import Roles
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.gang import Gang
+from grpo_dist.workers.reward_pool import RewardPool
 
 
 @dataclass
@@ -56,15 +56,24 @@ class CheckpointSaver:
 
     Args:
         config: the run's config.
-        roles: the started workers.
-        run_dir: the run directory.
+        holders: the roles that hold state at the moment, by the name of their folder in a checkpoint.
+        async_save: whether training goes on while a checkpoint is written.
+        reward: writes finished groups; None: there are none.
     """
 
     last: Path | None = None
     step = 0
 
-    def __init__(self, config: RunConfig, roles: Roles, run_dir: Path) -> None:
-        self.config, self.roles, self.run_dir = config, roles, run_dir.absolute()
+    def __init__(
+        self,
+        config: JobConfig,
+        holders: Callable[[], Mapping[str, Gang]],
+        *,
+        async_save: bool,
+        reward: RewardPool | None = None,
+    ) -> None:
+        self.config, self.holders, self.async_save, self.reward = config, holders, async_save, reward
+        self.run_dir = Path(config.trainer.default_local_dir).absolute()
         self._pending: _Pending | None = None
         self._last = time.monotonic()
 
@@ -91,13 +100,11 @@ class CheckpointSaver:
         await self.finish()
         self._last, self.step = time.monotonic(), state.step
         folder = begin_checkpoint(self.run_dir, state.step)
-        roles: dict[str, Gang] = {"actor": self.roles.actor}
-        if self.roles.ref is not None and self.roles.ref.has_moved:
-            roles["ref"] = self.roles.ref
-        pending = _Pending(folder, state, roles, [])
+        pending = _Pending(folder, state, self.holders(), [])
         with self._giving_up(pending):
-            pending.groups = [each.begin_write(folder, self.roles.reward) for each in groups]
-            for name, role in roles.items():
+            if self.reward is not None:
+                pending.groups = [each.begin_write(folder, self.reward) for each in groups]
+            for name, role in pending.roles.items():
                 await role.begin_save(str(folder / name))
         self._pending = pending
 
@@ -107,7 +114,7 @@ class CheckpointSaver:
         Raises:
             CheckpointError: it cannot be written.
         """
-        await self._publish(wait=not self.config.actor_rollout_ref.actor.checkpoint.async_save)
+        await self._publish(wait=not self.async_save)
 
     async def finish(self) -> None:
         """Wait for the checkpoint that is being written, and publish it.

@@ -12,12 +12,11 @@ import yaml
 from grpo_dist.config.load import load_config
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import CheckpointError
+from grpo_dist.trainer.checkpoint import config_changes
+from grpo_dist.trainer.checkpoint.change_rules import GRPO, LENGTH
 from grpo_dist.trainer.checkpoint.config_changes import (
-    HARMLESS,
-    LENGTH,
-    REFUSED,
+    Changes,
     check_changes,
-    compare_configs,
     digest_code,
     flatten,
     identify_prompts,
@@ -29,6 +28,10 @@ from tests.messages import refuses, says
 
 def config(*overrides: str) -> RunConfig:
     return load_config(list(overrides))[0]
+
+
+def compare_configs(old: dict[str, Any], new: dict[str, Any]) -> Changes:
+    return config_changes.compare_configs(old, new, GRPO)
 
 
 def as_dict(*overrides: str) -> dict[str, Any]:
@@ -146,7 +149,7 @@ def test_every_pattern_names_a_key() -> None:
 
     entries = ("+actor_rollout_ref.model.override_config.x=1", "trainer.stage_timeout_s.update=60")  # of empty mappings
     keys = [key for key, _ in flatten(as_dict(*entries))]
-    for pattern in (*HARMLESS, *LENGTH, *REFUSED):
+    for pattern in (*GRPO.harmless, *LENGTH, *GRPO.refused):
         assert fnmatch.filter(keys, pattern), pattern
 
 

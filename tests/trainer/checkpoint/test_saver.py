@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,8 +48,13 @@ def make_saver(run_dir: Path, *overrides: str) -> tuple[CheckpointSaver, Writer,
     """A saver, its actor and its reference."""
     config, _ = load_config([f"trainer.default_local_dir={run_dir}", *overrides])
     actor, ref = Writer(), Writer()
-    roles: Any = SimpleNamespace(actor=actor, ref=ref, reward=None)
-    return CheckpointSaver(config, roles, run_dir), actor, ref
+    reward: Any = object()
+    asynchronous = config.actor_rollout_ref.actor.checkpoint.async_save
+
+    def holders() -> Any:
+        return {"actor": actor} | ({"ref": ref} if ref.has_moved else {})
+
+    return CheckpointSaver(config, holders, async_save=asynchronous, reward=reward), actor, ref
 
 
 def test_training_goes_on_until_all_roles_have_written(tmp_path: Path) -> None:

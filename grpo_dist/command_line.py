@@ -1,0 +1,85 @@
+"""What the commands have in common: the config is checked, the plan is shown, the job is run, and errors are reported.
+
+Exit codes: 0 success; 1 the run failed; 2 an error in the config, a file or a model; 130 and 143 interrupted.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from grpo_dist.config.command import Command, Config
+from grpo_dist.config.load import load_command
+from grpo_dist.config.usage import usage
+from grpo_dist.errors import GrpoDistError, Terminated, WorkerError
+from grpo_dist.registry import load_attribute
+
+if TYPE_CHECKING:
+    from grpo_dist.trainer.run import Job
+
+
+def run_command(
+    command: Command[Config],
+    arguments: list[str] | None,
+    job: str,
+    *,
+    plan: Callable[[Config, list[str]], str],
+    summary: Callable[[Config, list[str]], str],
+) -> int:
+    """Run a command.
+
+    Args:
+        command: the config that it takes.
+        arguments: the overrides; None: those of the command line.
+        job: its `trainer.run.Job`, as `pkg.module:name`, which is imported once the config is checked.
+        plan: the text of a dry run, from the config and the notes on it.
+        summary: a short form of it.
+
+    Returns:
+        The exit code.
+    """
+    overrides = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & set(overrides):
+        sys.stdout.write(usage(command) + "\n")
+        return 0
+    try:
+        config, notes = load_command(overrides, command)
+        if config.trainer.dry_run:
+            sys.stdout.write(plan(config, notes) + "\n")
+            if config.trainer.dry_run != "config":
+                _rehearse(config, load_attribute(job, key="job"))
+            return 0
+        sys.stdout.write(summary(config, notes) + "\n")
+        sys.stdout.flush()
+        from grpo_dist.trainer.run import run  # its imports are slow, so only after the config was checked
+
+        run(config, load_attribute(job, key="job"))
+    except GrpoDistError as error:
+        _report(error)
+        return error.exit_code
+    except KeyboardInterrupt as interrupt:
+        number = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
+        sys.stderr.write(f"\nstopped by {number.name}\n")
+        return 128 + number
+    return 0
+
+
+def _rehearse(config: Config, job: Job[Config]) -> None:
+    """Run all checks that a run makes before it starts Ray."""
+
+    def tell(line: str) -> None:
+        sys.stdout.write(f"  {line}\n")
+        sys.stdout.flush()
+
+    sys.stdout.write("\nchecked on this machine\n")
+    job.preflight(config, tell, rehearsal=True)
+
+
+def _report(error: GrpoDistError) -> None:
+    """Print what failed and where, with the traceback of a worker's exception."""
+    lines = [f"error: {error}", *(f"  {note}" for note in getattr(error, "__notes__", []))]
+    if isinstance(error, WorkerError) and error.remote_traceback:
+        lines += ["", error.remote_traceback.strip()]
+    sys.stderr.write("\n" + "\n".join(lines) + "\n")

@@ -1,0 +1,189 @@
+"""What a checkpoint survives, by command: the keys whose change does not matter, and those whose change is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.schema_supervised import SupervisedConfig
+
+Flat = dict[str, Any]
+
+_ACTOR, _ROLLOUT, _REF, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
+
+# Machines, logging, frequencies, limits of time and memory, and micro-batches: results do not depend on them.
+_HARMLESS = (
+    "cluster.*",
+    "ray_kwargs.*",
+    "trainer.project_name",
+    "trainer.experiment_name",
+    "trainer.logger*",
+    "trainer.default_local_dir",
+    "trainer.test_freq",
+    "trainer.val_*",
+    "trainer.save_*",
+    "trainer.keep_best_metric",
+    "trainer.max_actor_ckpt_to_keep",
+    "trainer.resume_*",
+    "trainer.max_*_restarts",
+    "trainer.export_*",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "trainer.worker_timeout_s",
+    "trainer.dry_run",
+    "data.train_files*",  # their content is compared instead, by the rows' fingerprint
+    "data.val_*",
+)
+# The length of the run matters only if the learning rate schedule depends on it.
+LENGTH = ("trainer.total_training_steps", "trainer.total_epochs")
+# Pattern -> why the checkpoint cannot be used with another value.
+_REFUSED = {
+    "trainer.seed": "what is drawn, and the order of the rows, depend on the seed",
+    "data.seed": "the order of the rows depends on it",
+    "data.shuffle": "the saved position is one in another order of the rows",
+}
+_OTHER_MODEL = "the saved weights are those of another model"
+_OTHER_DTYPE = "weights and optimizer states were saved in another dtype"
+
+
+@dataclass(frozen=True)
+class ChangeRules:
+    """How configs of a command are compared.
+
+    Attributes:
+        harmless: patterns of keys on which results do not depend.
+        refused: pattern -> why the checkpoint cannot be used with another value.
+        optim: the section of the optimizer, whose schedule may depend on the length of the run.
+        resolved: the config as plain values, with null dtypes replaced by the ones that are used.
+        effective: the config by dotted key, without keys that have no effect because of other keys.
+    """
+
+    harmless: tuple[str, ...]
+    refused: Mapping[str, str]
+    optim: str
+    resolved: Callable[[Any], dict[str, Any]]
+    effective: Callable[[Flat], Flat] = dict
+
+
+def change_rules(config: JobConfig) -> ChangeRules:
+    """The rules of the command that this config is of."""
+    return SUPERVISED if isinstance(config, SupervisedConfig) else GRPO
+
+
+def _resolved(config: RunConfig) -> dict[str, Any]:
+    roles, default = config.actor_rollout_ref, config.default_dtype
+    resolved = config.model_dump(mode="json")
+    saved = resolved["actor_rollout_ref"]
+    saved["actor"]["fsdp_config"]["dtype"] = roles.actor.fsdp_config.resolved_dtype(default)
+    saved["rollout"]["dtype"] = roles.rollout.resolved_dtype(default)
+    saved["rollout"]["deterministic"] = roles.rollout.resolved_deterministic(config.device)
+    if config.needs_reference_workers:
+        saved["ref"]["fsdp_config"]["dtype"] = roles.ref.fsdp_config.resolved_dtype(default)
+    if config.reward_model.enable:
+        dtype = config.reward_model.model.fsdp_config.resolved_dtype(default)
+        resolved["reward_model"]["model"]["fsdp_config"]["dtype"] = dtype
+    return resolved
+
+
+def _effective(flat: Flat) -> Flat:
+    if not flat.get(f"{_MODEL}.lora_rank"):
+        for name in ("lora_alpha", "target_modules", "exclude_modules"):
+            flat.pop(f"{_MODEL}.{name}", None)
+    if not flat.get("reward_model.enable"):
+        flat = {key: value for key, value in flat.items() if not key.startswith("reward_model.")}
+    return flat
+
+
+GRPO = ChangeRules(
+    harmless=(
+        *_HARMLESS,
+        "trainer.health.*",
+        "trainer.log_*",
+        "trainer.stage_timeout_s.*",
+        "actor_rollout_ref.nccl_timeout",
+        "reward.num_workers",
+        "reward.timeout_s",
+        "reward.max_failure_rate",
+        f"{_MODEL}.trust_remote_code",
+        f"{_MODEL}.use_remove_padding",
+        f"{_MODEL}.enable_gradient_checkpointing",
+        f"{_ACTOR}.checkpoint.*",
+        f"{_ACTOR}.*micro_batch_size_per_gpu",
+        f"{_ACTOR}.use_dynamic_bsz",
+        f"{_ACTOR}.ppo_max_token_len_per_gpu",
+        f"{_ACTOR}.use_prefix_grouper",
+        f"{_ACTOR}.fsdp_config.*offload",
+        f"{_ACTOR}.fsdp_config.reshard_after_forward",
+        f"{_ACTOR}.fsdp_config.fsdp_size",
+        f"{_ACTOR}.fsdp_config.defer_grad_sync",
+        f"{_REF}.*micro_batch_size_per_gpu",
+        f"{_REF}.log_prob_*",
+        f"{_REF}.fsdp_config.*offload",
+        "reward_model.micro_batch_size_per_gpu",
+        "reward_model.use_dynamic_bsz",
+        "reward_model.forward_max_token_len_per_gpu",
+        "reward_model.model.trust_remote_code",
+        "reward_model.model.fsdp_config.*offload",
+        f"{_ROLLOUT}.log_prob_*",
+        f"{_ROLLOUT}.gpu_memory_utilization",
+        f"{_ROLLOUT}.kv_cache_memory_gib",
+        f"{_ROLLOUT}.free_cache_engine",
+        f"{_ROLLOUT}.tensor_model_parallel_size",
+        f"{_ROLLOUT}.max_num_*",
+        f"{_ROLLOUT}.enforce_eager",
+        f"{_ROLLOUT}.enable_chunked_prefill",
+        f"{_ROLLOUT}.startup_timeout_s",
+        f"{_ROLLOUT}.checkpoint_engine.*",
+        f"{_ROLLOUT}.val_kwargs.*",
+        f"{_ROLLOUT}.agent.timeout_s",
+    ),
+    refused={
+        **_REFUSED,
+        f"{_MODEL}.path": _OTHER_MODEL,
+        f"{_MODEL}.override_config*": _OTHER_MODEL,
+        f"{_MODEL}.lora_*": "the saved factors have another shape or scale",
+        f"{_MODEL}.target_modules*": "the saved factors belong to other modules",
+        f"{_MODEL}.exclude_modules*": "the saved factors belong to other modules",
+        f"{_ACTOR}.fsdp_config.model_dtype": _OTHER_DTYPE,
+        "data.sampler.*": "the saved position is one in another order of the prompts",
+    },
+    optim=f"{_ACTOR}.optim",
+    resolved=_resolved,
+    effective=_effective,
+)
+
+
+def _resolved_supervised(config: SupervisedConfig) -> dict[str, Any]:
+    resolved = config.model_dump(mode="json")
+    resolved["engine"]["dtype"] = config.engine.resolved_dtype(config.default_dtype)
+    return resolved
+
+
+SUPERVISED = ChangeRules(
+    harmless=(
+        *_HARMLESS,
+        "trainer.nccl_timeout",
+        "model.trust_remote_code",
+        "model.use_remove_padding",
+        "model.enable_gradient_checkpointing",
+        "checkpoint.*",
+        "data.micro_batch_size_per_gpu",
+        "data.use_dynamic_bsz",
+        "data.max_token_len_per_gpu",
+        "engine.*offload",
+        "engine.reshard_after_forward",
+        "engine.fsdp_size",
+        "engine.defer_grad_sync",
+    ),
+    refused={
+        **_REFUSED,
+        "model.path": _OTHER_MODEL,
+        "model.override_config*": _OTHER_MODEL,
+        "engine.model_dtype": _OTHER_DTYPE,
+    },
+    optim="optim",
+    resolved=_resolved_supervised,
+)

@@ -1,0 +1,93 @@
+"""Checks that the commands share before Ray starts, and how the errors of all checks become one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from grpo_dist.assets import BUILTIN
+from grpo_dist.assets.model_folder import ModelFolder
+from grpo_dist.assets.paths import is_folder
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.errors import CheckpointError, ConfigError, GrpoDistError
+from grpo_dist.trainer.checkpoint.config_changes import check_changes, digest_code, read_config
+from grpo_dist.trainer.checkpoint.folder import find_checkpoint, last_checkpoint, read_state
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The result of the checks: notes for the user, and the number of training steps."""
+
+    notes: list[str]
+    steps: int
+
+
+class Checks:
+    """Collects the errors of the checks, each of which runs in its own `with` block."""
+
+    def __init__(self) -> None:
+        self.found: list[GrpoDistError] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        if isinstance(error, GrpoDistError):
+            self.found.append(error)
+        return isinstance(error, GrpoDistError)
+
+    def end(self) -> None:
+        """Raise all collected errors as one."""
+        if len(self.found) == 1:
+            (error,) = self.found
+            raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+        if self.found:
+            listed = "\n  ".join(str(error) for error in self.found)
+            raise ConfigError(f"the run has {len(self.found)} problems:\n  {listed}")
+
+
+def is_on_the_hub(path: str) -> bool:
+    """Whether a model must be downloaded, unless it is in the cache."""
+    return not (path.startswith(BUILTIN) or is_folder(path))
+
+
+def describe_model(model: ModelFolder) -> str:
+    """A model folder in a few words, for a dry run."""
+    files = f"{len(model.shapes)} tensors in {model.num_files} file" + ("s" if model.num_files > 1 else "")
+    weights = files if model.shapes else "its weights are downloaded when the run starts"
+    return f"{model.model_type}, {weights}"
+
+
+def check_resume(config: JobConfig, identity: Mapping[str, Any], *, verify: bool) -> Path | None:
+    """The checkpoint to resume from, whose config and rows must fit; with `verify` its files are checked too.
+
+    Args:
+        config: the run's config.
+        identity: number and fingerprint of the training rows.
+        verify: whether to check the files.
+
+    Raises:
+        CheckpointError: it does not fit, or there are checkpoints but none is intact.
+    """
+    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir).absolute()
+    if trainer.resume_mode == "disable":
+        return None
+    if verify:
+        folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
+    else:
+        named = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
+        folder = Path(named) if named is not None else last_checkpoint(run_dir)
+    if folder is None:
+        return None
+    try:
+        state = read_state(folder)
+        read_config(folder)
+    except CheckpointError:
+        if verify:
+            raise
+        return None  # damaged: the run will look for an earlier one
+    check_changes(folder, state, config, identity, digest_code(config))
+    return folder

@@ -1,0 +1,75 @@
+"""What the loops of all trainers have: when to validate and save, and a checkpoint at SIGTERM."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.errors import GrpoDistError
+from grpo_dist.tracking.base import Trackers
+from grpo_dist.tracking.console import Progress
+from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
+from grpo_dist.trainer.preemption import Preemption
+from grpo_dist.workers.event_loop import run
+
+
+class TrainingLoop:
+    """The base of trainers, which set its attributes.
+
+    Attributes:
+        config: the whole run's config.
+        total_steps: training steps of the run.
+        saver: writes checkpoints.
+        trackers: where metrics go.
+        progress: the display at the terminal.
+        preemption: whether SIGTERM has come.
+        step: the last step that is trained.
+    """
+
+    config: JobConfig
+    total_steps: int
+    saver: CheckpointSaver
+    trackers: Trackers
+    progress: Progress
+    preemption: Preemption
+    step: int
+
+    def fit(self) -> None:
+        """Train until `total_steps`, validating and saving on the way."""
+        raise NotImplementedError
+
+    def save(self) -> None:
+        """Begin to write a checkpoint."""
+        raise NotImplementedError
+
+    def holds_state(self, role: str) -> bool:
+        """Whether a role holds state that only a checkpoint can restore."""
+        return role in self.saver.holders()
+
+    @contextlib.contextmanager
+    def saving_on_sigterm(self) -> Iterator[None]:
+        """Write a checkpoint if SIGTERM ends what is within, and there is something new to keep."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            # a second SIGTERM does not wait, and between two steps there is no state to save
+            if self.preemption.asked and not self.preemption.held:
+                try:
+                    if self.step > self.saver.step:
+                        self.progress.message("SIGTERM: writing a checkpoint")
+                        self.save()
+                    run(self.saver.finish())
+                except GrpoDistError as error:  # of workers that SIGTERM was sent to as well, say
+                    self.progress.message(f"SIGTERM: no checkpoint could be written: {error}")
+            raise
+
+    def due(self, frequency: int) -> bool:
+        """Whether something done every `frequency` steps (-1: never) is due: also after the last step."""
+        return frequency > 0 and (self.step % frequency == 0 or self.step == self.total_steps)
+
+    def save_is_due(self) -> bool:
+        """Whether a checkpoint is due: by steps, by time, or because the run ends."""
+        trainer = self.config.trainer
+        ends = trainer.save_interval_minutes is not None and self.step == self.total_steps
+        return self.due(trainer.save_freq) or self.saver.is_due or ends
