@@ -11,12 +11,11 @@ from grpo_dist.config.memory import RoleMemory, kv_cache_tokens, memory_estimate
 from grpo_dist.config.model_shape import model_config_at_hand
 from grpo_dist.config.node_layout import node_layout
 from grpo_dist.config.placement import Placement, placement
+from grpo_dist.config.plan_text import Rows, added, device_memory, indent, many, table
 from grpo_dist.config.problems import shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.shorter_steps import shorter_steps
 from grpo_dist.config.step_estimate import step_estimate
-
-Rows = list[tuple[str, str]]
 
 
 def batch_arithmetic(config: RunConfig) -> Rows:
@@ -77,19 +76,19 @@ def format_plan(config: RunConfig, notes: list[str]) -> str:
     model = model_config_at_hand(config.actor_rollout_ref.model.path)
     tokens = kv_cache_tokens(config, model)
     blocks = [
-        "resolved config\n" + _indent(readable_config(config).rstrip().splitlines()),
-        "run\n" + _table(_run_rows(config)),
-        "batch\n" + _table(batch_arithmetic(config)),
-        "placement\n" + _table(_placement_rows(config)),
+        "resolved config\n" + indent(readable_config(config).rstrip().splitlines()),
+        "run\n" + table(_run_rows(config)),
+        "batch\n" + table(batch_arithmetic(config)),
+        "placement\n" + table(_placement_rows(config)),
         "memory per process (estimate)\n"
-        + _table(
+        + table(
             _memory_rows(memory_estimate(config, model), tokens, has_reward_model=config.reward_model.enable),
         ),
     ]
     if rows := _step_rows(config, model):
-        blocks.append("a step (rough estimate, for H100s)\n" + _table(rows))
+        blocks.append("a step (rough estimate, for H100s)\n" + table(rows))
     if notes:
-        blocks.append("notes\n" + _indent(notes))
+        blocks.append("notes\n" + indent(notes))
     return "\n\n".join(blocks)
 
 
@@ -107,14 +106,14 @@ def format_summary(config: RunConfig, notes: list[str]) -> str:
         micro = f"micro-batches of at most {actor.max_token_len:,} tokens"
     else:
         size = _whole_groups(actor.ppo_micro_batch_size_per_gpu, rollout.n)
-        micro = _many(ceil(per_rank / size), "micro-batch", "micro-batches")
+        micro = many(ceil(per_rank / size), "micro-batch", "micro-batches")
     step = (
         f"{config.data.train_batch_size:,} prompts * n={rollout.n} = {sequences:,} sequences; "
-        f"{_many(steps, 'optimizer step')}; a mini-batch is {_many(per_rank, 'sequence')} per actor rank, "
+        f"{many(steps, 'optimizer step')}; a mini-batch is {many(per_rank, 'sequence')} per actor rank, "
         f"in {micro}"
     )
     rows = [*_run_rows(config), ("step", step), ("workers", _workers(place))]
-    return "\n".join([_table(rows), *(f"  note: {note}" for note in notes)])
+    return "\n".join([table(rows), *(f"  note: {note}" for note in notes)])
 
 
 def _run_rows(config: RunConfig) -> Rows:
@@ -131,10 +130,10 @@ def _run_rows(config: RunConfig) -> Rows:
     terms.append(f"lr {actor.optim.lr:g}")
     if trainer.max_staleness:
         weights = f"rollout_is={config.rollout_is}" if config.rollout_is else "no importance weights"
-        terms.append(f"up to {_many(trainer.max_staleness, 'update')} stale, {weights}")
-    limit = _many(trainer.total_epochs, "epoch")
+        terms.append(f"up to {many(trainer.max_staleness, 'update')} stale, {weights}")
+    limit = many(trainer.total_epochs, "epoch")
     if trainer.total_training_steps is not None:
-        limit = _many(trainer.total_training_steps, "training step")
+        limit = many(trainer.total_training_steps, "training step")
     return [
         ("algorithm", ", ".join(terms)),
         ("model", config.actor_rollout_ref.model.path),
@@ -147,13 +146,13 @@ def _run_rows(config: RunConfig) -> Rows:
 
 
 def _workers(place: Placement) -> str:
-    engines = _many(place.num_engines, "rollout engine")
+    engines = many(place.num_engines, "rollout engine")
     if place.tensor_parallel > 1:
         engines += f" (TP={place.tensor_parallel})"
     ref = f"{place.ref_world_size} ref" if place.ref_world_size else "no ref"
     if place.reward_model_world_size:
         ref += f", {place.reward_model_world_size} reward model"
-    where = "CPU" if place.device == "cpu" else _many(place.num_devices, "GPU") + _shared(place)
+    where = "CPU" if place.device == "cpu" else many(place.num_devices, "GPU") + _shared(place)
     return f"{place.actor_world_size} actor, {engines}, {ref}, on {where}"
 
 
@@ -170,17 +169,17 @@ def _placement_rows(config: RunConfig) -> Rows:
     fsdp, ref = config.actor_rollout_ref.actor.fsdp_config, config.actor_rollout_ref.ref.fsdp_config
     compute = fsdp.resolved_dtype(config.default_dtype)
     rows = [
-        ("machines", f"{trainer.nnodes} with {_many(trainer.n_gpus_per_node, 'GPU')} each"),
-        ("actor", f"{_many(place.actor_world_size, 'rank')}, weights {fsdp.model_dtype}, compute {compute}"),
+        ("machines", f"{trainer.nnodes} with {many(trainer.n_gpus_per_node, 'GPU')} each"),
+        ("actor", f"{many(place.actor_world_size, 'rank')}, weights {fsdp.model_dtype}, compute {compute}"),
         (
             "rollout",
-            f"{_many(place.num_engines, 'engine')}, TP={place.tensor_parallel}, "
+            f"{many(place.num_engines, 'engine')}, TP={place.tensor_parallel}, "
             f"{rollout.resolved_dtype(config.default_dtype)}, "
             f"deterministic={shown(rollout.resolved_deterministic(place.device))}",
         ),
     ]
     if place.ref_world_size:
-        rows.append(("ref", f"{_many(place.ref_world_size, 'rank')}, {ref.resolved_dtype(config.default_dtype)}"))
+        rows.append(("ref", f"{many(place.ref_world_size, 'rank')}, {ref.resolved_dtype(config.default_dtype)}"))
     elif config.needs_reference:
         rows.append(("ref", "not started: the actor without its LoRA adapters is the reference"))
     else:
@@ -188,8 +187,8 @@ def _placement_rows(config: RunConfig) -> Rows:
     if place.reward_model_world_size:
         dtype = config.reward_model.model.fsdp_config.resolved_dtype(config.default_dtype)
         path = config.reward_model.model.path
-        rows.append(("reward_model", f"{_many(place.reward_model_world_size, 'rank')}, {dtype}, {path}"))
-    rows.append(("reward", _many(config.reward.num_workers, "process", "processes")))
+        rows.append(("reward_model", f"{many(place.reward_model_world_size, 'rank')}, {dtype}, {path}"))
+    rows.append(("reward", many(config.reward.num_workers, "process", "processes")))
     if place.device == "cuda":
         unused = config.num_gpus - place.num_devices
         idle = f", {unused} idle" if unused > 0 else ""
@@ -222,13 +221,10 @@ def _from_to(ranks: list[int]) -> str:
 def _memory_rows(memory: list[RoleMemory] | None, kv_tokens: int | None, *, has_reward_model: bool) -> Rows:
     if memory is None:
         return [("all roles", "unknown: the model's config.json is not on this machine")]
-    rows = []
-    for role in memory:
-        remark = f"; {role.remark}" if role.remark else ""
-        rows.append((role.role, _sum(role.parts) + remark))
+    rows = [(role.role, device_memory(role)) for role in memory]
     if has_reward_model and all(role.role != "reward_model" for role in memory):
         rows.append(("reward_model", "unknown: its config.json is not on this machine"))
-    rows += [(f"{role.role}, CPU memory", _sum(role.host)) for role in memory]
+    rows += [(f"{role.role}, CPU memory", added(role.host)) for role in memory]
     if kv_tokens is not None:
         rows.append(("KV cache", f"{kv_tokens:,} tokens per engine"))
     return rows
@@ -258,19 +254,6 @@ def _step_rows(config: RunConfig, model: Mapping[str, Any] | None) -> Rows:
     return [*rows, ("shorter", "; ".join(shorter))] if shorter else rows
 
 
-def _many(count: int, one: str, more: str = "") -> str:
-    return f"{count:,} {one if count == 1 else more or one + 's'}"
-
-
-def _sum(parts: Mapping[str, float]) -> str:
-    listed = " + ".join(f"{name} {_gib(gib)}" for name, gib in parts.items() if gib)
-    return f"{listed} = {_gib(sum(parts.values()))} GiB" if len(parts) > 1 else f"{listed} GiB"
-
-
-def _gib(size: float) -> str:
-    return f"{size:.1f}" if size >= 10 else f"{size:.3g}" if size >= 0.01 else f"{size:.4f}"
-
-
 def _seconds(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds >= 0.1 else "less than 0.1"
 
@@ -285,12 +268,3 @@ def _passes(per_rank: int, n: int, size: int, max_token_len: int | None) -> str:
 def _whole_groups(size: int, n: int) -> int:
     """Sequences in a pass of at most `size`: whole groups of n responses, or equal parts of one group."""
     return size // n * n if n <= size else ceil(n / ceil(n / size))
-
-
-def _table(rows: Rows) -> str:
-    width = max(len(label) for label, _ in rows)
-    return _indent([f"{label.ljust(width)}  {value}" for label, value in rows])
-
-
-def _indent(lines: list[str]) -> str:
-    return "\n".join(f"  {line}" for line in lines)

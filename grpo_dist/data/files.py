@@ -18,7 +18,10 @@ from grpo_dist.errors import DataError
 from grpo_dist.registry import load_attribute
 
 # builtin:NAME/SPLIT: the splits of a task, and the function that makes the rows of one.
-BUILTIN_ROWS = {"arithmetic": (("train", "validation"), "grpo_dist.tasks.arithmetic:rows")}
+BUILTIN_ROWS = {
+    "arithmetic": (("train", "validation"), "grpo_dist.tasks.arithmetic:rows"),
+    "arithmetic_pairs": (("train", "validation"), "grpo_dist.tasks.arithmetic:pairs"),
+}
 # In train-00000-of-00002, part-00000-UUID.snappy or 0000 the shard's number and what follows do not name the split.
 _SHARD = re.compile(r"[-_.]?\d{4,}.*")
 

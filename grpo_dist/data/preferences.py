@@ -68,6 +68,15 @@ def load_steps(files: Sequence[str], *, key: str) -> list[LabelledSteps]:
     return [_labelled(row, location, f"{key}: {location}") for location, row in locate_rows(files, key=key)]
 
 
+def load_preferences(files: Sequence[str], *, key: str) -> list[Pair] | list[LabelledSteps]:
+    """Read and check all rows, pairs or labelled steps, as the columns of the first row have it.
+
+    Takes the arguments of `load_pairs`, and raises what it raises.
+    """
+    _, first = next(iter(locate_rows(files, key=key)))
+    return load_steps(files, key=key) if "completions" in first else load_pairs(files, key=key)
+
+
 def _pair(row: dict[str, Any], location: str, where: str) -> Pair:
     chosen, rejected = (_answer(column_of(row, name, where), f"{where}: {name}") for name in ("chosen", "rejected"))
     if chosen == rejected:

@@ -28,7 +28,7 @@ def check_batch_size(num_prompts: int, batch_size: int) -> None:
         raise DataError(f"data.train_batch_size={batch_size}: must be at least 1")
     if num_prompts < batch_size:
         raise DataError(
-            f"data.train_batch_size={batch_size}: the training set has only {num_prompts} prompts (after "
+            f"data.train_batch_size={batch_size}: the training set has only {num_prompts} rows (after "
             f"filtering and data.train_max_samples); set it to at most {num_prompts}, or add rows"
         )
 

@@ -259,6 +259,22 @@ class TrainEngine(Protocol):
             TrainingDiverged: on all ranks, before the step, if any rank's loss or the gradient is not finite.
         """
 
+    def evaluate(
+        self,
+        data: DataProto,
+        *,
+        micro_batch_size: int,
+        objective: TrainingSettings,
+        max_token_len: int | None = None,
+    ) -> dict[str, Metric]:
+        """The metrics of an objective on this rank's rows, to be merged over ranks, without a step.
+
+        Takes the arguments of `train_mini_batch`.
+
+        Raises:
+            TrainingDiverged: on all ranks, if any rank's loss is not finite.
+        """
+
     def full_parameters(
         self, dtype: str, device: str = "cpu", *, as_in_files: bool = False
     ) -> Iterator[tuple[str, Tensor]]:

@@ -215,6 +215,17 @@ class FakeTrainEngine:
         on_policy = isinstance(objective, ObjectiveSettings) and objective.on_policy
         return MiniBatchResult(metrics, log_probs if on_policy else None)
 
+    def evaluate(
+        self,
+        data: DataProto,
+        *,
+        micro_batch_size: int,
+        objective: TrainingSettings,
+        max_token_len: int | None = None,
+    ) -> dict[str, Metric]:
+        """The number of rows."""
+        return {"actor/loss": Sum(len(data))}
+
     def full_parameters(
         self, dtype: str, device: str = "cpu", *, as_in_files: bool = False
     ) -> Iterator[tuple[str, Tensor]]:

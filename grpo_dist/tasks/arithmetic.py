@@ -44,6 +44,25 @@ def rows(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
     ]
 
 
+def pairs(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
+    """Pairs of answers to the questions of a split: the right sum, and another number that a sum may be.
+
+    Takes the arguments of `rows`.
+
+    Raises:
+        ValueError: no such split.
+    """
+    rng = random.Random(f"{seed} {split}")
+    found = []
+    for row in rows(split, seed=seed):
+        right = int(row["reward_model"]["ground_truth"])
+        wrong = right
+        while wrong == right:
+            wrong = sum(draw_question(rng))
+        found.append({"prompt": row["prompt"], "chosen": f"#### {right}", "rejected": f"#### {wrong}"})
+    return found
+
+
 def question(a: int, b: int) -> str:
     """The text of a question."""
     return f"{a}+{b}=?"

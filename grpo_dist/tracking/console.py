@@ -56,7 +56,9 @@ class Progress:
             return
         # Not every step is validated: the last known value stays in the bar.
         self._latest |= describe(metrics)
-        shown = [self._latest[key] for key in ("reward", "val", "kl", "speed") if key in self._latest]
+        shown = [
+            self._latest[key] for key in ("reward", "loss", "accuracy", "val", "kl", "speed") if key in self._latest
+        ]
         self._bar.set_postfix_str("  ".join(shown), refresh=False)
         with _survives_lost_terminal():
             self._bar.update(step - self._bar.n)
@@ -105,7 +107,9 @@ def _survives_lost_terminal() -> contextlib.suppress:
 
 
 def describe(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The parts of a step's line, by name, in order: reward, kl, val, length, speed, time; only those in `metrics`.
+    """The parts of a step's line, by name, in order; only those in `metrics`.
+
+    They are reward, kl, loss, accuracy, val, length, speed and time.
 
     `kl` is the KL to the reference (`actor/kl_loss`); without a KL loss it is the KL to the policy before the update
     (`actor/ppo_kl`), labelled `ppo_kl`.
@@ -117,6 +121,9 @@ def describe(metrics: Mapping[str, float]) -> dict[str, str]:
         pieces["kl"] = f"kl {metrics[metric_names.KL_LOSS]:.2g}"
     elif metric_names.PPO_KL in metrics:
         pieces["kl"] = f"ppo_kl {metrics[metric_names.PPO_KL]:.2g}"
+    for label, name in metric_names.SUPERVISED.items():
+        if name in metrics:
+            pieces[label] = f"{label} {metrics[name]:.3g}"
     accuracy = metric_names.validation_accuracy(metrics)
     if accuracy is not None:
         pieces["val"] = f"val {accuracy:.3g}"

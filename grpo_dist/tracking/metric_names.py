@@ -12,13 +12,20 @@ THROUGHPUT = "perf/tokens_per_s"  # of all devices; verl's perf/throughput is pe
 TIMING = "timing_s/"
 STEP_TIME = "timing_s/step"
 VALIDATION = "val-core/"
+SUPERVISED_VALIDATION = "val/"
+# Of models that train on rows with known answers, by what the console calls them.
+SUPERVISED = {"loss": "reward_model/loss", "accuracy": "reward_model/accuracy"}
 
 
 def validation_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """The validation accuracies among `metrics`: `val-core/SOURCE/acc/mean@N`, one per data source.
 
-    Without `acc` it is `val-core/SOURCE/reward/mean@N`; without a mean, all metrics of `val-core/` that remain.
+    Without `acc` it is `val-core/SOURCE/reward/mean@N`; without a mean, all metrics of `val-core/` that remain. Of a
+    model that trains on rows with known answers it is their accuracy.
     """
+    supervised = SUPERVISED_VALIDATION + SUPERVISED["accuracy"]
+    if supervised in metrics:
+        return {supervised: metrics[supervised]}
     found = [name for name in metrics if name.startswith(VALIDATION)]
     for marker in ("/acc/", "/mean@"):
         found = [name for name in found if marker in name] or found

@@ -87,17 +87,17 @@ def _validation_lines(history: Sequence[Row]) -> list[str]:
 
 
 def _kind(name: str) -> str:
-    return "accuracy" if "/acc/" in name else "reward"
+    return "accuracy" if "/acc" in name else "reward"
 
 
 def _training_lines(trained: Sequence[Row]) -> list[str]:
     lines = []
-    for label, name in (("reward", metric_names.REWARD), ("response length", metric_names.RESPONSE_LENGTH)):
+    shown = {"reward": metric_names.REWARD, "response length": metric_names.RESPONSE_LENGTH, **metric_names.SUPERVISED}
+    for label, name in shown.items():
         values = [row[name] for row in trained if name in row]
         if values:
-            curve = (
-                f"  {sparkline(values, _SPARKLINE_WIDTH)}" if name == metric_names.REWARD and len(values) > 1 else ""
-            )
+            drawn = name != metric_names.RESPONSE_LENGTH and len(values) > 1
+            curve = f"  {sparkline(values, _SPARKLINE_WIDTH)}" if drawn else ""
             lines.append(_entry(label, f"{values[0]:.3g} -> {values[-1]:.3g}{curve}"))
     timed = [row for row in trained if metric_names.THROUGHPUT in row and metric_names.STEP_TIME in row]
     total = sum(row[metric_names.STEP_TIME] for row in timed)

@@ -29,27 +29,44 @@ def check_reward_model(config: RunConfig, *, weights: bool) -> ModelFolder:
     folder = resolve_model_path(model.path, weights=weights, key=REWARD_MODEL_KEY)
     # whether code that comes with the model may run makes no difference: the loader runs transformers' own classifiers
     found = check_model_folder(folder, setting=setting, trust_remote_code=True, weights=weights)
+    check_classifier(found, setting, needs_head=True)
+    return found
+
+
+def check_classifier(model: ModelFolder, setting: str, *, needs_head: bool) -> None:
+    """Check that a model is a backbone with a linear head of one output, or may get one.
+
+    Args:
+        model: the folder that passed the checks of its files.
+        setting: the key and value that name it, for messages.
+        needs_head: whether it must have a head; else it may be a causal LM.
+
+    Raises:
+        ConfigError: it is another kind of model.
+        DataError: its config.json cannot be read.
+    """
     # slow imports, which other runs do without
     from transformers import AutoConfig
 
-    from grpo_dist.engines.train.classifier import check_family, check_head
+    from grpo_dist.engines.train.classifier import HEAD, check_family, check_head
 
     try:
-        read = AutoConfig.from_pretrained(folder)
+        read = AutoConfig.from_pretrained(model.folder)
     except Exception as error:  # of many kinds
         problem = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise DataError(
             f"{setting}: config.json cannot be read, without code that comes with the model: {problem}"
         ) from error
     check_family(read, setting)
-    if weights:
-        check_head(found.shapes, num_labels=1, setting=setting)
+    if not needs_head and f"{HEAD}.weight" not in model.shapes:
+        return
+    if model.shapes:
+        check_head(model.shapes, num_labels=1, setting=setting)
     elif read.num_labels != 1 or not any(name.endswith("Classification") for name in read.architectures or ()):
         raise ConfigError(
             f"{setting}: by its config.json (architectures={read.architectures}, num_labels={read.num_labels}) it is "
             "no sequence classifier with one output; use a reward model"
         )
-    return found
 
 
 def check_conversations(

@@ -17,6 +17,7 @@ from grpo_dist.algorithms.validation import best_at_k, majority_at_n, subset_siz
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError
+from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION
 from grpo_dist.trainer.rollout.sampling import make_request
 from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.workers.batch_ref import DataProtoRef
@@ -72,10 +73,12 @@ def require_metric(name: str | None, metrics: Mapping[str, float]) -> None:
     Raises:
         ConfigError: it did not.
     """
-    known = [each for each in metrics if each.startswith((CORE, AUX))]
+    known = [each for each in metrics if each.startswith((CORE, AUX, SUPERVISED_VALIDATION))]
     if name is None or name in known:
         return
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or [each for each in known if each.startswith(CORE)]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or [
+        each for each in known if not each.startswith(AUX)
+    ]
     raise ConfigError(
         f"trainer.keep_best_metric={name}: validation has no such metric; the closest are {', '.join(near) or 'none'}"
     )

@@ -103,6 +103,10 @@ class Gang:
         """Load a checkpoint on all ranks."""
         await self.workers.ask_all("load_checkpoint", "load_checkpoint", folder)
 
+    async def export_hf_model(self, folder: str, dtype: str) -> None:
+        """Write the model into `folder` in Hugging Face format, with weights in `dtype`: "fp32" or "bf16"."""
+        await self.workers.ask_all("export_hf_model", "export_hf_model", folder, dtype)
+
 
 class FrozenGroup(Gang):
     """A model that does not train: the base of the reference and the reward model.
@@ -216,10 +220,6 @@ class ActorGroup(Gang):
             old = DataProtoRef.concat([c.handle(la) for c, la in zip(calls, labels, strict=True)])
             batch = batch.union(old.reorder(np.argsort(np.concatenate(shares[0]))))
         return batch, merge_metrics([_per_mini_batch(metrics) for metrics in merged])
-
-    async def export_hf_model(self, folder: str, dtype: str) -> None:
-        """Write the policy into `folder` in Hugging Face format, with weights in `dtype`: "fp32" or "bf16"."""
-        await self.workers.ask_all("export_hf_model", "export_hf_model", folder, dtype)
 
 
 async def find_model(groups: Sequence[WorkerGroup], path: str, key: str) -> None:

@@ -198,6 +198,11 @@ class PolicyWorker(Process):
         """Read the state from `folder`; the number of ranks may differ."""
         self.engine.load_checkpoint(Path(folder))
 
+    @on_device()
+    def export_hf_model(self, folder: str, dtype: str) -> None:
+        """Write the model in `dtype` and its tokenizer as a Hugging Face folder (rank 0 writes)."""
+        self.engine.export_hf_model(Path(folder), dtype)
+
 
 def _labelled(columns: Mapping[str, Ragged]) -> tuple[Label, DataProto]:
     data = DataProto.from_dict(columns)
@@ -309,11 +314,6 @@ class ActorWorker(PolicyWorker):
         else:
             tensors = self.engine.full_parameters(dtype, self.settings.device, as_in_files=True)
             send(group, tensors, version=version, bucket_bytes=self.settings.weight_bucket_bytes)
-
-    @on_device()
-    def export_hf_model(self, folder: str, dtype: str) -> None:
-        """Write the policy in `dtype` and its tokenizer as a Hugging Face folder (rank 0 writes)."""
-        self.engine.export_hf_model(Path(folder), dtype)
 
 
 def _use_up(tensors: Iterable[tuple[str, Tensor]]) -> None:

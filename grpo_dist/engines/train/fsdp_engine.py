@@ -25,7 +25,7 @@ from grpo_dist.engines.train.memory_errors import remedied, within_memory
 from grpo_dist.engines.train.micro_batch import MicroBatch
 from grpo_dist.engines.train.micro_batch_plan import Lengths, group_rows, plan_micro_batches
 from grpo_dist.engines.train.model_loading import DTYPES
-from grpo_dist.engines.train.objectives import OBJECTIVES
+from grpo_dist.engines.train.objectives import OBJECTIVES, Objective
 from grpo_dist.engines.train.offload import Offload
 from grpo_dist.engines.train.optimizer import build_optimizer
 from grpo_dist.engines.train.sharded_tensors import whole
@@ -135,14 +135,10 @@ class FSDPEngine(FSDPWeights):
     ) -> MiniBatchResult:
         """See `TrainEngine.train_mini_batch`. The schedule counts the steps that were taken."""
         trained = OBJECTIVES[type(objective)](objective, self.forward, self.reference_head)
-        data = trained.prepared(data)
-        groups = trained.groups(data)
-        counts = self._all_reduce(trained.counts(data), dist.ReduceOp.SUM)
-        self._check_forward(data, micro_batch_size, max_token_len, groups)
+        data, counts, plan = self._begin(trained, data, micro_batch_size, max_token_len)
         metrics: list[dict[str, Metric]] = []
         log_probs = [torch.empty(0)] * len(data)
         fault = ""
-        plan = self._plan(data, micro_batch_size, max_token_len, groups)
         for i, rows in enumerate(plan):
             part = data.index(rows)
             micro_batch = self.forward.micro_batch(part, objective.columns)
@@ -176,7 +172,41 @@ class FSDPEngine(FSDPWeights):
         old = None if found is None else Ragged.from_rows(log_probs, torch.float32)
         return MiniBatchResult(merge_metrics([*metrics, step]), old)
 
+    @torch.no_grad()
+    def evaluate(
+        self,
+        data: DataProto,
+        *,
+        micro_batch_size: int,
+        objective: TrainingSettings,
+        max_token_len: int | None = None,
+    ) -> dict[str, Metric]:
+        """See `TrainEngine.evaluate`."""
+        judged = OBJECTIVES[type(objective)](objective, self.forward, self.reference_head)
+        data, counts, plan = self._begin(judged, data, micro_batch_size, max_token_len)
+        metrics: list[dict[str, Metric]] = []
+        fault = ""
+        for i, rows in enumerate(plan):
+            micro_batch = self.forward.micro_batch(data.index(rows), objective.columns)
+            with within_memory(f"the forward pass of {_describe(micro_batch, i, plan)}"):
+                loss, told, _ = judged(micro_batch, counts)
+            metrics.append(told)
+            if not torch.isfinite(loss):
+                fault = fault or f"loss {loss.item()} of {_name_rows(data.index(rows))}"
+        self._stop_if_any(fault)
+        return merge_metrics(metrics)
+
     # --- parts -------------------------------------------------------------------------------------------------
+    def _begin(
+        self, objective: Objective, data: DataProto, micro_batch_size: int, max_token_len: int | None
+    ) -> tuple[DataProto, Tensor, list[Any]]:
+        """The rows as the objective takes them, the counts of all ranks that divide the loss, and the micro-batches."""
+        data = objective.prepared(data)
+        groups = objective.groups(data)
+        counts = self._all_reduce(objective.counts(data), dist.ReduceOp.SUM)
+        self._check_forward(data, micro_batch_size, max_token_len, groups)
+        return data, counts, self._plan(data, micro_batch_size, max_token_len, groups)
+
     def _check_forward(
         self, data: DataProto, micro_batch_size: int, max_token_len: int | None, whole_groups: np.ndarray | None = None
     ) -> None:

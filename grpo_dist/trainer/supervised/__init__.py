@@ -1,0 +1,1 @@
+"""The run of commands that train one model on rows with known answers."""

@@ -1,0 +1,91 @@
+"""All checks of a command that trains one model that are possible before Ray starts. Imports neither Ray nor vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from grpo_dist.assets import TRAINED_MODEL_KEY, resolve_model_path
+from grpo_dist.assets.model_folder import ModelFolder, check_model_folder
+from grpo_dist.config.problems import config_error
+from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.config.supervised import is_valid
+from grpo_dist.config.supervised_layout import slots
+from grpo_dist.config.supervised_memory import memory_problems
+from grpo_dist.tracking.base import check_trackers
+from grpo_dist.trainer.checks import Checks, Ready, check_resume, describe_model, is_on_the_hub
+from grpo_dist.trainer.machine import Machine, check_machine
+from grpo_dist.trainer.reward_model_check import check_classifier
+from grpo_dist.trainer.run_lock import check_run_dir
+from grpo_dist.trainer.supervised.rows import Rows, load_rows, total_steps
+
+
+@dataclass(frozen=True)
+class ReadyRows(Ready):
+    """The result of the checks, with the rows."""
+
+    rows: Rows
+
+
+def preflight(config: SupervisedConfig, tell: Callable[[str], None], *, rehearsal: bool) -> ReadyRows:
+    """Check everything that a run needs, including all files that it reads.
+
+    Args:
+        config: the run's config.
+        tell: called with a line for each check that passed.
+        rehearsal: whether this is a dry run: weights are not downloaded from the hub, and the checkpoint to resume from
+            is fully verified, which a run does later, when it loads it.
+
+    Raises:
+        ConfigError: everything that is wrong, in one message.
+    """
+    checks = Checks()
+    machine, model, ready = Machine("", None), None, None
+    with checks:
+        machine = check_machine(config, slots(config))
+        tell(machine.found)
+    with checks:
+        check_trackers(config.trainer.logger)
+        check_run_dir(config.trainer.record_dir.absolute())
+        tell(f"run directory: {config.trainer.record_dir}")
+    with checks:
+        model = check_model(config, machine, weights=not (rehearsal and is_on_the_hub(config.model.path)))
+        head = "its head is trained on" if "score.weight" in model.shapes else "it gets a new head"
+        tell(f"model: {config.model.path}: {describe_model(model)}{f'; {head}' if model.shapes else ''}")
+    with checks:
+        if model is not None:
+            rows, notes = load_rows(config, model)
+            ready = ReadyRows(notes, total_steps(config, rows), rows)
+            tell(f"rows: {len(rows.train)} {rows.kind} for training, {len(rows.validation)} for validation")
+            for note in notes:
+                tell(note)
+            tell(f"training steps: {ready.steps}")
+    with checks:
+        folder = None if ready is None else check_resume(config, ready.rows.identity(), verify=rehearsal)
+        if folder is not None:
+            tell(f"checkpoint to resume from: {folder}")
+    checks.end()
+    assert ready is not None
+    return ready
+
+
+def check_model(config: SupervisedConfig, machine: Machine, *, weights: bool) -> ModelFolder:
+    """Find the model folder, download it if it is a hub model, and check its files, its head and its memory.
+
+    Args:
+        config: the run's config.
+        machine: the machine or cluster of the run.
+        weights: whether to download the weights and check their headers.
+
+    Raises:
+        ConfigError: there is no such model, its family has no linear head, its head has several outputs, or the ranks
+            do not fit in memory.
+        DataError: a file is missing, damaged or inconsistent with the others.
+    """
+    setting = f"{TRAINED_MODEL_KEY}={config.model.path}"
+    folder = resolve_model_path(config.model.path, weights=weights, key=TRAINED_MODEL_KEY)
+    found = check_model_folder(folder, setting=setting, trust_remote_code=True, weights=weights)
+    check_classifier(found, setting, needs_head=False)
+    if problems := list(memory_problems(config, found.config, machine.gpu_gib, machine.host_gib, valid=is_valid)):
+        raise config_error(problems)
+    return found

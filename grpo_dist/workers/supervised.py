@@ -1,0 +1,82 @@
+"""The role that trains on rows with known answers: the worker of a rank, and the group of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grpo_dist.engines.settings import TrainingSettings
+from grpo_dist.engines.train.memory_errors import smaller_passes
+from grpo_dist.errors import TrainingDiverged
+from grpo_dist.protocol import DataProto, Metric, merge_metrics
+from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.gang import Gang
+from grpo_dist.workers.policy import PolicyWorker, on_device
+
+
+class SupervisedWorker(PolicyWorker):
+    """One rank of the model. Every method is collective over the ranks."""
+
+    @on_device()
+    def train(self, rows: DataProtoRef, objective: TrainingSettings, step: int) -> dict[str, Metric]:
+        """Take one optimizer step.
+
+        Args:
+            rows: this rank's rows of the batch, with the columns that the objective reads.
+            objective: the loss.
+            step: training step, for messages.
+
+        Returns:
+            This rank's metrics.
+        """
+        size, tokens, data = *self._limits, rows.fetch(rows.columns)
+        try:
+            with smaller_passes("data.", size, tokens, lengths="data.max_length"):
+                return self.engine.train_mini_batch(
+                    data, micro_batch_size=size, max_token_len=tokens, objective=objective
+                ).metrics
+        except TrainingDiverged as error:
+            raise TrainingDiverged(f"step {step}: {error}") from None
+
+    @on_device()
+    def evaluate(self, rows: DataProtoRef, objective: TrainingSettings, step: int) -> dict[str, Metric]:
+        """The metrics of this rank's rows after a step, without another one. Takes the arguments of `train`."""
+        size, tokens, data = *self._limits, rows.fetch(rows.columns)
+        try:
+            with smaller_passes("data.", size, tokens, lengths="data.max_length"):
+                return self.engine.evaluate(data, micro_batch_size=size, max_token_len=tokens, objective=objective)
+        except TrainingDiverged as error:
+            raise TrainingDiverged(f"validation after step {step}: {error}") from None
+
+    @property
+    def _limits(self) -> tuple[int, int | None]:
+        return self.settings.train_micro_batch_size, self.settings.train_max_token_len
+
+
+class SupervisedGroup(Gang):
+    """All ranks of the model."""
+
+    async def train(self, parts: Sequence[DataProto], objective: TrainingSettings, step: int) -> dict[str, Metric]:
+        """Take one optimizer step on a batch.
+
+        Args:
+            parts: the rows of each rank; rows that the objective compares are on the same one.
+            objective: the loss.
+            step: training step, for messages.
+
+        Returns:
+            The metrics, merged over ranks.
+        """
+        return await self._on_all("train", parts, objective, step)
+
+    async def evaluate(self, parts: Sequence[DataProto], objective: TrainingSettings, step: int) -> dict[str, Metric]:
+        """The metrics of rows, merged over ranks, without a step. Takes the arguments of `train`."""
+        return await self._on_all("evaluate", parts, objective, step)
+
+    async def _on_all(
+        self, method: str, parts: Sequence[DataProto], objective: TrainingSettings, step: int
+    ) -> dict[str, Metric]:
+        handles = [DataProtoRef.put(part, ()) if len(part) else DataProtoRef() for part in parts]
+        calls = [
+            self.workers.submit(rank, method, method, handle, objective, step) for rank, handle in enumerate(handles)
+        ]
+        return merge_metrics(await self.workers.answers(calls))
