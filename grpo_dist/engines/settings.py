@@ -47,6 +47,7 @@ class ModelSettings:
         num_labels: outputs per token of a classifier's head (reward models, critics); 0: a causal LM.
         new_head_seed: of a head that is drawn where the files, those of a causal LM, have none; None: then they are
             refused.
+        small_new_head: whether that head is so small that its first values are near 0: a critic's.
         key: the config key of `path`, for messages.
     """
 
@@ -67,6 +68,7 @@ class ModelSettings:
     max_model_len: int | None = None
     num_labels: int = 0
     new_head_seed: int | None = None
+    small_new_head: bool = False
     key: str = POLICY_KEY
 
 
