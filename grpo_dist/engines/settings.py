@@ -145,8 +145,23 @@ class LabelSettings:
     columns: ClassVar[tuple[str, ...]] = ("labels",)
 
 
+@dataclass(frozen=True)
+class ValueSettings:
+    """The loss of a critic, `algorithms.value_loss.compute_value_loss`, under verl's names.
+
+    Attributes:
+        cliprange_value: how far a value may move from what it was before the update.
+        loss_scale_factor: constant length for seq-mean-token-sum-norm.
+    """
+
+    cliprange_value: float
+    loss_agg_mode: str
+    loss_scale_factor: float | None = None
+    columns: ClassVar[tuple[str, ...]] = ("values", "returns")
+
+
 # What a model is trained for; engines/train/objectives.py has the objective of each.
-TrainingSettings = ObjectiveSettings | PreferenceSettings | LabelSettings
+TrainingSettings = ObjectiveSettings | PreferenceSettings | LabelSettings | ValueSettings
 
 
 @dataclass(frozen=True)
