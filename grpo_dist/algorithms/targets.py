@@ -2,7 +2,7 @@
 
 response_mask        less truncated responses (`mask_truncated`) and rejected ones (`rollout_correction`)
 token_level_rewards  = scores - kl_coef * KL(policy || reference), token by token (`kl_penalty`)
-advantages, returns  by the estimator; 0 on tokens of low entropy (`top_entropy_quantile`)
+advantages, returns  by the estimator; advantages are 0 on tokens of low entropy (`top_entropy_quantile`)
 rollout_is_weights   importance weights against the sampler (`rollout_correction`)
 selected_tokens      what clip_cov and kl_cov treat apart
 """
@@ -21,6 +21,9 @@ from grpo_dist.algorithms.correction import compute_rollout_correction
 from grpo_dist.algorithms.kl import kl_penalty
 from grpo_dist.algorithms.policy_loss import token_selection
 
+# Keeps the explained variance finite where all returns are equal; verl's value.
+EXPLAINED_EPS = 1e-5
+
 
 @dataclass(frozen=True)
 class TargetSettings:
@@ -38,6 +41,8 @@ class TargetSettings:
         top_entropy_quantile: only this share of the tokens, those of the highest entropy, earns an advantage.
         loss_mode: the policy loss, which may select tokens.
         loss_options: its options.
+        critic: whether there is one, whose `values` are a column; else the values of an estimator that needs them are
+            0.
     """
 
     adv_estimator: str
@@ -49,6 +54,7 @@ class TargetSettings:
     top_entropy_quantile: float = 1.0
     loss_mode: str = "vanilla"
     loss_options: Mapping[str, Any] = field(default_factory=dict)
+    critic: bool = False
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -63,6 +69,7 @@ class TargetSettings:
             "ref_log_probs": self.kl_penalty is not None,
             "old_entropies": self.top_entropy_quantile < 1,
             "step_mask": "step_mask" in self.needs,
+            "values": self.critic,
         }
         return tuple(name for name, wanted in optional.items() if wanted)
 
@@ -110,12 +117,14 @@ def compute_targets(
         kl = kl_penalty(settings.kl_penalty, old, columns["ref_log_probs"])
         rewards = rewards - kl_coef * kl.where(mask > 0, 0.0)
         metrics |= {"actor/reward_kl_penalty": _mean_of_responses(kl, mask), "actor/reward_kl_penalty_coeff": kl_coef}
+    without_critic = torch.zeros_like(rewards) if "values" in settings.needs else None
+    values = columns["values"].float() if settings.critic else without_critic
     advantages, returns = compute_advantage(
         settings.adv_estimator,
         token_level_rewards=rewards,
         response_mask=mask,
         index=index,
-        values=torch.zeros_like(rewards) if "values" in settings.needs else None,  # there is no critic
+        values=values,
         reward_baselines=reward_baselines,
         step_mask=columns.get("step_mask"),
         reward_components=reward_components,
@@ -124,6 +133,8 @@ def compute_targets(
     if settings.top_entropy_quantile < 1:
         advantages = advantages * high_entropy(columns["old_entropies"], mask, settings.top_entropy_quantile)
     metrics |= _spread("critic/advantages", advantages, mask) | _spread("critic/returns", returns, mask)
+    if settings.critic:
+        metrics |= _critic_metrics(columns["values"], returns, mask)
     selected = token_selection(
         settings.loss_mode,
         log_probs=old,
@@ -151,6 +162,19 @@ def _spread(name: str, values: Tensor, mask: Tensor) -> dict[str, float]:
         f"{name}/max": float(chosen.max()),
         f"{name}/min": float(chosen.min()),
     }
+
+
+def _critic_metrics(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
+    """How the critic's values lie, and 1 - var(returns - values) / var(returns), over the tokens that train; as verl's.
+
+    Explained variance: 1 if every return is foreseen, 0 if a constant would do as well, less if it would do better.
+    """
+    there = mask > 0
+    metrics = _spread("critic/values", values, mask)
+    if there.sum() > 1:
+        error, spread = (returns - values)[there].double().var(), returns[there].double().var()
+        metrics["critic/vf_explained_var"] = float(1 - error / (spread + EXPLAINED_EPS))
+    return metrics
 
 
 def _mean_of_responses(values: Tensor, mask: Tensor) -> float:

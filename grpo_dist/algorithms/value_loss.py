@@ -1,4 +1,4 @@
-"""The clipped value loss of PPO, for those who bring a critic; GRPO has none."""
+"""The clipped value loss of PPO, which trains a critic to foresee returns; GRPO has no critic."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def compute_value_loss(
         loss_scale_factor: for seq-mean-token-sum-norm.
 
     Returns:
-        (loss, metrics): a float32 scalar, and `critic/vf_clipfrac`, the share of tokens for which the clip decides.
+        (loss, metrics): a float32 scalar; and `critic/vf_loss`, the same without gradient, which like it adds up over
+        micro-batches and ranks to the mini-batch's; and means over the tokens of this call: `critic/vf_clipfrac`, the
+        share for which the clip decides, and `critic/vpred_mean`, the value.
 
     Raises:
         BatchError: shapes differ.
@@ -59,4 +61,8 @@ def compute_value_loss(
         global_sequences=global_sequences,
         loss_scale_factor=loss_scale_factor,
     )
-    return loss, {"critic/vf_clipfrac": masked_mean((clipped_error > plain_error).float(), response_mask)}
+    return loss, {
+        "critic/vf_loss": loss.detach(),
+        "critic/vf_clipfrac": masked_mean((clipped_error > plain_error).float(), response_mask),
+        "critic/vpred_mean": masked_mean(vpreds, response_mask),
+    }

@@ -185,9 +185,10 @@ class FakeTrainEngine:
     def compute_columns(
         self, data: DataProto, names: Sequence[str], *, micro_batch_size: int, max_token_len: int | None = None
     ) -> dict[str, Ragged]:
-        """`LOG_PROB`, entropies of 1 and hidden states of four zeros."""
+        """`LOG_PROB`, entropies of 1, values of 0 and hidden states of four zeros."""
         self._pass()
         values = {"log_probs": torch.tensor(LOG_PROB), "entropies": torch.tensor(1.0), "hidden_states": torch.zeros(4)}
+        values["values"] = torch.tensor(0.0)
         lengths = data["responses"].lengths.tolist()
         rows = {name: [values[name].expand(k, *values[name].shape) for k in lengths] for name in names}
         return {name: Ragged.from_rows(rows[name], torch.float32) for name in names}

@@ -48,6 +48,7 @@ class ModelSettings:
         num_labels: outputs per token of a classifier's head (reward models, critics); 0: a causal LM.
         new_head_seed: of a head that is drawn where the files, those of a causal LM, have none; None: then they are
             refused.
+        small_new_head: whether that head is so small that its first values are near 0: a critic's.
         key: the config key of `path`, for messages.
         room: what leaves more room on the GPU, for messages (room.py).
     """
@@ -69,6 +70,7 @@ class ModelSettings:
     max_model_len: int | None = None
     num_labels: int = 0
     new_head_seed: int | None = None
+    small_new_head: bool = False
     key: str = POLICY_KEY
     room: str = ACTOR_ROOM
 
@@ -146,8 +148,23 @@ class LabelSettings:
     columns: ClassVar[tuple[str, ...]] = ("labels",)
 
 
+@dataclass(frozen=True)
+class ValueSettings:
+    """The loss of a critic, `algorithms.value_loss.compute_value_loss`, under verl's names.
+
+    Attributes:
+        cliprange_value: how far a value may move from what it was before the update.
+        loss_scale_factor: constant length for seq-mean-token-sum-norm.
+    """
+
+    cliprange_value: float
+    loss_agg_mode: str
+    loss_scale_factor: float | None = None
+    columns: ClassVar[tuple[str, ...]] = ("values", "returns")
+
+
 # What a model is trained for; engines/train/objectives.py has the objective of each.
-TrainingSettings = ObjectiveSettings | PreferenceSettings | LabelSettings
+TrainingSettings = ObjectiveSettings | PreferenceSettings | LabelSettings | ValueSettings
 
 
 @dataclass(frozen=True)

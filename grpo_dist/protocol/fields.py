@@ -55,6 +55,7 @@ FIELDS: dict[str, Field] = {
     "token_level_rewards": Field("ragged (N, R_i)", "float32", "scores minus the KL penalty", "targets"),
     "old_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the policy before the update; nats", "actor"),
     "ref_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the reference; nats", "ref"),
+    "values": Field("ragged (N, R_i)", "float32", "return that the critic foresees before the token", "critic"),
     "advantages": Field("ragged (N, R_i)", "float32", "advantage of each token", "targets"),
     "reward": Field("(N,)", "float32", "score minus the KL penalty: sum of token_level_rewards", "targets"),
     "advantage_mean": Field("(N,)", "float32", "mean advantage over the trained tokens", "targets"),

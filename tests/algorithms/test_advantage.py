@@ -141,6 +141,17 @@ def test_gae_passes_over_a_tools_words() -> None:
         torch.testing.assert_close(ours[:, [0, 2]], theirs)
 
 
+def test_gae_reads_no_value_off_the_mask() -> None:
+    """Not even one that is no number."""
+    arguments = {"token_level_rewards": torch.tensor([[0.0, 0, 2, 0]]), "response_mask": torch.tensor([[1.0, 0, 1, 0]])}
+    values = torch.tensor([[1.0, 0.0, 3.0, 0.0]])
+    noisy = values.where(arguments["response_mask"] > 0, torch.tensor([float("nan"), float("inf")]).repeat(2))
+    expected = compute_advantage("gae", **arguments, values=values)
+    for ours, wanted in zip(compute_advantage("gae", **arguments, values=noisy), expected, strict=True):
+        assert torch.equal(ours, wanted)
+    assert expected[1].tolist() == [[2, 0, 2, 0]]
+
+
 def test_gae_keeps_a_reward_off_the_mask() -> None:
     """The score 2 sits on a rejected last token: for the token before it, it is what the next token would be worth.
 

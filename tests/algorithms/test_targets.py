@@ -18,6 +18,7 @@ COLUMNS = {
 }
 ROWS = {"index": ["a", "a"], "truncated": torch.tensor([0, 1])}
 TOKEN_METRICS = {f"critic/{what}/{how}" for what in ("advantages", "returns") for how in ("mean", "max", "min")}
+CRITIC_METRICS = {"critic/vf_explained_var", "critic/values/mean", "critic/values/max", "critic/values/min"}
 PLAIN = {"norm_adv_by_std_in_grpo": False}
 
 
@@ -144,6 +145,39 @@ def test_gae_has_no_critic() -> None:
     """Values of 0: the return to go, whitened; 1 on the first response, 0 on the second."""
     out, _ = compute_targets(COLUMNS, TargetSettings("gae"), **ROWS)
     assert out["returns"].tolist() == [[1, 1, 0], [0, 0, 0]]
+
+
+def test_a_critics_values_are_what_gae_compares_with() -> None:
+    """By hand: score 1 on the second token of the first response, 0 on the third of the second; gamma 1, lam 0.
+
+    Values 0.5, 0.25 and 0, 1, 0: deltas 0.25 - 0.5, 1 - 0.25 and 1 - 0, 0 - 1, 0 - 0, returns values + deltas. What a
+    critic says of padding has no say.
+    """
+    values = torch.tensor([[0.5, 0.25, 9.0], [0.0, 1.0, 0.0]])
+    settings = TargetSettings("gae", {"lam": 0.0}, critic=True)
+    assert "values" in settings.columns
+    out, metrics = compute_targets(COLUMNS | {"values": values}, settings, **ROWS)
+    assert out["returns"].tolist() == [[0.25, 1, 0], [1, 0, 0]]
+    deltas = torch.tensor([-0.25, 0.75, 1.0, -1.0, 0.0])
+    whitened = (deltas - deltas.mean()) / deltas.std()
+    torch.testing.assert_close(out["advantages"][MASK > 0], whitened)
+    named = {name: metrics[f"critic/values/{name}"] for name in ("mean", "max", "min")}
+    assert named == pytest.approx({"mean": 0.35, "max": 1, "min": 0})
+    returns = torch.tensor([0.25, 1.0, 1.0, 0.0, 0.0])
+    explained = 1 - deltas.var() / (returns.var() + 1e-5)
+    assert metrics["critic/vf_explained_var"] == pytest.approx(explained.item())
+    assert compute_targets(COLUMNS, TargetSettings("gae"), **ROWS)[1].keys() & CRITIC_METRICS == set()
+
+
+def test_metrics_of_a_critic_that_nothing_or_too_little_trains() -> None:
+    """One token has a mean, but no variance; equal returns that are foreseen count as explained."""
+    settings, columns = TargetSettings("gae", critic=True), COLUMNS | {"values": torch.zeros(2, 3)}
+    nothing, one = MASK * 0, torch.tensor([[1.0, 0, 0], [0, 0, 0]])
+    assert not CRITIC_METRICS & compute_targets(columns | {"response_mask": nothing}, settings, **ROWS)[1].keys()
+    found = compute_targets(columns | {"response_mask": one}, settings, **ROWS)[1]
+    assert CRITIC_METRICS & found.keys() == CRITIC_METRICS - {"critic/vf_explained_var"}
+    columns |= {"token_level_scores": torch.zeros(2, 3)}
+    assert compute_targets(columns, settings, **ROWS)[1]["critic/vf_explained_var"] == 1
 
 
 def test_columns_are_those_that_are_read() -> None:

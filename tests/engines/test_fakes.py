@@ -80,9 +80,10 @@ def test_held_requests_are_released_or_aborted() -> None:
 
 def test_a_pass_and_a_step() -> None:
     engine, data = FakeTrainEngine(), random_batch(num_groups=2, n=2)
-    columns = engine.compute_columns(data, ("log_probs", "hidden_states"), micro_batch_size=2)
+    columns = engine.compute_columns(data, ("log_probs", "hidden_states", "values"), micro_batch_size=2)
     assert columns["log_probs"].lengths.tolist() == data["responses"].lengths.tolist()
     assert set(columns["log_probs"].values.tolist()) == {LOG_PROB}
+    assert not columns["values"].values.any()
     assert columns["hidden_states"].values.shape == (int(data["responses"].lengths.sum()), 4)
     metrics, log_probs = engine.train_mini_batch(data, micro_batch_size=2, objective=objective(on_policy=True))
     assert (metric_values(metrics)["actor/loss"], engine.steps) == (4.0, [list(data["uid"])])

@@ -12,7 +12,8 @@ import torch
 
 @cache
 def _all() -> list[dict[str, Any]]:
-    return json.loads((Path(__file__).parent / "verl_core_algos.json").read_text())["cases"]
+    files = [Path(__file__).parent / name for name in ("verl_core_algos.json", "verl_critic.json")]
+    return [case for file in files for case in json.loads(file.read_text())["cases"]]
 
 
 def cases(kind: str, names: tuple[str, ...]) -> list[dict[str, Any]]:

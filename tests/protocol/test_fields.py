@@ -5,7 +5,7 @@ from grpo_dist.protocol.fields import FIELDS, require
 from tests.messages import refuses
 from tests.models import random_batch
 
-MAKERS = {"sampler", "data", "rollout", "reward", "actor", "ref", "targets"}
+MAKERS = {"sampler", "data", "rollout", "reward", "actor", "ref", "critic", "targets"}
 
 
 def test_a_batch_that_has_the_columns_passes() -> None:

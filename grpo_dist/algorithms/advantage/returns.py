@@ -45,9 +45,10 @@ def remax(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Te
 def gae(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation, whitened over the tokens of the batch. arXiv 1506.02438.
 
-    A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t; returns are A + V before whitening.
-    `values` is (N, T). Tokens off the mask (a tool's words) pass value and advantage on unchanged; a reward there, such
-    as the score on a last token that was rejected, belongs to what follows the trained token before it (verl: lost).
+    A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t; returns, which a critic is trained to
+    foresee, are A + V before whitening. V is 0 behind the last token. `values` is (N, T). Tokens off the mask (a tool's
+    words) pass value and advantage on unchanged, and what a critic says there has no say; a reward there, such as the
+    score on a last token that was rejected, belongs to what follows the trained token before it (verl: lost).
     """
     values = batch.need("values", "values", "needs a critic's values").float()
     gamma, lam = config["gamma"], config["lam"]
@@ -60,5 +61,5 @@ def gae(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tens
         next_advantage = torch.where(trains, delta + gamma * lam * next_advantage, next_advantage)
         next_value = torch.where(trains, values[:, t], next_value + rewards[:, t])
         advantages[:, t] = next_advantage
-    returns = (advantages + values) * mask
+    returns = (advantages + values).where(mask > 0, 0.0)  # no product: 0 * inf is nan
     return masked_whiten(advantages, mask), returns

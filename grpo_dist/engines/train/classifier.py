@@ -93,9 +93,11 @@ def token_classifier(config: Any, settings: ModelSettings, shapes: Mapping[str, 
 def new_head(config: Any, settings: ModelSettings, names: Collection[str]) -> dict[str, Tensor]:
     """The weights of a new head, by name; {} where the files have a head, or `settings` ask for no new one.
 
-    They are normal with standard deviation 1 / sqrt(hidden_size + 1), as in "Learning to summarize from human feedback"
-    (arXiv 2009.01325), whose reward models InstructGPT and TRL's examples follow: the first scores then differ by about
-    1. They come from a random generator of their own, so any number of ranks draws the same ones.
+    They are normal. Those of a reward model have the standard deviation 1 / sqrt(hidden_size + 1), as in "Learning to
+    summarize from human feedback" (arXiv 2009.01325), whose reward models InstructGPT and TRL's examples follow: the
+    first scores then differ by about 1. As values of a critic these would be noise as large as the returns, so with
+    `small_new_head` it is 1 / (hidden_size + 1), as in OpenRLHF. They come from a random generator of their own, so any
+    number of ranks draws the same ones.
 
     Args:
         config: the model's config.
@@ -106,4 +108,4 @@ def new_head(config: Any, settings: ModelSettings, names: Collection[str]) -> di
         return {}
     hidden = config.get_text_config().hidden_size
     drawn = torch.randn(settings.num_labels, hidden, generator=torch.Generator().manual_seed(settings.new_head_seed))
-    return {f"{HEAD}.weight": drawn / math.sqrt(hidden + 1)}
+    return {f"{HEAD}.weight": drawn / (hidden + 1 if settings.small_new_head else math.sqrt(hidden + 1))}

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from grpo_dist.algorithms import policy_objective
 from grpo_dist.algorithms.preference import label_loss, pair_loss
-from grpo_dist.engines.settings import LabelSettings, ObjectiveSettings, PreferenceSettings, TrainingSettings
+from grpo_dist.algorithms.value_loss import compute_value_loss
+from grpo_dist.engines.settings import (
+    LabelSettings,
+    ObjectiveSettings,
+    PreferenceSettings,
+    TrainingSettings,
+    ValueSettings,
+)
 from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.lm_head import HeadValues, ReferenceHead
 from grpo_dist.engines.train.micro_batch import MicroBatch
@@ -72,10 +79,7 @@ class PolicyObjective(Objective):
 
     def counts(self, data: DataProto) -> list[float]:
         """Tokens that train, and sequences with at least one."""
-        if len(data) == 0:
-            return [0.0, 0.0]
-        mask = data["response_mask"].to_padded(0)
-        return [float(mask.sum()), float((mask.sum(-1) > 0).sum())]
+        return _tokens_and_sequences(data)
 
     def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
         """See `Objective`."""
@@ -121,15 +125,25 @@ class PolicyObjective(Objective):
         )
 
 
-class _RewardObjective(Objective):
-    """A reward model's: a linear head with one output, and labels at the tokens where it is read."""
-
-    role = "reward_model"
+class _HeadObjective(Objective):
+    """Of a model with a linear head of one output."""
 
     def __init__(self, settings: Any, forward: PolicyForward, reference_head: ReferenceHead | None) -> None:
         super().__init__(settings, forward, reference_head)
         assert isinstance(forward, ValueForward), "a model with a linear head"
         assert forward.model.config.num_labels == 1, "a head with one output"
+
+    def _values(self, micro_batch: MicroBatch) -> Tensor:
+        """(N, T) values with the gradient."""
+        values = self.forward(micro_batch)
+        assert isinstance(values, Values)
+        return micro_batch.to_rows(values.values)
+
+
+class _RewardObjective(_HeadObjective):
+    """A reward model's: labels at the tokens where the head is read."""
+
+    role = "reward_model"
 
     def prepared(self, data: DataProto) -> DataProto:
         """Each response with a token behind it, at which its last value is read."""
@@ -138,12 +152,6 @@ class _RewardObjective(Objective):
     def counts(self, data: DataProto) -> list[float]:
         """Labelled tokens."""
         return [float((data["labels"].values != NO_LABEL).sum())] if len(data) else [0.0]
-
-    def _values(self, micro_batch: MicroBatch) -> Tensor:
-        """(N, T) values with the gradient."""
-        values = self.forward(micro_batch)
-        assert isinstance(values, Values)
-        return micro_batch.to_rows(values.values)
 
     def _result(self, loss: Tensor, means: dict[str, Tensor], count: float) -> Loss:
         return Loss(loss, {"reward_model/loss": Sum(float(loss.detach())), **_means(means, count)})
@@ -198,11 +206,47 @@ class LabelObjective(_RewardObjective):
         return self._result(loss, means, float(mask.sum()))
 
 
+class ValueObjective(_HeadObjective):
+    """A critic's: `compute_value_loss`."""
+
+    role = "critic"
+    settings: ValueSettings
+
+    def counts(self, data: DataProto) -> list[float]:
+        """Tokens that train, and sequences with at least one."""
+        return _tokens_and_sequences(data)
+
+    def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
+        """See `Objective`."""
+        loss, means = compute_value_loss(
+            vpreds=self._values(micro_batch),
+            values=micro_batch.columns["values"],
+            returns=micro_batch.columns["returns"],
+            response_mask=micro_batch.response_mask,
+            cliprange_value=self.settings.cliprange_value,
+            loss_agg_mode=self.settings.loss_agg_mode,
+            global_tokens=counts[0],
+            global_sequences=counts[1],
+            loss_scale_factor=self.settings.loss_scale_factor,
+        )
+        total = {"critic/vf_loss": Sum(float(means.pop("critic/vf_loss")))}
+        return Loss(loss, _means(means, float(micro_batch.response_mask.sum())) | total)
+
+
 OBJECTIVES: dict[type[TrainingSettings], type[Objective]] = {
     ObjectiveSettings: PolicyObjective,
     PreferenceSettings: PairObjective,
     LabelSettings: LabelObjective,
+    ValueSettings: ValueObjective,
 }
+
+
+def _tokens_and_sequences(data: DataProto) -> list[float]:
+    """Tokens that train, and sequences with at least one."""
+    if len(data) == 0:
+        return [0.0, 0.0]
+    mask = data["response_mask"].to_padded(0)
+    return [float(mask.sum()), float((mask.sum(-1) > 0).sum())]
 
 
 def _means(values: dict[str, Tensor], count: float) -> dict[str, Metric]:

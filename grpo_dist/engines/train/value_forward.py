@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from grpo_dist.engines.train.classifier import HEAD
 from grpo_dist.engines.train.forward import CHECKED_TOKENS, PolicyForward
 from grpo_dist.engines.train.micro_batch import MicroBatch
 from grpo_dist.protocol import DataProto, Ragged
@@ -45,9 +47,16 @@ class ValueForward(PolicyForward):
         return max(1.0, alone.abs().mean().item())
 
     def compared(self, micro_batch: MicroBatch) -> Tensor:
-        """See `PolicyForward.compared`; of several outputs their sum."""
-        values = self(micro_batch).values
-        return values if values.dim() == 1 else values.sum(-1)
+        """See `PolicyForward.compared`; the values of a head that is drawn for the check.
+
+        The model's own may be near 0, as a critic's is at first: it would hide any difference between its inputs.
+        """
+        inputs: list[Tensor] = []
+        with getattr(self.model, HEAD).register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0])):
+            self._run(micro_batch)
+        states = inputs[0].flatten(0, 1)[micro_batch.predictors].float()
+        drawn = torch.randn(states.shape[1], generator=torch.Generator().manual_seed(0))
+        return states @ (drawn / math.sqrt(states.shape[1])).to(states.device)
 
     def compared_alone(self, row: MicroBatch) -> Tensor:
         """See `PolicyForward.compared_alone`."""

@@ -66,6 +66,13 @@ def test_a_new_head_on_a_causal_model(tmp_path: Path, family: str, tied: bool) -
     assert other["head"] != head.tolist()
 
 
+def test_a_critics_new_head_is_small(tmp_path: Path) -> None:
+    """Its standard deviation is 1 / (hidden + 1)."""
+    (found,) = run_ranks(1, load, settings(random_model("Llama", tmp_path), small_new_head=True))
+    head = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(SEED)) / (HIDDEN + 1)
+    assert found["head"] == head.tolist()
+
+
 def test_a_head_in_the_files_is_kept(tmp_path: Path) -> None:
     path = random_classifier(tmp_path)
     (found,) = run_ranks(1, load, settings(path))

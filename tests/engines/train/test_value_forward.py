@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ import transformers
 
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
-from grpo_dist.engines.train.value_forward import SCORE_TOKEN, with_score_token
+from grpo_dist.engines.train.micro_batch import MicroBatch
+from grpo_dist.engines.train.value_forward import SCORE_TOKEN, ValueForward, with_score_token
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.protocol import DataProto, Ragged
 from tests.messages import says
@@ -83,6 +86,29 @@ def test_values_are_those_of_the_token_before_on_any_number_of_ranks(tmp_path: P
         found = [row for rows, _ in run_ranks(ranks, values, path, "shared", 2, data) for row in rows]
         for row, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(torch.tensor(row), wanted, atol=2e-5, rtol=0)
+
+
+def shuffled(rank: int, path: str) -> str:
+    """What the check says of a head of zeros and a packed layout in which every token is another one."""
+    run = ValueForward._run
+
+    def run_on_others(self: ValueForward, micro_batch: MicroBatch, **options: Any) -> Any:
+        if micro_batch.segments is not None:
+            micro_batch = replace(micro_batch, input_ids=micro_batch.input_ids.roll(1))
+        return run(self, micro_batch, **options)
+
+    ValueForward._run = run_on_others  # type: ignore[method-assign]
+    engine = FSDPEngine(settings(path, "packed"), device="cpu", temperature=1.0)
+    torch.nn.init.zeros_(engine.model.score.weight)
+    values = engine.compute_columns(random_batch(2, 2), ("values",), micro_batch_size=4)["values"]
+    assert not values.values.any()
+    return engine.report
+
+
+def test_a_head_of_zeros_does_not_hide_a_wrong_layout(tmp_path: Path) -> None:
+    (report,) = run_ranks(1, shuffled, random_classifier(tmp_path))
+    assert report.startswith("padded")
+    says(report, "instead", "packed", "values")
 
 
 def refused(rank: int, path: str, num_labels: int) -> str:
