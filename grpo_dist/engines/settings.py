@@ -143,8 +143,15 @@ class LabelSettings:
     columns: ClassVar[tuple[str, ...]] = ("labels",)
 
 
+@dataclass(frozen=True)
+class SFTSettings:
+    """The loss of supervised fine-tuning, `algorithms.supervised.supervised_loss`, of tokens whose mask is 1."""
+
+    columns: ClassVar[tuple[str, ...]] = ()
+
+
 # What a model is trained for; engines/train/objectives.py has the objective of each.
-TrainingSettings = ObjectiveSettings | PreferenceSettings | LabelSettings
+TrainingSettings = ObjectiveSettings | PreferenceSettings | LabelSettings | SFTSettings
 
 
 @dataclass(frozen=True)

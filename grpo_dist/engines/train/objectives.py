@@ -12,7 +12,14 @@ from torch import Tensor
 
 from grpo_dist.algorithms import policy_objective
 from grpo_dist.algorithms.preference import label_loss, pair_loss
-from grpo_dist.engines.settings import LabelSettings, ObjectiveSettings, PreferenceSettings, TrainingSettings
+from grpo_dist.algorithms.supervised import supervised_loss
+from grpo_dist.engines.settings import (
+    LabelSettings,
+    ObjectiveSettings,
+    PreferenceSettings,
+    SFTSettings,
+    TrainingSettings,
+)
 from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.lm_head import HeadValues, ReferenceHead
 from grpo_dist.engines.train.memory_errors import ACTOR_ROOM, REWARD_MODEL_ROOM
@@ -124,6 +131,28 @@ class PolicyObjective(Objective):
         )
 
 
+class SFTObjective(Objective):
+    """Supervised fine-tuning's: `supervised_loss`."""
+
+    role, room = "sft", ACTOR_ROOM
+    settings: SFTSettings
+
+    def __init__(self, settings: Any, forward: PolicyForward, reference_head: ReferenceHead | None) -> None:
+        super().__init__(settings, forward, reference_head)
+        assert not isinstance(forward, ValueForward), "a causal LM"
+        assert forward.temperature == 1, "the loss is that of the model itself, not of one with scaled logits"
+
+    def counts(self, data: DataProto) -> list[float]:
+        """Tokens that train."""
+        return [float(data["response_mask"].values.sum())] if len(data) else [0.0]
+
+    def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
+        """See `Objective`."""
+        log_probs = micro_batch.to_rows(self.forward(micro_batch).log_probs)
+        loss = supervised_loss(log_probs, micro_batch.response_mask, global_tokens=counts[0])
+        return Loss(loss, {"sft/loss": Sum(float(loss.detach()))})
+
+
 class _RewardObjective(Objective):
     """A reward model's: a linear head with one output, and labels at the tokens where it is read."""
 
@@ -205,6 +234,7 @@ OBJECTIVES: dict[type[TrainingSettings], type[Objective]] = {
     ObjectiveSettings: PolicyObjective,
     PreferenceSettings: PairObjective,
     LabelSettings: LabelObjective,
+    SFTSettings: SFTObjective,
 }
 
 
