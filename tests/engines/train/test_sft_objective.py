@@ -11,12 +11,18 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy
 
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.assets.model_folder import end_token_ids
+from grpo_dist.data import load_tokenizer
+from grpo_dist.data.chat_rows import Chat
+from grpo_dist.data.chat_tokens import chat_batch, tokenize_chats
 from grpo_dist.engines.settings import LoraSettings, SFTSettings
 from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.objectives import SFTObjective
 from grpo_dist.engines.train.value_forward import ValueForward
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
+from grpo_dist.tasks import arithmetic
 from tests.models import random_batch, trainable_engine
 from tests.ranks import run_ranks
 
@@ -173,6 +179,34 @@ def test_lora_trains_the_factors_alone_and_nothing_trains_without_tokens(path: s
     assert found["moved"] == {name for name in expected["weights"] if name.endswith("_proj.weight")}
     assert (found["skipped"]["sft/loss"], found["skipped"]["sft/skipped_updates"]) == (0.0, 1.0)
     assert found["still"]
+
+
+# --- the built-in task ---------------------------------------------------------------------------------------------
+def learn_sums(rank: int, path: str) -> dict[str, Any]:
+    """Losses of steps on the right answers to questions of the built-in task, and the mean of -log pi before them."""
+    tokenizer = load_tokenizer(path, trust_remote_code=False)
+    chats = []
+    for i, row in enumerate(arithmetic.rows("train")[:64]):
+        answer = {"role": "assistant", "content": f"#### {row['reward_model']['ground_truth']}"}
+        chats.append(Chat(f"row {i}", [*row["prompt"], answer], (1,)))
+    options: dict[str, Any] = {"max_length": 100, "apply_chat_template_kwargs": {}}
+    ends = end_token_ids(path, setting="the built-in model")
+    examples, _ = tokenize_chats(chats, tokenizer, end_ids=ends, **options)
+    made = trainable_engine(path, lr=1e-4, temperature=1.0, layout="packed")
+    own = chat_batch(examples)
+    log_probs = made.compute_log_probs(own, micro_batch_size=64).values
+    mean = -log_probs[own["response_mask"].values.bool()].mean().item()
+    losses = []
+    for _ in range(6):
+        metrics = made.train_mini_batch(own, micro_batch_size=32, objective=SFTSettings()).metrics
+        losses.append(metric_values(metrics)["sft/loss"])
+    return {"mean": mean, "losses": losses}
+
+
+def test_the_built_in_model_learns_answers() -> None:
+    (found,) = run_ranks(1, learn_sums, resolve_model_path("builtin:tiny-qwen3"))
+    assert found["losses"][0] == pytest.approx(found["mean"], rel=1e-4)
+    assert found["losses"][-1] < 0.8 * found["losses"][0]
 
 
 def test_the_loss_is_that_of_a_causal_lm_at_temperature_1() -> None:
