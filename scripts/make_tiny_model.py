@@ -28,6 +28,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from grpo_dist.algorithms.supervised import supervised_loss
+from grpo_dist.data.chat_rows import Chat
+from grpo_dist.data.chat_tokens import tokenize_chats
 from grpo_dist.tasks import arithmetic
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -126,17 +129,19 @@ class Examples:
 
     def batch(self, size: int, *, worked: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids [size, T] and labels [size, T] (IGNORED outside the response)."""
-        ids: list[torch.Tensor] = []
-        labels: list[torch.Tensor] = []
+        chats: list[Chat] = []
         respond = worked_response if worked else direct_response
-        while len(ids) < size:
+        while len(chats) < size:
             a, b = arithmetic.draw_question(self.rng)
             if frozenset((a, b)) in self.held_out:
                 continue
-            prompt = encode_prompt(self.tokenizer, arithmetic.question(a, b))
-            response = self.tokenizer.encode(respond(a, b) + TURN_END)
-            ids.append(torch.tensor(prompt + response))
-            labels.append(torch.tensor([IGNORED] * len(prompt) + response))
+            question, answer = arithmetic.question(a, b), respond(a, b)
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            chats.append(Chat(question, messages, trained=(1,)))
+        options: Any = {"max_length": MAX_LENGTH, "apply_chat_template_kwargs": {}, "end_ids": ()}
+        examples, _ = tokenize_chats(chats, self.tokenizer, **options)
+        ids = [torch.tensor([*each.prompt, *each.response]) for each in examples]
+        labels = [torch.tensor([*[IGNORED] * len(each.prompt), *each.response]) for each in examples]
         pad = torch.nn.utils.rnn.pad_sequence
         return (
             pad(ids, batch_first=True, padding_value=self.tokenizer.pad_token_id),
@@ -192,7 +197,8 @@ def backward(model: Qwen3ForCausalLM, ids: torch.Tensor, labels: torch.Tensor, n
     targets = labels[:, 1:]
     hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state
     logits = model.lm_head(hidden[targets != IGNORED])
-    loss = functional.cross_entropy(logits, targets[targets != IGNORED], reduction="sum") / num_tokens
+    log_probs = -functional.cross_entropy(logits, targets[targets != IGNORED], reduction="none")
+    loss = supervised_loss(log_probs, torch.ones_like(log_probs), global_tokens=num_tokens)
     loss.backward()
     return loss.item()
 

@@ -83,6 +83,28 @@ def check_model_folder(
     return ModelFolder(folder, config, model_type, vocab_size, shapes, len(files))
 
 
+def end_token_ids(folder: str | Path, *, setting: str) -> set[int]:
+    """The tokens that end a response, by config.json and, where there is one, generation_config.json.
+
+    Rollout engines stop at them, and at the tokenizer's end of sequence.
+
+    Args:
+        folder: the model folder.
+        setting: the key and value that name it, for messages.
+
+    Raises:
+        DataError: a file is missing or damaged; the message names it.
+    """
+    config = _read_object(Path(folder) / "config.json", setting)
+    text = config.get("text_config")
+    found = [(text if isinstance(text, dict) else config).get("eos_token_id")]
+    generation = Path(folder) / "generation_config.json"
+    if generation.is_file():
+        found.append(_read_object(generation, setting).get("eos_token_id"))
+    ids = [token_id for named in found for token_id in (named if isinstance(named, list) else [named])]
+    return {token_id for token_id in ids if isinstance(token_id, int)}
+
+
 def read_header(file: Path, setting: str) -> Shapes:
     """Read the shapes of the tensors in a .safetensors file, by name.
 

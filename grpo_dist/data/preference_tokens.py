@@ -16,7 +16,7 @@ import torch
 
 from grpo_dist.data.conversations import encode_conversation, render_conversation
 from grpo_dist.data.preferences import LabelledSteps, Pair
-from grpo_dist.data.tokenize import check_template_kwargs, template_errors
+from grpo_dist.data.tokenize import check_template_kwargs, template_errors, within_length
 from grpo_dist.errors import DataError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import NO_LABEL
@@ -39,6 +39,11 @@ class Example:
     prompt: np.ndarray
     responses: list[np.ndarray]
     labels: list[np.ndarray]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the longest conversation."""
+        return len(self.prompt) + max(map(len, self.responses))
 
 
 def tokenize_preferences(
@@ -68,24 +73,13 @@ def tokenize_preferences(
             chat template that is not there.
     """
     check_template_kwargs(tokenizer, apply_chat_template_kwargs)
-    examples: list[Example] = []
-    left_out: list[Pair | LabelledSteps] = []
-    for row in rows:
+
+    def tokenized(row: Pair | LabelledSteps) -> Example:
         if isinstance(row, Pair):
-            example = _pair(row, tokenizer, apply_chat_template_kwargs)
-        else:
-            example = _steps(row, tokenizer, apply_chat_template_kwargs)
-        longest = len(example.prompt) + max(map(len, example.responses))
-        if longest > max_length:
-            left_out.append(row)
-        else:
-            examples.append(example)
-    if rows and not examples:
-        raise DataError(
-            f"max_length={max_length}: all {len(left_out)} rows have more tokens, none is left (the first is "
-            f"{left_out[0].location}); raise it"
-        )
-    return examples, left_out
+            return _pair(row, tokenizer, apply_chat_template_kwargs)
+        return _steps(row, tokenizer, apply_chat_template_kwargs)
+
+    return within_length(rows, tokenized, max_length=max_length)
 
 
 def preference_batch(examples: Sequence[Example]) -> DataProto:

@@ -78,7 +78,10 @@ def load_preferences(files: Sequence[str], *, key: str) -> list[Pair] | list[Lab
 
 
 def _pair(row: dict[str, Any], location: str, where: str) -> Pair:
-    chosen, rejected = (_answer(column_of(row, name, where), f"{where}: {name}") for name in ("chosen", "rejected"))
+    chosen, rejected = (
+        checked_messages(column_of(row, name, where), f"{where}: {name}", "assistant")
+        for name in ("chosen", "rejected")
+    )
     if chosen == rejected:
         raise DataError(f"{where}: chosen and rejected are the same, so neither is preferred; leave out the row")
     if row.get("prompt") is not None:
@@ -113,10 +116,6 @@ def _common_start(row: dict[str, Any], chosen: Messages, rejected: Messages, whe
 def _without(prompt: Messages, answer: Messages) -> Messages:
     """An answer's own messages: those after the prompt's, if it begins with them."""
     return answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
-
-
-def _answer(value: Any, where: str) -> Messages:
-    return checked_messages([{"role": "assistant", "content": value}] if isinstance(value, str) else value, where)
 
 
 def _labelled(row: dict[str, Any], location: str, where: str) -> LabelledSteps:

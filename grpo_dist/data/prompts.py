@@ -157,18 +157,18 @@ def _check_ground_truth(value: Any, where: str) -> None:
         )
 
 
-def checked_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
-    """Chat messages; a text becomes one message of the user.
+def checked_messages(value: Any, where: str, role: str = "user") -> list[dict[str, Any]]:
+    """Chat messages; a text becomes one message of `role`.
 
     Raises:
         DataError: they are not; the message begins with `where`.
     """
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, list) or not prompt:
-        raise DataError(f"{where} must be a non-empty list of messages, or a string, got {shown(prompt)}")
+    if isinstance(value, str):
+        value = [{"role": role, "content": value}]
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where} must be a non-empty list of messages, or a string, got {shown(value)}")
     messages = []
-    for number, message in enumerate(prompt, 1):
+    for number, message in enumerate(value, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"{where}: message {number} must have a role, got {shown(message)}")
         content = message.get("content")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from grpo_dist.redact import redact
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Row = TypeVar("Row", bound=Any)
+Example = TypeVar("Example", bound=Any)
 
 MOST_PROBLEM_TEXT = 500  # characters of what a chat template says
 
@@ -143,6 +146,46 @@ def check_template_kwargs(tokenizer: Any, template_kwargs: Mapping[str, Any]) ->
         )
 
 
+def open_text_ids(text: str, tokenizer: Any) -> list[int]:
+    """Token ids of a text that a base model goes on from: opened by its tokenizer, but not closed."""
+    token_ids = list(tokenizer(text)["input_ids"])
+    if token_ids and token_ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+        token_ids.pop()  # some tokenizers close every text; a response would then start after the end
+    return token_ids
+
+
+def within_length(
+    rows: Sequence[Row], tokenized: Callable[[Row], Example], *, max_length: int
+) -> tuple[list[Example], list[Row]]:
+    """Rows as examples for training, without those that are too long: a cut one would be another answer.
+
+    Args:
+        rows: with a `location`, for messages.
+        tokenized: from a row to its example, which has `num_tokens`.
+        max_length: most tokens of an example.
+
+    Returns:
+        The examples, in order, and the rows that were left out.
+
+    Raises:
+        DataError: all rows are too long.
+    """
+    examples: list[Example] = []
+    left_out: list[Row] = []
+    for row in rows:
+        example = tokenized(row)
+        if example.num_tokens > max_length:
+            left_out.append(row)
+        else:
+            examples.append(example)
+    if rows and not examples:
+        raise DataError(
+            f"max_length={max_length}: all {len(left_out)} rows have more tokens, none is left (the first is "
+            f"{left_out[0].location}); raise it"
+        )
+    return examples, left_out
+
+
 @contextmanager
 def template_errors(location: str, template_kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Turn what a chat template raises in the block into an error that names the row.
@@ -176,10 +219,7 @@ def _encoder(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Callable[[Pr
 
     def without_template(prompt: Prompt) -> list[int]:
         text = "\n".join(message["content"] for message in prompt.messages)
-        token_ids = list(tokenizer(text)["input_ids"])
-        if token_ids and token_ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
-            token_ids.pop()  # some tokenizers close every text; a response would then start after the end
-        return _not_empty(token_ids, prompt)
+        return _not_empty(open_text_ids(text, tokenizer), prompt)
 
     check_template_kwargs(tokenizer, template_kwargs)
     return with_template if tokenizer.chat_template else without_template

@@ -149,6 +149,13 @@ class LabelSettings:
 
 
 @dataclass(frozen=True)
+class SFTSettings:
+    """The loss of supervised fine-tuning, `algorithms.supervised.supervised_loss`, of tokens whose mask is 1."""
+
+    columns: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(frozen=True)
 class ValueSettings:
     """The loss of a critic, `algorithms.value_loss.compute_value_loss`, under verl's names.
 
@@ -164,7 +171,7 @@ class ValueSettings:
 
 
 # What a model is trained for; engines/train/objectives.py has the objective of each.
-TrainingSettings = ObjectiveSettings | PreferenceSettings | LabelSettings | ValueSettings
+TrainingSettings = ObjectiveSettings | PreferenceSettings | LabelSettings | SFTSettings | ValueSettings
 
 
 @dataclass(frozen=True)

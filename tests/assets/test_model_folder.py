@@ -15,9 +15,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.assets.model_folder import INDEX, SINGLE, check_model_folder, read_header
+from grpo_dist.assets.model_folder import INDEX, SINGLE, check_model_folder, end_token_ids, read_header
 from grpo_dist.errors import DataError
-from tests.messages import says
+from tests.messages import refuses, says
 
 SETTING = "actor_rollout_ref.model.path=mine"
 TINY = Path(resolve_model_path("builtin:tiny-qwen3"))
@@ -225,3 +225,19 @@ def test_a_folder_in_place_of_the_weights(folder: Path) -> None:
     (folder / SINGLE).unlink()
     (folder / SINGLE).mkdir()
     says(refused(folder), "no weights")
+
+
+def test_the_tokens_that_end_a_response(folder: Path) -> None:
+    """Of config.json and generation_config.json together, each one number, several or none."""
+    generation = folder / "generation_config.json"
+    assert end_token_ids(folder, setting=SETTING) == {2}
+    change_config(folder, eos_token_id=[5, 7])
+    assert end_token_ids(folder, setting=SETTING) == {2, 5, 7}
+    generation.write_text(json.dumps({"eos_token_id": [5, 9]}))
+    change_config(folder, text_config={"eos_token_id": None})
+    assert end_token_ids(folder, setting=SETTING) == {5, 9}
+    generation.write_text("{")
+    with refuses(DataError, SETTING, "generation_config.json"):
+        end_token_ids(folder, setting=SETTING)
+    generation.unlink()
+    assert end_token_ids(folder, setting=SETTING) == set()

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from grpo_dist.algorithms import policy_objective
 from grpo_dist.algorithms.preference import label_loss, pair_loss
+from grpo_dist.algorithms.supervised import supervised_loss
 from grpo_dist.algorithms.value_loss import compute_value_loss
 from grpo_dist.engines.settings import (
     LabelSettings,
     ObjectiveSettings,
     PreferenceSettings,
+    SFTSettings,
     TrainingSettings,
     ValueSettings,
 )
@@ -123,6 +125,28 @@ class PolicyObjective(Objective):
             reference=self.reference_head if settings.exact_kl else None,
             reference_states=micro_batch.columns.get("ref_hidden_states"),
         )
+
+
+class SFTObjective(Objective):
+    """Supervised fine-tuning's: `supervised_loss`."""
+
+    role = "sft"
+    settings: SFTSettings
+
+    def __init__(self, settings: Any, forward: PolicyForward, reference_head: ReferenceHead | None) -> None:
+        super().__init__(settings, forward, reference_head)
+        assert not isinstance(forward, ValueForward), "a causal LM"
+        assert forward.temperature == 1, "the loss is that of the model itself, not of one with scaled logits"
+
+    def counts(self, data: DataProto) -> list[float]:
+        """Tokens that train."""
+        return [float(data["response_mask"].values.sum())] if len(data) else [0.0]
+
+    def __call__(self, micro_batch: MicroBatch, counts: Tensor) -> Loss:
+        """See `Objective`."""
+        log_probs = micro_batch.to_rows(self.forward(micro_batch).log_probs)
+        loss = supervised_loss(log_probs, micro_batch.response_mask, global_tokens=counts[0])
+        return Loss(loss, {"sft/loss": Sum(float(loss.detach()))})
 
 
 class _HeadObjective(Objective):
@@ -237,6 +261,7 @@ OBJECTIVES: dict[type[TrainingSettings], type[Objective]] = {
     ObjectiveSettings: PolicyObjective,
     PreferenceSettings: PairObjective,
     LabelSettings: LabelObjective,
+    SFTSettings: SFTObjective,
     ValueSettings: ValueObjective,
 }
 

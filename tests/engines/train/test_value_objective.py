@@ -201,9 +201,6 @@ def test_an_objective_for_a_head_with_one_output() -> None:
             ValueObjective(KINDS["tokens"], forward, None)
 
 
-def test_a_full_gpu_is_told_a_critics_keys() -> None:
-
-
 # --- from start to export ------------------------------------------------------------------------------------------
 def critic(path: str, layout: str = "shared") -> FSDPEngine:
     model = ModelSettings(path, False, "fp32", "fp32", False, True, layout, num_labels=1, new_head_seed=7)
