@@ -28,6 +28,7 @@ BASE = {
     "config",
 }
 PARTS = {"data", "rewards", "tracking", "engines"}
+COMMANDS = ("main", "reward_model")
 # Layer -> the layers it may import. A layer may always import itself.
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
@@ -45,9 +46,10 @@ ARROWS: dict[str, set[str]] = {
     "tasks": BASE | {"data", "rewards"},
     "workers": BASE | PARTS | {"agents"},
     "trainer": BASE | PARTS | {"agents", "workers"},
-    "main": BASE | PARTS | {"agents", "workers", "trainer"},
+    "command_line": BASE | {"trainer"},
+    **{command: {"config", "command_line"} for command in COMMANDS},
 }
-MAY_USE_RAY = {"workers", "trainer", "main"}
+MAY_USE_RAY = {"workers", "trainer"}
 # Where Ray actors are made: once, in one file.
 REMOTE_HOME = "workers/group.py"
 
@@ -184,19 +186,23 @@ def test_the_maths_loads_no_framework() -> None:
     assert loaded.isdisjoint({"ray", "vllm", "pydantic", "hydra", "omegaconf", "transformers"})
 
 
-def test_the_command_loads_neither_torch_nor_ray() -> None:
-    loaded = loaded_by("import grpo_dist.main")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_loads_neither_torch_nor_ray(command: str) -> None:
+    loaded = loaded_by(f"import grpo_dist.{command}")
     assert "pydantic" in loaded
     assert loaded.isdisjoint({"torch", "ray", "vllm", "transformers"})
 
 
-def test_ray_is_loaded_after_its_environment_is_set() -> None:
+@pytest.mark.parametrize("job", ["grpo", "supervised.job"])
+def test_ray_is_loaded_after_its_environment_is_set(job: str) -> None:
     """`workers.cluster.connect` sets variables that Ray reads when it is imported."""
-    assert "ray" not in loaded_by("import grpo_dist.trainer.run")
+    assert "ray" not in loaded_by(f"import grpo_dist.trainer.run, grpo_dist.trainer.{job}")
 
 
-def test_a_dry_run_loads_neither_ray_nor_vllm_and_one_of_the_config_no_torch_either() -> None:
-    loaded = loaded_by("from grpo_dist.main import main\nassert main(['trainer.dry_run=config']) == 0")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_dry_run_loads_neither_ray_nor_vllm_and_one_of_the_config_no_torch_either(command: str) -> None:
+    run = f"from grpo_dist.{command} import main\nassert main(['trainer.dry_run=KIND']) == 0"
+    loaded = loaded_by(run.replace("KIND", "config"))
     assert loaded.isdisjoint({"torch", "transformers", "ray", "vllm"})
-    loaded = loaded_by("from grpo_dist.main import main\nassert main(['trainer.dry_run=true']) == 0")
+    loaded = loaded_by(run.replace("KIND", "true"))
     assert loaded.isdisjoint({"ray", "vllm"})

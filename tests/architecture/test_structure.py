@@ -27,6 +27,11 @@ TESTED_ELSEWHERE = {
     "config/keys.py": "config/test_load.py",  # hints in messages
     "names.py": "config/test_schema.py",  # compared with the registries there
     "sizes.py": "config/test_memory.py",  # counted with there
+    "config/grpo.py": "config/test_load.py",  # the command whose config is loaded there
+    "config/memory_remedies.py": "config/test_memory_rules.py",  # what the messages there advise
+    "config/plan_text.py": "config/test_plan.py",  # the lines of plans
+    "config/schema_job.py": "config/test_schema.py",  # a part of the schema
+    "config/supervised_layout.py": "config/test_schema_supervised.py",  # what follows from the number of ranks
     "config/notes.py": "config/test_rules.py",  # the other half of what is said about a config
     "config/schema_roles.py": "config/test_schema.py",  # a part of the schema
     "config/schema_models.py": "config/test_rules.py",  # a part of the schema
@@ -45,8 +50,12 @@ TESTED_ELSEWHERE = {
     "tracking/metric_names.py": "tracking/test_summary.py",  # metric names
     "trainer/build.py": "e2e/test_main_job.py",  # started workers
     "trainer/checkpoint/finished_groups.py": "trainer/test_staleness.py",  # by a run that samples ahead
+    "trainer/grpo.py": "e2e/test_main_job.py",  # the job of the main command
+    "trainer/loop.py": "trainer/supervised/test_trainer.py",  # the base of that loop
+    "trainer/processes.py": "trainer/test_build.py",
     "trainer/rollout/job.py": "trainer/test_trainer.py",  # every rollout there goes through it
     "trainer/roles.py": "trainer/test_trainer.py",  # plain records
+    "trainer/supervised/job.py": "e2e/test_reward_model_run.py",  # started workers
     "trainer/sample_log.py": "trainer/test_trainer.py",  # every step there writes one
     "workers/resources.py": "workers/test_group.py",  # placement group
 }

@@ -172,7 +172,7 @@ def test_a_state_of_another_sampler_is_refused(path: str) -> None:
 
 
 def test_fewer_prompts_than_a_batch(path: str) -> None:
-    with refuses(DataError, "data.train_batch_size=8", "7 prompts"):
+    with refuses(DataError, "data.train_batch_size=8", "7 rows"):
         make(path, batch_size=8)
 
 

@@ -89,7 +89,7 @@ def test_a_state_of_other_data_is_refused(other: PromptSampler, words: list[str]
 
 
 def test_fewer_prompts_than_a_batch() -> None:
-    with refuses(DataError, "data.train_batch_size=8", "7 prompts", "most 7"):
+    with refuses(DataError, "data.train_batch_size=8", "7 rows", "most 7"):
         PromptSampler(7, 8, shuffle=True, seed=0)
     with refuses(DataError, "data.train_batch_size=0"):
         PromptSampler(7, 0, shuffle=True, seed=0)

@@ -6,12 +6,33 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from grpo_dist.trainer.checkpoint.folder import RunState, begin_checkpoint, prune_checkpoints, publish_checkpoint
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.trainer.checkpoint.config_changes import saved_config
+from grpo_dist.trainer.checkpoint.folder import (
+    CONFIG,
+    LATEST,
+    STATE,
+    RunState,
+    begin_checkpoint,
+    prune_checkpoints,
+    publish_checkpoint,
+)
 from grpo_dist.trainer.checkpoint.manifest import MANIFEST, write_manifest
 
 
 def run_state(step: int, metrics: Mapping[str, float] | None = None) -> RunState:
     return RunState(step, step, {"epoch": 0, "position": step}, metrics=dict(metrics or {}))
+
+
+def unverified(config: JobConfig, step: int = 3) -> Path:
+    """A checkpoint of a run as far as its config goes; its files are not verified by a run that has not started."""
+    run_dir = Path(config.trainer.default_local_dir)
+    folder = run_dir / f"global_step_{step}"
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text(saved_config(config))
+    (folder / STATE).write_text(json.dumps({"step": step, "weight_version": step + 1, "sampler": {}}))
+    (run_dir / LATEST).write_text(str(step))
+    return folder
 
 
 def save(

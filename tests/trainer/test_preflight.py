@@ -6,7 +6,6 @@ Each case is a session: a command, its exit code, and a message with key, value 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -17,15 +16,14 @@ import pytest
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.config.load import load_config
-from grpo_dist.errors import DataError
+from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.main import main
 from grpo_dist.trainer import preflight as module
-from grpo_dist.trainer.checkpoint.config_changes import saved_config
-from grpo_dist.trainer.checkpoint.folder import CONFIG, LATEST, STATE
 from grpo_dist.trainer.machine import Machine
 from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.run_lock import run_lock
 from tests.messages import refuses, says
+from tests.trainer.checkpoints import unverified
 
 TINY = Path(resolve_model_path("builtin:tiny-qwen3"))
 PATH, REWARD, RUN_DIR = "actor_rollout_ref.model.path", "custom_reward_function.path", "trainer.default_local_dir"
@@ -141,7 +139,7 @@ MISTAKES = {
     ),
     "a batch larger than the data": (
         ["data.train_batch_size=9000", f"{ACTOR}.ppo_mini_batch_size=9000"],
-        ["data.train_batch_size=9000", "8000 prompts", "most 8000"],
+        ["data.train_batch_size=9000", "8000 rows", "most 8000"],
     ),
     "lengths beyond the positions": (
         ["data.max_response_length=449"],
@@ -193,7 +191,7 @@ def test_a_mistake_is_told_with_exit_code_2(mistake: str, dry_run) -> None:
 def test_all_that_is_wrong_is_told_at_once(dry_run) -> None:
     names = (f"{REWARD}=pkg.gone", "algorithm.adv_estimator=json:lods", f"{RUN_DIR}=/dev/null/run")
     lines, message = dry_run(*names, "data.train_batch_size=9000", f"{ACTOR}.ppo_mini_batch_size=9000", code=2)
-    says(message, "4 problems", "pkg.gone", "json:lods", "/dev/null/run", "8000 prompts")
+    says(message, "4 problems", "pkg.gone", "json:lods", "/dev/null/run", "8000 rows")
     says(lines, "model", "builtin:tiny-qwen3")  # what is right is said
 
 
@@ -229,7 +227,7 @@ def test_every_row_counts(dry_run, file: Path) -> None:
     says(dry_run(*train, code=2)[1], "line 301", "valid JSON")
     file.write_text(rows("1+1?", "2" * 100, "3" * 100))
     message = dry_run(*train, code=2)[1]
-    says(message, "data.train_batch_size=2", "1 prompts")
+    says(message, "data.train_batch_size=2", "1 rows")
     file.write_text(rows("1+1?", "2" * 100, "2+2?"))
     says(dry_run(*train)[0], "1 of 3", "data.max_prompt_length=64")
     file.write_text(rows("1+1?", "2+2?", data_source="unknown"))
@@ -270,40 +268,15 @@ def test_a_hub_model_is_checked_by_its_small_files(dry_run, file: Path, model: P
     says(dry_run(*mine, code=2)[1], "128 tokens", "some/one", "100 positions")
 
 
-def checkpoint(run_dir: Path, *overrides: str) -> None:
-    """A checkpoint as far as config and prompts go; its files are not verified by a run that has not started."""
-    config, _ = load_config([f"{RUN_DIR}={run_dir}", *overrides])
-    folder = run_dir / "global_step_3"
-    folder.mkdir(parents=True)
-    (folder / CONFIG).write_text(saved_config(config))
-    (folder / STATE).write_text(json.dumps({"step": 3, "weight_version": 4, "sampler": {}}))
-    (run_dir / LATEST).write_text("3")
-
-
 def test_a_checkpoint_of_another_config_is_refused_before_ray_starts(tmp_path: Path) -> None:
-    checkpoint(tmp_path / "run")
+    unverified(load_config([f"{RUN_DIR}={tmp_path}/run"])[0])
     changed, _ = load_config([f"{RUN_DIR}={tmp_path}/run", "trainer.seed=7"])
-    with pytest.raises(module.ConfigError) as caught:
+    with refuses(ConfigError, "trainer.seed: 1 -> 7"):
         module.preflight(changed, lambda line: None, rehearsal=False)
-    assert caught.value.exit_code == 2
-    assert re.search(r"trainer.seed: \S+ -> 7", str(caught.value))
-    assert "trainer.resume_mode=disable" in str(caught.value)
-    same, _ = load_config([f"{RUN_DIR}={tmp_path}/run"])
-    assert module.preflight(same, lambda line: None, rehearsal=False).steps == 25
-
-
-@pytest.mark.parametrize("text", [None, "trainer: [", "3"])
-def test_a_run_survives_a_damaged_config_of_its_newest_checkpoint(tmp_path: Path, text: str | None) -> None:
-    """It goes on from the one before, which it finds when it looks at the files."""
-    checkpoint(tmp_path / "run", "trainer.seed=7")  # this one would be refused
-    file = tmp_path / "run/global_step_3" / CONFIG
-    file.unlink() if text is None else file.write_text(text)
-    config, _ = load_config([f"{RUN_DIR}={tmp_path}/run"])
-    assert module.preflight(config, lambda line: None, rehearsal=False).steps == 25
 
 
 def test_a_dry_run_verifies_the_checkpoint(dry_run, tmp_path: Path) -> None:
-    checkpoint(tmp_path / "run")
+    unverified(load_config([f"{RUN_DIR}={tmp_path}/run"])[0])
     message = dry_run(f"{RUN_DIR}={tmp_path}/run", code=2)[1]
     says(message, f"{RUN_DIR}={tmp_path}/run", "intact checkpoint")
 
@@ -333,7 +306,7 @@ def test_check_model_names_the_key(model: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["data.train_batch_size=9000", f"{ACTOR}.ppo_mini_batch_size=9000"], "8000 prompts"),
+        (["data.train_batch_size=9000", f"{ACTOR}.ppo_mini_batch_size=9000"], "8000 rows"),
         ([f"{REWARD}=pkg.gone"], "pkg.gone"),
         ([f"{ROLLOUT}.agent.default_agent_loop=grpo_dist.agents:AgentLop"], "'AgentLoop'"),
         ([f"{PATH}=MODEL", "data=arithmetic"], "model.safetensors"),

@@ -1,0 +1,123 @@
+"""The checks that the commands share: errors become one, and a checkpoint must fit the config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.assets.model_folder import ModelFolder
+from grpo_dist.config.command import AnyCommand
+from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.load import load_command
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.supervised import REWARD_MODEL
+from grpo_dist.errors import CheckpointError, ConfigError, DataError
+from grpo_dist.trainer.checkpoint.folder import CONFIG
+from grpo_dist.trainer.checks import Checks, check_resume, describe_model, is_on_the_hub
+from tests.messages import refuses, says
+from tests.trainer.checkpoints import names, save, unverified
+
+COMMANDS = pytest.mark.parametrize("command", [GRPO, REWARD_MODEL], ids=lambda command: command.module)
+
+
+def load(command: AnyCommand, tmp_path: Path, *overrides: str) -> JobConfig:
+    return load_command([f"trainer.default_local_dir={tmp_path}/run", *overrides], command)[0]
+
+
+# --- errors ------------------------------------------------------------------------------------------------------
+def test_nothing_wrong_raises_nothing() -> None:
+    checks = Checks()
+    with checks:
+        pass
+    checks.end()
+
+
+def test_one_error_is_told_as_it_is_and_ends_with_exit_code_2() -> None:
+    checks = Checks()
+    with checks:
+        raise DataError("rows.jsonl: line 3")
+    with refuses(ConfigError, "rows.jsonl: line 3") as caught:
+        checks.end()
+    assert str(caught.value) == "rows.jsonl: line 3"
+    assert caught.value.exit_code == 2  # type: ignore[attr-defined]
+
+
+def test_all_errors_are_told_at_once_in_their_order() -> None:
+    checks = Checks()
+    for text in ("a=1", "b=2"):
+        with checks:
+            raise DataError(text)
+    with refuses(ConfigError, "2 problems", "a=1", "b=2") as caught:
+        checks.end()
+    assert [line.strip() for line in str(caught.value).splitlines()[1:]] == ["a=1", "b=2"]
+
+
+def test_a_bug_is_not_collected() -> None:
+    checks = Checks()
+    with pytest.raises(ZeroDivisionError), checks:
+        raise ZeroDivisionError
+
+
+# --- models ------------------------------------------------------------------------------------------------------
+def test_where_a_model_comes_from(tmp_path: Path) -> None:
+    assert is_on_the_hub("Qwen/Qwen3-0.6B")
+    assert not is_on_the_hub("builtin:tiny-qwen3")
+    assert not is_on_the_hub(str(tmp_path))
+
+
+def test_a_model_in_a_few_words(tmp_path: Path) -> None:
+    read = ModelFolder(tmp_path, {}, "qwen3", None, {"a": (2, 3), "b": (4,)}, 2)
+    says(describe_model(read), "qwen3", "2 tensors", "2 files")
+    says(describe_model(ModelFolder(tmp_path, {}, "qwen3", None, {}, 0)), "qwen3", "downloaded")
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------
+@COMMANDS
+def test_without_a_checkpoint_a_run_begins_anew(command: AnyCommand, tmp_path: Path) -> None:
+    for verify in (True, False):
+        assert check_resume(load(command, tmp_path), {}, verify=verify) is None
+
+
+@COMMANDS
+def test_a_checkpoint_of_another_config_is_refused_unless_the_run_begins_anew(
+    command: AnyCommand, tmp_path: Path
+) -> None:
+    folder = unverified(load(command, tmp_path))
+    with refuses(CheckpointError, "trainer.seed: 1 -> 7", "trainer.resume_mode=disable"):
+        check_resume(load(command, tmp_path, "trainer.seed=7"), {}, verify=False)
+    assert (
+        check_resume(load(command, tmp_path, "trainer.seed=7", "trainer.resume_mode=disable"), {}, verify=True) is None
+    )
+    assert check_resume(load(command, tmp_path), {}, verify=False) == folder.absolute()
+
+
+@COMMANDS
+@pytest.mark.parametrize("text", [None, "trainer: [", "3"])
+def test_a_run_survives_a_damaged_config_of_its_newest_checkpoint(
+    command: AnyCommand, tmp_path: Path, text: str | None
+) -> None:
+    """It goes on from the one before, which it finds when it looks at the files."""
+    file = unverified(load(command, tmp_path, "trainer.seed=7")) / CONFIG  # this one would be refused
+    file.unlink() if text is None else file.write_text(text)
+    assert check_resume(load(command, tmp_path), {}, verify=False) is None
+
+
+@COMMANDS
+def test_the_files_are_verified_where_that_is_asked_for(command: AnyCommand, tmp_path: Path) -> None:
+    config = load(command, tmp_path)
+    unverified(config)
+    with refuses(CheckpointError, f"{tmp_path}/run", "intact checkpoint"):
+        check_resume(config, {}, verify=True)
+
+
+def test_the_named_checkpoint_is_the_one_that_is_checked(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    named = save(elsewhere, 3)
+    assert "global_step_3" in names(elsewhere)
+    config = load(
+        REWARD_MODEL, tmp_path, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={named}", "trainer.seed=7"
+    )
+    for verify in (True, False):
+        with refuses(CheckpointError, str(named), "trainer.seed: 1 -> 7"):
+            check_resume(config, {}, verify=verify)
