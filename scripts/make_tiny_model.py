@@ -110,16 +110,6 @@ def direct_response(a: int, b: int) -> str:
     return f"#### {a // 100 + b // 100}{(a // 10 + b // 10) % 10}{(a + b) % 10}"
 
 
-def worked_response(a: int, b: int) -> str:
-    """The columns from the right, each with its carry, then the answer."""
-    work, carry = [], 0
-    for power in range(max(len(str(a)), len(str(b)))):
-        digits = [a // 10**power % 10, b // 10**power % 10] + [carry] * (carry > 0)
-        work.append(f"{'+'.join(map(str, digits))}={sum(digits)}")
-        carry = sum(digits) // 10
-    return f"{' '.join(work)} #### {a + b}"
-
-
 class Examples:
     """Endless training examples, none of them a validation question in either order of the operands."""
 
@@ -130,7 +120,7 @@ class Examples:
     def batch(self, size: int, *, worked: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids [size, T] and labels [size, T] (IGNORED outside the response)."""
         chats: list[Chat] = []
-        respond = worked_response if worked else direct_response
+        respond = arithmetic.worked_answer if worked else direct_response
         while len(chats) < size:
             a, b = arithmetic.draw_question(self.rng)
             if frozenset((a, b)) in self.held_out:

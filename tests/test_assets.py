@@ -135,8 +135,8 @@ def test_the_script_makes_the_shipped_tokenizer(script: ModuleType, tmp_path: Pa
 
 
 def test_styles_of_the_warm_start(script: ModuleType) -> None:
-    assert script.worked_response(345, 678) == "5+8=13 4+7+1=12 3+6+1=10 #### 1023"
-    assert script.worked_response(120, 304) == "0+4=4 2+0=2 1+3=4 #### 424"
+    assert arithmetic.worked_answer(345, 678) == "5+8=13 4+7+1=12 3+6+1=10 #### 1023"
+    assert arithmetic.worked_answer(120, 304) == "0+4=4 2+0=2 1+3=4 #### 424"
     assert script.direct_response(345, 678) == "#### 913"
     assert script.direct_response(120, 304) == "#### 424"
     assert script.direct_response(945, 144) == "#### 1089"

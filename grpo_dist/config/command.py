@@ -26,6 +26,7 @@ class Command(Generic[Config]):
         purpose: one sentence for --help.
         examples: (what it does, overrides) for --help.
         file: its YAML file; folders beside it are its groups.
+        shared: a YAML file with keys that other commands have too; None: there is none.
         schema: the class of the config.
         rules: each yields what is wrong between keys.
         notes: what a valid config's user may not expect, a line each.
@@ -44,6 +45,12 @@ class Command(Generic[Config]):
     chosen: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     needed: Mapping[str, str] = field(default_factory=dict)
     takes_verls_keys: bool = False
+    shared: Path | None = None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files with all keys, their defaults and meanings."""
+        return (self.file,) if self.shared is None else (self.file, self.shared)
 
     def problems(self, config: Config) -> list[Problem]:
         """Everything that is wrong between keys, or with files they name."""

@@ -15,6 +15,7 @@ from grpo_dist.errors import ConfigError
 
 if TYPE_CHECKING:
     from grpo_dist.config.schema_roles import ModelConfig
+    from grpo_dist.config.schema_supervised import SFTModelConfig
 
 # Model types whose MLP has two matrices; that of the others has three, one of them a gate.
 _UNGATED = {"gpt_neox", "phi", "starcoder2", "nemotron", "opt", "persimmon"}
@@ -74,7 +75,7 @@ class ModelShape:
         """Elements of the KV cache for one token, in all layers."""
         return 2 * self.num_layers * self.key_width
 
-    def lora_parameters(self, model: ModelConfig) -> int:
+    def lora_parameters(self, model: ModelConfig | SFTModelConfig) -> int:
         """Number of parameters of the LoRA adapters."""
         chosen = self.linears if "all-linear" in model.target_modules else model.target_modules
         names = set(chosen) - set(model.exclude_modules or ())

@@ -1,4 +1,4 @@
-"""The typed config of commands that train one model on rows with known answers: `grpo_dist.reward_model`.
+"""The typed configs of commands that train one model on rows with known answers: `reward_model` and `sft`.
 
 Defaults and the meaning of each key are in the command's YAML file. Sections and keys have the names of verl's
 supervised trainer where it has them.
@@ -6,9 +6,9 @@ supervised trainer where it has them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from grpo_dist.config.field_types import Count, PositiveFloat, Section, Text, TrainDtype
+from grpo_dist.config.field_types import Count, Names, NonNegativeInt, PositiveFloat, Section, Text, TrainDtype
 from grpo_dist.config.processor import physical_cores
 from grpo_dist.config.schema_job import JobClusterConfig, JobConfig, JobDataConfig, JobTrainerConfig
 from grpo_dist.config.schema_roles import CheckpointConfig, FSDPConfig, OptimConfig
@@ -57,7 +57,13 @@ class SupervisedClusterConfig(JobClusterConfig):
 
 
 class SupervisedConfig(JobConfig):
-    """A whole run of a command that trains one model."""
+    """A whole run of a command that trains one model.
+
+    Attributes:
+        role: the name of the model's role, of its folder in checkpoints and of its metrics.
+    """
+
+    role: ClassVar[str]
 
     data: SupervisedDataConfig
     trainer: SupervisedTrainerConfig
@@ -88,3 +94,34 @@ class SupervisedConfig(JobConfig):
         if self.cluster.num_threads_per_worker is not None or self.device != "cpu" or self.has_builtin_model:
             return self.cluster.num_threads_per_worker or 1
         return max(1, min(physical_cores(), physical_cores() * self.trainer.nnodes // self.world_size))
+
+
+class RewardModelTrainingConfig(SupervisedConfig):
+    """A whole run of `grpo_dist.reward_model`."""
+
+    role = "reward_model"
+
+
+class SFTModelConfig(SupervisedModelConfig):
+    """`model`: what is trained, whole or by LoRA."""
+
+    lora_rank: NonNegativeInt
+    lora_alpha: PositiveFloat
+    target_modules: Annotated[tuple[Text, ...], Names]
+    exclude_modules: Annotated[tuple[Text, ...], Names] | None
+
+
+class SFTDataConfig(SupervisedDataConfig):
+    """`data`: the conversations, and how many of them a pass takes."""
+
+    messages_key: Text
+    apply_chat_template_kwargs: dict[str, Any]
+
+
+class SFTConfig(SupervisedConfig):
+    """A whole run of `grpo_dist.sft`."""
+
+    role = "sft"
+
+    data: SFTDataConfig
+    model: SFTModelConfig

@@ -1,4 +1,4 @@
-"""The config of `python -m grpo_dist.reward_model`, and the rules of commands that train one model."""
+"""The configs of the commands that train one model on rows with known answers, and their rules."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from grpo_dist.config.model_rules import max_positions
 from grpo_dist.config.model_shape import model_config_at_hand
 from grpo_dist.config.problems import Problem, problem_between
 from grpo_dist.config.rules import data_files_exist, model_folder_exists, resume_path_is_set, something_to_validate
-from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.config.schema_supervised import RewardModelTrainingConfig, SFTConfig, SupervisedConfig
 from grpo_dist.config.supervised_memory import memory_problems
+
+_FOLDER = CONFIG_DIR / "commands"
+_CHOSEN = {TRAINED_MODEL_KEY: ("model", "hf"), "data.train_files": ("data", "files")}
 
 
 def the_model_exists(config: SupervisedConfig) -> Iterator[Problem]:
@@ -90,10 +93,31 @@ REWARD_MODEL = Command(
             "model.path=Qwen/Qwen3-0.6B data.train_files=pairs.parquet trainer.n_gpus_per_node=8",
         ),
     ),
-    file=CONFIG_DIR / "commands/reward_model/reward_model.yaml",
-    schema=SupervisedConfig,
+    file=_FOLDER / "reward_model/reward_model.yaml",
+    shared=_FOLDER / "supervised.yaml",
+    schema=RewardModelTrainingConfig,
     rules=RULES,
     notes=notes,
-    chosen={TRAINED_MODEL_KEY: ("model", "hf"), "data.train_files": ("data", "files")},
+    chosen=_CHOSEN,
     needed={TRAINED_MODEL_KEY: "Qwen/Qwen3-0.6B, or a folder", "data.train_files": "pairs.parquet"},
+)
+
+SFT = Command(
+    module="grpo_dist.sft",
+    purpose="Fine-tunes a language model on conversations (SFT).",
+    examples=(
+        ("train the built-in tiny model on worked sums, on CPU", ""),
+        ("the plan, and all that would make a run on this machine fail", "trainer.dry_run=true"),
+        (
+            "your model on your conversations, by LoRA, on 8 GPUs",
+            "model.path=Qwen/Qwen3-8B model.lora_rank=32 data.train_files=chats.parquet trainer.n_gpus_per_node=8",
+        ),
+    ),
+    file=_FOLDER / "sft/sft.yaml",
+    shared=_FOLDER / "supervised.yaml",
+    schema=SFTConfig,
+    rules=RULES,
+    notes=notes,
+    chosen=_CHOSEN,
+    needed={TRAINED_MODEL_KEY: "Qwen/Qwen3-0.6B, or a folder", "data.train_files": "chats.parquet"},
 )

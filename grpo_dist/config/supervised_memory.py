@@ -12,7 +12,7 @@ from grpo_dist.config.memory_remedies import Settings, fitting_settings
 from grpo_dist.config.model_shape import model_shape
 from grpo_dist.config.problems import Problem, value_of
 from grpo_dist.config.rank_memory import CUDA_GIB, MiniBatch, Rank
-from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.config.schema_supervised import SFTConfig, SupervisedConfig
 
 # Tried in this order: cheapest first.
 _REMEDIES: Mapping[str, tuple[Any, ...]] = {
@@ -30,42 +30,47 @@ _MORE_GPUS: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def memory_estimate(config: SupervisedConfig, model_config: Mapping[str, Any] | None) -> RoleMemory | None:
+def memory_estimate(
+    config: SupervisedConfig, model_config: Mapping[str, Any] | None, num_parameters: int = 0
+) -> RoleMemory | None:
     """Memory of one rank; None if the model's sizes are unknown.
 
     Args:
         config: the run's config.
         model_config: the model's config.json.
+        num_parameters: parameters of a causal LM in its weight files; 0: unknown, so they are computed.
     """
-    shape = None if model_config is None else model_shape(model_config)
+    shape = None if model_config is None else model_shape(model_config, num_parameters)
     if shape is None:
         return None
-    engine, data = config.engine, config.data
+    engine, data, is_lm = config.engine, config.data, isinstance(config, SFTConfig)
     rank = Rank(
-        replace(shape, tied=True),  # the output layer of a causal LM is not loaded
+        shape if is_lm else replace(shape, tied=True),  # a reward model has no output layer to speak of
         config.device,
         master=DTYPE_BYTES[engine.model_dtype],
         compute=DTYPE_BYTES[engine.resolved_dtype(config.default_dtype)],
         shards=engine.num_shards(config.world_size),
         reshards=engine.reshard_after_forward,
+        factors=shape.lora_parameters(config.model) if isinstance(config, SFTConfig) else 0,
     )
-    # the answers of a pair stay together, so a pass has two sequences at least
-    tokens = data.max_token_len or max(2, data.micro_batch_size_per_gpu) * data.max_length
+    # the answers of a pair stay together, so a pass of a reward model has two sequences at least
+    least = 1 if is_lm else 2
+    tokens = data.max_token_len or max(least, data.micro_batch_size_per_gpu) * data.max_length
     batch = MiniBatch(
         rank,
         tokens,
-        0,
+        tokens if is_lm else 0,
         recomputes=config.model.enable_gradient_checkpointing,
         defers=engine.defer_grad_sync,
         offloads=engine.optimizer_offload,
-        has_output_layer=False,
+        has_output_layer=is_lm,
     )
     offloaded = rank.weights * engine.param_offload + rank.states * engine.optimizer_offload
     host = host_memory(
         rank, offloaded=offloaded, copied=rank.weights + rank.states, exports=config.trainer.export_hf_model
     )
     peak = {"weights": rank.weights} if config.trainer.val_only else batch.peak()
-    return RoleMemory("reward_model", in_gib(peak), host=host)
+    return RoleMemory(config.role, in_gib(peak), host=host)
 
 
 def memory_problems(

@@ -21,7 +21,7 @@ def usage(command: AnyCommand) -> str:
     lines += ["", "examples:"]
     for what, overrides in command.examples:
         lines += [f"  # {what}", f"  {called} {overrides}".rstrip()]
-    lines += ["", f"every key, with its meaning and default: {command.file}"]
+    lines += ["", f"every key, with its meaning and default: {' and '.join(map(str, command.files))}"]
     lines.append("lists are written [a,b], an empty value null, text with = , : [ ] { } as \"key='...'\"")
     return "\n".join(lines)
 

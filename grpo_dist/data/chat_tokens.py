@@ -43,9 +43,19 @@ class ChatExample:
     mask: np.ndarray
 
     @property
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """All its numbers, the prompt's token ids first."""
+        return (self.prompt, self.response, self.mask)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt) + len(self.response)
+
+    @property
+    def total_tokens(self) -> int:
+        """The same, since there is one response."""
+        return self.num_tokens
 
 
 def tokenize_chats(

@@ -41,6 +41,16 @@ class Example:
     labels: list[np.ndarray]
 
     @property
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """All its numbers, the prompt's token ids first."""
+        return (self.prompt, *self.responses, *self.labels)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the prompt, once, and of all responses."""
+        return len(self.prompt) + sum(map(len, self.responses))
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the longest conversation."""
         return len(self.prompt) + max(map(len, self.responses))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from grpo_dist.assets import POLICY_KEY
+from grpo_dist.assets import POLICY_KEY, POLICY_SECTION
 from grpo_dist.engines.room import ACTOR_ROOM
 
 # Rank of the actor in a weight group; those of the engines' workers follow.
@@ -50,6 +50,7 @@ class ModelSettings:
             refused.
         small_new_head: whether that head is so small that its first values are near 0: a critic's.
         key: the config key of `path`, for messages.
+        section: the section of the config with the model's other keys, for messages.
         room: what leaves more room on the GPU, for messages (room.py).
     """
 
@@ -72,6 +73,7 @@ class ModelSettings:
     new_head_seed: int | None = None
     small_new_head: bool = False
     key: str = POLICY_KEY
+    section: str = POLICY_SECTION
     room: str = ACTOR_ROOM
 
 

@@ -63,6 +63,32 @@ def pairs(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
     return found
 
 
+def answers(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
+    """The questions of a split with answers that show the work.
+
+    Takes the arguments of `rows`.
+
+    Raises:
+        ValueError: no such split.
+    """
+    found = []
+    for row in rows(split, seed=seed):
+        text = row["prompt"][0]["content"]
+        a, b = map(int, text.removesuffix("=?").split("+"))
+        found.append({"prompt": text, "completion": worked_answer(a, b)})
+    return found
+
+
+def worked_answer(a: int, b: int) -> str:
+    """The columns from the right, each with its carry, then the answer."""
+    work, carry = [], 0
+    for power in range(max(len(str(a)), len(str(b)))):
+        digits = [a // 10**power % 10, b // 10**power % 10] + [carry] * (carry > 0)
+        work.append(f"{'+'.join(map(str, digits))}={sum(digits)}")
+        carry = sum(digits) // 10
+    return f"{' '.join(work)} #### {a + b}"
+
+
 def question(a: int, b: int) -> str:
     """The text of a question."""
     return f"{a}+{b}=?"

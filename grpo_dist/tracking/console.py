@@ -121,9 +121,10 @@ def describe(metrics: Mapping[str, float]) -> dict[str, str]:
         pieces["kl"] = f"kl {metrics[metric_names.KL_LOSS]:.2g}"
     elif metric_names.PPO_KL in metrics:
         pieces["kl"] = f"ppo_kl {metrics[metric_names.PPO_KL]:.2g}"
-    for label, name in metric_names.SUPERVISED.items():
-        if name in metrics:
-            pieces[label] = f"{label} {metrics[name]:.3g}"
+    for label, names in metric_names.SUPERVISED.items():
+        for name in names:
+            if name in metrics:
+                pieces[label] = f"{label} {metrics[name]:.3g}"
     accuracy = metric_names.validation_accuracy(metrics)
     if accuracy is not None:
         pieces["val"] = f"val {accuracy:.3g}"

@@ -14,18 +14,25 @@ STEP_TIME = "timing_s/step"
 VALIDATION = "val-core/"
 SUPERVISED_VALIDATION = "val/"
 # Of models that train on rows with known answers, by what the console calls them.
-SUPERVISED = {"loss": "reward_model/loss", "accuracy": "reward_model/accuracy"}
+SUPERVISED = {"loss": ("reward_model/loss", "sft/loss"), "accuracy": ("reward_model/accuracy",)}
+# What says most about a validation of theirs, best first.
+_JUDGED = tuple(SUPERVISED_VALIDATION + name for name in ("reward_model/accuracy", "sft/loss"))
+
+
+def is_loss(name: str) -> bool:
+    """Whether a metric is best where it is lowest."""
+    return name.endswith("/loss")
 
 
 def validation_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """The validation accuracies among `metrics`: `val-core/SOURCE/acc/mean@N`, one per data source.
 
     Without `acc` it is `val-core/SOURCE/reward/mean@N`; without a mean, all metrics of `val-core/` that remain. Of a
-    model that trains on rows with known answers it is their accuracy.
+    model that trains on rows with known answers it is their accuracy, or the loss.
     """
-    supervised = SUPERVISED_VALIDATION + SUPERVISED["accuracy"]
-    if supervised in metrics:
-        return {supervised: metrics[supervised]}
+    for name in _JUDGED:
+        if name in metrics:
+            return {name: metrics[name]}
     found = [name for name in metrics if name.startswith(VALIDATION)]
     for marker in ("/acc/", "/mean@"):
         found = [name for name in found if marker in name] or found

@@ -77,7 +77,8 @@ def _validation_lines(history: Sequence[Row]) -> list[str]:
     lines = []
     for name, curve in curves.items():
         label = f"validation {_kind(name)}" if len(curves) == 1 else name.removeprefix(metric_names.VALIDATION)
-        best_step, best = max(curve, key=lambda point: -math.inf if math.isnan(point[1]) else point[1])
+        sign = -1 if metric_names.is_loss(name) else 1
+        best_step, best = max(curve, key=lambda point: -math.inf if math.isnan(point[1]) else sign * point[1])
         # With one value there is no change to show.
         values = f"{curve[0][1]:.3g}"
         if len(curve) > 1:
@@ -87,16 +88,16 @@ def _validation_lines(history: Sequence[Row]) -> list[str]:
 
 
 def _kind(name: str) -> str:
-    return "accuracy" if "/acc" in name else "reward"
+    return "loss" if metric_names.is_loss(name) else "accuracy" if "/acc" in name else "reward"
 
 
 def _training_lines(trained: Sequence[Row]) -> list[str]:
     lines = []
-    shown = {"reward": metric_names.REWARD, "response length": metric_names.RESPONSE_LENGTH, **metric_names.SUPERVISED}
-    for label, name in shown.items():
-        values = [row[name] for row in trained if name in row]
+    shown = {"reward": (metric_names.REWARD,), "response length": (metric_names.RESPONSE_LENGTH,)}
+    for label, names in (shown | metric_names.SUPERVISED).items():
+        values = [row[name] for row in trained for name in names if name in row]
         if values:
-            drawn = name != metric_names.RESPONSE_LENGTH and len(values) > 1
+            drawn = label != "response length" and len(values) > 1
             curve = f"  {sparkline(values, _SPARKLINE_WIDTH)}" if drawn else ""
             lines.append(_entry(label, f"{values[0]:.3g} -> {values[-1]:.3g}{curve}"))
     timed = [row for row in trained if metric_names.THROUGHPUT in row and metric_names.STEP_TIME in row]

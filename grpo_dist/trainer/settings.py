@@ -12,6 +12,7 @@ from grpo_dist.assets import REWARD_MODEL_KEY
 from grpo_dist.config.placement import Placement
 from grpo_dist.config.schema import KLCtrlConfig, RunConfig
 from grpo_dist.config.schema_roles import ModelConfig
+from grpo_dist.config.schema_supervised import SFTModelConfig
 from grpo_dist.engines.room import REF_ROOM, REWARD_MODEL_ROOM
 from grpo_dist.engines.settings import (
     AgentSettings,
@@ -204,7 +205,8 @@ def reward_settings(config: RunConfig) -> RewardSettings:
     )
 
 
-def _lora_settings(model: ModelConfig) -> LoraSettings | None:
+def lora_settings(model: ModelConfig | SFTModelConfig) -> LoraSettings | None:
+    """LoRA's factors; None: all weights are trained."""
     if not model.lora_rank:
         return None
     targets = model.target_modules[0] if model.target_modules == ("all-linear",) else model.target_modules
@@ -221,7 +223,7 @@ def _model_settings(config: RunConfig, place: Placement, model_dtype: str, compu
         gradient_checkpointing=model.enable_gradient_checkpointing,
         reshard_after_forward=config.actor_rollout_ref.actor.fsdp_config.reshard_after_forward,
         override_config=model.override_config,
-        lora=_lora_settings(model),
+        lora=lora_settings(model),
         max_model_len=config.max_model_len,
         layout=choose_layout(
             use_remove_padding=model.use_remove_padding,

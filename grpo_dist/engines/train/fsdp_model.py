@@ -38,11 +38,11 @@ def load_sharded_model(settings: ModelSettings, device: str, *, frozen: bool = F
     unloaded = open_model(settings, device)
     model = unloaded.model
     if settings.lora is not None:
-        add_lora(model, settings.lora)
+        add_lora(model, settings.lora, settings.section)
     ResponseHead.install(model)
     model.eval()  # for good: dropout, jitter and the like would make the update's policy another one than the sampler's
     if settings.gradient_checkpointing:
-        recompute_layers(model)
+        recompute_layers(model, settings.section)
     alone = frozen and dist.get_world_size() == 1 and settings.model_dtype == settings.compute_dtype
     if not alone:
         shard(model, settings, device)
@@ -71,10 +71,10 @@ def shard(model: Any, settings: ModelSettings, device: str) -> None:
     fully_shard(model, **options)
 
 
-def recompute_layers(model: Any) -> None:
+def recompute_layers(model: Any, section: str) -> None:
     """Have each layer keep only its inputs and compute the rest again in the backward pass.
 
-    transformers' own switch works in training mode only.
+    transformers' own switch works in training mode only. `section` is that of the config with the switch, for messages.
 
     Raises:
         ConfigError: the model does not say what its layers are.
@@ -85,7 +85,7 @@ def recompute_layers(model: Any) -> None:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     if not layers:
         raise ConfigError(
-            "actor_rollout_ref.model.enable_gradient_checkpointing=true: the code of this model does not say what its "
+            f"{section}.enable_gradient_checkpointing=true: the code of this model does not say what its "
             "layers are (_no_split_modules); set it to false"
         )
 

@@ -17,18 +17,23 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from grpo_dist.assets import POLICY_SECTION
 from grpo_dist.engines.settings import LoraSettings
 from grpo_dist.engines.train.sharded_tensors import place, whole
 from grpo_dist.errors import ConfigError
 
 ADAPTER = "default"  # peft's name of the first adapter
-KEY = "actor_rollout_ref.model"
 
 
-def add_lora(model: Any, settings: LoraSettings) -> None:
+def add_lora(model: Any, settings: LoraSettings, section: str = POLICY_SECTION) -> None:
     """Freeze a model without memory and put trainable factors beside its target modules; `draw_factors` fills them.
 
     These are linear layers. What a model holds otherwise, such as the experts and the router of a layer, stays frozen.
+
+    Args:
+        model: on the meta device.
+        settings: of the factors.
+        section: the section of the config with LoRA's keys, for messages.
 
     Raises:
         ConfigError: peft is not installed, no linear layer has such a name, or peft would train something else.
@@ -36,8 +41,10 @@ def add_lora(model: Any, settings: LoraSettings) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ConfigError(f"{KEY}.lora_rank={settings.rank}: needs peft ({error}); pip install -e '.[lora]'") from None
-    targets, names = settings.target_modules, _target_names(model, settings)
+        raise ConfigError(
+            f"{section}.lora_rank={settings.rank}: needs peft ({error}); pip install -e '.[lora]'"
+        ) from None
+    targets, names = settings.target_modules, _target_names(model, settings, section)
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]
@@ -49,24 +56,24 @@ def add_lora(model: Any, settings: LoraSettings) -> None:
             warnings.filterwarnings("ignore", "fan_in_fan_out")  # peft finds it by itself for each module, and says so
             inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise ConfigError(f"{KEY}.target_modules={targets}: {error}") from None
+        raise ConfigError(f"{section}.target_modules={targets}: {error}") from None
     layers = lora_layers(model)
     if layers.keys() != set(names) or any(hasattr(layer, "parameter_name") for layer in layers.values()):
         raise ConfigError(
-            f"{KEY}.target_modules={targets}: the experts of a layer and their router take no factors, and peft takes "
-            "some of these names for theirs; name the layers of the attention, or train all with lora_rank=0"
+            f"{section}.target_modules={targets}: the experts of a layer and their router take no factors, and peft "
+            "takes some of these names for theirs; name the layers of the attention, or train all with lora_rank=0"
         )
     for name, layer in layers.items():
         if ADAPTER not in layer.lora_A:
             kind = type(layer.get_base_layer()).__name__
             raise ConfigError(
-                f"{KEY}.target_modules={targets}: {name} is of class {kind}, and LoRA is for linear layers"
+                f"{section}.target_modules={targets}: {name} is of class {kind}, and LoRA is for linear layers"
             )
         for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
             factor.to(layer.get_base_layer().weight.dtype)
 
 
-def _target_names(model: Any, settings: LoraSettings) -> list[str]:
+def _target_names(model: Any, settings: LoraSettings, section: str) -> list[str]:
     """The modules meant, by their whole names.
 
     Of a mixture of experts peft would make more of "all-linear" than linear layers, and of names of its older code.
@@ -82,12 +89,14 @@ def _target_names(model: Any, settings: LoraSettings) -> list[str]:
         found = [name for name in modules if _is_called(name, targets)]
         if missing := [target for target in targets if not any(_is_called(name, (target,)) for name in found)]:
             raise ConfigError(
-                f"{KEY}.target_modules={targets}: this model has no module that is called {' or '.join(missing)}; "
+                f"{section}.target_modules={targets}: this model has no module that is called {' or '.join(missing)}; "
                 "experts that a layer holds as one tensor take no factors. Name others, or all-linear"
             )
     names = [name for name in found if not _is_called(name, settings.exclude_modules)]
     if not names:
-        raise ConfigError(f"{KEY}.exclude_modules={settings.exclude_modules}: leaves out all of {targets}; name fewer")
+        raise ConfigError(
+            f"{section}.exclude_modules={settings.exclude_modules}: leaves out all of {targets}; name fewer"
+        )
     return names
 
 

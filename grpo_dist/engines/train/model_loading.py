@@ -278,7 +278,7 @@ def _check_numbers(model: Any, settings: ModelSettings) -> None:
         if model.get_parameter(name) is not model.get_parameter(other):
             raise DataError(
                 f"{_setting(settings)}: config.json ties {name} to {other}, and the weights have both, with different "
-                "values; set actor_rollout_ref.model.override_config.tie_word_embeddings=false"
+                f"values; set {settings.section}.override_config.tie_word_embeddings=false"
             )
     bad = [name for name, weight in model.named_parameters() if not bool(torch.isfinite(local_shard(weight)).all())]
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]

@@ -46,6 +46,8 @@ _REFUSED = {
     "data.shuffle": "the saved position is one in another order of the rows",
 }
 _OTHER_MODEL = "the saved weights are those of another model"
+_OTHER_FACTORS = "the saved factors have another shape or scale"
+_OTHER_LAYERS = "the saved factors belong to other modules"
 _OTHER_DTYPE = "weights and optimizer states were saved in another dtype"
 
 
@@ -88,10 +90,14 @@ def _resolved(config: RunConfig) -> dict[str, Any]:
     return resolved
 
 
+def _without_idle_lora(flat: Flat, section: str) -> Flat:
+    """Without LoRA's other keys where there is no LoRA."""
+    idle = () if flat.get(f"{section}.lora_rank") else ("lora_alpha", "target_modules", "exclude_modules")
+    return {key: value for key, value in flat.items() if key not in {f"{section}.{name}" for name in idle}}
+
+
 def _effective(flat: Flat) -> Flat:
-    if not flat.get(f"{_MODEL}.lora_rank"):
-        for name in ("lora_alpha", "target_modules", "exclude_modules"):
-            flat.pop(f"{_MODEL}.{name}", None)
+    flat = _without_idle_lora(flat, _MODEL)
     if not flat.get("reward_model.enable"):
         flat = {key: value for key, value in flat.items() if not key.startswith("reward_model.")}
     return flat
@@ -144,9 +150,9 @@ GRPO = ChangeRules(
         **_REFUSED,
         f"{_MODEL}.path": _OTHER_MODEL,
         f"{_MODEL}.override_config*": _OTHER_MODEL,
-        f"{_MODEL}.lora_*": "the saved factors have another shape or scale",
-        f"{_MODEL}.target_modules*": "the saved factors belong to other modules",
-        f"{_MODEL}.exclude_modules*": "the saved factors belong to other modules",
+        f"{_MODEL}.lora_*": _OTHER_FACTORS,
+        f"{_MODEL}.target_modules*": _OTHER_LAYERS,
+        f"{_MODEL}.exclude_modules*": _OTHER_LAYERS,
         f"{_ACTOR}.fsdp_config.model_dtype": _OTHER_DTYPE,
         "data.sampler.*": "the saved position is one in another order of the prompts",
     },
@@ -182,8 +188,12 @@ SUPERVISED = ChangeRules(
         **_REFUSED,
         "model.path": _OTHER_MODEL,
         "model.override_config*": _OTHER_MODEL,
+        "model.lora_*": _OTHER_FACTORS,
+        "model.target_modules*": _OTHER_LAYERS,
+        "model.exclude_modules*": _OTHER_LAYERS,
         "engine.model_dtype": _OTHER_DTYPE,
     },
     optim="optim",
     resolved=_resolved_supervised,
+    effective=lambda flat: _without_idle_lora(flat, "model"),
 )

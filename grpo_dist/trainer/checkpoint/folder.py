@@ -28,6 +28,7 @@ from typing import Any
 
 from grpo_dist.engines.train.durable_files import FileDigest, flush_path, flush_tree, write_durably
 from grpo_dist.errors import CheckpointError
+from grpo_dist.tracking.metric_names import is_loss
 from grpo_dist.trainer.checkpoint.manifest import damage, read_manifest, write_manifest
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -271,7 +272,7 @@ def _read_pointer(run_dir: Path, expected: bool) -> tuple[str, list[str]]:
 
 # --- keeping ---------------------------------------------------------------------------------------------------------
 def prune_checkpoints(run_dir: Path, newest: int | None, best_metric: str | None = None) -> list[Path]:
-    """Keep the `newest` last written checkpoints and the one with the highest `best_metric`; remove the others.
+    """Keep the `newest` last written checkpoints and the one with the best `best_metric`; remove the others.
 
     Damaged checkpoints are neither counted nor removed, since a person may want to recover them.
 
@@ -295,13 +296,14 @@ def prune_checkpoints(run_dir: Path, newest: int | None, best_metric: str | None
 
 
 def best_checkpoint(folders: Sequence[Path], metric: str) -> Path | None:
-    """The first checkpoint with the highest `metric`; None if none of them was validated."""
+    """The first checkpoint with the highest `metric`, of a loss with the lowest; None if none of them was validated."""
+    sign = -1 if is_loss(metric) else 1
     found = {}
     for path in folders:
         with contextlib.suppress(CheckpointError):  # damaged: its metrics are unknown
             value = read_state(path).metrics.get(metric)
             if value is not None and not math.isnan(value):
-                found[path] = value
+                found[path] = sign * value
     return max(found, key=found.__getitem__, default=None)
 
 

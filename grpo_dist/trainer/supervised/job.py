@@ -1,4 +1,4 @@
-"""The run of `python -m grpo_dist.reward_model`: workers, checkpoint and trainer."""
+"""The runs of `python -m grpo_dist.reward_model` and `python -m grpo_dist.sft`: workers, checkpoint and trainer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from grpo_dist.assets import TRAINED_MODEL_KEY
 from grpo_dist.config.schema_supervised import SupervisedConfig
-from grpo_dist.config.supervised import REWARD_MODEL
-from grpo_dist.config.supervised_layout import ROLE, slots
+from grpo_dist.config.supervised import REWARD_MODEL, SFT
+from grpo_dist.config.supervised_layout import slots
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import open_record, say
 from grpo_dist.trainer.run import Job
@@ -36,13 +36,13 @@ def build(
     from grpo_dist.workers.event_loop import run
     from grpo_dist.workers.supervised import SupervisedGroup, SupervisedWorker
 
-    started = time.monotonic()
-    workers = RoleProcesses(slots(config), {ROLE: SupervisedWorker}, TimeLimits(config.trainer.worker_timeout_s))
+    started, role = time.monotonic(), config.role
+    workers = RoleProcesses(slots(config), {role: SupervisedWorker}, TimeLimits(config.trainer.worker_timeout_s))
     stack.callback(workers.shutdown)
-    say(config, f"starting workers: {config.world_size} {ROLE}")
+    say(config, f"starting workers: {config.world_size} {role}")
     resumed = find_resumed(config, ready.rows.identity())
-    model = SupervisedGroup(workers.groups[ROLE])
-    folder = None if resumed is None else str(resumed.folder.absolute() / ROLE)
+    model = SupervisedGroup(workers.groups[role])
+    folder = None if resumed is None else str(resumed.folder.absolute() / role)
     run(_start(config, model, ready.steps, folder))  # before trackers drop the rows after the checkpoint
     progress, trackers = open_record(config, run_dir, resumed, ready.steps, stack)
     trainer = SupervisedTrainer(
@@ -51,7 +51,7 @@ def build(
         ready.rows,
         new_sampler(config, ready.rows),
         ready.steps,
-        CheckpointSaver(config, lambda: {ROLE: model}, async_save=config.checkpoint.async_save),
+        CheckpointSaver(config, lambda: {role: model}, async_save=config.checkpoint.async_save),
         trackers,
         progress,
         preemption,
@@ -77,3 +77,4 @@ async def _start(config: SupervisedConfig, model: SupervisedGroup, steps: int, f
 
 
 REWARD_MODEL_JOB = Job(REWARD_MODEL, preflight, build)
+SFT_JOB = Job(SFT, preflight, build)

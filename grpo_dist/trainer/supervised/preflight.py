@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from grpo_dist.assets import TRAINED_MODEL_KEY, resolve_model_path
 from grpo_dist.assets.model_folder import ModelFolder, check_model_folder
 from grpo_dist.config.problems import config_error
-from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.config.schema_supervised import SFTConfig, SupervisedConfig
 from grpo_dist.config.supervised import is_valid
 from grpo_dist.config.supervised_layout import slots
 from grpo_dist.config.supervised_memory import memory_problems
 from grpo_dist.tracking.base import check_trackers
 from grpo_dist.trainer.checks import Checks, Ready, check_resume, describe_model, is_on_the_hub
 from grpo_dist.trainer.machine import Machine, check_machine
-from grpo_dist.trainer.reward_model_check import check_classifier
 from grpo_dist.trainer.run_lock import check_run_dir
-from grpo_dist.trainer.supervised.rows import Rows, load_rows, total_steps
+from grpo_dist.trainer.supervised.rows import Rows, total_steps
+from grpo_dist.trainer.supervised.tasks import TASKS
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def preflight(config: SupervisedConfig, tell: Callable[[str], None], *, rehearsa
     Raises:
         ConfigError: everything that is wrong, in one message.
     """
-    checks = Checks()
+    checks, task = Checks(), TASKS[config.role]
     machine, model, ready = Machine("", None), None, None
     with checks:
         machine = check_machine(config, slots(config))
@@ -50,11 +50,11 @@ def preflight(config: SupervisedConfig, tell: Callable[[str], None], *, rehearsa
         tell(f"run directory: {config.trainer.record_dir}")
     with checks:
         model = check_model(config, machine, weights=not (rehearsal and is_on_the_hub(config.model.path)))
-        head = "its head is trained on" if "score.weight" in model.shapes else "it gets a new head"
-        tell(f"model: {config.model.path}: {describe_model(model)}{f'; {head}' if model.shapes else ''}")
+        remark = task.check_model(model, f"{TRAINED_MODEL_KEY}={config.model.path}")
+        tell("; ".join(filter(None, (f"model: {config.model.path}: {describe_model(model)}", remark))))
     with checks:
         if model is not None:
-            rows, notes = load_rows(config, model)
+            rows, notes = task.load_rows(config, model)
             ready = ReadyRows(notes, total_steps(config, rows), rows)
             tell(f"rows: {len(rows.train)} {rows.kind} for training, {len(rows.validation)} for validation")
             for note in notes:
@@ -70,7 +70,7 @@ def preflight(config: SupervisedConfig, tell: Callable[[str], None], *, rehearsa
 
 
 def check_model(config: SupervisedConfig, machine: Machine, *, weights: bool) -> ModelFolder:
-    """Find the model folder, download it if it is a hub model, and check its files, its head and its memory.
+    """Find the model folder, download it if it is a hub model, and check its files and its memory.
 
     Args:
         config: the run's config.
@@ -78,14 +78,15 @@ def check_model(config: SupervisedConfig, machine: Machine, *, weights: bool) ->
         weights: whether to download the weights and check their headers.
 
     Raises:
-        ConfigError: there is no such model, its family has no linear head, its head has several outputs, or the ranks
-            do not fit in memory.
+        ConfigError: there is no such model, or the ranks do not fit in memory.
         DataError: a file is missing, damaged or inconsistent with the others.
     """
     setting = f"{TRAINED_MODEL_KEY}={config.model.path}"
+    # a reward model is always of a class of transformers' own, whatever code comes with it
+    trust = config.model.trust_remote_code or not isinstance(config, SFTConfig)
     folder = resolve_model_path(config.model.path, weights=weights, key=TRAINED_MODEL_KEY)
-    found = check_model_folder(folder, setting=setting, trust_remote_code=True, weights=weights)
-    check_classifier(found, setting, needs_head=False)
-    if problems := list(memory_problems(config, found.config, machine.gpu_gib, machine.host_gib, valid=is_valid)):
+    found = check_model_folder(folder, setting=setting, trust_remote_code=trust, weights=weights)
+    limits = machine.gpu_gib, machine.host_gib
+    if problems := list(memory_problems(config, found.config, *limits, valid=is_valid)):
         raise config_error(problems)
     return found

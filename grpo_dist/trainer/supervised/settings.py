@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from grpo_dist.assets import TRAINED_MODEL_KEY
-from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.config.schema_supervised import SFTConfig, SupervisedConfig
 from grpo_dist.engines.room import SUPERVISED_ROOM
 from grpo_dist.engines.settings import ModelSettings, OptimizerSettings, choose_layout
+from grpo_dist.trainer.settings import lora_settings
 from grpo_dist.workers.policy import PolicySettings
 
 
 def worker_settings(config: SupervisedConfig, num_steps: int) -> PolicySettings:
-    """What the ranks are built from; a causal LM gets a new head of one output, drawn with the run's seed."""
+    """What the ranks are built from."""
     model, engine, data, optim = config.model, config.engine, config.data, config.optim
     warmup = optim.lr_warmup_steps
     if warmup < 0:
@@ -32,10 +34,10 @@ def worker_settings(config: SupervisedConfig, num_steps: int) -> PolicySettings:
             param_offload=engine.param_offload,
             optimizer_offload=engine.optimizer_offload,
             max_model_len=data.max_length,
-            num_labels=1,
-            new_head_seed=config.trainer.seed,
             key=TRAINED_MODEL_KEY,
+            section="model",
             room=SUPERVISED_ROOM,
+            **_parts(config),
         ),
         device=config.device,
         num_threads=config.num_threads,
@@ -51,3 +53,10 @@ def worker_settings(config: SupervisedConfig, num_steps: int) -> PolicySettings:
         train_max_token_len=data.max_token_len,
         grad_clip=optim.clip_grad,
     )
+
+
+def _parts(config: SupervisedConfig) -> dict[str, Any]:
+    """The linear head of a reward model, drawn with the run's seed where there is none; of a causal LM the factors."""
+    if isinstance(config, SFTConfig):
+        return {"lora": lora_settings(config.model)}
+    return {"num_labels": 1, "new_head_seed": config.trainer.seed}

@@ -19,7 +19,7 @@ from grpo_dist.trainer.loop import TrainingLoop
 from grpo_dist.trainer.metrics import IdleShares, PeakMemory
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.stage import stage
-from grpo_dist.trainer.supervised.rows import Rows, parts_of
+from grpo_dist.trainer.supervised.rows import Rows
 from grpo_dist.trainer.validation import require_metric
 from grpo_dist.workers.event_loop import blocking, run
 from grpo_dist.workers.supervised import SupervisedGroup
@@ -95,10 +95,9 @@ class SupervisedTrainer(TrainingLoop):
     @stage("train")
     async def train(self) -> None:
         """One optimizer step on the next batch."""
-        parts = parts_of([self.rows.train[i] for i in self.sampler.next_batch()], len(self.model.workers))
-        self.metrics["perf/total_num_tokens"] = float(
-            sum(part["prompts"].lengths.sum() + part["responses"].lengths.sum() for part in parts if len(part))
-        )
+        examples = [self.rows.train[i] for i in self.sampler.next_batch()]
+        self.metrics["perf/total_num_tokens"] = float(sum(each.total_tokens for each in examples))
+        parts = self.rows.shares(examples, len(self.model.workers))
         self.metrics |= metric_values(await self.model.train(parts, self.rows.objective, self.step + 1))
 
     @stage("testing", counted=True)
@@ -106,7 +105,7 @@ class SupervisedTrainer(TrainingLoop):
         """The metrics of the validation rows."""
         if not self.rows.validation:
             return
-        parts = parts_of(self.rows.validation, len(self.model.workers))
+        parts = self.rows.shares(self.rows.validation, len(self.model.workers))
         found: dict[str, Metric] = await self.model.evaluate(parts, self.rows.objective, self.step)
         self.validated = {SUPERVISED_VALIDATION + name: value for name, value in metric_values(found).items()}
         require_metric(self.config.trainer.keep_best_metric, self.validated)
