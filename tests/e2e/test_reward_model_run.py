@@ -1,0 +1,143 @@
+"""`python -m grpo_dist.reward_model` on real ranks and the built-in task, from its start to its end.
+
+The runs share a Ray cluster, as runs that join one do.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.reward_model import main
+from grpo_dist.tasks import arithmetic
+from grpo_dist.trainer import run
+from tests.messages import says
+from tests.trainer.metrics_page import PAGE, undocumented
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS, VALIDATED = 4, 20
+SETTINGS = (
+    "data.train_max_samples=48",
+    "data.train_batch_size=12",
+    f"data.val_max_samples={VALIDATED}",
+    "optim.lr=1e-4",
+    "trainer.save_freq=2",
+    "trainer.test_freq=2",
+    "trainer.logger=[console]",
+)
+
+
+def train(folder: Path, *overrides: str) -> Path:
+    """A run to its end; returns its folder."""
+    assert main([*SETTINGS, f"trainer.default_local_dir={folder}", *overrides]) == 0
+    return folder
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def trained_file(folder: Path) -> Path:
+    return folder / "huggingface" / "model.safetensors"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_ray(local_ray: None) -> Iterator[None]:
+    """The runs join the cluster that is there, and leave it as it is."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "connect", lambda *address: "joined the cluster of the tests")
+        patch.setattr(run, "_disconnect", lambda: None)
+        yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole run on two ranks."""
+    return train(tmp_path_factory.mktemp("run") / "whole", "cluster.world_size=2")
+
+
+def test_each_step_is_on_record_and_validation_where_it_is_due(finished: Path) -> None:
+    rows = metrics(finished)
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert [row["step"] for row in rows if "val/reward_model/accuracy" in row] == [0, 2, 4]
+    for name in ("reward_model/loss", "reward_model/accuracy", "reward_model/grad_norm", "perf/throughput"):
+        assert all(name in row for row in rows[1:]), name
+    assert undocumented({name for row in rows for name in row} - {"step"}, PAGE.read_text()) == []
+    assert (finished / "latest_checkpointed_iteration.txt").read_text() == f"{STEPS}"
+
+
+def test_the_exported_folder_scores_pairs_as_the_validation_did(finished: Path) -> None:
+    """Read by transformers, and each conversation alone."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(finished / "huggingface").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(finished / "huggingface")
+
+    def score(prompt: list[dict[str, str]], answer: str) -> float:
+        whole = [*prompt, {"role": "assistant", "content": answer}]
+        ids = tokenizer.apply_chat_template(whole, return_dict=False)
+        with torch.no_grad():
+            return float(model(input_ids=torch.tensor([ids])).logits.item())
+
+    pairs = arithmetic.pairs("validation")[:VALIDATED]
+    margins = [score(pair["prompt"], pair["chosen"]) - score(pair["prompt"], pair["rejected"]) for pair in pairs]
+    told = metrics(finished)[-1]
+    assert told["val/reward_model/margin"] == pytest.approx(sum(margins) / VALIDATED, abs=1e-4)
+    assert min(map(abs, margins)) > 1e-4, "no pair is undecided"
+    accuracy = sum(margin > 0 for margin in margins) / VALIDATED
+    assert told["val/reward_model/accuracy"] == pytest.approx(accuracy)
+
+
+def test_resumed_in_the_middle_it_ends_in_the_same_file(finished: Path, tmp_path: Path) -> None:
+    """In a folder of its own, from the checkpoint that the whole run wrote after half of its steps."""
+    half = f"trainer.resume_from_path={finished}/global_step_2"
+    resumed = train(tmp_path / "resumed", "cluster.world_size=2", "trainer.resume_mode=resume_path", half)
+    assert trained_file(resumed).read_bytes() == trained_file(finished).read_bytes()
+    names = ("step", "reward_model/loss", "reward_model/accuracy", "reward_model/grad_norm", "reward_model/lr")
+    last = [{name: row[name] for name in names} for row in metrics(finished)[-2:]]
+    assert [{name: row[name] for name in names} for row in metrics(resumed)] == last
+
+
+def test_one_rank_with_other_passes_trains_the_same_model(finished: Path, tmp_path: Path) -> None:
+    """To rounding, which AdamW turns into real steps where a gradient is near 0: so all weights are compared at once."""
+    passes = ("data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=128")
+    alone = train(tmp_path / "alone", "cluster.world_size=1", "trainer.save_freq=-1", *passes)
+    for name in ("reward_model/loss", "reward_model/margin", "val/reward_model/loss"):
+        found, expected = ([row[name] for row in metrics(folder) if name in row] for folder in (alone, finished))
+        assert found == pytest.approx(expected, abs=1e-3), name
+    assert metrics(alone)[1]["reward_model/loss"] == pytest.approx(metrics(finished)[1]["reward_model/loss"], rel=1e-5)
+    start = load_file(Path(resolve_model_path("builtin:tiny-qwen3")) / "model.safetensors")
+    one, two = (load_file(trained_file(folder)) for folder in (alone, finished))
+    assert one.keys() == two.keys()
+    backbone = [name for name in one if name in start]
+    assert len(backbone) == len(start), "the head is new, and the output layer of the causal LM is tied"
+    apart = sum(float((one[name] - two[name]).square().sum()) for name in one)
+    moved = sum(float((two[name] - start[name]).square().sum()) for name in backbone)
+    assert moved > 0
+    assert apart < 1e-3 * moved
+
+
+def test_what_cannot_be_trained_on_ends_with_exit_code_2(tmp_path: Path) -> None:
+    """From a shell, and before Ray starts."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1?", "chosen": "2", "rejected": "2"}) + "\n")
+    overrides = [f"data.train_files={rows}", "data.max_length=64", f"trainer.default_local_dir={tmp_path}/run"]
+    command = [sys.executable, "-m", "grpo_dist.reward_model", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stderr
+    says(done.stderr, "data.train_files", f"{rows}, line 1", "chosen and rejected")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
