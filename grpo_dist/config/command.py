@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import yaml
 
 from grpo_dist.config.schema_job import JobConfig
 
@@ -58,8 +61,18 @@ class Command(Generic[Config]):
 
     def group_options(self) -> dict[str, list[str]]:
         """The config groups and their options, sorted."""
-        folders = sorted(path for path in self.file.parent.iterdir() if path.is_dir() and any(path.glob("*.yaml")))
-        return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+        folder = self.file.parent
+        return {
+            group: sorted(path.stem for path in (folder / group).glob("*.yaml"))
+            for group in sorted(default_options(self.file))
+        }
+
+
+@cache
+def default_options(file: Path) -> Mapping[str, str]:
+    """The config groups of a command's YAML file, each with the option that is used where none is chosen."""
+    entries = yaml.safe_load(file.read_text(encoding="utf-8"))["defaults"]
+    return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
 # Any command, where only the names of keys matter.

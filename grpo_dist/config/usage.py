@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import yaml
-
-from grpo_dist.config.command import AnyCommand
+from grpo_dist.config.command import AnyCommand, default_options
 
 
 def usage(command: AnyCommand) -> str:
@@ -13,7 +11,7 @@ def usage(command: AnyCommand) -> str:
     lines = [f"usage: {called} [GROUP=OPTION ...] [KEY=VALUE ...]", ""]
     lines += [f"{command.purpose} Groups change the defaults, and keys change both.", ""]
     lines.append("groups (the default is marked *):")
-    defaults = _default_options(command)
+    defaults = default_options(command.file)
     for group, options in command.group_options().items():
         for option in options:
             mark = "*" if defaults[group] == option else " "
@@ -24,11 +22,6 @@ def usage(command: AnyCommand) -> str:
     lines += ["", f"every key, with its meaning and default: {' and '.join(map(str, command.files))}"]
     lines.append("lists are written [a,b], an empty value null, text with = , : [ ] { } as \"key='...'\"")
     return "\n".join(lines)
-
-
-def _default_options(command: AnyCommand) -> dict[str, str]:
-    entries = yaml.safe_load(command.file.read_text(encoding="utf-8"))["defaults"]
-    return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 
 def first_comment(command: AnyCommand, group: str, option: str) -> str:
