@@ -28,7 +28,7 @@ BASE = {
     "config",
 }
 PARTS = {"data", "rewards", "tracking", "engines"}
-COMMANDS = ("main", "reward_model")
+COMMANDS = ("main", "reward_model", "sft")
 # Layer -> the layers it may import. A layer may always import itself.
 ARROWS: dict[str, set[str]] = {
     "errors": set(),

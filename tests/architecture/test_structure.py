@@ -25,6 +25,8 @@ TESTED_ELSEWHERE = {
     **{f"algorithms/policy_loss/{name}.py": "algorithms/test_policy_loss.py" for name in POLICY_LOSS_FILES},
     "config/field_types.py": "config/test_schema.py",  # the types of the schema
     "config/keys.py": "config/test_load.py",  # hints in messages
+    "reward_model.py": "test_command_line.py",
+    "sft.py": "test_command_line.py",
     "names.py": "config/test_schema.py",  # compared with the registries there
     "sizes.py": "config/test_memory.py",  # counted with there
     "config/grpo.py": "config/test_load.py",  # the command whose config is loaded there

@@ -1,24 +1,33 @@
-"""grpo.yaml and the groups against the schema: the same keys on both sides, a comment on each."""
+"""The YAML files of the commands against their schemas: the same keys on both sides, a comment on each."""
 
 import re
+from pathlib import Path
 
 import pytest
 import yaml
 
-from grpo_dist.config.command import CONFIG_DIR
+from grpo_dist.config.command import default_options
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.keys import free_form_keys, leaf_keys, section_keys
+from grpo_dist.config.load import load_command
 from grpo_dist.config.schema_health import RULES
+from grpo_dist.config.supervised import REWARD_MODEL, SFT
 
-ROOT = CONFIG_DIR / "grpo.yaml"
-GROUP_FILES = sorted(CONFIG_DIR.glob("*/*.yaml"))
+COMMANDS = (GRPO, REWARD_MODEL, SFT)
+EACH = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.module)
+GROUP_FILES = [
+    pytest.param(command, path, id=f"{command.module}-{path.parent.name}/{path.stem}")
+    for command in COMMANDS
+    for group, options in command.group_options().items()
+    for path in (command.file.parent / group / f"{option}.yaml" for option in options)
+]
 
 
-def leaves(tree, prefix=""):
+def leaves(tree, schema, prefix=""):
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and key not in free_form_keys():
-            yield from leaves(value, f"{key}.")
+        if isinstance(value, dict) and key not in free_form_keys(schema):
+            yield from leaves(value, schema, f"{key}.")
         else:
             yield key
 
@@ -39,10 +48,13 @@ def uncommented(text):
     ]
 
 
-def test_root_and_schema_have_the_same_keys():
-    """But the settings of the health rules, whose defaults are in their table."""
-    of_rules = {key for key in leaf_keys() if key.startswith(tuple(f"trainer.health.{rule}." for rule in RULES))}
-    assert sorted(leaves(read(ROOT))) == sorted(set(leaf_keys()) - of_rules)
+@EACH
+def test_root_and_schema_have_the_same_keys(command):
+    """Each in one file; but the settings of the health rules, whose defaults are in their table."""
+    known = leaf_keys(command.schema)
+    of_rules = {key for key in known if key.startswith(tuple(f"trainer.health.{rule}." for rule in RULES))}
+    there = [key for file in command.files for key in leaves(read(file), command.schema)]
+    assert sorted(there) == sorted(set(known) - of_rules)
 
 
 def test_there_are_keys_of_all_sections():
@@ -56,20 +68,39 @@ def test_there_are_keys_of_all_sections():
         "custom_reward_function.reward_kwargs",
         "trainer.stage_timeout_s",
     }
+    assert free_form_keys(REWARD_MODEL.schema) == ("model.override_config",)
+    assert set(free_form_keys(SFT.schema)) == {"model.override_config", "data.apply_chat_template_kwargs"}
 
 
-@pytest.mark.parametrize("path", GROUP_FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_groups_set_known_keys_only(path):
-    keys = list(leaves(read(path)))
+@EACH
+def test_the_types_hold_for_the_defaults_and_another_model(command):
+    """What the groups leave unset, a user sets."""
+    path = next(iter(command.chosen))
+    config, _ = load_command([f"{path}=Qwen/Qwen3-0.6B", "trainer.dry_run=config"], command)
+    assert config.model_path == "Qwen/Qwen3-0.6B"
+    assert load_command([], command)[0].has_builtin_model
+
+
+@pytest.mark.parametrize(("command", "path"), GROUP_FILES)
+def test_groups_set_known_keys_only(command, path):
+    keys = list(leaves(read(path), command.schema))
     assert keys or path.stem == "grpo", "only the default method changes nothing"
-    assert set(keys) <= set(leaf_keys())
+    assert set(keys) <= set(leaf_keys(command.schema))
     assert path.read_text().splitlines()[0] == "# @package _global_"
     assert path.read_text().splitlines()[1].startswith("# ")
 
 
-@pytest.mark.parametrize("path", [ROOT, *GROUP_FILES], ids=lambda path: path.stem)
-def test_every_key_has_a_comment_above(path):
-    assert uncommented(path.read_text().partition("recipe: grpo\n")[2] or path.read_text()) == []
+@pytest.mark.parametrize("path", [each.values[1] for each in GROUP_FILES], ids=str)
+def test_every_key_of_a_group_has_a_comment_above(path):
+    assert uncommented(path.read_text()) == []
+
+
+@EACH
+def test_every_key_has_a_comment_above(command):
+    for file in command.files:
+        text = file.read_text()
+        defaults = re.search(r"^defaults:\n(?:  - .*\n)+", text, re.MULTILINE)
+        assert uncommented(text.replace(defaults[0], "") if defaults else text) == [], file
 
 
 def test_a_key_without_comment_is_seen():
@@ -79,3 +110,19 @@ def test_a_key_without_comment_is_seen():
 def test_groups_are_found():
     assert set(GRPO.group_options()) == {"model", "data", "cluster", "recipe"}
     assert "qwen3_8b" in GRPO.group_options()["model"]
+    for command in (REWARD_MODEL, SFT):
+        assert command.group_options() == {"data": ["arithmetic", "files"], "model": ["hf", "tiny"]}
+
+
+@EACH
+def test_the_options_that_are_used_by_themselves_are_there(command):
+    options = command.group_options()
+    chosen = [*default_options(command.file).items(), *command.chosen.values()]
+    assert all(option in options[group] for group, option in chosen)
+    assert set(command.chosen) | set(command.needed) <= set(leaf_keys(command.schema))
+
+
+def test_every_file_belongs_to_a_command():
+    folder = Path(GRPO.file).parent
+    used = {file for command in COMMANDS for file in command.files} | {each.values[1] for each in GROUP_FILES}
+    assert {file for file in folder.rglob("*.yaml")} - used == {folder / "foreign_keys.yaml"}

@@ -112,7 +112,7 @@ def test_resumed_in_the_middle_it_ends_in_the_same_file(finished: Path, tmp_path
 
 
 def test_one_rank_with_other_passes_trains_the_same_model(finished: Path, tmp_path: Path) -> None:
-    """To rounding, which AdamW turns into real steps where a gradient is near 0: so all weights are compared at once."""
+    """To rounding, which AdamW turns into real steps where a gradient is near 0: all weights are compared at once."""
     passes = ("data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=128")
     alone = train(tmp_path / "alone", "cluster.world_size=1", "trainer.save_freq=-1", *passes)
     for name in ("reward_model/loss", "reward_model/margin", "val/reward_model/loss"):

@@ -1,0 +1,108 @@
+"""What the commands have in common: --help, dry runs, and how errors end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from grpo_dist import main, reward_model, sft
+from grpo_dist.command_line import run_command
+from grpo_dist.config.supervised import REWARD_MODEL
+from grpo_dist.errors import ConfigError, GrpoDistError, Terminated, WorkerError
+from grpo_dist.trainer import run as run_module
+from tests.messages import says
+
+COMMANDS = pytest.mark.parametrize(
+    "command", [main.main, reward_model.main, sft.main], ids=["main", "reward_model", "sft"]
+)
+Main = Callable[[list[str]], int]
+
+
+@COMMANDS
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_says_how_the_command_is_called(command: Main, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command([flag, "nonsense"]) == 0
+    out = capsys.readouterr().out
+    says(out, f"python -m {command.__module__}", "* model=tiny", "* data=arithmetic", "data=files")
+    assert ".yaml" in out
+
+
+@COMMANDS
+def test_a_mistake_is_told_with_its_key_and_exit_code_2(command: Main, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["trainer.sed=3", "data.train_batch_size=0"]) == 2
+    shown = capsys.readouterr()
+    says(shown.err, "trainer.sed:", "trainer.seed", "data.train_batch_size=0")
+    assert (shown.out, "Traceback" in shown.err) == ("", False)
+
+
+@COMMANDS
+def test_a_dry_run_of_the_config_checks_nothing_of_this_machine(
+    command: Main, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["trainer.dry_run=config", "data.val_files=gone.jsonl"]) == 0
+    out = capsys.readouterr().out
+    says(out, "data.val_files=gone.jsonl:")  # as a note
+    assert "checked on this machine" not in out
+
+
+def test_a_key_of_one_command_is_not_taken_by_another(capsys: pytest.CaptureFixture[str]) -> None:
+    assert reward_model.main(["actor_rollout_ref.rollout.n=8", "model.lora_rank=8"]) == 2
+    says(capsys.readouterr().err, "actor_rollout_ref.rollout.n:", "model.lora_rank:")
+    assert main.main(["optim.clip_grad=1"]) == 2
+    says(capsys.readouterr().err, "optim.clip_grad:")
+
+
+# --- endings -------------------------------------------------------------------------------------------------------
+def ends(error: BaseException | None, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of a run that ends so."""
+
+    def run(config: Any, job: Any) -> None:
+        assert job.command is REWARD_MODEL
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(run_module, "run", run)
+    texts = {name: lambda config, notes, name=name: name for name in ("plan", "summary")}
+    return run_command(REWARD_MODEL, [], "grpo_dist.trainer.supervised.job:REWARD_MODEL_JOB", **texts)  # type: ignore[arg-type]
+
+
+def test_a_run_begins_with_the_summary(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ends(None, monkeypatch) == 0
+    assert capsys.readouterr() == ("summary\n", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("a=1"), 2),
+        (GrpoDistError("a=1"), 1),
+        (KeyboardInterrupt(), 128 + signal.SIGINT),
+        (Terminated(), 128 + signal.SIGTERM),
+    ],
+)
+def test_exit_codes(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ends(error, monkeypatch) == code
+
+
+def test_a_workers_traceback_and_notes_are_shown_and_the_drivers_are_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = WorkerError("it broke", "reward_model", 1, remote_traceback="Traceback: rank.py")
+    error.add_note("in stage 'train' of step 3")
+    assert ends(error, monkeypatch) == 1
+    told = capsys.readouterr().err
+    says(told, "reward_model worker 1", "'train'", "step 3", "Traceback: rank.py")
+    assert "command_line.py" not in told
+
+
+def test_the_module_is_a_command() -> None:
+    command = [sys.executable, "-m", "grpo_dist.reward_model", "data.train_bach_size=3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    says(done.stderr, "data.train_batch_size")
+    assert "Traceback" not in done.stderr
