@@ -1,4 +1,4 @@
-"""The main job with faults on a timetable: `python -m tests.chaos.driver PLAN.json key=value ...`.
+"""A command with faults on a timetable: `python -m tests.chaos.driver PLAN.json COMMAND key=value ...`.
 
 The plan lists faults; each hits once, also over several lives of the run: the ones that have hit are written next to it
 before the signal is sent, with the stage that the trainer was in.
@@ -6,6 +6,7 @@ before the signal is sent, with the stage that the trainer was in.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -19,8 +20,19 @@ import psutil
 
 from tests.observed import command_line
 
-# The trainer's stage during which a fault hits, by the moment's name; "idle" and "scoring" are hooked below.
-STAGES = {"generating": "rollout", "updating": "update_actor", "syncing": "update_weights", "saving": "save_checkpoint"}
+# By command, its trainer and the stage during which a fault hits, by the moment's name; "idle" and "scoring" are hooked
+# below.
+TRAINERS: dict[str, tuple[str, dict[str, str]]] = {
+    "main": (
+        "grpo_dist.trainer.trainer:GRPOTrainer",
+        {"generating": "rollout", "updating": "update_actor", "syncing": "update_weights", "saving": "save_checkpoint"},
+    ),
+    "reward_model": (
+        "grpo_dist.trainer.supervised.trainer:SupervisedTrainer",
+        {"updating": "train", "validating": "testing", "saving": "save_checkpoint"},
+    ),
+}
+COUNTED = ("validating", "saving")  # moments that come after the step was counted
 PROCESSES = {
     "actor": "ray::ActorWorker",
     "rollout": "ray::RolloutWorker",
@@ -28,6 +40,7 @@ PROCESSES = {
     "ref": "ray::PolicyWorker",
     "reward_model": "ray::RewardModelWorker",
     "reward": "ray::RewardWorker",
+    "trained": "ray::SupervisedWorker",  # of a command that trains one model
 }
 # Seconds after a stage's calls were sent, so that work has begun; and those that a stopped driver stands still.
 DELAY_S, DRIVER_STOPS_S = 0.01, 5.0
@@ -93,16 +106,18 @@ def victim(role: str) -> int | None:
     return max(found, key=lambda each: each.create_time()).pid if found else None
 
 
-def install(timetable: Timetable) -> None:
-    """Hook the timetable into the trainer."""
+def install(timetable: Timetable, command: str) -> None:
+    """Hook the timetable into the trainer of a command."""
+    from grpo_dist.registry import load_attribute
     from grpo_dist.trainer.rollout import pump
-    from grpo_dist.trainer.trainer import GRPOTrainer
     from grpo_dist.workers.group import Call, WorkerGroup
 
+    name, stages = TRAINERS[command]
+    trainer: Any = load_attribute(name, key="trainer")
     step = [0]
-    report, submit, value = GRPOTrainer.report, WorkerGroup.submit_for_data, WorkerGroup.value
+    report, submit, value = trainer.report, WorkerGroup.submit_for_data, WorkerGroup.value
 
-    def reported(self: GRPOTrainer) -> None:
+    def reported(self: Any) -> None:
         report(self)
         timetable.come("idle", self.step)
         timetable.strike()
@@ -122,21 +137,21 @@ def install(timetable: Timetable) -> None:
             timetable.strike()
         return await value(self, call)
 
-    for moment, name in STAGES.items():
-        hook_stage(GRPOTrainer, name, moment, timetable, step)
-    GRPOTrainer.report = reported  # type: ignore[method-assign]
+    for moment, stage in stages.items():
+        hook_stage(trainer, stage, moment, timetable, step)
+    trainer.report = reported
     WorkerGroup.submit_for_data = submitted  # type: ignore[method-assign]
     WorkerGroup.value = awaited  # type: ignore[method-assign]
     pump.SCORER_START_S, pump.SCORER_RESTART_S = 15.0, 0.0  # a stopped reward process is noticed within the test
 
 
 def hook_stage(trainer: type, stage: str, moment: str, timetable: Timetable, step: list[int]) -> None:
-    """Tell the timetable when the trainer's stage begins. Saving comes after the step was counted."""
+    """Tell the timetable when the trainer's stage begins."""
     name = next(n for n, f in vars(trainer).items() if getattr(f, "stage", ("",))[0] == stage)
     method = getattr(trainer, name)
 
     def hooked(self: Any, *args: Any) -> Any:
-        step[0] = self.step + (moment != "saving")
+        step[0] = self.step + (moment not in COUNTED)
         timetable.come(moment, step[0])
         timetable.now = moment
         try:
@@ -148,9 +163,8 @@ def hook_stage(trainer: type, stage: str, moment: str, timetable: Timetable, ste
 
 
 if __name__ == "__main__":
-    from grpo_dist.main import main
     from grpo_dist.workers.cluster import set_local_environment
 
     set_local_environment()  # before the hooks import Ray
-    install(Timetable(Path(sys.argv[1])))
-    sys.exit(main(sys.argv[2:]))
+    install(Timetable(Path(sys.argv[1])), sys.argv[2])
+    sys.exit(importlib.import_module(f"grpo_dist.{sys.argv[2]}").main(sys.argv[3:]))

@@ -1,4 +1,4 @@
-"""Whole runs of the main job on real workers, with faults or without."""
+"""Whole runs of a command on real workers, with faults or without."""
 
 from __future__ import annotations
 
@@ -34,6 +34,19 @@ SETTINGS = [
     "reward.timeout_s=2",
     "ray_kwargs.ray_init.address=local",
 ]
+# Of the command that trains a reward model.
+PREFERENCES = [
+    "data.train_batch_size=4",
+    f"data.train_max_samples={4 * STEPS_PER_EPOCH}",
+    "data.val_max_samples=16",
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.test_freq=1",
+    "trainer.save_freq=1",
+    "trainer.max_actor_ckpt_to_keep=null",
+    "trainer.max_actor_restarts=12",
+    "trainer.worker_timeout_s=25",
+    "ray_kwargs.ray_init.address=local",
+]
 MOST_LIVES = 8
 # SIGKILL of the driver, and SIGTERM: the run is started again. Anything else is a failure.
 RESTARTED = (-signal.SIGKILL, 128 + signal.SIGTERM)
@@ -62,15 +75,24 @@ class Outcome:
         return sorted(rows, key=lambda row: row["uid"])
 
     def rewards(self) -> list[tuple[int, float]]:
-        return [(row["step"], row["critic/score/mean"]) for row in self.metrics() if "critic/score/mean" in row]
+        return self.curve("critic/score/mean")
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """A metric by step."""
+        return [(row["step"], row[name]) for row in self.metrics() if name in row]
 
 
 def train(folder: Path, faults: list[Fault], *overrides: str) -> Outcome:
-    """A run to its end, started again whenever a fault ended it."""
+    """A run of the main job to its end, started again whenever a fault ended it."""
+    return run_command("main", folder, faults, *SETTINGS, *overrides)
+
+
+def run_command(name: str, folder: Path, faults: list[Fault], *overrides: str) -> Outcome:
+    """A run of a command to its end, started again whenever a fault ended it."""
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder / "plan.json"
     plan.write_text(json.dumps([asdict(fault) for fault in faults]))
-    command = [sys.executable, "-m", "tests.chaos.driver", str(plan), *SETTINGS, *overrides]
+    command = [sys.executable, "-m", "tests.chaos.driver", str(plan), name, *overrides]
     command.append(f"trainer.default_local_dir={folder}/run")
     started, log = time.monotonic(), ""
     for lives in range(1, MOST_LIVES + 1):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.driver import Fault
-from tests.chaos.runs import STEPS, STEPS_PER_EPOCH, Outcome, train
+from tests.chaos.runs import PREFERENCES, STEPS, STEPS_PER_EPOCH, Outcome, run_command, train
 from tests.messages import says
 from tests.models import builtin_reward_model
 
@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(3000)]
 MOMENTS = ("idle", "generating", "scoring", "updating", "syncing", "saving")
 ROLES = ("driver", "actor", "rollout", "ref", "reward")
 SIGNALS = ("SIGKILL", "SIGSTOP")
+# Of the command that trains a reward model; it is validated and saved at every step.
+TRAINING_MOMENTS = ("idle", "updating", "validating", "saving")
 
 
 def check(outcome: Outcome, undisturbed: Outcome, faults: list[Fault]) -> None:
@@ -29,6 +31,8 @@ def check(outcome: Outcome, undisturbed: Outcome, faults: list[Fault]) -> None:
     for hit in outcome.hits:
         assert hit["fault"]["moment"] in (hit["during"], "idle", "scoring"), f"it came too late: {hit}"
     assert outcome.rewards() == undisturbed.rewards()
+    for name in ("reward_model/loss", "val/reward_model/accuracy"):
+        assert outcome.curve(name) == undisturbed.curve(name)
     assert outcome.weights == undisturbed.weights
 
 
@@ -71,6 +75,14 @@ def scored_by_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, 
     return train(folder / "run", [], *overrides), overrides
 
 
+@pytest.fixture(scope="module")
+def trained_reward_model(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """An undisturbed run of the command that trains a reward model."""
+    outcome = run_command("reward_model", tmp_path_factory.mktemp("trained") / "run", [], *PREFERENCES)
+    assert len(outcome.curve("reward_model/loss")) == STEPS
+    return outcome
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", SIGNALS)
 @pytest.mark.parametrize("role", ROLES)
@@ -87,14 +99,29 @@ def test_matrix_of_the_reward_model(
     strike("reward_model", name, tmp_path, table, undisturbed, *overrides)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", SIGNALS)
+def test_matrix_of_the_training_of_a_reward_model(
+    trained_reward_model: Outcome, tmp_path: Path, table: list[str], name: str
+) -> None:
+    faults = [Fault("trained", moment, name, step) for step, moment in enumerate(TRAINING_MOMENTS, 1)]
+    outcome = run_command("reward_model", tmp_path / "run", faults, *PREFERENCES)
+    judge(outcome, trained_reward_model, faults, table)
+
+
 def strike(role: str, name: str, folder: Path, table: list[str], undisturbed: Outcome, *overrides: str) -> None:
     """One row of the matrix."""
     faults = [Fault(role, moment, name, step) for step, moment in enumerate(MOMENTS, 1)]
-    outcome = train(folder / "run", faults, *overrides)
+    judge(train(folder / "run", faults, *overrides), undisturbed, faults, table)
+
+
+def judge(outcome: Outcome, undisturbed: Outcome, faults: list[Fault], table: list[str]) -> None:
+    """Write and check a row of the matrix."""
     same = outcome.weights == undisturbed.weights and outcome.rewards() == undisturbed.rewards()
     moments = ", ".join(hit["fault"]["moment"] for hit in outcome.hits)
     starts = outcome.lives + outcome.log.count("starting all workers again")
-    table.append(f"| {role} | {name} | {moments} | {'yes' if same else 'NO'} | {outcome.seconds:.0f} | {starts} |")
+    row = (faults[0].role, faults[0].signal, moments, "yes" if same else "NO", f"{outcome.seconds:.0f}", str(starts))
+    table.append(f"| {' | '.join(row)} |")
     sys.stdout.write(f"\n{table[-1]}\n")  # at once: the whole takes long
     sys.stdout.flush()
     check(outcome, undisturbed, faults)

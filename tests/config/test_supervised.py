@@ -35,7 +35,9 @@ def test_the_defaults_are_right_and_say_nothing(command: Any) -> None:
 
 
 REFUSED: dict[str, tuple[list[str], list[str]]] = {
-    "validation of nothing": (["trainer.val_only=true", "data.val_files=null"], ["trainer.val_only=true", "data.val_files"]),
+    "validation of nothing": (
+        ["trainer.val_only=true", "data.val_files=null"], ["trainer.val_only=true", "data.val_files"]
+    ),
     "a checkpoint without a path": (["trainer.resume_mode=resume_path"], ["trainer.resume_from_path=null"]),
     "missing rows": (["data.train_files=gone.jsonl", "data.max_length=64"], ["data.train_files=gone.jsonl:"]),
     "missing validation rows": (["data.val_files=gone.jsonl"], ["data.val_files=gone.jsonl:"]),
