@@ -61,7 +61,7 @@ def preflight(config: SupervisedConfig, tell: Callable[[str], None], *, rehearsa
                 tell(note)
             tell(f"training steps: {ready.steps}")
     with checks:
-        folder = None if ready is None else check_resume(config, ready.rows.identity(), verify=rehearsal)
+        folder = None if ready is None else check_resume(config, ready.rows.identity, verify=rehearsal)
         if folder is not None:
             tell(f"checkpoint to resume from: {folder}")
     checks.end()
