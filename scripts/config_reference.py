@@ -1,4 +1,4 @@
-"""docs/config.md, from the comments of grpo.yaml, the schema and foreign_keys.yaml.
+"""docs/config.md, from the comments of the commands' YAML files, the schemas and foreign_keys.yaml.
 
 python -m scripts.config_reference > docs/config.md
 """
@@ -9,26 +9,36 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import yaml
 
+from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.foreign_keys import FOREIGN_KEYS, RENAMED
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.keys import free_form_keys
 from grpo_dist.config.problems import shown
 from grpo_dist.config.schema_health import RULES, rule_defaults
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.supervised import REWARD_MODEL, SFT
 from grpo_dist.config.usage import first_comment
 
 _HEAD = """# Config
 
-Every key, its default and its meaning: made from `grpo_dist/config/grpo.yaml` by
-`python -m scripts.config_reference`.
+Every key of `python -m grpo_dist.main`, its default and its meaning: made from `grpo_dist/config/grpo.yaml` by
+`python -m scripts.config_reference`. Those of the other commands are [below](#commands-that-train-one-model).
 Names and meanings are verl's wherever verl has the key. A run is these defaults, changed by groups (`model=`, `data=`,
 `cluster=`, `+recipe=`), changed by single keys (`key=value`, `+key=value` or `++key=value`; lists are `[a,b]`, an empty
 value is `null`). `trainer.dry_run=config` shows the result and starts nothing; `true` checks this machine too.
 
 Unknown keys, wrong types, values out of range and keys that contradict each other are reported together, before
 anything is started, with exit code 2.
+"""
+_SUPERVISED = """## Commands that train one model
+
+`python -m grpo_dist.reward_model` ([reward_models.md](reward_models.md#training-one)) and `python -m grpo_dist.sft`
+([sft.md](sft.md)) have a config of their own, made from `grpo_dist/config/commands/`; keys, groups and messages work in
+the same way. These are the keys that both have.
 """
 _MIGRATION = """## Coming from verl
 
@@ -45,16 +55,16 @@ A verl script for FSDP and vLLM runs with `verl.trainer.main_ppo` replaced by `g
 
 @dataclass(frozen=True)
 class Key:
-    """A key of grpo.yaml, its default, and the comment above it."""
+    """A key of a YAML file, its default, and the comment above it."""
 
     name: str
     default: object
     comment: str
 
 
-def documented_keys() -> Iterator[Key]:
-    """The keys of grpo.yaml in its order."""
-    text = GRPO.file.read_text(encoding="utf-8")
+def documented_keys(file: Path = GRPO.file, schema: type[JobConfig] = GRPO.schema) -> Iterator[Key]:
+    """The keys of a YAML file in its order."""
+    text = file.read_text(encoding="utf-8")
     values = yaml.safe_load(text)
     path: list[str] = []
     comment: list[str] = []
@@ -68,29 +78,44 @@ def documented_keys() -> Iterator[Key]:
             path = [*path[: len(match[1]) // 2], match[2]]
             key = ".".join(path)
             value = _value(values, path)
-            if not isinstance(value, dict) or key in free_form_keys():
+            if not isinstance(value, dict) or key in free_form_keys(schema):
                 yield Key(key, value, " ".join(comment))
         comment = []
 
 
 def reference() -> str:
     """The text of docs/config.md."""
-    blocks = [_HEAD, _groups()]
-    sections: dict[str, list[Key]] = {}
-    for key in documented_keys():
-        sections.setdefault(key.name.rpartition(".")[0], []).append(key)
-    for section, keys in sections.items():
-        rows = [f"| `{key.name.rpartition('.')[2]}` | {_default(key.default)} | {_cell(key.comment)} |" for key in keys]
-        blocks.append("\n".join([f"## `{section}`\n", "| key | default | meaning |", "|---|---|---|", *rows]) + "\n")
+    blocks = [_HEAD, _groups(GRPO)]
+    for section, table in _tables(list(documented_keys()), "##"):
+        blocks.append(table)
         if section == "trainer.health":
             blocks.append(_health_rules())
-    return "\n".join([*blocks, _MIGRATION, *_foreign()])
+    blocks += [_MIGRATION, *_foreign(), _SUPERVISED]
+    assert SFT.shared is not None
+    blocks += [table for _, table in _tables(list(documented_keys(SFT.shared, SFT.schema)), "###")]
+    for command in (REWARD_MODEL, SFT):
+        blocks += [f"## `{command.module}`\n\nKeys of its own, or with another meaning or default.\n", _groups(command)]
+        blocks += [table for _, table in _tables(list(documented_keys(command.file, command.schema)), "###")]
+    return "\n".join(blocks)
 
 
-def _groups() -> str:
-    lines = ["## Groups\n", "| group | what it is |", "|---|---|"]
-    for group, options in GRPO.group_options().items():
-        lines += [f"| `{group}={option}` | {_cell(first_comment(GRPO, group, option))} |" for option in options]
+def _tables(keys: list[Key], heading: str) -> Iterator[tuple[str, str]]:
+    """(section, its table) for the sections of these keys."""
+    sections: dict[str, list[Key]] = {}
+    for key in keys:
+        sections.setdefault(key.name.rpartition(".")[0], []).append(key)
+    for section, found in sections.items():
+        rows = [
+            f"| `{key.name.rpartition('.')[2]}` | {_default(key.default)} | {_cell(key.comment)} |" for key in found
+        ]
+        lines = [f"{heading} `{section}`\n", "| key | default | meaning |", "|---|---|---|", *rows]
+        yield section, "\n".join(lines) + "\n"
+
+
+def _groups(command: AnyCommand) -> str:
+    lines = [f"##{'' if command is GRPO else '#'} Groups\n", "| group | what it is |", "|---|---|"]
+    for group, options in command.group_options().items():
+        lines += [f"| `{group}={option}` | {_cell(first_comment(command, group, option))} |" for option in options]
     return "\n".join(lines) + "\n"
 
 

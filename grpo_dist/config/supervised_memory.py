@@ -69,7 +69,7 @@ def memory_estimate(
     host = host_memory(
         rank, offloaded=offloaded, copied=rank.weights + rank.states, exports=config.trainer.export_hf_model
     )
-    peak = {"weights": rank.weights} if config.trainer.val_only else batch.peak()
+    peak = rank.forward(tokens, tokens if is_lm else 0) if config.trainer.val_only else batch.peak()
     return RoleMemory(config.role, in_gib(peak), host=host)
 
 
@@ -80,6 +80,7 @@ def memory_problems(
     host_gib: float | None,
     *,
     valid: Callable[[SupervisedConfig], bool],
+    num_parameters: int = 0,
 ) -> Iterator[Problem]:
     """Reports ranks that do not fit in memory, and settings with which they would.
 
@@ -89,14 +90,17 @@ def memory_problems(
         gib: memory of one GPU, GiB; None: unknown.
         host_gib: CPU memory of the machine that runs all ranks, GiB; None: unknown.
         valid: whether a changed config may be suggested.
+        num_parameters: see `memory_estimate`.
     """
-    found = list(_misfits(config, model_config, gib, host_gib))
-    if not found:
-        return
+
+    def misfits(changed: SupervisedConfig) -> list[tuple[str, float]]:
+        return list(_misfits(changed, memory_estimate(changed, model_config, num_parameters), gib, host_gib))
 
     def excess(changed: SupervisedConfig) -> float:
-        misfits = _misfits(changed, model_config, gib, host_gib)
-        return sum(more for _, more in misfits) if valid(changed) else float("inf")
+        return sum(more for _, more in misfits(changed)) if valid(changed) else float("inf")
+
+    if not (found := misfits(config)):
+        return
 
     fitting = fitting_settings(config, _tried(config, _REMEDIES), _tried(config, _MORE_GPUS), excess)
     advice = f"set {fitting}" if fitting else "use a smaller model, larger GPUs, or more machines (trainer.nnodes)"
@@ -106,10 +110,9 @@ def memory_problems(
 
 
 def _misfits(
-    config: SupervisedConfig, model_config: Mapping[str, Any] | None, gib: float | None, host_gib: float | None
+    config: SupervisedConfig, role: RoleMemory | None, gib: float | None, host_gib: float | None
 ) -> Iterator[tuple[str, float]]:
     """What needs more than there is, and how much more, GiB."""
-    role = memory_estimate(config, model_config)
     if role is None:
         return
     parts = " + ".join(f"{name} {size:.3g}" for name, size in role.parts.items() if size)

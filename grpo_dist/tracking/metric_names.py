@@ -11,6 +11,7 @@ RESPONSE_LENGTH = "response_length/mean"
 THROUGHPUT = "perf/tokens_per_s"  # of all devices; verl's perf/throughput is per device
 TIMING = "timing_s/"
 STEP_TIME = "timing_s/step"
+BESIDE_STEPS = ("testing", "save_checkpoint")  # phases that a step's time leaves out
 VALIDATION = "val-core/"
 SUPERVISED_VALIDATION = "val/"
 # Of models that train on rows with known answers, by what the console calls them.

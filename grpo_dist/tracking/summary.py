@@ -121,7 +121,7 @@ def _timing_lines(trained: Sequence[Row]) -> list[str]:
                 phase = name.removeprefix(metric_names.TIMING)
                 sums[phase] = sums.get(phase, 0.0) + value
     ordered = sorted(sums.items(), key=lambda item: -item[1])
-    rest = total - sum(sums.values())
+    rest = total - sum(seconds for phase, seconds in sums.items() if phase not in metric_names.BESIDE_STEPS)
     if ordered and rest / total > _NOTABLE_SHARE:
         ordered.append(("other", rest))
     rows = [

@@ -40,7 +40,7 @@ def build(
     workers = RoleProcesses(slots(config), {role: SupervisedWorker}, TimeLimits(config.trainer.worker_timeout_s))
     stack.callback(workers.shutdown)
     say(config, f"starting workers: {config.world_size} {role}")
-    resumed = find_resumed(config, ready.rows.identity())
+    resumed = find_resumed(config, ready.rows.identity)
     model = SupervisedGroup(workers.groups[role])
     folder = None if resumed is None else str(resumed.folder.absolute() / role)
     run(_start(config, model, ready.steps, folder))  # before trackers drop the rows after the checkpoint

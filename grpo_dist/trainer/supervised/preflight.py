@@ -61,7 +61,7 @@ def preflight(config: SupervisedConfig, tell: Callable[[str], None], *, rehearsa
                 tell(note)
             tell(f"training steps: {ready.steps}")
     with checks:
-        folder = None if ready is None else check_resume(config, ready.rows.identity(), verify=rehearsal)
+        folder = None if ready is None else check_resume(config, ready.rows.identity, verify=rehearsal)
         if folder is not None:
             tell(f"checkpoint to resume from: {folder}")
     checks.end()
@@ -86,7 +86,15 @@ def check_model(config: SupervisedConfig, machine: Machine, *, weights: bool) ->
     trust = config.model.trust_remote_code or not isinstance(config, SFTConfig)
     folder = resolve_model_path(config.model.path, weights=weights, key=TRAINED_MODEL_KEY)
     found = check_model_folder(folder, setting=setting, trust_remote_code=trust, weights=weights)
-    limits = machine.gpu_gib, machine.host_gib
-    if problems := list(memory_problems(config, found.config, *limits, valid=is_valid)):
-        raise config_error(problems)
+    problems = memory_problems(
+        config,
+        found.config,
+        machine.gpu_gib,
+        machine.host_gib,
+        valid=is_valid,
+        # a reward model has fewer than a causal LM, whose output layer it leaves out
+        num_parameters=found.num_parameters if isinstance(config, SFTConfig) else 0,
+    )
+    if listed := list(problems):
+        raise config_error(listed)
     return found

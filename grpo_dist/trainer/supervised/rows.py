@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class Rows:
     objective: TrainingSettings
     batch: Callable[[Sequence[Any]], DataProto]
 
+    @functools.cached_property
     def identity(self) -> dict[str, Any]:
         """Number of the training rows, and a fingerprint of their tokens, labels and order."""
         digest = hashlib.blake2b(digest_size=16)

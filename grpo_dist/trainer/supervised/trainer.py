@@ -59,7 +59,7 @@ class SupervisedTrainer(TrainingLoop):
 
     def __post_init__(self) -> None:
         self.run_dir = Path(self.config.trainer.default_local_dir)
-        self.identity, self.code = self.rows.identity(), digest_code(self.config)
+        self.identity, self.code = self.rows.identity, digest_code(self.config)
         workers = [self.model.workers]
         self.idle, self.memory = IdleShares(workers), PeakMemory(workers)
 
