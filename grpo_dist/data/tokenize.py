@@ -180,7 +180,7 @@ def within_length(
             examples.append(example)
     if rows and not examples:
         raise DataError(
-            f"max_length={max_length}: all {len(left_out)} rows have more tokens, none is left (the first is "
+            f"data.max_length={max_length}: all {len(left_out)} rows have more tokens, none is left (the first is "
             f"{left_out[0].location}); raise it"
         )
     return examples, left_out

@@ -224,7 +224,7 @@ def test_long_rows_are_left_out_whole_and_returned() -> None:
     examples, left_out = tokenize(rows, tokenizer, max_length=length)
     assert [example.num_tokens for example in examples] == [length, length]
     assert left_out == rows[1:2]
-    with refuses(DataError, f"max_length={length - 1}", "all 3", AT):
+    with refuses(DataError, f"data.max_length={length - 1}", "all 3", AT):
         tokenize(rows, tokenizer, max_length=length - 1)
 
 

@@ -83,7 +83,7 @@ def test_long_pairs_are_left_out_whole_and_returned() -> None:
     examples, left_out = tokenize([pair(), long, pair()], tokenizer, max_length=length)
     assert [len(example.prompt) + 1 for example in examples] == [length, length]
     assert left_out == [long]
-    with refuses(DataError, "max_length=20", "all 2", "a.jsonl, line 1"):
+    with refuses(DataError, "data.max_length=20", "all 2", "a.jsonl, line 1"):
         tokenize([pair(), long], tokenizer, max_length=20)
 
 
