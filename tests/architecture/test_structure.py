@@ -29,6 +29,7 @@ TESTED_ELSEWHERE = {
     "sft.py": "test_command_line.py",
     "names.py": "config/test_schema.py",  # compared with the registries there
     "sizes.py": "config/test_memory.py",  # counted with there
+    "config/command.py": "config/test_yaml.py",  # what a command's files are
     "config/grpo.py": "config/test_load.py",  # the command whose config is loaded there
     "config/memory_remedies.py": "config/test_memory_rules.py",  # what the messages there advise
     "config/plan_text.py": "config/test_plan.py",  # the lines of plans
@@ -51,10 +52,11 @@ TESTED_ELSEWHERE = {
     "engines/vllm/weight_backend.py": "engines/vllm/test_engine.py",  # runs inside vLLM only
     "tracking/metric_names.py": "tracking/test_summary.py",  # metric names
     "trainer/build.py": "e2e/test_main_job.py",  # started workers
+    "trainer/checkpoint/change_rules.py": "trainer/checkpoint/test_config_changes.py",  # the rules applied there
     "trainer/checkpoint/finished_groups.py": "trainer/test_staleness.py",  # by a run that samples ahead
     "trainer/grpo.py": "e2e/test_main_job.py",  # the job of the main command
     "trainer/loop.py": "trainer/supervised/test_trainer.py",  # the base of that loop
-    "trainer/processes.py": "trainer/test_build.py",
+    "trainer/processes.py": "e2e/test_reward_model_run.py",  # started and ended
     "trainer/rollout/job.py": "trainer/test_trainer.py",  # every rollout there goes through it
     "trainer/roles.py": "trainer/test_trainer.py",  # plain records
     "trainer/supervised/job.py": "e2e/test_reward_model_run.py",  # started workers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_dist.config.load import load_config
+from grpo_dist.config import supervised
+from grpo_dist.config.load import load_command, load_config
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import CheckpointError
 from grpo_dist.trainer.checkpoint import config_changes
-from grpo_dist.trainer.checkpoint.change_rules import GRPO, LENGTH
+from grpo_dist.trainer.checkpoint.change_rules import GRPO, LENGTH, SUPERVISED, change_rules
 from grpo_dist.trainer.checkpoint.config_changes import (
     Changes,
     check_changes,
@@ -145,12 +147,48 @@ def test_another_model_is_refused() -> None:
 
 def test_every_pattern_names_a_key() -> None:
     """A key that is renamed must not fall out of its kind unseen."""
-    import fnmatch
-
     entries = ("+actor_rollout_ref.model.override_config.x=1", "trainer.stage_timeout_s.update=60")  # of empty mappings
     keys = [key for key, _ in flatten(as_dict(*entries))]
     for pattern in (*GRPO.harmless, *LENGTH, *GRPO.refused):
         assert fnmatch.filter(keys, pattern), pattern
+
+
+# --- commands that train one model -----------------------------------------------------------------------------------
+def supervised_as_dict(*overrides: str, command: Any = supervised.REWARD_MODEL) -> dict[str, Any]:
+    return yaml.safe_load(saved_config(load_command([*overrides], command)[0]))
+
+
+def test_every_pattern_of_these_commands_names_a_key() -> None:
+    entry = "+model.override_config.x=1"
+    keys = [key for key, _ in flatten(supervised_as_dict(entry, command=supervised.SFT))]
+    for pattern in (*SUPERVISED.harmless, *LENGTH, *SUPERVISED.refused):
+        assert fnmatch.filter(keys, pattern), pattern
+
+
+def test_each_config_is_compared_by_the_rules_of_its_command() -> None:
+    assert change_rules(config()) is GRPO
+    for command in (supervised.REWARD_MODEL, supervised.SFT):
+        assert change_rules(load_command([], command)[0]) is SUPERVISED
+
+
+@pytest.mark.parametrize(
+    ("override", "refused", "shown"),
+    [
+        ("data.micro_batch_size_per_gpu=3", 0, 0),
+        ("cluster.world_size=1", 0, 0),
+        ("engine.fsdp_size=1", 0, 0),
+        ("data.max_length=60", 0, 1),
+        ("optim.lr=1", 0, 1),
+        ("trainer.total_epochs=3", 0, 1),  # the rate depends on it
+        ("trainer.seed=7", 2, 0),  # of the order too
+        ("data.shuffle=false", 1, 0),
+        ("engine.model_dtype=bf16", 1, 0),
+    ],
+)
+def test_what_a_checkpoint_of_these_commands_survives(override: str, refused: int, shown: int) -> None:
+    changes = config_changes.compare_configs(supervised_as_dict(), supervised_as_dict(override), SUPERVISED)
+    assert (len(changes.refused), len(changes.shown)) == (refused, shown), changes
+    assert all(override.partition("=")[0] in line for line in (*changes.refused[-1:], *changes.shown))
 
 
 def test_the_saved_config_has_no_secrets() -> None:

@@ -1,0 +1,104 @@
+"""What the commands train a model on, and which models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.assets.model_folder import ModelFolder, check_model_folder
+from grpo_dist.config.load import load_command
+from grpo_dist.config.supervised import REWARD_MODEL, SFT
+from grpo_dist.engines.settings import LabelSettings, PreferenceSettings, SFTSettings
+from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.trainer.supervised.rows import Rows
+from grpo_dist.trainer.supervised.tasks import MOST_ROWS_NAMED, TASKS
+from tests.messages import refuses, says
+from tests.models import builtin_reward_model, random_classifier
+
+PAIR = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
+LABELLED = {"prompt": "1+1?", "completions": ["1+1=2", "#### 2"], "labels": [True, True]}
+CHAT = {"prompt": "1+1?", "completion": "2"}
+
+
+def model(path: str = "builtin:tiny-qwen3") -> ModelFolder:
+    return check_model_folder(resolve_model_path(path), setting=f"model.path={path}", trust_remote_code=False)
+
+
+def load(
+    tmp_path: Path, train: list[dict], *overrides: str, val: list[dict] | None = None, command: Any = REWARD_MODEL
+):
+    """The rows, and the notes on them."""
+    files = {"train": train, "val": val or []}
+    for name, rows in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named = [f"data.{name}_files={tmp_path}/{name}.jsonl" for name, rows in files.items() if rows]
+    config, _ = load_command([*named, "data.max_length=64", *overrides], command)
+    return TASKS[config.role].load_rows(config, model())
+
+
+@pytest.mark.parametrize(
+    ("row", "command", "objective", "kind"),
+    [
+        (PAIR, REWARD_MODEL, PreferenceSettings(), "pairs"),
+        (LABELLED, REWARD_MODEL, LabelSettings(), "steps"),
+        (CHAT, SFT, SFTSettings(), "conversations"),
+    ],
+)
+def test_the_rows_say_what_the_loss_is(tmp_path: Path, row: dict, command: Any, objective: Any, kind: str) -> None:
+    rows, notes = load(tmp_path, [row] * 3, "data.train_max_samples=2", val=[row], command=command)
+    assert isinstance(rows, Rows)
+    assert (len(rows.train), len(rows.validation), notes) == (2, 1, [])
+    assert rows.objective == objective
+    says(rows.kind, kind)
+    (part,) = rows.shares(rows.train, 1)
+    assert len(part) == (4 if row is PAIR else 2), "a pair is two sequences"
+
+
+def test_rows_of_two_kinds_are_refused(tmp_path: Path) -> None:
+    files = [f"data.{name}_files={tmp_path}/{name}.jsonl" for name in ("train", "val")]
+    for train, val in ((PAIR, LABELLED), (LABELLED, PAIR)):
+        with refuses(DataError, *files, "chosen, rejected", "completions, labels"):
+            load(tmp_path, [train], val=[val])
+
+
+def test_rows_that_are_too_long_are_counted_and_named(tmp_path: Path) -> None:
+    long = PAIR | {"chosen": "1" * 100}
+    rows, (note,) = load(tmp_path, [PAIR, *[long] * (MOST_ROWS_NAMED + 2)])
+    assert len(rows.train) == 1
+    says(note, "data.train_files", "7 of 8", "data.max_length=64", "line 2", "line 6", "2 more")
+    assert "line 7" not in note
+    with refuses(DataError, "data.max_length=64"):
+        load(tmp_path, [long])
+
+
+@pytest.mark.parametrize(
+    ("row", "parts"),
+    [
+        ({"prompt": "1+1?", "chosen": "2"}, ["rejected"]),
+        (PAIR | {"rejected": "2"}, ["chosen and rejected"]),
+        (LABELLED | {"labels": [True]}, ["labels", "2"]),
+    ],
+)
+def test_a_row_that_teaches_nothing_is_named(tmp_path: Path, row: dict, parts: list[str]) -> None:
+    with refuses(DataError, "data.train_files", "line 2", *parts):
+        load(tmp_path, [LABELLED if "labels" in row else PAIR, row])
+
+
+def test_a_reward_model_goes_on_or_begins_with_a_new_head(tmp_path: Path) -> None:
+    check = TASKS["reward_model"].check_model
+    says(check(model(), "model.path=x"), "new head")
+    says(check(model(builtin_reward_model(tmp_path / "one")), "model.path=x"), "its head")
+    two = model(random_classifier(tmp_path / "two", num_labels=2))
+    with refuses(ConfigError, "model.path=x", "score.weight", "2 outputs"):
+        check(two, "model.path=x")
+
+
+def test_a_classifier_is_no_language_model(tmp_path: Path) -> None:
+    check = TASKS["sft"].check_model
+    assert check(model(), "model.path=x") == ""
+    with refuses(ConfigError, "model.path=x", "score.weight", "causal LM"):
+        check(model(builtin_reward_model(tmp_path)), "model.path=x")

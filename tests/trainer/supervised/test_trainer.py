@@ -1,0 +1,262 @@
+"""The loop on ranks that train nothing: what it asks for and when, what it reports, and where it goes on."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_dist.config.load import load_command
+from grpo_dist.config.supervised import REWARD_MODEL
+from grpo_dist.engines.settings import PreferenceSettings, TrainingSettings
+from grpo_dist.engines.train.durable_files import FileDigest, digest_file
+from grpo_dist.errors import ConfigError, Terminated, TrainingDiverged
+from grpo_dist.protocol import DataProto, Mean, Metric, Sum
+from grpo_dist.tracking.base import Trackers
+from grpo_dist.tracking.console import Progress
+from grpo_dist.trainer.checkpoint.folder import read_state
+from grpo_dist.trainer.checkpoint.resume import find_resumed
+from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
+from grpo_dist.trainer.preemption import Preemption
+from grpo_dist.trainer.supervised.rows import new_sampler, total_steps
+from grpo_dist.trainer.supervised.trainer import SupervisedTrainer
+from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.limits import TimeLimits
+from tests.messages import refuses, says
+from tests.trainer.recorded import Rows as Recorded
+from tests.trainer.supervised.test_rows import pair
+from tests.trainer.supervised.test_rows import rows as rows_of
+
+NUM_ROWS, BATCH = 12, 3
+LOSS = "reward_model/loss"
+
+
+class Ranks(WorkerGroup):
+    """Two processes that are none."""
+
+    def __init__(self) -> None:
+        super().__init__("reward_model", [object(), object()], TimeLimits(60.0))
+
+    def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
+        return Call(method, self, rank, stage, time.monotonic(), 60.0)  # type: ignore[arg-type]
+
+    async def value(self, call: Call) -> Any:
+        return {"resident": 1.5}
+
+
+@dataclass
+class Model:
+    """Writes down what it is asked for; its loss is the number of the step, and of a validation a tenth of it."""
+
+    log: list[str] = field(default_factory=list)
+    batches: list[list[str]] = field(default_factory=list)
+    fails_at: int = -1
+    workers: Ranks = field(default_factory=Ranks)
+
+    async def train(self, parts: Sequence[DataProto], objective: TrainingSettings, step: int) -> dict[str, Metric]:
+        assert objective == PreferenceSettings()
+        if step == self.fails_at:
+            raise TrainingDiverged(f"step {step}: loss nan")
+        self.log.append(f"train {step}")
+        self.batches.append(sorted({uid.partition(": ")[2] for part in parts for uid in part["uid"]}))
+        return {LOSS: Sum(float(step)), "reward_model/accuracy": Mean(0.5, 1)}
+
+    async def evaluate(self, parts: Sequence[DataProto], objective: TrainingSettings, step: int) -> dict[str, Metric]:
+        self.log.append(f"validate {step}")
+        return {LOSS: Sum(step / 10)}
+
+    async def forward_report(self) -> str:
+        return "shared prompts"
+
+    async def begin_save(self, folder: str) -> None:
+        self.log.append(f"save {Path(folder).parent.name}")
+        Path(folder).mkdir()
+        self.file = Path(folder) / "__0_0.distcp"
+        self.file.write_text("weights")
+
+    async def finished_save(self, *, wait: bool) -> dict[str, FileDigest]:
+        return {self.file.name: digest_file(self.file)}
+
+    async def export_hf_model(self, folder: str, dtype: str) -> None:
+        self.log.append(f"export {Path(folder).name} {dtype}")
+
+
+class Told(Recorded):
+    """Writes down in the model's log when a step is reported."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.log_of_model = log
+
+    def log(self, metrics: Any, step: int) -> None:
+        self.log_of_model.append(f"report {step}")
+        super().log(metrics, step)
+
+
+def make(tmp_path: Path, *overrides: str, model: Model | None = None) -> tuple[SupervisedTrainer, Model, Told]:
+    """A trainer of 4 steps, resumed where there is a checkpoint."""
+    config, _ = load_command(
+        [f"data.train_batch_size={BATCH}", f"trainer.default_local_dir={tmp_path}", "trainer.test_freq=-1",
+         "trainer.val_before_train=false", "trainer.save_freq=-1", *overrides],
+        REWARD_MODEL,
+    )  # fmt: skip
+    trained = model or Model()
+    found = rows_of(*map(pair, range(NUM_ROWS)))
+    rows = type(found)(found.train, found.train[:2], found.kind, found.objective, found.batch)
+    told = Told(trained.log)
+    saver = CheckpointSaver(config, lambda: {"reward_model": trained}, async_save=False)  # type: ignore[dict-item]
+    steps = total_steps(config, rows)
+    trainer = SupervisedTrainer(
+        config,
+        trained,  # type: ignore[arg-type]
+        rows,
+        new_sampler(config, rows),
+        steps,
+        saver,
+        Trackers({"rows": told}, resumed_step=None),
+        Progress(steps, 0, None),
+        Preemption(),
+    )
+    resumed = find_resumed(config, rows.identity)
+    if resumed is not None:
+        trainer.step = resumed.state.step
+        trainer.sampler.load_state_dict(resumed.state.sampler)
+        saver.resumed_from(resumed.folder, resumed.state.step)
+    return trainer, trained, told
+
+
+def terminate_in(trainer: SupervisedTrainer, method: str, step: int) -> None:
+    """Run until SIGTERM comes in a method."""
+    original: Callable[[], None] = getattr(trainer, method)
+
+    def interrupted() -> None:
+        original()
+        if trainer.step == step:
+            trainer.preemption.handle(signal.SIGTERM, None)
+
+    setattr(trainer, method, interrupted)
+    with pytest.raises(Terminated):
+        trainer.fit()
+
+
+def test_a_step_is_trained_validated_saved_and_reported_in_this_order(tmp_path: Path) -> None:
+    trainer, model, _ = make(tmp_path, "trainer.test_freq=2", "trainer.save_freq=2", "trainer.val_before_train=true")
+    trainer.fit()
+    second, last = (
+        [f"train {step}", f"validate {step}", f"save global_step_{step}.tmp", f"report {step}"] for step in (2, 4)
+    )
+    begin = ["validate 0", "report 0", "train 1", "report 1"]
+    assert model.log == [*begin, *second, "train 3", "report 3", *last, "export huggingface fp32"]
+
+
+def test_the_last_step_is_validated_and_saved_also_out_of_turn(tmp_path: Path) -> None:
+    trainer, model, _ = make(
+        tmp_path, "trainer.test_freq=3", "trainer.save_freq=100", "trainer.export_hf_model=false"
+    )  # fmt: skip
+    trainer.fit()
+    assert [each for each in model.log if each.startswith(("validate", "save"))] == [
+        "validate 3", "validate 4", "save global_step_4.tmp"
+    ]  # fmt: skip
+    assert model.log[-1] == "report 4", "nothing is exported"
+
+
+def test_metrics_of_a_step(tmp_path: Path) -> None:
+    trainer, _, told = make(tmp_path, "trainer.test_freq=4", "trainer.total_epochs=2")
+    trainer.fit()
+    assert [row["step"] for row in told.rows] == list(range(1, 9))
+    assert [row[LOSS] for row in told.rows] == list(range(1, 9))
+    assert {row["step"]: row[f"val/{LOSS}"] for row in told.rows if f"val/{LOSS}" in row} == {4: 0.4, 8: 0.8}
+    assert {row["step"] for row in told.rows if "timing_s/testing" in row} == {4, 8}, "of this step alone"
+    assert [row["training/epoch"] for row in told.rows][-1] >= 1
+    for row in told.rows:
+        assert row["perf/total_num_tokens"] == BATCH * (4 + 2 + 3), "the prompt of a pair once"
+        assert row["perf/throughput"] == row["perf/tokens_per_s"]
+        assert row["timing_s/step"] >= row["timing_s/train"] > 0
+    assert told.rows[-1]["perf/max_memory_resident_gb/reward_model"] == 1.5
+
+
+def test_every_row_is_trained_on_once_an_epoch(tmp_path: Path) -> None:
+    trainer, model, _ = make(tmp_path)
+    trainer.fit()
+    assert sorted(row for batch in model.batches for row in batch) == sorted(
+        f"rows.jsonl, line {number}" for number in range(NUM_ROWS)
+    )
+
+
+def test_a_resumed_run_goes_on_at_the_right_batch(tmp_path: Path) -> None:
+    whole, undisturbed, _ = make(tmp_path / "whole", "trainer.total_epochs=2")
+    whole.fit()
+    first, before, _ = make(
+        tmp_path / "run", "trainer.total_epochs=2", "trainer.save_freq=2", model=Model(fails_at=6)
+    )  # fmt: skip
+    with pytest.raises(TrainingDiverged):
+        first.fit()
+    resumed, after, told = make(tmp_path / "run", "trainer.total_epochs=2", "trainer.val_before_train=true")
+    assert (resumed.step, len(before.batches)) == (4, 5)
+    resumed.fit()
+    assert "validate 0" not in after.log, "it was before"
+    assert [row["step"] for row in told.rows] == [5, 6, 7, 8]
+    assert before.batches[:4] + after.batches == undisturbed.batches
+
+
+def test_where_nothing_is_left_to_train_the_model_is_exported(tmp_path: Path) -> None:
+    make(tmp_path, "trainer.save_freq=4")[0].fit()
+    trainer, model, _ = make(tmp_path)
+    trainer.fit()
+    assert model.log == ["export huggingface fp32"]
+
+
+def test_validation_alone(tmp_path: Path) -> None:
+    trainer, model, told = make(tmp_path, "trainer.val_only=true", "trainer.test_freq=1", "trainer.save_freq=1")
+    trainer.fit()
+    assert model.log == ["validate 0", "report 0"]
+    assert told.rows[0][f"val/{LOSS}"] == 0
+    assert not list(tmp_path.glob("global_step_*"))
+
+
+def test_the_best_checkpoint_of_a_loss_is_the_lowest(tmp_path: Path) -> None:
+    """Validation's loss rises from step to step here, so the first one stays beside the last."""
+    best = ("trainer.keep_best_metric=val/reward_model/loss", "trainer.max_actor_ckpt_to_keep=1")
+    make(tmp_path, "trainer.test_freq=1", "trainer.save_freq=1", *best)[0].fit()
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_1", "global_step_4"]
+    assert read_state(tmp_path / "global_step_1").metrics == {f"val/{LOSS}": 0.1}
+
+
+def test_a_metric_that_validation_does_not_give_is_told_at_the_first_one(tmp_path: Path) -> None:
+    metric = "trainer.keep_best_metric=val/reward_model/los"
+    trainer, model, _ = make(tmp_path, "trainer.val_before_train=true", "trainer.test_freq=2", metric)
+    with refuses(ConfigError, metric, f"val/{LOSS}") as caught:
+        trainer.fit()
+    assert model.log == ["validate 0"]
+    says(caught.value.__notes__, "'testing'", "step 0")
+
+
+def test_an_error_names_the_stage_and_the_step(tmp_path: Path) -> None:
+    trainer, _, _ = make(tmp_path, model=Model(fails_at=3))
+    with refuses(TrainingDiverged, "step 3") as caught:
+        trainer.fit()
+    says(caught.value.__notes__, "'train'", "step 3")
+
+
+@pytest.mark.parametrize("method", ["train", "measure"])
+def test_sigterm_in_a_step_lets_it_end_and_saves_it(tmp_path: Path, method: str) -> None:
+    trainer, model, told = make(tmp_path)
+    terminate_in(trainer, method, step=1 if method == "train" else 2)
+    assert told.rows[-1]["step"] == 2
+    assert model.log[-2:] == ["report 2", "save global_step_2.tmp"]
+    assert read_state(tmp_path / "global_step_2").step == 2
+    resumed, after, _ = make(tmp_path)
+    resumed.fit()
+    assert after.log[0] == "train 3"
+
+
+def test_sigterm_saves_nothing_twice(tmp_path: Path) -> None:
+    trainer, model, _ = make(tmp_path, "trainer.save_freq=2")
+    terminate_in(trainer, "measure", step=2)
+    assert [each for each in model.log if each.startswith("save")] == ["save global_step_2.tmp"]
+    assert (tmp_path / "global_step_2").is_dir()
