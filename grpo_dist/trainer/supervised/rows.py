@@ -21,26 +21,23 @@ from grpo_dist.workers.balance import balance
 
 
 class Example(Protocol):
-    """A row to train on: a pair of answers, an answer with labelled steps, or a conversation.
-
-    Attributes:
-        location: file and row.
-        prompt: token ids with which all its sequences begin.
-        columns: all its numbers: token ids, labels or masks.
-        total_tokens: tokens of the prompt, once, and of what follows it.
-    """
+    """A row to train on: a pair of answers, an answer with labelled steps, or a conversation."""
 
     @property
-    def location(self) -> str: ...
+    def location(self) -> str:
+        """File and row."""
 
     @property
-    def prompt(self) -> np.ndarray: ...
+    def prompt(self) -> np.ndarray:
+        """Token ids with which all its sequences begin."""
 
     @property
-    def columns(self) -> tuple[np.ndarray, ...]: ...
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """All its numbers: token ids, labels or masks."""
 
     @property
-    def total_tokens(self) -> int: ...
+    def total_tokens(self) -> int:
+        """Tokens of the prompt, once, and of what follows it."""
 
 
 @dataclass(frozen=True)
