@@ -16,30 +16,34 @@ _LEAST_SIMILARITY = 0.65
 # Keys this close to the best one are named beside it.
 _TIE = 0.05
 _MOST_HINTS = 3
-# The last part of a key, as TRL and OpenRLHF call it.
+# The last part of a key, as TRL and OpenRLHF call it, and what that is in the commands that have it.
 _SYNONYMS = {
-    "beta": "actor_rollout_ref.actor.kl_loss_coef",
-    "epsilon": "actor_rollout_ref.actor.clip_ratio",
-    "epsilon_high": "actor_rollout_ref.actor.clip_ratio_high",
-    "eval_steps": "trainer.test_freq",
-    "init_kl_coef": "algorithm.kl_ctrl.kl_coef",
-    "learning_rate": "actor_rollout_ref.actor.optim.lr",
-    "loss_type": "actor_rollout_ref.actor.loss_agg_mode",
-    "max_completion_length": "data.max_response_length",
-    "max_grad_norm": "actor_rollout_ref.actor.grad_clip",
-    "max_steps": "trainer.total_training_steps",
-    "model_name_or_path": "actor_rollout_ref.model.path",
-    "n_samples_per_prompt": "actor_rollout_ref.rollout.n",
-    "num_generations": "actor_rollout_ref.rollout.n",
-    "num_iterations": "actor_rollout_ref.actor.ppo_epochs",
-    "num_train_epochs": "trainer.total_epochs",
-    "output_dir": "trainer.default_local_dir",
-    "per_device_train_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-    "report_to": "trainer.logger",
-    "rollout_batch_size": "data.train_batch_size",
-    "save_steps": "trainer.save_freq",
-    "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
-    "warmup_ratio": "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio",
+    "beta": ("actor_rollout_ref.actor.kl_loss_coef",),
+    "epsilon": ("actor_rollout_ref.actor.clip_ratio",),
+    "epsilon_high": ("actor_rollout_ref.actor.clip_ratio_high",),
+    "eval_steps": ("trainer.test_freq",),
+    "init_kl_coef": ("algorithm.kl_ctrl.kl_coef",),
+    "learning_rate": ("actor_rollout_ref.actor.optim.lr", "optim.lr"),
+    "loss_type": ("actor_rollout_ref.actor.loss_agg_mode",),
+    "max_completion_length": ("data.max_response_length",),
+    "grad_clip": ("optim.clip_grad",),
+    "max_grad_norm": ("actor_rollout_ref.actor.grad_clip", "optim.clip_grad"),
+    "max_steps": ("trainer.total_training_steps",),
+    "model_name_or_path": ("actor_rollout_ref.model.path", "model.path"),
+    "n_samples_per_prompt": ("actor_rollout_ref.rollout.n",),
+    "num_generations": ("actor_rollout_ref.rollout.n",),
+    "num_iterations": ("actor_rollout_ref.actor.ppo_epochs",),
+    "num_train_epochs": ("trainer.total_epochs",),
+    "output_dir": ("trainer.default_local_dir",),
+    "per_device_train_batch_size": (
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        "data.micro_batch_size_per_gpu",
+    ),
+    "report_to": ("trainer.logger",),
+    "rollout_batch_size": ("data.train_batch_size",),
+    "save_steps": ("trainer.save_freq",),
+    "scale_rewards": ("algorithm.norm_adv_by_std_in_grpo",),
+    "warmup_ratio": ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", "optim.lr_warmup_steps_ratio"),
 }
 
 
@@ -70,10 +74,8 @@ def nearest_keys(key: str, schema: type[JobConfig] = RunConfig) -> list[str]:
     """The known keys that `key` most likely means, best first; empty if none is similar."""
     matcher = difflib.SequenceMatcher(autojunk=False)
     last = key.rpartition(".")[2]
-    if (meant := _SYNONYMS.get(last)) is not None:
-        same = [known for known in leaf_keys(schema) if f".{meant}".endswith(f".{known}")]
-        if same:
-            return same[:1]
+    if meant := [known for known in _SYNONYMS.get(last, ()) if known in leaf_keys(schema)]:
+        return meant[:1]
 
     def similarity(known: str) -> float:
         if f".{known}".endswith(f".{key}"):  # rollout.n, for actor_rollout_ref.rollout.n, is a sure hit

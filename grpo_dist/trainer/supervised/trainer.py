@@ -129,10 +129,11 @@ class SupervisedTrainer(TrainingLoop):
     async def measure(self) -> None:
         """Turn the step's timings into metrics, and show once how the ranks lay out sequences."""
         seconds, tokens = self.timings["step"], self.metrics["perf/total_num_tokens"]
+        devices = self.config.world_size if self.config.num_gpus else self.config.trainer.nnodes
         self.metrics |= {
             "perf/time_per_step": seconds,
             "perf/tokens_per_s": tokens / seconds,
-            "perf/throughput": tokens / seconds / max(self.config.num_gpus and self.config.world_size, 1),
+            "perf/throughput": tokens / seconds / devices,
             "training/epoch": self.sampler.epoch,
             **self.idle.since_last(),
             **self.memory.latest(),
