@@ -17,7 +17,7 @@ from grpo_dist.trainer.checks import Checks, Ready, check_resume, describe_model
 from grpo_dist.trainer.machine import Machine, check_machine
 from grpo_dist.trainer.run_lock import check_run_dir
 from grpo_dist.trainer.supervised.rows import Rows, total_steps
-from grpo_dist.trainer.supervised.tasks import TASKS
+from grpo_dist.trainer.supervised.tasks import TASKS, load_rows, read_rows
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,10 @@ def preflight(config: SupervisedConfig, tell: Callable[[str], None], *, rehearsa
         remark = task.check_model(model, f"{TRAINED_MODEL_KEY}={config.model.path}")
         tell("; ".join(filter(None, (f"model: {config.model.path}: {describe_model(model)}", remark))))
     with checks:
-        if model is not None:
-            rows, notes = task.load_rows(config, model)
+        if model is None:
+            read_rows(config)  # what is wrong with them, too
+        else:
+            rows, notes = load_rows(config, model)
             ready = ReadyRows(notes, total_steps(config, rows), rows)
             tell(f"rows: {len(rows.train)} {rows.kind} for training, {len(rows.validation)} for validation")
             for note in notes:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.assets import TRAINED_MODEL_KEY
 from grpo_dist.assets.model_folder import ModelFolder, end_token_ids
 from grpo_dist.config.schema_supervised import RewardModelTrainingConfig, SFTConfig, SupervisedConfig
-from grpo_dist.data.chat_rows import load_chats
+from grpo_dist.data.chat_rows import Chat, load_chats
 from grpo_dist.data.chat_tokens import chat_batch, tokenize_chats
 from grpo_dist.data.preference_tokens import preference_batch, tokenize_preferences
-from grpo_dist.data.preferences import Pair, load_preferences
+from grpo_dist.data.preferences import LabelledSteps, Pair, load_preferences
 from grpo_dist.data.tokenize import load_tokenizer
-from grpo_dist.engines.settings import LabelSettings, PreferenceSettings, SFTSettings
+from grpo_dist.engines.settings import LabelSettings, PreferenceSettings, SFTSettings, TrainingSettings
 from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.protocol import DataProto
 from grpo_dist.trainer.reward_model_check import check_classifier
 from grpo_dist.trainer.supervised.rows import Example, Rows, check_token_ids
 
 # Rows that were left out and are listed; the others are counted.
 MOST_ROWS_NAMED = 5
 
-# From a config key and its files to the rows; and from rows and a tokenizer to examples and the rows left out.
-Read = Callable[[str, Sequence[str]], Sequence[Any]]
+# From rows and a tokenizer to examples and the rows that were left out.
 Tokenize = Callable[[Sequence[Any], Any], tuple[Sequence[Example], Sequence[Any]]]
 
 
@@ -32,91 +33,89 @@ class Task:
     """What a command trains a model for.
 
     Attributes:
-        load_rows: (config, model folder) -> (the tokenized rows, notes on them for the user).
+        read: (config, config key, files) -> the checked rows of these files.
+        tokenizing: (config, model folder) -> how rows are tokenized.
+        kinds: by the class of a row: what it is, for messages, and its loss.
+        batch: makes the columns that the loss reads.
         check_model: (model folder, the key and value that name it) -> a remark on it, or ""; raises if it cannot be
             trained so.
     """
 
-    load_rows: Callable[[Any, ModelFolder], tuple[Rows, list[str]]]
+    read: Callable[[Any, str, Sequence[str]], Sequence[Any]]
+    tokenizing: Callable[[Any, ModelFolder], Tokenize]
+    kinds: Mapping[type, tuple[str, TrainingSettings]]
+    batch: Callable[[Sequence[Any]], DataProto]
     check_model: Callable[[ModelFolder, str], str]
 
 
-def load_preference_rows(config: RewardModelTrainingConfig, model: ModelFolder) -> tuple[Rows, list[str]]:
-    """Pairs, or answers with labelled steps.
+def read_rows(config: SupervisedConfig) -> dict[str, Sequence[Any]]:
+    """The rows by config key, with all checks that need no tokenizer.
+
+    Raises:
+        DataError: a file or a row is invalid, or training and validation rows are of different kinds.
+    """
+    data = config.data
+    named = {
+        "data.train_files": (data.train_files, data.train_max_samples),
+        "data.val_files": (data.val_files, data.val_max_samples),
+    }
+    found: dict[str, Sequence[Any]] = {}
+    for key, (files, most) in named.items():
+        rows = TASKS[config.role].read(config, key, files) if files else []
+        found[key] = rows[:most] if most > 0 else rows
+    if len({type(rows[0]) for rows in found.values() if rows}) > 1:
+        both = ", ".join(f"{key}={','.join(files)}" for key, (files, _) in named.items())
+        raise DataError(
+            f"{both}: one has pairs (chosen, rejected), the other labelled steps (completions, labels); give both the "
+            "same columns"
+        )
+    return found
+
+
+def load_rows(config: SupervisedConfig, model: ModelFolder) -> tuple[Rows, list[str]]:
+    """Read and tokenize all rows; returns them, and notes on them for the user.
+
+    Args:
+        config: the run's config.
+        model: the model folder, which has the tokenizer.
 
     Raises:
         DataError: a file, a row or the tokenizer is invalid, training and validation rows are of different kinds, or
             a row has a token that the model does not know.
     """
-    kinds: set[type] = set()
-
-    def read(key: str, files: Sequence[str]) -> Sequence[Any]:
-        rows = load_preferences(files, key=key)
-        kinds.add(type(rows[0]))
-        if len(kinds) > 1:
-            raise DataError(
-                f"data.train_files={','.join(config.data.train_files)}, data.val_files={','.join(files)}: one has "
-                "pairs (chosen, rejected), the other labelled steps (completions, labels); give both the same columns"
-            )
-        return rows
-
-    def tokenize(rows: Sequence[Any], tokenizer: Any) -> tuple[Sequence[Example], Sequence[Any]]:
-        return tokenize_preferences(rows, tokenizer, max_length=config.data.max_length, apply_chat_template_kwargs={})
-
-    train, validation, notes = _load(config, model, read, tokenize)
-    if Pair in kinds:
-        return Rows(train, validation, "pairs", PreferenceSettings(), preference_batch), notes
-    return Rows(train, validation, "answers with labelled steps", LabelSettings(), preference_batch), notes
-
-
-def load_chat_rows(config: SFTConfig, model: ModelFolder) -> tuple[Rows, list[str]]:
-    """Conversations.
-
-    Raises:
-        DataError: a file, a row or the tokenizer is invalid, or a row has a token that the model does not know.
-    """
-    data = config.data
-    ends = end_token_ids(model.folder, setting=f"{TRAINED_MODEL_KEY}={config.model.path}")
-
-    def read(key: str, files: Sequence[str]) -> Sequence[Any]:
-        return load_chats(files, key=key, messages_key=data.messages_key)
-
-    def tokenize(rows: Sequence[Any], tokenizer: Any) -> tuple[Sequence[Example], Sequence[Any]]:
-        kwargs = data.apply_chat_template_kwargs
-        return tokenize_chats(
-            rows, tokenizer, max_length=data.max_length, apply_chat_template_kwargs=kwargs, end_ids=ends
-        )
-
-    train, validation, notes = _load(config, model, read, tokenize)
-    return Rows(train, validation, "conversations", SFTSettings(), chat_batch), notes
-
-
-def _load(
-    config: SupervisedConfig, model: ModelFolder, read: Read, tokenize: Tokenize
-) -> tuple[Sequence[Example], Sequence[Example], list[str]]:
-    """The rows to train and to validate on, and notes on what was left out."""
-    data, trust = config.data, config.model.trust_remote_code
+    task, data, trust = TASKS[config.role], config.data, config.model.trust_remote_code
+    read = read_rows(config)
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=trust, key=TRAINED_MODEL_KEY)
-    found: list[Sequence[Example]] = []
+    tokenize = task.tokenizing(config, model)
+    found: dict[str, Sequence[Example]] = {}
     notes: list[str] = []
-    for key, files, most in (
-        ("data.train_files", data.train_files, data.train_max_samples),
-        ("data.val_files", data.val_files, data.val_max_samples),
-    ):
-        rows = read(key, files) if files else []
-        chosen = rows[:most] if most > 0 else rows
-        examples, left_out = tokenize(chosen, tokenizer) if chosen else ([], [])
-        found.append(examples)
+    for key, rows in read.items():
+        found[key], left_out = tokenize(rows, tokenizer) if rows else ([], [])
         if model.vocab_size is not None:
-            check_token_ids(examples, model.vocab_size, config.model.path)
+            check_token_ids(found[key], model.vocab_size, config.model.path)
         if left_out:
             named = "; ".join(row.location for row in left_out[:MOST_ROWS_NAMED])
             more = f"; and {len(left_out) - MOST_ROWS_NAMED} more" if len(left_out) > MOST_ROWS_NAMED else ""
             notes.append(
-                f"{key}: {len(left_out)} of {len(chosen)} rows are longer than data.max_length={data.max_length} "
+                f"{key}: {len(left_out)} of {len(rows)} rows are longer than data.max_length={data.max_length} "
                 f"tokens and were left out: {named}{more}"
             )
-    return found[0], found[1], notes
+    kind, objective = task.kinds[type(read["data.train_files"][0])]
+    return Rows(found["data.train_files"], found["data.val_files"], kind, objective, task.batch), notes
+
+
+def _tokenizing_preferences(config: RewardModelTrainingConfig, model: ModelFolder) -> Tokenize:
+    # its template variables are none: a reward model reads conversations without them in a run, too
+    return functools.partial(tokenize_preferences, max_length=config.data.max_length, apply_chat_template_kwargs={})
+
+
+def _tokenizing_chats(config: SFTConfig, model: ModelFolder) -> Tokenize:
+    return functools.partial(
+        tokenize_chats,
+        max_length=config.data.max_length,
+        apply_chat_template_kwargs=config.data.apply_chat_template_kwargs,
+        end_ids=end_token_ids(model.folder, setting=f"{TRAINED_MODEL_KEY}={config.model.path}"),
+    )
 
 
 def check_backbone(model: ModelFolder, setting: str) -> str:
@@ -146,6 +145,21 @@ def check_language_model(model: ModelFolder, setting: str) -> str:
 
 
 TASKS: dict[str, Task] = {
-    RewardModelTrainingConfig.role: Task(load_preference_rows, check_backbone),
-    SFTConfig.role: Task(load_chat_rows, check_language_model),
+    RewardModelTrainingConfig.role: Task(
+        read=lambda config, key, files: load_preferences(files, key=key),
+        tokenizing=_tokenizing_preferences,
+        kinds={
+            Pair: ("pairs", PreferenceSettings()),
+            LabelledSteps: ("answers with labelled steps", LabelSettings()),
+        },
+        batch=preference_batch,
+        check_model=check_backbone,
+    ),
+    SFTConfig.role: Task(
+        read=lambda config, key, files: load_chats(files, key=key, messages_key=config.data.messages_key),
+        tokenizing=_tokenizing_chats,
+        kinds={Chat: ("conversations", SFTSettings())},
+        batch=chat_batch,
+        check_model=check_language_model,
+    ),
 }

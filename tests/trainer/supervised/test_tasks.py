@@ -15,7 +15,7 @@ from grpo_dist.config.supervised import REWARD_MODEL, SFT
 from grpo_dist.engines.settings import LabelSettings, PreferenceSettings, SFTSettings
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.trainer.supervised.rows import Rows
-from grpo_dist.trainer.supervised.tasks import MOST_ROWS_NAMED, TASKS
+from grpo_dist.trainer.supervised.tasks import MOST_ROWS_NAMED, TASKS, load_rows
 from tests.messages import refuses, says
 from tests.models import builtin_reward_model, random_classifier
 
@@ -37,7 +37,7 @@ def load(
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     named = [f"data.{name}_files={tmp_path}/{name}.jsonl" for name, rows in files.items() if rows]
     config, _ = load_command([*named, "data.max_length=64", *overrides], command)
-    return TASKS[config.role].load_rows(config, model())
+    return load_rows(config, model())
 
 
 @pytest.mark.parametrize(
