@@ -50,7 +50,7 @@ def test_a_critic_has_mini_batches_of_its_own(warmed_up: tuple) -> None:
     _, seen, _ = warmed_up
     for step in range(3):
         assert [rank[step][0] for rank in seen] == [step + 1] * 2
-        mini_batches = [sum((rank[step][1][i] for rank in seen), []) for i in range(8)]
+        mini_batches = [[uid for rank in seen for uid in rank[step][1][i]] for i in range(8)]
         assert [len(uids) for uids in mini_batches] == [4] * 8
         assert all(len(set(uids)) == 1 for uids in mini_batches), "of one prompt"
         assert len({uids[0] for uids in mini_batches[:4]}) == len({uids[0] for uids in mini_batches[4:]}) == 4
