@@ -20,13 +20,20 @@ import psutil
 from tests.observed import command_line
 
 # The trainer's stage during which a fault hits, by the moment's name; "idle" and "scoring" are hooked below.
-STAGES = {"generating": "rollout", "updating": "update_actor", "syncing": "update_weights", "saving": "save_checkpoint"}
+STAGES = {
+    "generating": "rollout",
+    "learning": "update_critic",
+    "updating": "update_actor",
+    "syncing": "update_weights",
+    "saving": "save_checkpoint",
+}
 PROCESSES = {
     "actor": "ray::ActorWorker",
     "rollout": "ray::RolloutWorker",
     "engine": "VLLM::Worker_TP",  # one of several processes of an engine
     "ref": "ray::PolicyWorker",
     "reward_model": "ray::RewardModelWorker",
+    "critic": "ray::CriticWorker",
     "reward": "ray::RewardWorker",
 }
 # Seconds after a stage's calls were sent, so that work has begun; and those that a stopped driver stands still.

@@ -7,7 +7,7 @@ whole matrix takes 40 minutes (`make chaos`); the test suite runs a few faults o
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(3000)]
 MOMENTS = ("idle", "generating", "scoring", "updating", "syncing", "saving")
 ROLES = ("driver", "actor", "rollout", "ref", "reward")
 SIGNALS = ("SIGKILL", "SIGSTOP")
+PPO = ("recipe=ppo", "algorithm.adv_estimator=gae", "trainer.critic_warmup=1")
 
 
 def check(outcome: Outcome, undisturbed: Outcome, faults: list[Fault]) -> None:
@@ -87,14 +88,36 @@ def test_matrix_of_the_reward_model(
     strike("reward_model", name, tmp_path, table, undisturbed, *overrides)
 
 
-def strike(role: str, name: str, folder: Path, table: list[str], undisturbed: Outcome, *overrides: str) -> None:
+@pytest.fixture(scope="module")
+def with_critic(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """An undisturbed run of PPO, whose policy stands still in the first step."""
+    return train(tmp_path_factory.mktemp("ppo") / "run", [], *PPO)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SIGNALS)
+def test_matrix_of_the_critic(with_critic: Outcome, tmp_path: Path, table: list[str], name: str) -> None:
+    """The policy's last weights depend on every value of the critic, so they also say that it is the same."""
+    moments = tuple("learning" if moment == "updating" else moment for moment in MOMENTS)
+    strike("critic", name, tmp_path, table, with_critic, *PPO, moments=moments)
+
+
+def strike(
+    role: str,
+    name: str,
+    folder: Path,
+    table: list[str],
+    undisturbed: Outcome,
+    *overrides: str,
+    moments: Sequence[str] = MOMENTS,
+) -> None:
     """One row of the matrix."""
-    faults = [Fault(role, moment, name, step) for step, moment in enumerate(MOMENTS, 1)]
+    faults = [Fault(role, moment, name, step) for step, moment in enumerate(moments, 1)]
     outcome = train(folder / "run", faults, *overrides)
     same = outcome.weights == undisturbed.weights and outcome.rewards() == undisturbed.rewards()
-    moments = ", ".join(hit["fault"]["moment"] for hit in outcome.hits)
+    hits = ", ".join(hit["fault"]["moment"] for hit in outcome.hits)
     starts = outcome.lives + outcome.log.count("starting all workers again")
-    table.append(f"| {role} | {name} | {moments} | {'yes' if same else 'NO'} | {outcome.seconds:.0f} | {starts} |")
+    table.append(f"| {role} | {name} | {hits} | {'yes' if same else 'NO'} | {outcome.seconds:.0f} | {starts} |")
     sys.stdout.write(f"\n{table[-1]}\n")  # at once: the whole takes long
     sys.stdout.flush()
     check(outcome, undisturbed, faults)

@@ -19,8 +19,8 @@ from grpo_dist.trainer.settings import (
     reward_settings,
     sampling_settings,
     target_settings,
-    value_settings,
     time_limits,
+    value_settings,
 )
 from grpo_dist.workers.group import WorkerGroup
 from tests.engines.vllm.test_engine import PROMPTS, generate, tokens
