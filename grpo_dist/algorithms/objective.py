@@ -6,10 +6,10 @@ For a group of responses to one prompt, sampled from the old policy and scored, 
          + kl_loss_coef  * aggregate( KL(policy || reference) )
          - entropy_coeff * aggregate( entropy )
 
-There is no critic: the advantage is the reward relative to the group (see `advantage`). The departures from
-DeepSeekMath's formula: the aggregate is a choice (`loss_agg_mode`; the paper's is seq-mean-token-mean), the clip
-range may be asymmetric, and negative advantages are dual-clipped. All three terms use the SAME aggregate with the
-counts of the whole mini-batch, so micro-batches and ranks only add up.
+The advantage is the reward relative to the group, or with a critic (PPO) to what that foresaw (see `advantage`). The
+departures from DeepSeekMath's formula: the aggregate is a choice (`loss_agg_mode`; the paper's is seq-mean-token-mean),
+the clip range may be asymmetric, and negative advantages are dual-clipped. All three terms use the SAME aggregate with
+the counts of the whole mini-batch, so micro-batches and ranks only add up.
 """
 
 from __future__ import annotations

@@ -80,6 +80,9 @@ def nearest_keys(key: str, schema: type[JobConfig] = RunConfig) -> list[str]:
     def similarity(known: str) -> float:
         if f".{known}".endswith(f".{key}"):  # rollout.n, for actor_rollout_ref.rollout.n, is a sure hit
             return 2.0
+        parts = iter(known.split("."))
+        if "." in key and known.endswith(f".{last}") and all(part in parts for part in key.split(".")):
+            return 1.9  # actor.lr, for actor_rollout_ref.actor.optim.lr
         matcher.set_seqs(last, known.rpartition(".")[2])
         part = matcher.ratio()
         matcher.set_seqs(key, known)

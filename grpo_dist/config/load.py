@@ -7,7 +7,8 @@ reported together in one ConfigError. Imports neither torch nor Ray.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from grpo_dist.config.problems import Problem, config_error, path_of, schema_pro
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.redact import redact, redact_text
+
+_COPY = re.compile(r"\$\{([\w.]+)\}")  # an interpolation that is the whole value
 
 
 def load_config(overrides: list[str]) -> tuple[RunConfig, list[str]]:
@@ -52,7 +55,8 @@ def load_command(overrides: list[str], command: Command[Config]) -> tuple[Config
     raw = _compose(line, problems, command)
     if raw is None:
         raise config_error(problems)
-    config = _validate(raw, problems, command)
+    copied = _copied_keys(command.file, tuple(line.groups.items()), line.values)
+    config = _validate(raw, problems, command, copied)
     suspects = {key for problem in problems for key in problem.keys}
     found = [] if config is None else command.problems(config)
     # A rule about a key that is itself wrong would report the default in its place.
@@ -113,6 +117,22 @@ def _odd_names(raw: Any, key: str = "") -> Iterator[tuple[str, Any]]:
                 yield key, name
 
 
+def _copied_keys(file: Path, groups: tuple[tuple[str, str], ...], changed: Collection[str]) -> dict[str, str]:
+    """The keys whose value is that of another key, by the YAML files, with that key; not those in `changed`."""
+    raw = OmegaConf.to_container(_composed(file, groups), resolve=False)
+    assert isinstance(raw, dict)
+    copied = {key: match[1] for key, value in _leaves(raw) if (match := _COPY.fullmatch(str(value)))}
+    return {key: source for key, source in copied.items() if key not in changed}
+
+
+def _leaves(raw: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def _missing_keys(raw: Any, prefix: str = "") -> Iterator[str]:
     for name, value in raw.items():
         if isinstance(value, dict):
@@ -143,15 +163,22 @@ def _composed(file: Path, shared: Path | None, groups: tuple[tuple[str, str], ..
     return merged
 
 
-def _validate(raw: dict[str, Any], problems: list[Problem], command: Command[Config]) -> Config | None:
-    """Validate the config. A wrong value is replaced by its default, so that the rules of other keys can still run."""
+def _validate(
+    raw: dict[str, Any], problems: list[Problem], command: Command[Config], copied: Mapping[str, str]
+) -> Config | None:
+    """Validate the config. A wrong value is replaced by its default, so that the rules of other keys can still run.
+
+    What is wrong with a key that another one copies (`copied`: its source by key) is said once.
+    """
     try:
         return command.schema.model_validate(raw)
     except ValidationError as error:
         found = schema_problems(error, command.schema)
         paths = {path_of(finding["loc"], command.schema) for finding in error.errors(include_url=False)}
     # An interpolation that cannot be resolved has been reported, and its text is in the place of its value.
-    problems += [problem for problem in found if "${" not in problem.text]
+    wrong = {key for problem in found for key in problem.keys}
+    once = [problem for problem in found if not any(copied.get(key) in wrong for key in problem.keys)]
+    problems += [problem for problem in once if "${" not in problem.text]
     defaults = _defaults(command.file, command.shared)
     for path in paths:
         _restore_default(raw, defaults, path)

@@ -13,6 +13,7 @@ from grpo_dist.config.model_shape import ModelShape, model_config_at_hand, model
 from grpo_dist.config.placement import placement
 from grpo_dist.config.rank_memory import PROCESS_GIB, MiniBatch, Parts, Rank, pass_tokens
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_roles import FSDPConfig
 from grpo_dist.sizes import CPU_KV_CACHE_GIB, EXPORT_FILE_BYTES, GIB
 
 # Bytes of a number, by the name of its type.
@@ -24,9 +25,9 @@ class RoleMemory:
     """Memory of one process of a role, in GiB.
 
     Args:
-        role: actor, rollout, ref or reward_model.
+        role: actor, rollout, ref, reward_model or critic.
         parts: peak memory on the device, by purpose.
-        forward: peak of a log-prob pass (actor only).
+        forward: peak of a pass that computes log-probs or values (of roles that train).
         between: what stays on the GPU while other roles compute.
         host: peak CPU memory, by purpose; without GPUs this comes on top of `parts`.
         remark: explains a part that has no fixed size.
@@ -55,7 +56,7 @@ def memory_estimate(
 ) -> list[RoleMemory] | None:
     """Memory of one process of each role; None if the policy's sizes are unknown.
 
-    The reward model is left out if its config.json is not on this machine.
+    The reward model and the critic are left out if their config.json is not on this machine.
 
     Args:
         config: the run's config.
@@ -71,6 +72,8 @@ def memory_estimate(
         roles.append(_reference(config, shape, place.ref_world_size))
     if place.reward_model_world_size and (reward_model := _reward_model(config, place.reward_model_world_size)):
         roles.append(reward_model)
+    if place.critic_world_size and (critic := _critic(config, place.critic_world_size)):
+        roles.append(critic)
     return roles
 
 
@@ -94,20 +97,69 @@ def _actor(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
     rollout = roles.rollout
     limit = roles.actor.log_prob_max_token_len(rollout)
     forward = rank.forward(*pass_tokens(config, rollout.log_prob_micro_batch_size_per_gpu, limit))
+    stored = _stored(config, shape)
+    return _trained(config, "actor", rank, fsdp, states, peak, sum(forward.values()), exports=True, stored=stored)
+
+
+def _critic(config: RunConfig, ranks: int) -> RoleMemory | None:
+    """None if the sizes of the critic are unknown. It has no output layer to speak of."""
+    section, fsdp = config.critic, config.critic.model.fsdp_config
+    found = model_config_at_hand(section.model.path)
+    shape = None if found is None else model_shape({**found, **section.model.override_config})
+    if shape is None:
+        return None
+    rank = Rank(
+        replace(shape, tied=True),
+        config.device,
+        master=DTYPE_BYTES[fsdp.model_dtype],
+        compute=DTYPE_BYTES[fsdp.resolved_dtype(config.default_dtype)],
+        shards=fsdp.num_shards(ranks),
+        reshards=fsdp.reshard_after_forward,
+    )
+    tokens, _ = pass_tokens(config, section.ppo_micro_batch_size_per_gpu, section.max_token_len)
+    batch = MiniBatch(
+        rank,
+        tokens,
+        0,
+        recomputes=section.model.enable_gradient_checkpointing,
+        defers=fsdp.defer_grad_sync,
+        offloads=fsdp.optimizer_offload,
+        has_output_layer=False,
+    )
+    states, peak = rank.states, batch.peak()
+    if config.trainer.val_only:
+        states, peak = 0.0, {"weights": rank.weights}
+    tokens, _ = pass_tokens(config, section.forward_micro_batch_size_per_gpu, section.forward_max_token_len)
+    return _trained(config, "critic", rank, fsdp, states, peak, sum(rank.forward(tokens, 0).values()), exports=False)
+
+
+def _trained(
+    config: RunConfig,
+    role: str,
+    rank: Rank,
+    fsdp: FSDPConfig,
+    states: float,
+    peak: Parts,
+    forward: float,
+    *,
+    exports: bool,
+    stored: float = 0.0,
+) -> RoleMemory:
+    """A role that trains, of which the bytes of its optimizer's states, of its peak and of a forward pass are known."""
     waits = (0.0 if fsdp.param_offload else rank.weights) + (0.0 if fsdp.optimizer_offload else states)
     # else the allocator keeps what the last phase took
     frees = fsdp.param_offload or fsdp.optimizer_offload or placement(config).sharing
     return RoleMemory(
-        "actor",
+        role,
         in_gib(peak),
-        forward=(sum(forward.values()) + (0.0 if fsdp.optimizer_offload else states)) / GIB,
+        forward=(forward + (0.0 if fsdp.optimizer_offload else states)) / GIB,
         between=(waits if frees else sum(peak.values())) / GIB,
         host=host_memory(
             rank,
             offloaded=rank.weights + states - waits,
             copied=rank.weights + states,
-            exports=True,
-            stored=_stored(config, shape),
+            exports=exports,
+            stored=stored,
         ),
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_dist.config.memory import RoleMemory
 from grpo_dist.config.memory_remedies import fitting_settings
-from grpo_dist.config.placement import FOLLOWERS, placement
+from grpo_dist.config.placement import FOLLOWERS, TRAINED, placement
 from grpo_dist.config.placement_rules import PLACEMENT_RULES
 from grpo_dist.config.problems import Problem, value_of
 from grpo_dist.config.rank_memory import CUDA_GIB
@@ -21,6 +21,7 @@ Misfit = tuple[str, float]  # what needs more than there is, and how much more, 
 
 _MODEL, _ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 _ROLLOUT, _REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+_CRITIC = "critic.model"
 _KEYS = (f"{_MODEL}.path", "trainer.n_gpus_per_node", "cluster.gpu_memory_gib")
 # Tried in this order: cheapest first.
 _REMEDIES: tuple[tuple[str, tuple[Any, ...]], ...] = (
@@ -29,6 +30,14 @@ _REMEDIES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     (f"{_REF}.fsdp_config.param_offload", (True,)),
     ("reward_model.model.fsdp_config.param_offload", (True,)),
     ("reward_model.micro_batch_size_per_gpu", (8, 4, 2, 1)),
+    (f"{_CRITIC}.fsdp_config.defer_grad_sync", (False,)),
+    (f"{_CRITIC}.fsdp_config.reshard_after_forward", (True,)),
+    (f"{_CRITIC}.fsdp_config.param_offload", (True,)),
+    (f"{_CRITIC}.fsdp_config.optimizer_offload", (True,)),
+    ("critic.forward_micro_batch_size_per_gpu", (8, 4, 2, 1)),
+    (f"{_CRITIC}.enable_gradient_checkpointing", (True,)),
+    ("critic.ppo_micro_batch_size_per_gpu", (16, 8, 4, 2, 1)),
+    ("critic.ppo_max_token_len_per_gpu", (65536, 32768, 16384, 8192, 4096, 2048, 1024)),
     (f"{_REF}.log_prob_micro_batch_size_per_gpu", (8, 4, 2, 1)),
     (f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", (8, 4, 2, 1)),
     (f"{_MODEL}.enable_gradient_checkpointing", (True,)),
@@ -45,6 +54,7 @@ _REMEDIES: tuple[tuple[str, tuple[Any, ...]], ...] = (
 _MORE_GPUS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("cluster.ref_world_size", (2, 4, 8)),
     ("cluster.reward_model_world_size", (2, 4, 8)),
+    ("cluster.critic_world_size", (2, 4, 8)),
     ("cluster.actor_world_size", (2, 4, 8, 16, 32, 64)),
     ("trainer.n_gpus_per_node", (2, 4, 8)),
     ("trainer.nnodes", (2, 4, 8, 16, 32)),
@@ -112,27 +122,29 @@ def _on_gpus(config: RunConfig, roles: list[RoleMemory], gib: float) -> Iterator
 
 
 def _on_a_shared_gpu(config: RunConfig, roles: Mapping[str, RoleMemory], gib: float) -> Iterator[Misfit]:
-    """One process of each role on one GPU. The actor takes turns with the reference and the reward model, which may
-    compute at the same time, unless groups are sampled ahead during updates. An engine keeps its share of the GPU all
-    the time, unless it sleeps during the update.
+    """One process of each role on one GPU. The actor and the critic take turns with the reference and the reward model,
+    which may compute at the same time, unless groups are sampled ahead during updates; and with each other. An engine
+    keeps its share of the GPU all the time, unless it sleeps during the update.
     """
-    actor, followers = roles["actor"], {name: role for name, role in roles.items() if name in FOLLOWERS}
+    trained = {name: role for name, role in roles.items() if name in TRAINED}
+    frozen = {name: role for name, role in roles.items() if name in FOLLOWERS and name not in TRAINED}
     rollout, engine = config.actor_rollout_ref.rollout, roles.get("rollout")
     shares = engine is not None and rollout.kv_cache_memory_gib is None  # which includes the CUDA context
     held = 0.0 if engine is None else _share(config, gib)[0] if shares else engine.total
     asleep = (CUDA_GIB if shares else 0.0) if rollout.free_cache_engine else held
-    passes = max(actor.forward if config.needs_old_log_probs else 0.0, actor.between)
-    moments = [
-        {"rollout": asleep, "actor": actor.total}
-        | {name: each.total if config.trainer.max_staleness else each.between for name, each in followers.items()},
-        {"rollout": held, "actor": passes} | {name: each.total for name, each in followers.items()},
-    ]
+    beside = {name: each.total if config.trainer.max_staleness else each.between for name, each in frozen.items()}
+    waiting = {name: each.between for name, each in trained.items()}
+    moments = [{"rollout": asleep} | waiting | {name: each.total} | beside for name, each in trained.items()]
+    computes = {"actor": config.needs_old_log_probs, "critic": True}
+    passes = {name: max(each.forward if computes[name] else 0.0, each.between) for name, each in trained.items()}
+    moments.append({"rollout": held} | passes | {name: each.total for name, each in frozen.items()})
     parts = max(moments, key=lambda each: sum(each.values()))
     parts["CUDA of each process"] = CUDA_GIB * (len(roles) - shares)
     if sum(parts.values()) > gib:
         needs = f"{' and '.join(roles)}, which share a GPU, need {_sum(parts)}"
+        shares_of = "; ".join(f"the {name}: {_sum(role.parts)}" for name, role in trained.items())
         yield (
-            f"{needs}, which is more than {_gpu(config, gib)} (the actor: {_sum(actor.parts)})",
+            f"{needs}, which is more than {_gpu(config, gib)} ({shares_of})",
             sum(parts.values()) - gib,
         )
 
@@ -190,5 +202,6 @@ def _milder(config: RunConfig, key: str, value: Any) -> bool:
     if key.endswith("gpu_memory_utilization"):
         return config.device == "cuda" and value != now
     if key.endswith("ppo_max_token_len_per_gpu"):
-        return config.actor_rollout_ref.actor.use_dynamic_bsz and value < now
+        section = config.critic if key.startswith("critic.") else config.actor_rollout_ref.actor
+        return section.use_dynamic_bsz and value < now
     return now is not None and value < now

@@ -67,8 +67,8 @@ def _method(config: RunConfig) -> Iterator[str]:
             f"actor_rollout_ref.rollout.over_sample_rate={rollout.over_sample_rate:g}: the slowest groups are aborted, "
             "so batches are biased towards short responses, and a run cannot be repeated exactly with the same seed"
         )
-    if config.algorithm.adv_estimator == "gae":
-        yield "algorithm.adv_estimator=gae: there is no critic, so all values are 0"
+    if config.algorithm.adv_estimator == "gae" and not config.needs_critic:
+        yield "algorithm.adv_estimator=gae, critic.enable=false: there is no critic, so all values are 0"
 
 
 def _without_effect(config: RunConfig) -> Iterator[str]:
@@ -84,7 +84,11 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
         f"{_ACTOR}.fsdp_config.optimizer_offload": actor.fsdp_config.optimizer_offload,
         "actor_rollout_ref.ref.fsdp_config.param_offload": ref.fsdp_config.param_offload,
         "reward_model.model.fsdp_config.param_offload": config.reward_model.model.fsdp_config.param_offload,
+        "critic.model.fsdp_config.param_offload": config.critic.model.fsdp_config.param_offload,
+        "critic.model.fsdp_config.optimizer_offload": config.critic.model.fsdp_config.optimizer_offload,
     }
+    if trainer.critic_warmup and not config.needs_critic:
+        yield f"trainer.critic_warmup={trainer.critic_warmup} has no effect without a critic"
     for key, offload in offloads.items():
         if offload and config.device == "cpu":
             yield f"{key}=true has no effect on CPU"

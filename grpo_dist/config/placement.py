@@ -1,10 +1,10 @@
 """Decides how many processes, GPUs and CPUs each role gets: `cluster.*`, with a default for every null.
 
-Without GPUs: 2 actor ranks for the built-in model and 1 for larger ones, 1 engine, 1 reference, 1 reward model, sharing
-the CPU cores. With GPUs `cluster.colocate` says which roles share them. "actor_ref": about half of the GPUs run the
-actor, the reference and the reward model together, and the others generate. "all": each GPU runs all roles; the default
-on one GPU, and if one engine needs all GPUs. "separate": no GPU is shared. Nothing is checked here: placement_rules.py
-compares the result with the machines.
+Without GPUs: 2 actor ranks for the built-in model and 1 for larger ones, as many of the critic, 1 engine, 1 reference
+and 1 reward model, sharing the CPU cores. With GPUs `cluster.colocate` says which roles share them. "actor_ref": about
+half of the GPUs run the actor, the reference, the reward model and the critic together, and the others generate. "all":
+each GPU runs all roles; the default on one GPU, and if one engine needs all GPUs. "separate": no GPU is shared. Nothing
+is checked here: placement_rules.py compares the result with the machines.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from grpo_dist.config.schema_roles import Colocation, Device
 
 # Logical CPUs that Ray reserves per process on CPU: small, so that all roles fit on a laptop.
 CPU_SHARE = 0.1
-# Fraction of a GPU that Ray reserves for a process that shares it: at most four roles share one.
-_GPU_SHARE = 0.25
-# Roles that only run forward passes, and may lie beside the actor.
-FOLLOWERS = ("ref", "reward_model")
+# Fraction of a GPU that Ray reserves for a process that shares it: at most five roles share one.
+_GPU_SHARE = 0.2
+# Roles that may lie beside the actor: as many ranks on the same GPUs.
+FOLLOWERS = ("ref", "reward_model", "critic")
+# Roles with an optimizer; the others only run forward passes.
+TRAINED = ("actor", "critic")
 # Roles that share the actor's GPUs.
 _SHARING: Mapping[Colocation, tuple[str, ...]] = {
     "separate": (),
@@ -41,6 +43,7 @@ class Placement:
         tensor_parallel: GPUs per engine, or processes on CPU.
         ref_world_size: reference processes; 0 if none is needed.
         reward_model_world_size: reward model processes; 0 if there is no reward model.
+        critic_world_size: critic processes; 0 if there is no critic.
         colocate: which roles share GPUs; "separate" on CPU.
         num_devices: GPUs used by all roles together; on CPU the number of machines.
         num_cpus_per_worker: logical CPUs that Ray reserves for one process.
@@ -53,6 +56,7 @@ class Placement:
     tensor_parallel: int
     ref_world_size: int
     reward_model_world_size: int
+    critic_world_size: int
     colocate: Colocation
     num_devices: int
     num_cpus_per_worker: float
@@ -71,6 +75,7 @@ class Placement:
             "rollout": self.rollout_world_size,
             "ref": self.ref_world_size,
             "reward_model": self.reward_model_world_size,
+            "critic": self.critic_world_size,
         }
 
     @property
@@ -99,7 +104,7 @@ def placement(config: RunConfig) -> Placement:
     if config.device == "cpu":
         actor = asked.actor_world_size or _cpu_actors(config)
         rollout = asked.rollout_world_size or tensor_parallel
-        followers = {role: size or 1 for role, size in _followers(config).items()}
+        followers = {role: size or (actor if role == "critic" else 1) for role, size in _followers(config).items()}
     elif colocate == "all":
         actor = asked.actor_world_size or gpus
         rollout = asked.rollout_world_size or max(actor // tensor_parallel, 1) * tensor_parallel
@@ -115,6 +120,7 @@ def placement(config: RunConfig) -> Placement:
         tensor_parallel=tensor_parallel,
         ref_world_size=sizes["ref"],
         reward_model_world_size=sizes["reward_model"],
+        critic_world_size=sizes["critic"],
         colocate=colocate,
         num_devices=config.trainer.nnodes if config.device == "cpu" else own,
         num_cpus_per_worker=asked.num_cpus_per_worker or (CPU_SHARE if config.device == "cpu" else 1.0),
@@ -137,7 +143,11 @@ def _colocate(config: RunConfig, tensor_parallel: int) -> Colocation:
 
 def _followers(config: RunConfig) -> dict[str, int | None]:
     """The followers that this run has, with the size that is asked for."""
-    needed = {"ref": config.needs_reference_workers, "reward_model": config.reward_model.enable}
+    needed = {
+        "ref": config.needs_reference_workers,
+        "reward_model": config.reward_model.enable,
+        "critic": config.needs_critic,
+    }
     return {role: getattr(config.cluster, f"{role}_world_size") for role in FOLLOWERS if needed[role]}
 
 

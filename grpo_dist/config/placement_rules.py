@@ -35,34 +35,49 @@ _CLUSTER = (
     "cluster.rollout_world_size",
     "cluster.ref_world_size",
     "cluster.reward_model_world_size",
+    "cluster.critic_world_size",
 )
 _COLOCATE = "cluster.colocate"
 
 
+def _trained(config: RunConfig) -> dict[str, tuple[str, int]]:
+    """The roles that train: section of the config, and number of ranks."""
+    place = placement(config)
+    roles = {"actor": (_ACTOR, place.actor_world_size), "critic": ("critic", place.critic_world_size)}
+    return {role: found for role, found in roles.items() if found[1]}
+
+
 def mini_batches_divide_the_batch(config: RunConfig) -> Iterator[Problem]:
     """A training batch is a whole number of mini-batches."""
-    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
-    if batch % mini:
-        fitting = max(size for size in range(1, mini + 1) if batch % size == 0)
-        why = f"the batch must be a multiple of the mini-batch; for example ppo_mini_batch_size={fitting}"
-        yield problem_between(config, why, "data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size")
+    batch = config.data.train_batch_size
+    for section, _ in _trained(config).values():
+        key = f"{section}.ppo_mini_batch_size"
+        if batch % (mini := value_of(config, key)):
+            fitting = max(size for size in range(1, mini + 1) if batch % size == 0)
+            why = f"the batch must be a multiple of the mini-batch; for example ppo_mini_batch_size={fitting}"
+            yield problem_between(config, why, "data.train_batch_size", key)
 
 
-def actor_ranks_divide_the_mini_batch(config: RunConfig) -> Iterator[Problem]:
-    """Every actor rank gets the same number of sequences of a mini-batch."""
-    mini, n = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.actor_rollout_ref.rollout.n
-    ranks = placement(config).actor_world_size
-    if (mini * n) % ranks:
-        why = f"{mini} * {n} = {mini * n} sequences of a mini-batch do not split over {ranks} actor ranks"
-        yield problem_between(config, why, f"{_ACTOR}.ppo_mini_batch_size", f"{_ROLLOUT}.n", "cluster.actor_world_size")
+def ranks_divide_the_mini_batch(config: RunConfig) -> Iterator[Problem]:
+    """Every rank of a role that trains gets the same number of sequences of a mini-batch."""
+    n = config.actor_rollout_ref.rollout.n
+    for role, (section, ranks) in _trained(config).items():
+        key = f"{section}.ppo_mini_batch_size"
+        if (sequences := value_of(config, key) * n) % ranks:
+            split = f"{value_of(config, key)} * {n} = {sequences}"
+            why = f"{split} sequences of a mini-batch do not split over {ranks} {role} ranks"
+            yield problem_between(config, why, key, f"{_ROLLOUT}.n", f"cluster.{role}_world_size")
 
 
-def copies_divide_the_actor_ranks(config: RunConfig) -> Iterator[Problem]:
-    """Each copy of the actor's weights lies on equally many ranks."""
-    size, ranks = config.actor_rollout_ref.actor.fsdp_config.fsdp_size, placement(config).actor_world_size
-    if size > 0 and ranks % size:
-        why = f"{ranks} actor ranks do not split into copies of {size}; set a divisor, or -1"
-        yield problem_between(config, why, f"{_ACTOR}.fsdp_config.fsdp_size", "cluster.actor_world_size")
+def copies_divide_the_ranks(config: RunConfig) -> Iterator[Problem]:
+    """Each copy of the weights of a role that trains lies on equally many ranks."""
+    sections = {"actor": f"{_ACTOR}.fsdp_config", "critic": "critic.model.fsdp_config"}
+    for role, (_, ranks) in _trained(config).items():
+        key = f"{sections[role]}.fsdp_size"
+        size = value_of(config, key)
+        if size > 0 and ranks % size:
+            why = f"{ranks} {role} ranks do not split into copies of {size}; set a divisor, or -1"
+            yield problem_between(config, why, key, f"cluster.{role}_world_size")
 
 
 def engines_are_whole(config: RunConfig) -> Iterator[Problem]:
@@ -227,6 +242,9 @@ def token_budgets_hold_the_longest_sequence(config: RunConfig) -> Iterator[Probl
         budgets[key if role.log_prob_max_token_len_per_gpu else own] = actor.log_prob_max_token_len(role)
     if config.reward_model.enable and config.reward_model.forward_max_token_len_per_gpu:
         budgets["reward_model.forward_max_token_len_per_gpu"] = config.reward_model.max_token_len(actor)
+    if config.needs_critic:
+        budgets["critic.ppo_max_token_len_per_gpu"] = config.critic.max_token_len
+        budgets["critic.forward_max_token_len_per_gpu"] = config.critic.forward_max_token_len
     for key, budget in budgets.items():
         if key.startswith("reward_model.") and (config.reward_model.max_length or longest) < longest:
             continue  # its conversations are shorter; a longer one gets a pass of its own
@@ -237,8 +255,8 @@ def token_budgets_hold_the_longest_sequence(config: RunConfig) -> Iterator[Probl
 
 PLACEMENT_RULES: tuple[Rule, ...] = (
     mini_batches_divide_the_batch,
-    actor_ranks_divide_the_mini_batch,
-    copies_divide_the_actor_ranks,
+    ranks_divide_the_mini_batch,
+    copies_divide_the_ranks,
     engines_are_whole,
     engine_layout_is_not_set_in_vllm_arguments,
     roles_fit_on_the_gpus,

@@ -58,7 +58,24 @@ def batch_arithmetic(config: RunConfig) -> Rows:
         per_rank = ceil(sequences / place.reward_model_world_size)
         limits = section.micro_batch_size_per_gpu, section.max_token_len(actor)
         rows.append(("reward model passes per rank", _passes(per_rank, rollout.n, *limits)))
+    if place.critic_world_size:
+        rows += _critic_batches(config, place.critic_world_size)
     return rows
+
+
+def _critic_batches(config: RunConfig, ranks: int) -> Rows:
+    critic, n, prompts = config.critic, config.actor_rollout_ref.rollout.n, config.data.train_batch_size
+    values = critic.forward_micro_batch_size_per_gpu, critic.forward_max_token_len
+    updates = critic.ppo_micro_batch_size_per_gpu, critic.max_token_len
+    steps = prompts // critic.ppo_mini_batch_size * critic.ppo_epochs
+    return [
+        ("value passes per critic rank", _passes(ceil(prompts * n / ranks), n, *values)),
+        ("critic's optimizer steps per training step", f"{steps:,}"),
+        (
+            "micro-batches per critic rank and mini-batch",
+            _passes(ceil(critic.ppo_mini_batch_size * n / ranks), n, *updates),
+        ),
+    ]
 
 
 def _old_log_prob_passes(config: RunConfig, per_rank: int) -> str:
@@ -82,7 +99,7 @@ def format_plan(config: RunConfig, notes: list[str]) -> str:
         "placement\n" + table(_placement_rows(config)),
         "memory per process (estimate)\n"
         + table(
-            _memory_rows(memory_estimate(config, model), tokens, has_reward_model=config.reward_model.enable),
+            _memory_rows(memory_estimate(config, model), tokens, placement(config).world_sizes),
         ),
     ]
     if rows := _step_rows(config, model):
@@ -152,6 +169,8 @@ def _workers(place: Placement) -> str:
     ref = f"{place.ref_world_size} ref" if place.ref_world_size else "no ref"
     if place.reward_model_world_size:
         ref += f", {place.reward_model_world_size} reward model"
+    if place.critic_world_size:
+        ref += f", {place.critic_world_size} critic"
     where = "CPU" if place.device == "cpu" else many(place.num_devices, "GPU") + _shared(place)
     return f"{place.actor_world_size} actor, {engines}, {ref}, on {where}"
 
@@ -188,6 +207,10 @@ def _placement_rows(config: RunConfig) -> Rows:
         dtype = config.reward_model.model.fsdp_config.resolved_dtype(config.default_dtype)
         path = config.reward_model.model.path
         rows.append(("reward_model", f"{many(place.reward_model_world_size, 'rank')}, {dtype}, {path}"))
+    if place.critic_world_size:
+        held = config.critic.model.fsdp_config
+        dtypes = f"weights {held.model_dtype}, compute {held.resolved_dtype(config.default_dtype)}"
+        rows.append(("critic", f"{many(place.critic_world_size, 'rank')}, {dtypes}, {config.critic.model.path}"))
     rows.append(("reward", many(config.reward.num_workers, "process", "processes")))
     if place.device == "cuda":
         unused = config.num_gpus - place.num_devices
@@ -218,12 +241,13 @@ def _from_to(ranks: list[int]) -> str:
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
-def _memory_rows(memory: list[RoleMemory] | None, kv_tokens: int | None, *, has_reward_model: bool) -> Rows:
+def _memory_rows(memory: list[RoleMemory] | None, kv_tokens: int | None, sizes: Mapping[str, int]) -> Rows:
     if memory is None:
         return [("all roles", "unknown: the model's config.json is not on this machine")]
     rows = [(role.role, device_memory(role)) for role in memory]
-    if has_reward_model and all(role.role != "reward_model" for role in memory):
-        rows.append(("reward_model", "unknown: its config.json is not on this machine"))
+    estimated = {role.role for role in memory}
+    missing = [role for role, size in sizes.items() if size and role not in estimated]
+    rows += [(role, "unknown: its config.json is not on this machine") for role in missing]
     rows += [(f"{role.role}, CPU memory", added(role.host)) for role in memory]
     if kv_tokens is not None:
         rows.append(("KV cache", f"{kv_tokens:,} tokens per engine"))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from grpo_dist.assets import BUILTIN, POLICY_KEY, REWARD_MODEL_KEY, resolve_model_path
+from grpo_dist.assets import BUILTIN, CRITIC_KEY, POLICY_KEY, REWARD_MODEL_KEY, resolve_model_path
 from grpo_dist.assets.paths import expanded, is_file, is_folder
 from grpo_dist.config.data_files import DataFileProblem, parse_data_file
 from grpo_dist.config.model_rules import max_positions, model_problems
@@ -21,7 +21,13 @@ from grpo_dist.config.problems import Problem, problem_between
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import ConfigError
-from grpo_dist.names import GROUP_ADV_ESTIMATORS, OVERLONG_PENALTY, REWARD_MODEL_FUNCTION, SEQUENCE_LOSSES
+from grpo_dist.names import (
+    ADV_ESTIMATORS,
+    GROUP_ADV_ESTIMATORS,
+    OVERLONG_PENALTY,
+    REWARD_MODEL_FUNCTION,
+    SEQUENCE_LOSSES,
+)
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -84,6 +90,23 @@ def reward_model_is_named(config: RunConfig) -> Iterator[Problem]:
     if not section.enable and REWARD_MODEL_FUNCTION in config.reward_paths:
         why = f"{REWARD_MODEL_FUNCTION} returns the reward model's score; set enable to true, or leave the function out"
         yield problem_between(config, why, "reward_model.enable", "custom_reward_function.path")
+
+
+def the_critic_fits(config: RunConfig) -> Iterator[Problem]:
+    """A critic is for estimators that read its values, and it reads the longest sequence."""
+    estimator, critic = config.algorithm.adv_estimator, config.critic
+    if critic.enable and estimator in ADV_ESTIMATORS and estimator != "gae":
+        why = f"{estimator} reads no values; set the first to null, or the second to gae"
+        yield problem_between(config, why, "critic.enable", "algorithm.adv_estimator")
+    if not config.needs_critic:
+        return
+    positions = max_positions({**(model_config_at_hand(critic.model.path) or {}), **critic.model.override_config})
+    if positions is not None and config.max_model_len > positions[1]:
+        why = (
+            f"the critic has {positions[1]} positions ({positions[0]} in its config.json), and sequences may have "
+            f"{config.max_model_len} tokens; lower a length, or extend the positions with critic.model.override_config"
+        )
+        yield problem_between(config, why, CRITIC_KEY, "data.max_prompt_length", "data.max_response_length")
 
 
 def gdpo_sees_the_whole_reward(config: RunConfig) -> Iterator[Problem]:
@@ -250,6 +273,8 @@ def model_folders_exist(config: RunConfig) -> Iterator[Problem]:
     paths = {POLICY_KEY: config.actor_rollout_ref.model.path}
     if config.reward_model.enable and config.reward_model.model.path is not None:
         paths[REWARD_MODEL_KEY] = config.reward_model.model.path
+    if config.needs_critic:
+        paths[CRITIC_KEY] = config.critic.model.path
     for key, path in paths.items():
         yield from model_folder_exists(key, path)
 
@@ -302,6 +327,7 @@ RULES: tuple[Rule, ...] = (
     estimators_get_what_they_need,
     gdpo_sees_the_whole_reward,
     reward_model_is_named,
+    the_critic_fits,
     prompts_are_sampled_for_use,
     over_sampling_ends_one_batch,
     the_reference_moves_between_batches,

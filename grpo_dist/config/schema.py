@@ -27,7 +27,7 @@ from grpo_dist.config.field_types import (
 )
 from grpo_dist.config.schema_health import HealthConfig
 from grpo_dist.config.schema_job import JobClusterConfig, JobConfig, JobDataConfig, JobTrainerConfig
-from grpo_dist.config.schema_models import RewardModelConfig
+from grpo_dist.config.schema_models import CriticConfig, RewardModelConfig
 from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Colocation
 from grpo_dist.names import (
     ADV_ESTIMATORS,
@@ -138,8 +138,10 @@ TimedStage = Literal[
     "generate",
     "ref_log_prob",
     "old_log_prob",
+    "values",
     "reward_model",
     "update",
+    "update_critic",
     "sync_weights",
     "save_checkpoint",
     "load_checkpoint",
@@ -150,6 +152,7 @@ TimedStage = Literal[
 class TrainerConfig(JobTrainerConfig):
     """`trainer`: the run, its records and its machines."""
 
+    critic_warmup: NonNegativeInt
     max_staleness: NonNegativeInt
     max_worker_restarts: NonNegativeInt
     log_rollouts: bool
@@ -165,6 +168,7 @@ class ClusterConfig(JobClusterConfig):
     rollout_world_size: Count | None
     ref_world_size: Count | None
     reward_model_world_size: Count | None
+    critic_world_size: Count | None
     colocate: Colocation | None
 
 
@@ -175,6 +179,7 @@ class RunConfig(JobConfig):
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
     reward_model: RewardModelConfig
+    critic: CriticConfig
     custom_reward_function: CustomRewardFunctionConfig
     reward: RewardConfig
     trainer: TrainerConfig
@@ -204,6 +209,11 @@ class RunConfig(JobConfig):
     def needs_reference(self) -> bool:
         """Whether the KL to a reference is part of the loss or of the reward."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a critic is trained; null means for gae, as in verl."""
+        return self.algorithm.adv_estimator == "gae" if self.critic.enable is None else self.critic.enable
 
     @property
     def reward_function(self) -> str | None:

@@ -1,9 +1,12 @@
-"""The typed config of models beside the policy: `reward_model`. See schema.py."""
+"""The typed config of models beside the policy: `reward_model` and `critic`. See schema.py."""
 
 from __future__ import annotations
 
-from grpo_dist.config.field_types import Count, Section, Text
-from grpo_dist.config.schema_roles import ActorConfig, ForwardConfig
+from typing import Annotated, Any
+
+from grpo_dist.config.field_types import Count, PositiveFloat, Section, Text, one_of
+from grpo_dist.config.schema_roles import ActorConfig, ForwardConfig, FSDPConfig, OptimConfig
+from grpo_dist.names import LOSS_AGG_MODES
 
 
 class RewardModelFolderConfig(Section):
@@ -29,3 +32,41 @@ class RewardModelConfig(Section):
         """Most tokens of a forward pass; None: it is filled by sequences."""
         dynamic = actor.use_dynamic_bsz if self.use_dynamic_bsz is None else self.use_dynamic_bsz
         return (self.forward_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu) if dynamic else None
+
+
+class CriticModelConfig(Section):
+    """`critic.model`: what is loaded, and how it is held."""
+
+    path: Text
+    enable_gradient_checkpointing: bool
+    override_config: dict[str, Any]
+    fsdp_config: FSDPConfig
+
+
+class CriticConfig(Section):
+    """`critic`: the model that foresees returns, its loss and its optimizer."""
+
+    enable: bool | None
+    model: CriticModelConfig
+    optim: OptimConfig
+    ppo_mini_batch_size: Count
+    ppo_micro_batch_size_per_gpu: Count
+    forward_micro_batch_size_per_gpu: Count
+    use_dynamic_bsz: bool
+    ppo_max_token_len_per_gpu: Count
+    forward_max_token_len_per_gpu: Count
+    ppo_epochs: Count
+    shuffle: bool
+    grad_clip: PositiveFloat
+    cliprange_value: PositiveFloat
+    loss_agg_mode: Annotated[str, one_of(LOSS_AGG_MODES)]
+
+    @property
+    def max_token_len(self) -> int | None:
+        """Most tokens of a forward/backward pass; None: it is filled by sequences."""
+        return self.ppo_max_token_len_per_gpu if self.use_dynamic_bsz else None
+
+    @property
+    def forward_max_token_len(self) -> int | None:
+        """Most tokens of a pass that computes values; None: it is filled by sequences."""
+        return self.forward_max_token_len_per_gpu if self.use_dynamic_bsz else None

@@ -25,6 +25,7 @@ _WORLD_SIZES = (
     "cluster.rollout_world_size",
     "cluster.ref_world_size",
     "cluster.reward_model_world_size",
+    "cluster.critic_world_size",
 )
 _SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 

@@ -15,6 +15,7 @@ from typing import Any
 from grpo_dist.config.model_shape import ModelShape, model_config_at_hand, model_shape
 from grpo_dist.config.placement import Placement, placement
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_roles import FSDPConfig
 from grpo_dist.sizes import GIB
 
 # An H100 (80 GB): the usual fraction of 989 TFLOP/s in bf16, and of 3.35 TB/s.
@@ -65,13 +66,35 @@ def step_estimate(config: RunConfig, model_config: Mapping[str, Any] | None) -> 
     if scorer is not None and (scorer_shape := model_shape(scorer)) is not None:
         size = config.reward_model.micro_batch_size_per_gpu
         phases["reward model"] = _Work(config, scorer_shape).log_probs(place.reward_model_world_size, size)
+    critic = model_config_at_hand(config.critic.model.path) if place.critic_world_size else None
+    if critic is not None and (critic_shape := model_shape(critic)) is not None:
+        phases |= _critic(config, place, _Work(config, critic_shape))
     phases["weight sync"] = work.weight_sync(place)
     return _composed(config, place, phases)
 
 
+def _critic(config: RunConfig, place: Placement, work: _Work) -> dict[str, float]:
+    """Seconds of the critic's two phases."""
+    section, ranks = config.critic, place.critic_world_size
+    training = _Training(
+        ranks,
+        section.model.fsdp_config,
+        section.ppo_mini_batch_size,
+        section.ppo_micro_batch_size_per_gpu,
+        section.max_token_len,
+        section.ppo_epochs,
+        recomputes=section.model.enable_gradient_checkpointing,
+    )
+    return {
+        "values": work.log_probs(ranks, section.forward_micro_batch_size_per_gpu),
+        "critic update": work.training(training),
+    }
+
+
 def _composed(config: RunConfig, place: Placement, phases: Mapping[str, float]) -> StepEstimate:
     """Combine overlapping phases: log-probs overlap generation; with `max_staleness`, generation overlaps the rest."""
-    generation, names = phases["generation"], {"ref": "reference", "reward_model": "reward model"}
+    generation = phases["generation"]
+    names = {"ref": "reference", "reward_model": "reward model", "critic": "values"}
     # the followers with GPUs of their own; the others compute on the actor's
     apart = [role for role in names if place.world_sizes[role] and place.colocate == "separate"]
     beside = [name for role, name in names.items() if role not in apart]
@@ -79,13 +102,31 @@ def _composed(config: RunConfig, place: Placement, phases: Mapping[str, float]) 
     log_probs = sum(phases.get(name, 0.0) for name in ("old log-probs", *beside))
     if place.shares_gpu:
         return StepEstimate(phases, sum(phases.values()), {})
-    trains, sync = log_probs + phases["update"], phases["weight sync"]
+    critic, sync = phases.get("critic update", 0.0), phases["weight sync"]
+    updates = phases["update"] + critic  # one after the other
     if config.trainer.max_staleness:
-        total = max(generation + sync, trains + sync, *own.values())
+        total = max(generation + sync, log_probs + updates + sync, *own.values())
     else:
-        total = max(generation, log_probs, *own.values()) + phases["update"] + sync
+        total = max(generation, log_probs, *own.values()) + updates + sync
+    trains = log_probs + phases["update"] + (0.0 if "critic" in own else critic)
     busy = {"actor": trains, "rollout": generation} | own
+    if "critic" in own:
+        busy["critic"] += critic
     return StepEstimate(phases, total, {role: 1 - seconds / total for role, seconds in busy.items()})
+
+
+@dataclass(frozen=True)
+class _Training:
+    """How a role trains: its ranks, how they hold the weights, the size of its batches, and what a pass costs."""
+
+    ranks: int
+    fsdp: FSDPConfig
+    mini_batch: int
+    micro_batch: int
+    max_token_len: int | None
+    epochs: int
+    recomputes: bool
+    all_weights: bool = True
 
 
 class _Work:
@@ -125,27 +166,40 @@ class _Work:
 
     def log_probs(self, ranks: int, micro_batch: int) -> float:
         """Seconds of a forward pass over all sequences, with one all-gather of the weights per micro-batch."""
-        passes = self._passes(self.sequences / ranks, micro_batch)
+        passes = self._passes(self.sequences / ranks, micro_batch, self.config.actor_rollout_ref.actor.max_token_len)
         return max(self.tokens / ranks * self.forward / FLOPS, passes * self._exchange(ranks, self.bytes))
 
     def update(self, place: Placement) -> float:
         """Seconds of forward and backward: no weight gradients with LoRA, one more forward with checkpointing."""
-        roles, ranks = self.config.actor_rollout_ref, place.actor_world_size
-        times = (2 if roles.model.lora_rank else 3) + roles.model.enable_gradient_checkpointing
-        steps = self.config.data.train_batch_size // roles.actor.ppo_mini_batch_size
-        passes = steps * self._passes(self.sequences / steps / ranks, roles.actor.ppo_micro_batch_size_per_gpu)
-        gradients = 0.0 if roles.model.lora_rank else 2 * self.bytes  # reduced in float32
-        shards = roles.actor.fsdp_config.num_shards(ranks)
-        exchanged = passes * self._exchange(shards, 2 * self.bytes + gradients)
-        return roles.actor.ppo_epochs * max(times * self.tokens / ranks * self.forward / FLOPS, exchanged)
+        roles, actor = self.config.actor_rollout_ref, self.config.actor_rollout_ref.actor
+        training = _Training(
+            place.actor_world_size,
+            actor.fsdp_config,
+            actor.ppo_mini_batch_size,
+            actor.ppo_micro_batch_size_per_gpu,
+            actor.max_token_len,
+            actor.ppo_epochs,
+            recomputes=roles.model.enable_gradient_checkpointing,
+            all_weights=not roles.model.lora_rank,
+        )
+        return self.training(training)
+
+    def training(self, training: _Training) -> float:
+        """Seconds of the optimizer steps of a training step."""
+        ranks = training.ranks
+        times = 2 + training.all_weights + training.recomputes
+        steps = self.config.data.train_batch_size // training.mini_batch
+        passes = steps * self._passes(self.sequences / steps / ranks, training.micro_batch, training.max_token_len)
+        gradients = 2 * self.bytes * training.all_weights  # reduced in float32
+        exchanged = passes * self._exchange(training.fsdp.num_shards(ranks), 2 * self.bytes + gradients)
+        return training.epochs * max(times * self.tokens / ranks * self.forward / FLOPS, exchanged)
 
     def weight_sync(self, place: Placement) -> float:
         """Seconds to send all weights once."""
         engine = self.config.actor_rollout_ref.rollout.checkpoint_engine
         return self.bytes / SYNC[engine.resolved_backend(place.device, shares_gpu=place.shares_gpu)]
 
-    def _passes(self, sequences: float, micro_batch: int) -> int:
-        limit = self.config.actor_rollout_ref.actor.max_token_len
+    def _passes(self, sequences: float, micro_batch: int, limit: int | None) -> int:
         per_pass = micro_batch if limit is None else max(1.0, limit / (self.tokens / self.sequences))
         return ceil(sequences / per_pass)
 

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY
+from grpo_dist.assets import CRITIC_KEY, POLICY_KEY, REWARD_MODEL_KEY
 from grpo_dist.config.node_layout import slots
 from grpo_dist.config.placement import Placement, placement
 from grpo_dist.config.schema import RunConfig
@@ -30,6 +30,7 @@ from grpo_dist.trainer.rollout.pump import LogProbSource, RolloutPump
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from grpo_dist.trainer.run_prompts import Prompts
 from grpo_dist.trainer.settings import (
+    critic_settings,
     engine_settings,
     kl_controller,
     objective_settings,
@@ -40,11 +41,12 @@ from grpo_dist.trainer.settings import (
     sampling_settings,
     target_settings,
     time_limits,
+    value_settings,
 )
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.event_loop import blocking, run
-from grpo_dist.workers.gang import ActorGroup, ReferenceGroup, RewardModelGroup, find_model
-from grpo_dist.workers.policy import ActorWorker, PolicyWorker
+from grpo_dist.workers.gang import ActorGroup, CriticGroup, ReferenceGroup, RewardModelGroup, find_model
+from grpo_dist.workers.policy import ActorWorker, CriticWorker, PolicyWorker
 from grpo_dist.workers.process import Address, Process
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import RewardWorker
@@ -60,6 +62,7 @@ WORKERS: Mapping[str, type[Process]] = {
     "actor": ActorWorker,
     "ref": PolicyWorker,
     "reward_model": RewardModelWorker,
+    "critic": CriticWorker,
     "reward": RewardWorker,
 }
 # Ray's limit on concurrent calls of one rollout worker; the engine itself queues what it cannot run yet.
@@ -87,10 +90,12 @@ class Workers(RoleProcesses):
         config, place = self.config, self.place
         groups = self.groups
         if config.trainer.nnodes > 1:
-            of_policy = [group for role, group in groups.items() if role != "reward_model"]
+            of_policy = [group for role, group in groups.items() if role not in ("reward_model", "critic")]
             await find_model(of_policy, config.actor_rollout_ref.model.path, POLICY_KEY)
             if "reward_model" in groups and config.reward_model.model.path is not None:
                 await find_model([groups["reward_model"]], config.reward_model.model.path, REWARD_MODEL_KEY)
+            if "critic" in groups:
+                await find_model([groups["critic"]], config.critic.model.path, CRITIC_KEY)
         restarts = RestartBudget(config.trainer.max_worker_restarts)
         roles = Roles(
             ActorGroup(groups["actor"]),
@@ -99,6 +104,7 @@ class Workers(RoleProcesses):
             ReferenceGroup(groups["ref"], restarts) if "ref" in groups else None,
             restarts,
             RewardModelGroup(groups["reward_model"], restarts) if "reward_model" in groups else None,
+            CriticGroup(groups["critic"]) if "critic" in groups else None,
         )
         engines = [engine_settings(config, place, i) for i in range(place.num_engines)]
         if place.shares_gpu and place.tensor_parallel > 1:
@@ -114,6 +120,8 @@ class Workers(RoleProcesses):
             others.append(roles.ref.start(reference_settings(config, place)))
         if roles.reward_model is not None:
             others.append(roles.reward_model.start(reward_model_settings(config, place)))
+        if roles.critic is not None:
+            others.append(roles.critic.start(critic_settings(config, place, num_steps)))
         footprints, *_ = await asyncio.gather(starting, *others)
         roles.rollout.note_started(footprints)
         return roles
@@ -184,6 +192,7 @@ def build_trainer(
         val_sampling=val_sampling,
         targets=target_settings(config),
         objective=objective_settings(config),
+        value_objective=value_settings(config),
         kl_controller=kl_controller(config.algorithm.kl_ctrl),
         transport=weight_transport(
             rollout.checkpoint_engine.resolved_backend(place.device, shares_gpu=place.shares_gpu),
@@ -218,7 +227,9 @@ def _restore_trainer(trainer: GRPOTrainer, resumed: Resumed, restored: Mapping[s
 
 
 def _log_prob_sources(config: RunConfig, roles: Roles) -> dict[str, LogProbSource]:
-    """What computes log-probs while groups are generated: the reference, and the actor if it stands still then."""
+    """What computes log-probs and values while groups are generated: the reference, and the actor and critic if they
+    stand still then.
+    """
     sources: dict[str, LogProbSource] = {}
     actor, ref, in_step = roles.actor, roles.ref, config.trainer.max_staleness == 0
     if ref is not None:
@@ -227,6 +238,8 @@ def _log_prob_sources(config: RunConfig, roles: Roles) -> dict[str, LogProbSourc
         sources["ref"] = functools.partial(actor.compute_log_probs, "ref_log_prob", method="compute_reference")
     if in_step and config.needs_old_log_probs:
         sources["old_log_prob"] = functools.partial(actor.compute_log_probs, "old_log_prob")
+    if in_step and roles.critic is not None:
+        sources["values"] = functools.partial(roles.critic.compute_log_probs, "values")
     return sources
 
 

@@ -131,7 +131,8 @@ def performance_metrics(
         "perf/tokens_per_s": tokens / total,
         # after resuming, all responses of a step may come from the checkpoint
         **({"perf/generation_tokens_per_s": response_tokens / timings["gen"]} if "gen" in timings else {}),
-        "perf/update_tokens_per_s": tokens / timings["update_actor"],
+        # while the critic warms up, the policy stands still
+        **({"perf/update_tokens_per_s": tokens / timings["update_actor"]} if "update_actor" in timings else {}),
     }
 
 

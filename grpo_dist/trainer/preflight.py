@@ -16,6 +16,7 @@ from grpo_dist.config.problems import config_error
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.tracking.base import check_trackers
 from grpo_dist.trainer.checks import Checks, Ready, check_resume, describe_model, is_on_the_hub
+from grpo_dist.trainer.critic_check import check_critic
 from grpo_dist.trainer.machine import Machine, check_machine
 from grpo_dist.trainer.named_code import import_reward, resolve_names
 from grpo_dist.trainer.reward_model_check import check_conversations, check_reward_model
@@ -66,6 +67,13 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
             path = config.reward_model.model.path or ""
             scorer = check_reward_model(config, weights=not (rehearsal and is_on_the_hub(path)))
             tell(f"reward model: {path}: {describe_model(scorer)}")
+    if config.needs_critic:
+        with checks:
+            path = config.critic.model.path
+            if model is not None:
+                critic = check_critic(config, model, weights=not (rehearsal and is_on_the_hub(path)))
+                head = "its head is trained on" if "score.weight" in critic.shapes else "it gets a new head"
+                tell(f"critic: {path}: {describe_model(critic)}{f'; {head}' if critic.shapes else ''}")
     with checks:
         ready = _check_data(config, model)
         if ready is not None:

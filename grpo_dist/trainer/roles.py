@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from grpo_dist.workers.gang import ActorGroup, Gang, ReferenceGroup, RewardModelGroup
+from grpo_dist.workers.gang import ActorGroup, CriticGroup, Gang, ReferenceGroup, RewardModelGroup
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward_pool import RewardPool
@@ -22,6 +22,7 @@ class Roles:
         ref: the frozen reference; None if no KL term needs reference workers.
         restarts: how many workers may be replaced.
         reward_model: the model that scores; None if there is none.
+        critic: foresees returns; None if there is none.
     """
 
     actor: ActorGroup
@@ -30,14 +31,21 @@ class Roles:
     ref: ReferenceGroup | None
     restarts: RestartBudget = field(default_factory=RestartBudget)
     reward_model: RewardModelGroup | None = None
+    critic: CriticGroup | None = None
 
     @property
     def workers(self) -> list[WorkerGroup]:
         """The processes of all roles."""
         groups = [self.actor.workers, self.rollout.workers, self.reward.workers]
-        return groups + [gang.workers for gang in (self.ref, self.reward_model) if gang is not None]
+        return groups + [gang.workers for gang in (self.ref, self.reward_model, self.critic) if gang is not None]
 
     def holders(self) -> dict[str, Gang]:
-        """The roles whose state only a checkpoint can restore, by name: the policy, and a reference that has moved."""
-        moved: dict[str, Gang] = {"ref": self.ref} if self.ref is not None and self.ref.has_moved else {}
-        return {"actor": self.actor} | moved
+        """The roles whose state only a checkpoint can restore, by name: those that train, and a reference that has
+        moved.
+        """
+        found: dict[str, Gang] = {"actor": self.actor}
+        if self.critic is not None:
+            found["critic"] = self.critic
+        if self.ref is not None and self.ref.has_moved:
+            found["ref"] = self.ref
+        return found

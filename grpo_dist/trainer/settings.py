@@ -8,12 +8,12 @@ from pathlib import Path
 
 from grpo_dist.algorithms.kl_control import KLController
 from grpo_dist.algorithms.targets import TargetSettings
-from grpo_dist.assets import REWARD_MODEL_KEY
+from grpo_dist.assets import CRITIC_KEY, REWARD_MODEL_KEY
 from grpo_dist.config.placement import Placement
 from grpo_dist.config.schema import KLCtrlConfig, RunConfig
-from grpo_dist.config.schema_roles import ModelConfig
+from grpo_dist.config.schema_roles import FSDPConfig, ModelConfig, OptimConfig
 from grpo_dist.config.schema_supervised import SFTModelConfig
-from grpo_dist.engines.room import REF_ROOM, REWARD_MODEL_ROOM
+from grpo_dist.engines.room import CRITIC_ROOM, REF_ROOM, REWARD_MODEL_ROOM
 from grpo_dist.engines.settings import (
     AgentSettings,
     EngineSettings,
@@ -22,6 +22,7 @@ from grpo_dist.engines.settings import (
     ObjectiveSettings,
     OptimizerSettings,
     SamplingSettings,
+    ValueSettings,
     choose_layout,
 )
 from grpo_dist.names import TOKEN_SELECTING_LOSSES
@@ -35,19 +36,11 @@ from grpo_dist.workers.reward_model import RewardModelSettings
 def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> PolicySettings:
     """What the actor's ranks are built from."""
     actor, rollout, data = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.data
-    optim = actor.optim
     steps = num_steps * actor.ppo_epochs * (data.train_batch_size // actor.ppo_mini_batch_size)
-    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else math.floor(optim.lr_warmup_steps_ratio * steps)
     fsdp, lora = actor.fsdp_config, config.actor_rollout_ref.model.lora_rank > 0
     model = _model_settings(config, place, fsdp.model_dtype, fsdp.resolved_dtype(config.default_dtype))
     return PolicySettings(
-        model=replace(
-            model,
-            fsdp_size=fsdp.fsdp_size,
-            param_offload=fsdp.param_offload,
-            optimizer_offload=fsdp.optimizer_offload,
-            defer_grad_sync=fsdp.defer_grad_sync,
-        ),
+        model=_sharded(model, fsdp),
         device=place.device,
         num_threads=place.num_threads["actor"],
         temperature=rollout.temperature,
@@ -56,9 +49,7 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
         log_prob_max_token_len=actor.log_prob_max_token_len(rollout),
         seed=config.trainer.seed,
         collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
-        optimizer=OptimizerSettings(
-            optim.lr, optim.weight_decay, optim.betas, optim.lr_scheduler_type, warmup, steps, optim.min_lr_ratio
-        ),
+        optimizer=optimizer_settings(actor.optim, steps),
         train_micro_batch_size=actor.ppo_micro_batch_size_per_gpu,
         train_max_token_len=actor.max_token_len,
         grad_clip=actor.grad_clip,
@@ -66,6 +57,55 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
         exact_kl=objective_settings(config).exact_kl,
         weight_bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
     )
+
+
+def optimizer_settings(optim: OptimConfig, steps: int) -> OptimizerSettings:
+    """The optimizer of a role that takes so many optimizer steps."""
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else math.floor(optim.lr_warmup_steps_ratio * steps)
+    return OptimizerSettings(
+        optim.lr, optim.weight_decay, optim.betas, optim.lr_scheduler_type, warmup, steps, optim.min_lr_ratio
+    )
+
+
+def critic_settings(config: RunConfig, place: Placement, num_steps: int) -> PolicySettings:
+    """What the critic's ranks are built from; a model without a head gets one, drawn with the run's seed."""
+    critic, fsdp = config.critic, config.critic.model.fsdp_config
+    model = replace(
+        _model_settings(config, place, fsdp.model_dtype, fsdp.resolved_dtype(config.default_dtype)),
+        path=critic.model.path,
+        key=CRITIC_KEY,
+        room=CRITIC_ROOM,
+        num_labels=1,
+        new_head_seed=config.trainer.seed,
+        small_new_head=True,
+        trust_remote_code=False,
+        override_config=critic.model.override_config,
+        lora=None,
+        gradient_checkpointing=critic.model.enable_gradient_checkpointing,
+        reshard_after_forward=fsdp.reshard_after_forward,
+    )
+    mini_batches = config.data.train_batch_size // critic.ppo_mini_batch_size
+    return PolicySettings(
+        model=_sharded(model, fsdp),
+        device=place.device,
+        num_threads=place.num_threads["critic"],
+        temperature=1.0,
+        columns=("values",),
+        log_prob_micro_batch_size=critic.forward_micro_batch_size_per_gpu,
+        log_prob_max_token_len=critic.forward_max_token_len,
+        seed=config.trainer.seed,
+        collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
+        optimizer=optimizer_settings(critic.optim, num_steps * critic.ppo_epochs * mini_batches),
+        train_micro_batch_size=critic.ppo_micro_batch_size_per_gpu,
+        train_max_token_len=critic.max_token_len,
+        grad_clip=critic.grad_clip,
+    )
+
+
+def value_settings(config: RunConfig) -> ValueSettings:
+    """The critic's loss."""
+    longest = config.actor_rollout_ref.actor.loss_scale_factor or config.data.max_response_length
+    return ValueSettings(config.critic.cliprange_value, config.critic.loss_agg_mode, longest)
 
 
 def target_settings(config: RunConfig) -> TargetSettings:
@@ -84,6 +124,7 @@ def target_settings(config: RunConfig) -> TargetSettings:
         top_entropy_quantile=actor.top_entropy_quantile,
         loss_mode=absolute(actor.policy_loss.loss_mode),
         loss_options=actor.policy_loss.model_dump(exclude={"loss_mode"}),
+        critic=config.needs_critic,
     )
 
 
@@ -202,6 +243,17 @@ def reward_settings(config: RunConfig) -> RewardSettings:
         failure_score=config.reward.failure_score,
         overlong_penalty=penalty if buffer.enable else None,
         step_separator=config.reward.step_separator if "step_mask" in target_settings(config).needs else None,
+    )
+
+
+def _sharded(model: ModelSettings, fsdp: FSDPConfig) -> ModelSettings:
+    """A model that trains, held as its section says."""
+    return replace(
+        model,
+        fsdp_size=fsdp.fsdp_size,
+        param_offload=fsdp.param_offload,
+        optimizer_offload=fsdp.optimizer_offload,
+        defer_grad_sync=fsdp.defer_grad_sync,
     )
 
 

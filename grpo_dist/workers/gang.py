@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from grpo_dist.engines.rendezvous import LOOPBACK
-from grpo_dist.engines.settings import ObjectiveSettings
+from grpo_dist.engines.settings import TrainingSettings
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.engines.train.micro_batch_plan import Lengths
 from grpo_dist.errors import GrpoDistError, WorkerError, WorkerLost
@@ -27,7 +27,7 @@ from grpo_dist.workers.restarts import RestartBudget
 
 
 class Gang:
-    """Ranks that hold one sharded model: the base of the actor and of models that do not train.
+    """Ranks that hold one sharded model: the base of models that train and of those that do not.
 
     Args:
         workers: the group's processes.
@@ -187,16 +187,17 @@ class RewardModelGroup(FrozenGroup):
         return {name: np.concatenate([each[name] for each in found])[order] for name in found[0]}
 
 
-class ActorGroup(Gang):
-    """The policy that is trained."""
+class TrainedGroup(Gang):
+    """A model that trains on responses: the base of the actor and the critic.
 
-    async def take_reference_head(self, ref: ReferenceGroup) -> None:
-        """Copy the reference's current output layer to the actor, for the exact KL (`kl_loss_type=full`)."""
-        head = (await ref.workers.ask_all("sync_reference", "export_output_layer"))[0]
-        await self.workers.ask_all("sync_reference", "load_reference_head", head)
+    Attributes:
+        update_stage: name of the time limit of an update.
+    """
+
+    update_stage: ClassVar[str]
 
     async def update(
-        self, batch: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: ObjectiveSettings, step: int
+        self, batch: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: TrainingSettings, step: int
     ) -> tuple[DataProtoRef, dict[str, Metric]]:
         """Take one optimizer step per mini-batch (an array of row indices), each split over the ranks.
 
@@ -212,14 +213,32 @@ class ActorGroup(Gang):
             positions = [np.searchsorted(own, share[rank]) for share in shares]
             arguments.append((batch.reorder(own), positions, objective, step))
         async with self._free:
-            calls = [self.workers.submit_for_data(rank, "update", "update", *a) for rank, a in enumerate(arguments)]
+            stage = self.update_stage
+            calls = [self.workers.submit_for_data(rank, stage, "update", *a) for rank, a in enumerate(arguments)]
             results = await self.workers.answers(calls)
         merged = [merge_metrics(parts) for parts in zip(*(metrics for metrics, _ in results), strict=True)]
-        if objective.on_policy:
-            labels = [label for _, label in results]
+        labels = [label for _, label in results if label is not None]
+        if labels:  # on-policy
             old = DataProtoRef.concat([c.handle(la) for c, la in zip(calls, labels, strict=True)])
             batch = batch.union(old.reorder(np.argsort(np.concatenate(shares[0]))))
         return batch, merge_metrics([_per_mini_batch(metrics) for metrics in merged])
+
+
+class CriticGroup(TrainedGroup):
+    """The critic."""
+
+    update_stage = "update_critic"
+
+
+class ActorGroup(TrainedGroup):
+    """The policy."""
+
+    update_stage = "update"
+
+    async def take_reference_head(self, ref: ReferenceGroup) -> None:
+        """Copy the reference's current output layer to the actor, for the exact KL (`kl_loss_type=full`)."""
+        head = (await ref.workers.ask_all("sync_reference", "export_output_layer"))[0]
+        await self.workers.ask_all("sync_reference", "load_reference_head", head)
 
 
 async def find_model(groups: Sequence[WorkerGroup], path: str, key: str) -> None:

@@ -1,4 +1,4 @@
-"""Workers that hold the model: the actor trains it; the reference keeps the weights of the start."""
+"""Workers that hold a model: the actor and the critic train it; the reference keeps the weights of the start."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import ray
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_dist.engines.base import FSDP, SEQUENCE_COLUMNS, TrainEngine
 from grpo_dist.engines.rendezvous import LOOPBACK, START_TIMEOUT, init_process_group, open_store
-from grpo_dist.engines.settings import SENDER, GroupAddress, ModelSettings, ObjectiveSettings, OptimizerSettings
+from grpo_dist.engines.settings import SENDER, GroupAddress, ModelSettings, OptimizerSettings, TrainingSettings
 from grpo_dist.engines.train.memory_errors import remedied, smaller_passes, within_memory
 from grpo_dist.engines.weights.broadcast import WeightGroup, send
 from grpo_dist.engines.weights.buckets import check_buckets, pack, unpack
@@ -39,7 +39,8 @@ class PolicySettings:
         device: "cpu" or "cuda".
         num_threads: compute threads on CPU.
         temperature: the sampling temperature.
-        columns: what a log-prob pass computes: `old_` or `ref_` and a name of `TrainEngine.compute_columns`.
+        columns: what a log-prob pass computes: a name of `TrainEngine.compute_columns`, with `old_` or `ref_` before it
+            where it is one of log-probs.
         log_prob_micro_batch_size: sequences per forward pass.
         log_prob_max_token_len: tokens per forward pass; None: the number of sequences is the limit.
         seed: of torch's random state.
@@ -102,7 +103,7 @@ class PolicyWorker(Process):
 
     settings: PolicySettings
     engine: TrainEngine
-    log_prob_section = "actor_rollout_ref.ref"
+    forward_keys = "actor_rollout_ref.ref.log_prob_"  # what the keys of its passes begin with
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -151,10 +152,10 @@ class PolicyWorker(Process):
     def _columns(
         self, rows: DataProtoRef, names: tuple[str, ...], compute: Callable[..., Mapping[str, Ragged]]
     ) -> tuple[Label, DataProto]:
-        plain = {name.partition("_")[2]: name for name in names}  # without old_ or ref_
+        plain = {name.removeprefix("old_").removeprefix("ref_"): name for name in names}
         size, tokens = self.settings.log_prob_micro_batch_size, self.settings.log_prob_max_token_len
         try:
-            with smaller_passes(f"{self.log_prob_section}.log_prob_", size, tokens):
+            with smaller_passes(self.forward_keys, size, tokens):
                 found = compute(
                     rows.fetch((*SEQUENCE_COLUMNS, "uid")), tuple(plain), micro_batch_size=size, max_token_len=tokens
                 )
@@ -214,21 +215,15 @@ def import_transformers() -> None:
     import transformers.modeling_utils  # noqa: F401
 
 
-class ActorWorker(PolicyWorker):
-    """One rank of the policy that trains."""
+class TrainedWorker(PolicyWorker):
+    """One rank of a model that trains on responses: the base of the actor and the critic."""
 
-    log_prob_section = "actor_rollout_ref.rollout"
-    _weight_store: dist.TCPStore | None = None
-    _weight_group: WeightGroup | None = None
-
-    @on_device()
-    def compute_reference(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
-        """With LoRA: `settings.reference_columns`, by the model without its factors."""
-        return self._columns(rows, self.settings.reference_columns, self.engine.compute_reference_columns)
+    role: ClassVar[str]
+    update_keys: ClassVar[str]  # what the keys of its training passes begin with
 
     @on_device()
     def update(
-        self, rows: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: ObjectiveSettings, step: int
+        self, rows: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: TrainingSettings, step: int
     ) -> tuple[tuple[list[dict[str, Metric]], Label | None], DataProto | None]:
         """Take one optimizer step per mini-batch.
 
@@ -246,20 +241,40 @@ class ActorWorker(PolicyWorker):
         for number, mini_batch in enumerate(mini_batches):
             size, tokens = self.settings.train_micro_batch_size, self.settings.train_max_token_len
             try:
-                with smaller_passes("actor_rollout_ref.actor.ppo_", size, tokens):
+                with smaller_passes(self.update_keys, size, tokens):
                     results.append(
                         self.engine.train_mini_batch(
                             data.index(mini_batch), micro_batch_size=size, max_token_len=tokens, objective=objective
                         )
                     )
             except TrainingDiverged as error:
-                where = f"step {step}, actor, mini-batch {number + 1} of {len(mini_batches)}"
+                where = f"step {step}, {self.role}, mini-batch {number + 1} of {len(mini_batches)}"
                 raise TrainingDiverged(f"{where}: {error}") from None
         metrics, log_probs = [result.metrics for result in results], results[0].log_probs
         if log_probs is None:
             return (metrics, None), None
         label, old = _labelled({"old_log_probs": log_probs})  # on policy: one mini-batch
         return (metrics, label), old
+
+
+class CriticWorker(TrainedWorker):
+    """One rank of the critic, whose passes compute `values`."""
+
+    role, forward_keys, update_keys = "critic", "critic.forward_", "critic.ppo_"
+
+
+class ActorWorker(TrainedWorker):
+    """One rank of the policy."""
+
+    role, forward_keys = "actor", "actor_rollout_ref.rollout.log_prob_"
+    update_keys = "actor_rollout_ref.actor.ppo_"
+    _weight_store: dist.TCPStore | None = None
+    _weight_group: WeightGroup | None = None
+
+    @on_device()
+    def compute_reference(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
+        """With LoRA: `settings.reference_columns`, by the model without its factors."""
+        return self._columns(rows, self.settings.reference_columns, self.engine.compute_reference_columns)
 
     def load_reference_head(self, head: Sequence[ray.ObjectRef]) -> None:
         """Take the reference's present output layer for the exact KL."""

@@ -25,7 +25,13 @@ from tests.observed import command_line
 TRAINERS: dict[str, tuple[str, dict[str, str]]] = {
     "main": (
         "grpo_dist.trainer.trainer:GRPOTrainer",
-        {"generating": "rollout", "updating": "update_actor", "syncing": "update_weights", "saving": "save_checkpoint"},
+        {
+            "generating": "rollout",
+            "learning": "update_critic",
+            "updating": "update_actor",
+            "syncing": "update_weights",
+            "saving": "save_checkpoint",
+        },
     ),
     "reward_model": (
         "grpo_dist.trainer.supervised.trainer:SupervisedTrainer",
@@ -39,6 +45,7 @@ PROCESSES = {
     "engine": "VLLM::Worker_TP",  # one of several processes of an engine
     "ref": "ray::PolicyWorker",
     "reward_model": "ray::RewardModelWorker",
+    "critic": "ray::CriticWorker",
     "reward": "ray::RewardWorker",
     "trained": "ray::SupervisedWorker",  # of a command that trains one model
 }

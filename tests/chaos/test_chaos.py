@@ -7,7 +7,7 @@ whole matrix takes 40 minutes (`make chaos`); the test suite runs a few faults o
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,6 +24,7 @@ ROLES = ("driver", "actor", "rollout", "ref", "reward")
 SIGNALS = ("SIGKILL", "SIGSTOP")
 # Of the command that trains a reward model; it is validated and saved at every step.
 TRAINING_MOMENTS = ("idle", "updating", "validating", "saving")
+PPO = ("recipe=ppo", "algorithm.adv_estimator=gae", "trainer.critic_warmup=1")
 
 
 def check(outcome: Outcome, undisturbed: Outcome, faults: list[Fault]) -> None:
@@ -109,18 +110,40 @@ def test_matrix_of_the_training_of_a_reward_model(
     judge(outcome, trained_reward_model, faults, table)
 
 
-def strike(role: str, name: str, folder: Path, table: list[str], undisturbed: Outcome, *overrides: str) -> None:
+@pytest.fixture(scope="module")
+def with_critic(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """An undisturbed run of PPO, whose policy stands still in the first step."""
+    return train(tmp_path_factory.mktemp("ppo") / "run", [], *PPO)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SIGNALS)
+def test_matrix_of_the_critic(with_critic: Outcome, tmp_path: Path, table: list[str], name: str) -> None:
+    """The policy's last weights depend on every value of the critic, so they also say that it is the same."""
+    moments = tuple("learning" if moment == "updating" else moment for moment in MOMENTS)
+    strike("critic", name, tmp_path, table, with_critic, *PPO, moments=moments)
+
+
+def strike(
+    role: str,
+    name: str,
+    folder: Path,
+    table: list[str],
+    undisturbed: Outcome,
+    *overrides: str,
+    moments: Sequence[str] = MOMENTS,
+) -> None:
     """One row of the matrix."""
-    faults = [Fault(role, moment, name, step) for step, moment in enumerate(MOMENTS, 1)]
+    faults = [Fault(role, moment, name, step) for step, moment in enumerate(moments, 1)]
     judge(train(folder / "run", faults, *overrides), undisturbed, faults, table)
 
 
 def judge(outcome: Outcome, undisturbed: Outcome, faults: list[Fault], table: list[str]) -> None:
     """Write and check a row of the matrix."""
     same = outcome.weights == undisturbed.weights and outcome.rewards() == undisturbed.rewards()
-    moments = ", ".join(hit["fault"]["moment"] for hit in outcome.hits)
+    hits = ", ".join(hit["fault"]["moment"] for hit in outcome.hits)
     starts = outcome.lives + outcome.log.count("starting all workers again")
-    row = (faults[0].role, faults[0].signal, moments, "yes" if same else "NO", f"{outcome.seconds:.0f}", str(starts))
+    row = (faults[0].role, faults[0].signal, hits, "yes" if same else "NO", f"{outcome.seconds:.0f}", str(starts))
     table.append(f"| {' | '.join(row)} |")
     sys.stdout.write(f"\n{table[-1]}\n")  # at once: the whole takes long
     sys.stdout.flush()

@@ -128,6 +128,26 @@ def test_a_reward_model_of_unknown_sizes_is_left_out(tmp_path: Path) -> None:
     assert "reward_model" not in plan(tmp_path, "reward_model.enable=true", "reward_model.model.path=some/model")
 
 
+def test_a_critic_has_all_that_trains_but_no_output_layer(tmp_path: Path) -> None:
+    """Of the actor's size it has the actor's memory, less what the output layer takes."""
+    found = plan(tmp_path, "cluster=node8", "recipe=ppo")
+    critic, actor = found["critic"], found["actor"]
+    for part in ("weights", "gradients", "optimizer"):
+        assert 0.5 < critic.parts[part] / actor.parts[part] <= 1
+    assert "logits" not in critic.parts or critic.parts["logits"] == 0
+    assert 0 < critic.between < critic.total
+    assert critic.host["a copy for a checkpoint"] > 0
+    away = plan(tmp_path, "cluster=single_gpu", "recipe=ppo")["critic"]
+    assert away.between == 0, "weights and states are in CPU memory"
+    assert away.host["offloaded"] * GIB == pytest.approx(12 * critic.parts["weights"] * GIB, rel=0.01)
+    only = plan(tmp_path, "recipe=ppo", "trainer.val_only=true")["critic"]
+    assert set(only.parts) == {"weights"}
+
+
+def test_a_critic_of_unknown_sizes_is_left_out(tmp_path: Path) -> None:
+    assert "critic" not in plan(tmp_path, "recipe=ppo", "critic.model.path=some/model")
+
+
 def test_an_engine_that_sleeps_has_its_weights_in_cpu_memory(tmp_path: Path) -> None:
     asleep = "actor_rollout_ref.rollout.free_cache_engine=true"
     kept, away = (plan(tmp_path, "cluster=single_gpu", *more)["rollout"] for more in ((), (asleep,)))

@@ -47,6 +47,12 @@ TOO_LARGE: dict[str, tuple[str, float, tuple[str, ...], tuple[str, ...]]] = {
          f"{REF}.fsdp_config.param_offload=false"),
         ("ref.fsdp_config.param_offload=true",)
     ),
+    "one GPU and a critic": (
+        "Qwen3-0.6B", 22,
+        ("cluster=single_gpu", "recipe=ppo", "critic.model.fsdp_config.optimizer_offload=false",
+         "critic.model.fsdp_config.param_offload=false"),
+        ("critic.model.fsdp_config",)
+    ),
     "one small GPU": ("Qwen3-0.6B", 15.5, ("cluster=single_gpu",), ("free_cache_engine=true",)),
 }  # fmt: skip
 

@@ -80,14 +80,14 @@ def found_slots(*overrides: str) -> list[Slot]:
 
 
 def test_on_one_gpu_all_share_it() -> None:
-    seats = tuple(Seat(role, 0, 1.0, 0.25) for role in ("actor", "rollout", "ref"))
+    seats = tuple(Seat(role, 0, 1.0, 0.2) for role in ("actor", "rollout", "ref"))
     assert found_slots("cluster=single_gpu") == [Slot(0, 1.0, seats), Slot(0, 0.0, (Seat("reward", 0, 1.0, 0.0),))]
 
 
 def test_on_two_gpus_the_reference_lies_beside_the_actor() -> None:
     """With a KL term: one GPU for both, one for the engine."""
     first, engine, _ = found_slots("cluster=node8", "trainer.n_gpus_per_node=2")
-    assert first == Slot(0, 1.0, (Seat("actor", 0, 1.0, 0.25), Seat("ref", 0, 1.0, 0.25)))
+    assert first == Slot(0, 1.0, (Seat("actor", 0, 1.0, 0.2), Seat("ref", 0, 1.0, 0.2)))
     assert engine == Slot(0, 1.0, (Seat("rollout", 0, 1.0, 1.0),))
     assert first.num_cpus == 2.0
 

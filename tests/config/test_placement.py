@@ -58,9 +58,35 @@ def test_an_engine_on_cpu_may_be_several_processes(monkeypatch):
 def test_the_reward_model_lies_where_the_reference_does(overrides, sizes):
     small = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
     found = place(*overrides, *small, "reward_model.enable=true", "reward_model.model.path=some/model")
-    assert tuple(found.world_sizes.values()) == sizes
+    assert tuple(found.world_sizes.values()) == (*sizes, 0)
     alone = "cluster.reward_model_world_size=2" in overrides or "cluster.colocate=separate" in overrides
-    assert found.num_gpus("reward_model") == (0.0 if "cluster=cpu" in overrides else 1.0 if alone else 0.25)
+    assert found.num_gpus("reward_model") == (0.0 if "cluster=cpu" in overrides else 1.0 if alone else 0.2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes", "share"),
+    [
+        ([], (2, 1, 1, 0, 2), 0.0),
+        (["cluster.critic_world_size=1"], (2, 1, 1, 0, 1), 0.0),
+        (["critic.enable=false"], (2, 1, 1, 0, 0), 0.0),
+        (["cluster=node8"], (4, 4, 4, 0, 4), 0.2),
+        (["cluster=single_gpu"], (1, 1, 1, 0, 1), 0.2),
+        (["cluster=node8", "cluster.critic_world_size=2"], (4, 1, 1, 0, 2), 1.0),
+        (["cluster=node8", "cluster.critic_world_size=2", "algorithm.use_kl_in_reward=false"], (4, 2, 0, 0, 2), 1.0),
+    ],
+)
+def test_the_critic_lies_beside_the_actor(overrides, sizes, share):
+    """On CPU it has as many ranks as the actor; asked for on GPUs, it has some of its own, and so has the reference."""
+    found = place("recipe=ppo", *overrides)
+    assert tuple(found.world_sizes.values()) == sizes
+    assert found.num_gpus("critic") == (share if sizes[-1] else 0.0)
+
+
+def test_five_roles_share_a_gpu():
+    scorer = ("reward_model.enable=true", "reward_model.model.path=some/model")
+    found = place("cluster=single_gpu", "recipe=ppo", *scorer)
+    assert found.sharing == ("actor", "rollout", "ref", "reward_model", "critic")
+    assert sum(found.num_gpus(role) for role in found.sharing) == 1
 
 
 def test_devices_are_gpus_that_the_roles_hold_or_machines_without():
@@ -97,7 +123,7 @@ def test_the_reference_lies_beside_the_actor(overrides, sizes):
     assert split(*overrides) == sizes
     found = place("cluster=node8", *overrides)
     assert found.colocate == ("actor_ref" if sizes[2] else "separate")
-    assert (found.num_gpus("actor"), found.num_gpus("ref")) == ((0.25, 0.25) if sizes[2] else (1.0, 1.0))
+    assert (found.num_gpus("actor"), found.num_gpus("ref")) == ((0.2, 0.2) if sizes[2] else (1.0, 1.0))
     assert found.num_gpus("rollout") == found.tensor_parallel
     assert found.num_engines * found.tensor_parallel == found.rollout_world_size
 

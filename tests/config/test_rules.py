@@ -13,6 +13,7 @@ from tests.messages import says
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 BUILTIN_SCORER = ("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
+DYNAMIC_CRITIC = ("recipe=ppo", "critic.use_dynamic_bsz=true")
 GPU8 = ("cluster=node8", "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64")
 
 
@@ -57,6 +58,38 @@ def notes(*overrides):
                 "custom_reward_function.reward_kwargs={functions: [{path: grpo_dist.rewards.reward_model}]}",
             ],
             ["reward_model.enable=false", "grpo_dist.rewards.reward_model"],
+        ),
+        (
+            ["critic.enable=true"],
+            ["critic.enable=true", "algorithm.adv_estimator=grpo", "gae"],
+        ),
+        (
+            ["recipe=ppo", "critic.model.path=./nowhere"],
+            ["critic.model.path=./nowhere", "folder"],
+        ),
+        (
+            ["recipe=ppo", "+critic.model.override_config.max_position_embeddings=100"],
+            ["critic.model.path=builtin:tiny-qwen3", "100 positions", "critic.model.override_config"],
+        ),
+        (
+            ["recipe=ppo", "critic.ppo_mini_batch_size=5"],
+            ["data.train_batch_size=32", "critic.ppo_mini_batch_size=5", "ppo_mini_batch_size=4"],
+        ),
+        (
+            ["recipe=ppo", "cluster.critic_world_size=3"],
+            ["critic.ppo_mini_batch_size=32", "cluster.critic_world_size=3", "3 critic ranks"],
+        ),
+        (
+            ["recipe=ppo", "critic.model.fsdp_config.fsdp_size=3"],
+            ["critic.model.fsdp_config.fsdp_size=3", "cluster.critic_world_size=null", "2 critic ranks"],
+        ),
+        (
+            [*DYNAMIC_CRITIC, "critic.ppo_max_token_len_per_gpu=100", "critic.forward_max_token_len_per_gpu=200"],
+            ["critic.ppo_max_token_len_per_gpu=100", "128"],
+        ),
+        (
+            [*DYNAMIC_CRITIC, "critic.forward_max_token_len_per_gpu=100"],
+            ["critic.forward_max_token_len_per_gpu=100", "128"],
         ),
         (
             [f"{ROLLOUT}.min_tokens=65"],
@@ -250,6 +283,9 @@ def test_hub_names_are_not_looked_up():
         ([f"{ACTOR}.fsdp_config.param_offload=true"], "param_offload=true"),
         (["reward_model.model.fsdp_config.param_offload=true"], "reward_model.model.fsdp_config.param_offload=true"),
         (["reward_model.model.path=some/model"], "reward_model.enable=false"),
+        (["critic.model.fsdp_config.optimizer_offload=true"], "critic.model.fsdp_config.optimizer_offload=true"),
+        (["trainer.critic_warmup=3"], "trainer.critic_warmup=3"),
+        (["recipe=ppo", "critic.enable=false"], "critic.enable=false"),
         ([f"{ROLLOUT}.min_p=0.1"], "rollout.min_p"),
         ([f"{ROLLOUT}.min_tokens=5"], "rollout.min_tokens"),
         ([f"{ROLLOUT}.top_k=20"], "rollout.top_k"),
@@ -330,3 +366,15 @@ def test_the_exact_kl_needs_an_output_layer_without_factors():
     says(told, f"{ACTOR}.kl_loss_type=full", lora[1], "low_var_kl", "lm_head out")
     load(*lora)
     load(*lora, f"{ACTOR}.kl_loss_type=full", "actor_rollout_ref.model.exclude_modules=[lm_head]")
+
+
+def test_a_critic_comes_with_gae_and_gae_without_one():
+    assert load("recipe=ppo").needs_critic
+    assert load("algorithm.adv_estimator=gae").needs_critic
+    assert not load("algorithm.adv_estimator=gae", "critic.enable=false").needs_critic
+    assert not load().needs_critic
+
+
+def test_a_critic_follows_the_actor_where_its_own_keys_are_not_set():
+    critic = load("recipe=ppo", f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.shuffle=true", "critic.ppo_epochs=3").critic
+    assert (critic.ppo_epochs, critic.shuffle, critic.model.path) == (3, True, "builtin:tiny-qwen3")

@@ -122,6 +122,15 @@ def test_what_runs_side_by_side() -> None:
     assert scored.waiting["actor"] == pytest.approx(1 - (beside + scored.phases["update"]) / scored.total)
     apart = estimate(*scorer, "cluster.reward_model_world_size=1", "cluster.ref_world_size=1")
     assert apart.waiting["reward_model"] == pytest.approx(1 - apart.phases["reward model"] / apart.total)
+    values = ("recipe=ppo", "critic.model.path=Qwen/Qwen3-8B")
+    criticised = estimate(*values)
+    assert criticised.phases["critic update"] > criticised.phases["values"] > 0
+    updates = criticised.phases["update"] + criticised.phases["critic update"]
+    passes = sum(criticised.phases[name] for name in ("reference", "old log-probs", "values"))
+    assert criticised.waiting["actor"] == pytest.approx(1 - (passes + updates) / criticised.total)
+    its_own = estimate(*values, "cluster.critic_world_size=1", "cluster.ref_world_size=1")
+    busy = its_own.phases["values"] + its_own.phases["critic update"]
+    assert its_own.waiting["critic"] == pytest.approx(1 - busy / its_own.total)
     together = estimate("cluster.colocate=all", f"{ROLLOUT}.gpu_memory_utilization=0.4")
     assert together.total == pytest.approx(sum(together.phases.values()))
     assert together.waiting == {}

@@ -11,7 +11,7 @@ from grpo_dist.trainer.run_prompts import load_run_prompts
 from grpo_dist.trainer.settings import reward_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.gang import ActorGroup, ReferenceGroup
+from grpo_dist.workers.gang import ActorGroup, CriticGroup, ReferenceGroup
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward_pool import RewardPool
@@ -53,5 +53,8 @@ def make_trainer(
     groups["actor"].call_all("test", "forget")
     ref = ReferenceGroup(groups["ref"], restarts)
     roles = Roles(ActorGroup(groups["actor"]), RolloutGroup(groups["rollout"], restarts), pool, ref, restarts)
+    if config.needs_critic:
+        groups["critic"].call_all("test", "forget")
+        roles.critic = CriticGroup(groups["critic"])
     prompts, _ = load_run_prompts(config, check_model(config))
     return recorded_trainer(config, roles, prompts, 3)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from grpo_dist.engines.base import EngineLoad, Response
-from grpo_dist.engines.settings import ObjectiveSettings
+from grpo_dist.engines.settings import ObjectiveSettings, ValueSettings
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.protocol import DataProto, Mean, Ragged, Sum
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
@@ -149,6 +149,19 @@ class FakeActorWorker(FakePolicyWorker):
         return []
 
     def export_hf_model(self, folder: str, dtype: str) -> None: ...
+
+
+class FakeCriticWorker(FakePolicyWorker):
+    """Every value is -1.25; its training step and the mini-batches' rows are remembered."""
+
+    column = "values"
+
+    def update(
+        self, rows: DataProtoRef, mini_batches: list[np.ndarray], objective: ValueSettings, step: int
+    ) -> tuple[tuple[list[dict], None], None]:
+        data = rows.fetch(("response_mask", "uid", *objective.columns))
+        self.updates.append((step, [data["uid"][positions].tolist() for positions in mini_batches]))
+        return ([{"critic/vf_loss": Sum(len(p)), "critic/lr": Mean(1.0, 1)} for p in mini_batches], None), None
 
 
 class RecordingRolloutWorker(FakeRolloutWorker):

@@ -58,20 +58,21 @@ class Noted(WorkerGroup):
 )
 def test_engines_that_share_gpus_start_before_the_others(overrides: list[str], first: list[str]) -> None:
     scorer = ("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
-    config, _ = load_config([*overrides, *scorer])
+    config, _ = load_config([*overrides, *scorer, "recipe=ppo"])
     workers, log = Workers.__new__(Workers), []  # type: ignore[var-annotated]
     workers.config, workers.place = config, placement(config)
     workers.groups = {role: Noted(role, log) for role in WORKERS}
     roles = workers.start(num_steps=1)
     assert log[: len(first)] == first
-    together = ["actor", "ref", "reward", "reward_model"]
-    assert sorted(log[len(first) : len(first) + 4]) == together, "these start together"
+    together = ["actor", "critic", "ref", "reward", "reward_model"]
+    assert sorted(log[len(first) : len(first) + 5]) == together, "these start together"
     (replaced,) = roles.rollout.settings
     assert replaced is not None
     assert (replaced.footprint_gib, replaced.kv_cache_memory_gib) == (27.5, 20.25), "what the one before took"
 
 
-def test_engines_give_their_memory_back_before_the_update_begins() -> None:
+@pytest.mark.parametrize(("stage", "result"), [("update", "batch"), ("update_critic", None)])
+def test_engines_give_their_memory_back_before_an_update_begins(stage: str, result: str | None) -> None:
     order: list[str] = []
 
     class Noting:
@@ -85,9 +86,18 @@ def test_engines_give_their_memory_back_before_the_update_begins() -> None:
 
             return note
 
-    roles = SimpleNamespace(rollout=Noting(), actor=Noting(update=("batch", {})))
-    trainer = SimpleNamespace(roles=roles, objective=None, step=0, metrics={}, _mini_batches=lambda rows: [])
-    assert run(GRPOTrainer.update.__wrapped__(trainer, range(4))) == "batch"  # type: ignore[attr-defined]
+    trained = Noting(update=("batch", {}))
+    roles = SimpleNamespace(rollout=Noting(), actor=trained, critic=trained)
+    trainer = SimpleNamespace(
+        roles=roles,
+        config=load_config([])[0],
+        objective=None,
+        value_objective=None,
+        step=0,
+        metrics={},
+        _mini_batches=lambda rows, section: [],
+    )
+    assert run(getattr(GRPOTrainer, stage).__wrapped__(trainer, range(4))) == result
     assert order == ["begin_update", "update"]
 
 

@@ -9,6 +9,7 @@ from grpo_dist.config.load import load_config
 from grpo_dist.config.placement import placement
 from grpo_dist.engines.settings import AgentSettings
 from grpo_dist.trainer.settings import (
+    critic_settings,
     engine_settings,
     objective_settings,
     policy_settings,
@@ -19,6 +20,7 @@ from grpo_dist.trainer.settings import (
     sampling_settings,
     target_settings,
     time_limits,
+    value_settings,
 )
 from grpo_dist.workers.group import WorkerGroup
 from tests.engines.vllm.test_engine import PROMPTS, generate, tokens
@@ -179,6 +181,29 @@ def test_the_reward_model_is_another_model_that_only_runs_forward() -> None:
     assert (found.max_length, found.model.max_model_len, found.input_tokenizer) == (300, 300, None)
     rendered = load("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
     assert reward_model_settings(rendered, placement(rendered)).input_tokenizer == "builtin:tiny-qwen3"
+
+
+def test_the_critic_trains_whole_with_an_optimizer_and_limits_of_its_own() -> None:
+    config = load(
+        *("recipe=ppo", "critic.ppo_mini_batch_size=8", "critic.optim.lr_warmup_steps_ratio=0.5"),
+        *("critic.grad_clip=2", "critic.cliprange_value=0.3", "critic.loss_agg_mode=token-sum"),
+        *("critic.ppo_micro_batch_size_per_gpu=5", "critic.forward_micro_batch_size_per_gpu=7"),
+        *("actor_rollout_ref.model.lora_rank=2", "critic.model.enable_gradient_checkpointing=true"),
+        "critic.model.fsdp_config.optimizer_offload=true",
+    )
+    found = critic_settings(config, placement(config), 10)
+    model = found.model
+    assert (model.num_labels, model.small_new_head, model.new_head_seed, model.key) == (1, True, 1, "critic.model.path")
+    assert (model.lora, model.gradient_checkpointing, model.optimizer_offload) == (None, True, True)
+    assert (found.columns, found.grad_clip) == (("values",), 2)
+    assert (found.train_micro_batch_size, found.log_prob_micro_batch_size) == (5, 7)
+    assert found.train_max_token_len is found.log_prob_max_token_len is None
+    assert found.optimizer is not None
+    assert (found.optimizer.num_training_steps, found.optimizer.num_warmup_steps) == (40, 20), "4 mini-batches a step"
+    loss = value_settings(config)
+    assert (loss.cliprange_value, loss.loss_agg_mode, loss.loss_scale_factor) == (0.3, "token-sum", 64)
+    assert target_settings(config).critic
+    assert not target_settings(load("recipe=ppo", "critic.enable=false")).critic
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_state_dict,
@@ -41,6 +42,11 @@ def training_state(model: nn.Module, optimizer: Optimizer | None, schedule: Any)
     """What a checkpoint holds: the weights and, of a model that trains, its optimizer and its schedule."""
     if optimizer is None:
         return {"model": get_model_state_dict(model)}
+    if not optimizer.state:
+        # torch makes the states by a step with gradients of 0, and counts it: the first real one would be a smaller one
+        get_optimizer_state_dict(model, optimizer)
+        for state in optimizer.state.values():
+            state["step"].zero_()
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "schedule": schedule.state_dict()}
 

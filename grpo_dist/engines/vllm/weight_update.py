@@ -70,6 +70,8 @@ class WeightUpdater:
         Raises:
             EngineError: the engine failed, and is replaced.
         """
+        if self._asleep:  # since the update of another role
+            return
         self.updating = True
         await self._call(self._llm.sleep(level=1, mode="wait"))  # weights in force, should the sync fail
         self._paused = self._asleep = True

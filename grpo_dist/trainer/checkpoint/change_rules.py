@@ -13,6 +13,7 @@ from grpo_dist.config.schema_supervised import SupervisedConfig
 Flat = dict[str, Any]
 
 _ACTOR, _ROLLOUT, _REF, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
+_CRITIC, _CRITICS_FSDP = "critic", "critic.model.fsdp_config"
 
 # Machines, logging, frequencies, limits of time and memory, and micro-batches: results do not depend on them.
 _HARMLESS = (
@@ -58,14 +59,14 @@ class ChangeRules:
     Attributes:
         harmless: patterns of keys on which results do not depend.
         refused: pattern -> why the checkpoint cannot be used with another value.
-        optim: the section of the optimizer, whose schedule may depend on the length of the run.
+        optims: the sections of the optimizers, whose schedules may depend on the length of the run.
         resolved: the config as plain values, with null dtypes replaced by the ones that are used.
         effective: the config by dotted key, without keys that have no effect because of other keys.
     """
 
     harmless: tuple[str, ...]
     refused: Mapping[str, str]
-    optim: str
+    optims: tuple[str, ...]
     resolved: Callable[[Any], dict[str, Any]]
     effective: Callable[[Flat], Flat] = dict
 
@@ -87,6 +88,8 @@ def _resolved(config: RunConfig) -> dict[str, Any]:
     if config.reward_model.enable:
         dtype = config.reward_model.model.fsdp_config.resolved_dtype(default)
         resolved["reward_model"]["model"]["fsdp_config"]["dtype"] = dtype
+    resolved["critic"]["enable"] = config.needs_critic
+    resolved["critic"]["model"]["fsdp_config"]["dtype"] = config.critic.model.fsdp_config.resolved_dtype(default)
     return resolved
 
 
@@ -100,6 +103,9 @@ def _effective(flat: Flat) -> Flat:
     flat = _without_idle_lora(flat, _MODEL)
     if not flat.get("reward_model.enable"):
         flat = {key: value for key, value in flat.items() if not key.startswith("reward_model.")}
+    if not flat.get(f"{_CRITIC}.enable"):
+        unused = (f"{_CRITIC}.", "trainer.critic_warmup")
+        flat = {key: value for key, value in flat.items() if not key.startswith(unused)}
     return flat
 
 
@@ -133,6 +139,14 @@ GRPO = ChangeRules(
         "reward_model.forward_max_token_len_per_gpu",
         "reward_model.model.trust_remote_code",
         "reward_model.model.fsdp_config.*offload",
+        f"{_CRITIC}.*micro_batch_size_per_gpu",
+        f"{_CRITIC}.use_dynamic_bsz",
+        f"{_CRITIC}.*max_token_len_per_gpu",
+        f"{_CRITIC}.model.enable_gradient_checkpointing",
+        f"{_CRITICS_FSDP}.*offload",
+        f"{_CRITICS_FSDP}.reshard_after_forward",
+        f"{_CRITICS_FSDP}.fsdp_size",
+        f"{_CRITICS_FSDP}.defer_grad_sync",
         f"{_ROLLOUT}.log_prob_*",
         f"{_ROLLOUT}.gpu_memory_utilization",
         f"{_ROLLOUT}.kv_cache_memory_gib",
@@ -154,9 +168,13 @@ GRPO = ChangeRules(
         f"{_MODEL}.target_modules*": _OTHER_LAYERS,
         f"{_MODEL}.exclude_modules*": _OTHER_LAYERS,
         f"{_ACTOR}.fsdp_config.model_dtype": _OTHER_DTYPE,
+        f"{_CRITIC}.enable": "a checkpoint has a critic if its run had one",
+        f"{_CRITIC}.model.path": _OTHER_MODEL,
+        f"{_CRITIC}.model.override_config*": _OTHER_MODEL,
+        f"{_CRITICS_FSDP}.model_dtype": _OTHER_DTYPE,
         "data.sampler.*": "the saved position is one in another order of the prompts",
     },
-    optim=f"{_ACTOR}.optim",
+    optims=(f"{_ACTOR}.optim", f"{_CRITIC}.optim"),
     resolved=_resolved,
     effective=_effective,
 )
@@ -193,7 +211,7 @@ SUPERVISED = ChangeRules(
         "model.exclude_modules*": _OTHER_LAYERS,
         "engine.model_dtype": _OTHER_DTYPE,
     },
-    optim="optim",
+    optims=("optim",),
     resolved=_resolved_supervised,
     effective=lambda flat: _without_idle_lora(flat, "model"),
 )

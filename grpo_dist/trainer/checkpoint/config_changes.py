@@ -96,7 +96,7 @@ def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any], rules: Chang
     """Compare two resolved configs of a command, by its rules."""
     changes = Changes()
     before, after = (_effective(config, rules) for config in (old, new))
-    schedules = any(_rate_depends_on_length(config, rules.optim) for config in (before, after))
+    schedules = any(_rate_depends_on_length(config, optim) for config in (before, after) for optim in rules.optims)
     harmless = rules.harmless if schedules else rules.harmless + LENGTH
     for key in dict.fromkeys([*before, *after]):
         values = before.get(key, MISSING), after.get(key, MISSING)

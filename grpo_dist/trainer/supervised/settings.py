@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from grpo_dist.assets import TRAINED_MODEL_KEY
 from grpo_dist.config.schema_supervised import SFTConfig, SupervisedConfig
 from grpo_dist.engines.room import SUPERVISED_ROOM
-from grpo_dist.engines.settings import ModelSettings, OptimizerSettings, choose_layout
-from grpo_dist.trainer.settings import lora_settings
+from grpo_dist.engines.settings import ModelSettings, choose_layout
+from grpo_dist.trainer.settings import lora_settings, optimizer_settings
 from grpo_dist.workers.policy import PolicySettings
 
 
 def worker_settings(config: SupervisedConfig, num_steps: int) -> PolicySettings:
     """What the ranks are built from."""
     model, engine, data, optim = config.model, config.engine, config.data, config.optim
-    warmup = optim.lr_warmup_steps
-    if warmup < 0:
-        warmup = math.floor(optim.lr_warmup_steps_ratio * num_steps)
     return PolicySettings(
         model=ModelSettings(
             path=model.path,
@@ -46,9 +42,7 @@ def worker_settings(config: SupervisedConfig, num_steps: int) -> PolicySettings:
         log_prob_micro_batch_size=data.micro_batch_size_per_gpu,
         seed=config.trainer.seed,
         collective_timeout_s=config.trainer.nccl_timeout,
-        optimizer=OptimizerSettings(
-            optim.lr, optim.weight_decay, optim.betas, optim.lr_scheduler_type, warmup, num_steps, optim.min_lr_ratio
-        ),
+        optimizer=optimizer_settings(optim, num_steps),
         train_micro_batch_size=data.micro_batch_size_per_gpu,
         train_max_token_len=data.max_token_len,
         grad_clip=optim.clip_grad,

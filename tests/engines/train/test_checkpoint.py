@@ -345,3 +345,21 @@ def test_a_reward_model_that_goes_on_equals_one_that_was_never_stopped(
         assert whole.keys() == again.keys()
         assert all(np.array_equal(weight, again[name]) for name, weight in whole.items())
         assert any(not np.array_equal(weight, first[name]) for name, weight in whole.items())
+
+
+def saved_first(rank: int, path: str, folder: Path) -> list[dict[str, np.ndarray]]:
+    """The weights after a step: of an engine alone, of one that was saved before it, and of one resumed from there."""
+    made = [engine_with_schedule(path) for _ in range(3)]
+    save_engine(made[1], folder)
+    made[2].load_checkpoint(folder)
+    for engine in made:
+        step(engine, rank, 1, 0)
+    return [weights(engine) for engine in made]
+
+
+def test_a_checkpoint_before_the_first_step_changes_no_step(random_models: dict[str, str], tmp_path: Path) -> None:
+    """As of a policy that stands still while its critic warms up."""
+    ((alone, saved, resumed),) = run_ranks(1, saved_first, random_models["tied"], tmp_path / "first")
+    for name, weight in alone.items():
+        np.testing.assert_array_equal(saved[name], weight)
+        np.testing.assert_array_equal(resumed[name], weight)

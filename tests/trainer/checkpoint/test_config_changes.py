@@ -87,6 +87,22 @@ def test_a_changed_reward_model_is_told_and_how_it_computes_is_not() -> None:
     assert (idle.shown, idle.refused) == ([], []), "no effect while it is not enabled"
 
 
+def test_the_keys_of_a_critic() -> None:
+    """Some change no result; without a critic none has an effect; and it cannot come or go between two steps."""
+    ppo = ("recipe=ppo",)
+    computes = ("critic.ppo_micro_batch_size_per_gpu=1", "critic.model.fsdp_config.param_offload=true")
+    assert compare_configs(as_dict(*ppo), as_dict(*ppo, *computes)).shown == []
+    changes = compare_configs(as_dict(*ppo), as_dict(*ppo, "critic.cliprange_value=0.2", "trainer.critic_warmup=2"))
+    assert sorted(changes.shown) == ["critic.cliprange_value: 0.5 -> 0.2", "trainer.critic_warmup: 0 -> 2"]
+    idle = compare_configs(as_dict(), as_dict("critic.optim.lr=1e-4"))
+    assert (idle.shown, idle.refused) == ([], []), "no effect without a critic"
+    for before, after in ((ppo, (*ppo, "critic.enable=false")), ((*ppo, "critic.enable=false"), ppo)):
+        assert any("critic.enable" in line for line in compare_configs(as_dict(*before), as_dict(*after)).refused)
+    cosine = (*ppo, "critic.optim.lr_scheduler_type=cosine")
+    longer = compare_configs(as_dict(*cosine), as_dict(*cosine, "trainer.total_training_steps=9"))
+    assert [line.partition(":")[0] for line in longer.shown] == ["trainer.total_training_steps"]
+
+
 @pytest.mark.parametrize("move", ["to GPUs", "to a processor with bf16"])
 def test_what_null_means_on_another_machine_is_shown(move: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of GPUs is without effect on results; the types that follow from it are not."""
@@ -147,7 +163,12 @@ def test_another_model_is_refused() -> None:
 
 def test_every_pattern_names_a_key() -> None:
     """A key that is renamed must not fall out of its kind unseen."""
-    entries = ("+actor_rollout_ref.model.override_config.x=1", "trainer.stage_timeout_s.update=60")  # of empty mappings
+    override = "model.override_config.x=1"
+    entries = (
+        f"+actor_rollout_ref.{override}",
+        f"+critic.{override}",
+        "trainer.stage_timeout_s.update=60",
+    )  # of empty mappings
     keys = [key for key, _ in flatten(as_dict(*entries))]
     for pattern in (*GRPO.harmless, *LENGTH, *GRPO.refused):
         assert fnmatch.filter(keys, pattern), pattern

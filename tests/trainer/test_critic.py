@@ -1,0 +1,139 @@
+"""The loop with a critic, on fake workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_dist.errors import CheckpointError
+from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.workers.group import WorkerGroup
+from tests.messages import refuses
+from tests.processes import spawned
+from tests.trainer.fake_run import make_trainer
+from tests.trainer.fakes import FakeCriticWorker
+from tests.trainer.metrics_page import PAGE, undocumented
+from tests.trainer.recorded import history
+
+pytestmark = pytest.mark.ray
+PPO = ("recipe=ppo", "critic.ppo_mini_batch_size=1", "critic.ppo_epochs=2")
+
+
+@pytest.fixture(scope="module")
+def with_critic(groups: dict[str, WorkerGroup]) -> Iterator[dict[str, WorkerGroup]]:
+    with spawned("critic", FakeCriticWorker, [(0, 2), (1, 2)]) as critic:
+        yield groups | {"critic": critic}
+
+
+def updates(trainer: GRPOTrainer) -> list[Any]:
+    """What each rank of the critic has trained on."""
+    assert trainer.roles.critic is not None
+    return trainer.roles.critic.workers.call_all("test", "seen")
+
+
+@pytest.fixture(scope="module")
+def warmed_up(
+    with_critic: dict[str, WorkerGroup], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[GRPOTrainer, list[Any], list[Any]]:
+    """A run whose critic learns alone in its first step; what critic and actor have trained on."""
+    trainer = make_trainer(tmp_path_factory.mktemp("ppo"), with_critic, *PPO, "trainer.critic_warmup=1")
+    trainer.fit()
+    return trainer, updates(trainer), trainer.roles.actor.workers.call_all("test", "seen")
+
+
+def test_a_critic_has_mini_batches_of_its_own(warmed_up: tuple) -> None:
+    """4 prompts x 4 responses, twice over, a prompt at a time; every response once on one of two ranks."""
+    _, seen, _ = warmed_up
+    for step in range(3):
+        assert [rank[step][0] for rank in seen] == [step + 1] * 2
+        mini_batches = [[uid for rank in seen for uid in rank[step][1][i]] for i in range(8)]
+        assert [len(uids) for uids in mini_batches] == [4] * 8
+        assert all(len(set(uids)) == 1 for uids in mini_batches), "of one prompt"
+        assert len({uids[0] for uids in mini_batches[:4]}) == len({uids[0] for uids in mini_batches[4:]}) == 4
+
+
+def test_while_the_critic_warms_up_the_policy_stands_still(warmed_up: tuple) -> None:
+    trainer, _, actor = warmed_up
+    assert [len(rank) for rank in actor] == [2, 2], "of three steps"
+    rows = history(trainer)[1:]
+    assert ["actor/loss" in row for row in rows] == [False, True, True]
+    assert ["timing_s/update_actor" in row for row in rows] == [False, True, True]
+    assert [row["critic/vf_loss"] for row in rows] == [4, 4, 4], "summed over ranks, averaged over mini-batches"
+    assert [row["training/weight_version"] for row in rows] == [1, 2, 3]
+
+
+def test_a_response_is_compared_with_the_critics_values(warmed_up: tuple) -> None:
+    """Token 5 decodes to one character, so responses of 8..11 tokens score 8..11, at their last token."""
+    trainer, _, _ = warmed_up
+    row = history(trainer)[1]
+    assert (row["critic/values/mean"], row["critic/values/max"]) == (-1.25, -1.25)
+    returns = np.concatenate([np.full(length, float(length)) for length in (8, 9, 10, 11)])
+    assert row["critic/returns/mean"] == pytest.approx(returns.mean(), abs=1e-2), "less the KL"
+    assert row["critic/advantages/mean"] == pytest.approx(0, abs=1e-5), "whitened"
+    assert row["timing_s/values"] >= 0
+
+
+def test_the_page_of_metrics_has_those_of_a_critic(warmed_up: tuple) -> None:
+    trainer, _, _ = warmed_up
+    names = {name for row in history(trainer) for name in row} - {"step"}
+    assert {"critic/vf_loss", "perf/idle/critic", "timing_s/update_critic"} <= names
+    assert undocumented(names, PAGE.read_text()) == []
+
+
+def test_on_policy_nothing_is_missing_while_the_policy_stands_still(
+    with_critic: dict[str, WorkerGroup], tmp_path: Path
+) -> None:
+    """Without a KL in the reward the update itself computes the old log-probs: not in a step without an update."""
+    plain = ("algorithm.use_kl_in_reward=false", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+    trainer = make_trainer(tmp_path, with_critic, *PPO, *plain, "trainer.critic_warmup=1")
+    assert trainer.config.on_policy
+    trainer.fit()
+    measured = ["training/rollout_probs_diff_mean" in row for row in history(trainer)[1:]]
+    assert measured == [False, True, True]
+
+
+def test_ahead_the_values_are_those_before_the_update(with_critic: dict[str, WorkerGroup], tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, with_critic, *PPO, "trainer.max_staleness=1")
+    trainer.fit()
+    assert all(row["critic/values/mean"] == -1.25 for row in history(trainer)[1:])
+    assert "values" not in trainer.sampler.sources
+
+
+def test_the_critic_is_in_the_checkpoint(with_critic: dict[str, WorkerGroup], tmp_path: Path) -> None:
+    first = make_trainer(tmp_path, with_critic, *PPO)
+    first.fit()
+    folder = tmp_path / "run/global_step_2"
+    assert sorted(file.name for file in (folder / "critic").iterdir()) == ["rank0", "rank1"]
+    assert first.holds_state("critic"), "so a rank that is lost starts the run again from there"
+    resumed = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
+    assert make_trainer(tmp_path, with_critic, *PPO, *resumed).step == 2
+    (folder / "critic" / "rank1").write_text("other weights")
+    with refuses(CheckpointError, "critic/rank1"):
+        make_trainer(tmp_path, with_critic, *PPO, *resumed)
+    with refuses(CheckpointError, "critic.enable: true -> (not set)"):
+        make_trainer(tmp_path, with_critic, *PPO, "critic.enable=false")
+    with refuses(CheckpointError, "critic.model.override_config.attention_dropout", "another model"):
+        make_trainer(tmp_path, with_critic, *PPO, "+critic.model.override_config.attention_dropout=0.5")
+
+
+def test_an_error_names_the_stage(with_critic: dict[str, WorkerGroup], tmp_path: Path) -> None:
+    """The critic's own time limit counts, not the actor's."""
+    trainer = make_trainer(tmp_path, with_critic, *PPO)
+    assert trainer.roles.critic is not None
+    stages: list[str] = []
+    workers, submit = trainer.roles.critic.workers, trainer.roles.critic.workers.submit_for_data
+
+    def note(rank: int, stage: str, *args: Any, **kwargs: Any) -> Any:
+        stages.append(stage)
+        return submit(rank, stage, *args, **kwargs)
+
+    workers.submit_for_data = note  # type: ignore[method-assign]
+    try:
+        trainer.fit()
+    finally:
+        del workers.submit_for_data  # type: ignore[method-assign]
+    assert set(stages) == {"values", "update_critic"}
