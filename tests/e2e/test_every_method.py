@@ -46,8 +46,11 @@ DOORS = {
     f"{ACTOR}.loss_agg_mode": LOSS_AGG_MODES,
     f"{ACTOR}.policy_loss.loss_mode": LOSS_MODES,
 }
-# The built-in scorers declare no components.
-NEEDED = {"algorithm.adv_estimator=gdpo": ("algorithm.gdpo_reward_keys=[acc]",)}
+# The built-in scorers declare no components; these roles have no critic.
+NEEDED = {
+    "algorithm.adv_estimator=gdpo": ("algorithm.gdpo_reward_keys=[acc]",),
+    "algorithm.adv_estimator=gae": ("critic.enable=false",),
+}
 CASES = [
     # the i-th name of each door, round and round: every name is there, in company
     *(

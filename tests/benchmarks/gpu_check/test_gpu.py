@@ -140,7 +140,7 @@ def test_what_the_roles_are_started_with(tmp_path: Path) -> None:
     work.model.mkdir()
     (work.model / "config.json").write_text(json.dumps(SCALES["full"].model))
     shared = placement(roles._config(work))
-    sizes = {"actor": 1, "rollout": 1, "ref": 1, "reward_model": 0}
+    sizes = {"actor": 1, "rollout": 1, "ref": 1, "reward_model": 0, "critic": 0}
     assert (shared.world_sizes, shared.shares_gpu) == (sizes, True)
     config = roles._config(work, roles.TWO_GPUS)
     apart = placement(config)

@@ -57,7 +57,7 @@ def make_config(run_dir: Path, *overrides: str) -> RunConfig:
 
 
 def make_roles() -> Any:
-    return SimpleNamespace(actor=Ranks(), ref=Ranks(), reward=None)
+    return SimpleNamespace(actor=Ranks(), ref=Ranks(), critic=Ranks(), reward=None)
 
 
 def save(config: RunConfig, *, step: int = 4, ref: bool = False) -> Path:
@@ -105,6 +105,7 @@ def test_who_loads_what(tmp_path: Path, moved: bool, exact_kl: bool) -> None:
     roles = make_roles()
     assert run(load_checkpoint(resumed, roles, exact_kl=exact_kl)) == {}
     assert roles.actor.loaded == [str(folder / "actor")]
+    assert roles.critic.loaded == [str(folder / "critic")]
     assert roles.ref.loaded == ([str(folder / "ref")] if moved else [])
     assert roles.actor.head_of is (roles.ref if moved and exact_kl else None)
 
