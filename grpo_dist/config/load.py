@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def load_command(overrides: list[str], command: Command[Config]) -> tuple[Config
     raw = _compose(line, problems, command)
     if raw is None:
         raise config_error(problems)
-    copied = _copied_keys(command.file, tuple(line.groups.items()), line.values)
+    copied = _copied_keys(command, line)
     config = _validate(raw, problems, command, copied)
     suspects = {key for problem in problems for key in problem.keys}
     found = [] if config is None else command.problems(config)
@@ -117,12 +117,12 @@ def _odd_names(raw: Any, key: str = "") -> Iterator[tuple[str, Any]]:
                 yield key, name
 
 
-def _copied_keys(file: Path, groups: tuple[tuple[str, str], ...], changed: Collection[str]) -> dict[str, str]:
-    """The keys whose value is that of another key, by the YAML files, with that key; not those in `changed`."""
-    raw = OmegaConf.to_container(_composed(file, groups), resolve=False)
+def _copied_keys(command: AnyCommand, line: CommandLine) -> dict[str, str]:
+    """The keys whose value is that of another key, by the YAML files, with that key; not those that are set."""
+    raw = OmegaConf.to_container(_composed(command.file, command.shared, tuple(line.groups.items())), resolve=False)
     assert isinstance(raw, dict)
     copied = {key: match[1] for key, value in _leaves(raw) if (match := _COPY.fullmatch(str(value)))}
-    return {key: source for key, source in copied.items() if key not in changed}
+    return {key: source for key, source in copied.items() if key not in line.values}
 
 
 def _leaves(raw: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
