@@ -61,7 +61,7 @@ def load_preference_rows(config: RewardModelTrainingConfig, model: ModelFolder) 
         return rows
 
     def tokenize(rows: Sequence[Any], tokenizer: Any) -> tuple[Sequence[Example], Sequence[Any]]:
-        return tokenize_preferences(rows, tokenizer, max_length=config.data.max_length, apply_chat_template_kwargs={})
+        return tokenize_preferences(rows, tokenizer, max_length=config.data.max_length)
 
     train, validation, notes = _load(config, model, read, tokenize)
     if Pair in kinds:
