@@ -109,6 +109,25 @@ def test_validation_rows_that_are_hardly_used_are_told(overrides: tuple[str, ...
     assert notes("trainer.test_freq=-1", "trainer.val_only=true") == []
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (("optim.lr_warmup_steps=5",), "optim.lr_warmup_steps_ratio"),
+        (("optim.lr_scheduler_type=constant",), "optim.min_lr_ratio"),
+        (("engine.param_offload=true",), "engine.param_offload"),
+        (("engine.optimizer_offload=true",), "engine.optimizer_offload"),
+        (("cluster.gpu_memory_gib=80",), "cluster.gpu_memory_gib"),
+        (("trainer.worker_timeout_s=600",), "trainer.nccl_timeout"),
+        (("trainer.resume_from_path=x",), "trainer.resume_from_path"),
+        (("trainer.keep_best_metric=val/reward_model/accuracy", "trainer.save_freq=7"), "trainer.keep_best_metric"),
+    ],
+)
+def test_keys_without_the_effect_that_they_name_are_told(overrides: tuple[str, ...], key: str) -> None:
+    (note,) = notes(*overrides)
+    assert note.startswith(key)
+    assert notes() == []
+
+
 def test_your_own_model_and_rows_leave_the_built_in_settings_behind(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1?", "chosen": "2", "rejected": "3"}) + "\n")
