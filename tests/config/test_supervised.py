@@ -81,6 +81,8 @@ def test_what_just_fits_is_taken(tmp_path: Path) -> None:
     load("data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=64", "data.max_length=64")
     load("data.max_token_len_per_gpu=63", "data.max_length=64")  # no effect
     load("data.max_length=512")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    assert load(f"data.train_files={tmp_path}/rows.jsonl").data.max_length == 512, "the positions of the built-in model"
     load("data.max_length=513", "model.override_config={max_position_embeddings: 513}")
 
 
