@@ -55,7 +55,10 @@ def memory_estimate(
     )
     # the answers of a pair stay together, so a pass of a reward model has two sequences at least
     least = 1 if is_lm else 2
-    tokens = data.max_token_len or max(least, data.micro_batch_size_per_gpu) * data.max_length
+    tokens = max(
+        data.max_token_len or data.micro_batch_size_per_gpu * data.max_length,
+        least * data.max_length,
+    )
     batch = MiniBatch(
         rank,
         tokens,
