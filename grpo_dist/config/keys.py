@@ -41,6 +41,11 @@ _SYNONYMS = {
     "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
     "warmup_ratio": "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio",
 }
+# Those that commands which train one model call in yet another way.
+_SYNONYMS_OF_ONE_MODEL = {
+    "max_grad_norm": "optim.clip_grad",
+    "per_device_train_batch_size": "data.micro_batch_size_per_gpu",
+}
 
 
 @cache
@@ -70,9 +75,9 @@ def nearest_keys(key: str, schema: type[JobConfig] = RunConfig) -> list[str]:
     """The known keys that `key` most likely means, best first; empty if none is similar."""
     matcher = difflib.SequenceMatcher(autojunk=False)
     last = key.rpartition(".")[2]
-    if (meant := _SYNONYMS.get(last)) is not None:
-        same = [known for known in leaf_keys(schema) if f".{meant}".endswith(f".{known}")]
-        if same:
+    for synonyms in (_SYNONYMS, _SYNONYMS_OF_ONE_MODEL):
+        meant = synonyms.get(last, "")
+        if same := [known for known in leaf_keys(schema) if f".{meant}".endswith(f".{known}")]:
             return same[:1]
 
     def similarity(known: str) -> float:

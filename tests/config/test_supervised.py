@@ -92,6 +92,20 @@ def test_everything_wrong_is_told_at_once() -> None:
         load(*wrong)
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("max_grad_norm", "optim.clip_grad"),
+        ("per_device_train_batch_size", "data.micro_batch_size_per_gpu"),
+        ("learning_rate", "optim.lr"),
+        ("model_name_or_path", "model.path"),
+    ],
+)
+def test_names_of_other_trainers_are_understood(written: str, meant: str) -> None:
+    with refuses(ConfigError, f"{written}:", meant):
+        load(f"{written}=1")
+
+
 def test_ranks_without_a_gpu_are_counted_with_their_remedy() -> None:
     gpus = (OWN, "trainer.n_gpus_per_node=4")
     assert notes("model=tiny", *gpus[1:]) == []
