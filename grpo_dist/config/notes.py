@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from grpo_dist.config.model_shape import model_config_at_hand, num_experts, text_config
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.config.schema_roles import OptimConfig
 from grpo_dist.names import SEQUENCE_LOSSES
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -15,6 +17,42 @@ _ACTOR = "actor_rollout_ref.actor"
 def config_notes(config: RunConfig) -> list[str]:
     """All notes on a config, one line each."""
     return [*_method(config), *_experts(config), *_without_effect(config), *_reward(config), *_run(config)]
+
+
+def notes_of_a_job(
+    config: JobConfig, optim: tuple[str, OptimConfig], offloads: Mapping[str, bool], timeout: tuple[str, int]
+) -> Iterator[str]:
+    """Notes on keys that all commands have.
+
+    Args:
+        config: the run's config.
+        optim: the key of the section of the optimizer, and the section.
+        offloads: keys that move something to CPU memory, and whether they are set.
+        timeout: the key of the timeout of collective operations, and its value in seconds.
+    """
+    trainer, (section, schedule) = config.trainer, optim
+    if schedule.lr_warmup_steps >= 0 and schedule.lr_warmup_steps_ratio > 0:
+        yield f"{section}.lr_warmup_steps_ratio has no effect while lr_warmup_steps is not -1"
+    if schedule.lr_scheduler_type == "constant" and schedule.min_lr_ratio > 0:
+        yield f"{section}.min_lr_ratio has no effect with lr_scheduler_type=constant"
+    for key, offload in offloads.items():
+        if offload and config.device == "cpu":
+            yield f"{key}=true has no effect on CPU"
+    if config.cluster.gpu_memory_gib is not None and config.device == "cpu":
+        yield f"cluster.gpu_memory_gib={config.cluster.gpu_memory_gib:g} has no effect on CPU"
+    key, wait = timeout
+    if wait >= trainer.worker_timeout_s:
+        yield (
+            f"{key}={wait} has no effect: after trainer.worker_timeout_s={trainer.worker_timeout_s:g} seconds the "
+            "ranks count as hung anyway"
+        )
+    if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
+        yield f"trainer.resume_from_path has no effect with resume_mode={trainer.resume_mode}"
+    if trainer.keep_best_metric is not None and trainer.save_freq > 0 and trainer.save_freq % trainer.test_freq:
+        yield (
+            f"trainer.keep_best_metric: only checkpoints of validated steps can be the best; with save_freq="
+            f"{trainer.save_freq} and test_freq={trainer.test_freq} some steps are saved without validation"
+        )
 
 
 def _experts(config: RunConfig) -> Iterator[str]:
@@ -74,11 +112,6 @@ def _method(config: RunConfig) -> Iterator[str]:
 def _without_effect(config: RunConfig) -> Iterator[str]:
     """Notes on keys that have no effect because of other keys."""
     actor, ref, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.trainer
-    optim = actor.optim
-    if optim.lr_warmup_steps >= 0 and optim.lr_warmup_steps_ratio > 0:
-        yield f"{_ACTOR}.optim.lr_warmup_steps_ratio has no effect while lr_warmup_steps is not -1"
-    if optim.lr_scheduler_type == "constant" and optim.min_lr_ratio > 0:
-        yield f"{_ACTOR}.optim.min_lr_ratio has no effect with lr_scheduler_type=constant"
     offloads = {
         f"{_ACTOR}.fsdp_config.param_offload": actor.fsdp_config.param_offload,
         f"{_ACTOR}.fsdp_config.optimizer_offload": actor.fsdp_config.optimizer_offload,
@@ -89,25 +122,14 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
     }
     if trainer.critic_warmup and not config.needs_critic:
         yield f"trainer.critic_warmup={trainer.critic_warmup} has no effect without a critic"
-    for key, offload in offloads.items():
-        if offload and config.device == "cpu":
-            yield f"{key}=true has no effect on CPU"
-    if config.cluster.gpu_memory_gib is not None and config.device == "cpu":
-        yield f"cluster.gpu_memory_gib={config.cluster.gpu_memory_gib:g} has no effect on CPU"
-    wait = config.actor_rollout_ref.nccl_timeout
-    if wait >= trainer.worker_timeout_s:
-        yield (
-            f"actor_rollout_ref.nccl_timeout={wait} has no effect: after trainer.worker_timeout_s="
-            f"{trainer.worker_timeout_s:g} seconds the ranks count as hung anyway"
-        )
+    timeout = ("actor_rollout_ref.nccl_timeout", config.actor_rollout_ref.nccl_timeout)
+    yield from notes_of_a_job(config, (f"{_ACTOR}.optim", actor.optim), offloads, timeout)
     rollout = config.actor_rollout_ref.rollout
     for name in ("partial_rollout", "clear_kv_cache_on_update"):
         if not trainer.max_staleness and not getattr(rollout, name):
             yield f"actor_rollout_ref.rollout.{name}=false has no effect with trainer.max_staleness=0"
     if config.data.sampler.class_path is not None and config.data.shuffle:
         yield "data.shuffle has no effect on the order: data.sampler.class_path decides it"
-    if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
-        yield f"trainer.resume_from_path has no effect with resume_mode={trainer.resume_mode}"
 
 
 def _reward(config: RunConfig) -> Iterator[str]:
@@ -125,11 +147,6 @@ def _run(config: RunConfig) -> Iterator[str]:
         yield "data.val_files=null: no validation"
     if trainer.total_training_steps is not None and trainer.save_freq > trainer.total_training_steps:
         yield f"trainer.save_freq={trainer.save_freq} exceeds the steps of the run: one checkpoint, after the last step"
-    if trainer.keep_best_metric is not None and trainer.save_freq > 0 and trainer.save_freq % trainer.test_freq:
-        yield (
-            f"trainer.keep_best_metric: only checkpoints of validated steps can be the best; with save_freq="
-            f"{trainer.save_freq} and test_freq={trainer.test_freq} some steps are saved without validation"
-        )
     if config.actor_rollout_ref.rollout.free_cache_engine and not placement(config).shares_gpu:
         where = "on CPU" if config.device == "cpu" else "where engines have GPUs of their own"
         yield f"actor_rollout_ref.rollout.free_cache_engine=true has no effect {where}"

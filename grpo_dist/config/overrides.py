@@ -74,9 +74,8 @@ def _add(line: CommandLine, override: Override, text: str, command: AnyCommand) 
     options = command.group_options().get(key)
     problem: Problem | None = None
     if override.is_delete():
-        problem = Problem(
-            f"~{key}: keys cannot be removed; set a value, or null where {command.file.name} allows it", (key,)
-        )
+        files = " or ".join(file.name for file in command.files)
+        problem = Problem(f"~{key}: keys cannot be removed; set a value, or null where {files} allows it", (key,))
     elif override.package is not None:
         problem = Problem(f"{text}: packages (@) are not supported", (key,))
     elif override.is_sweep_override():

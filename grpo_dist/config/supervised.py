@@ -8,6 +8,7 @@ from grpo_dist.assets import TRAINED_MODEL_KEY
 from grpo_dist.config.command import CONFIG_DIR, Command
 from grpo_dist.config.model_rules import max_positions
 from grpo_dist.config.model_shape import model_config_at_hand
+from grpo_dist.config.notes import notes_of_a_job
 from grpo_dist.config.problems import Problem, problem_between
 from grpo_dist.config.rules import data_files_exist, model_folder_exists, resume_path_is_set, something_to_validate
 from grpo_dist.config.schema_supervised import RewardModelTrainingConfig, SFTConfig, SupervisedConfig
@@ -79,7 +80,13 @@ def notes(config: SupervisedConfig) -> list[str]:
             f"cluster.world_size={config.world_size}: {config.num_gpus - config.world_size} of {config.num_gpus} GPUs "
             "are idle"
         )
-    return found
+    engine = config.engine
+    offloads = {
+        "engine.param_offload": engine.param_offload,
+        "engine.optimizer_offload": engine.optimizer_offload,
+    }
+    timeout = ("trainer.nccl_timeout", config.trainer.nccl_timeout)
+    return [*found, *notes_of_a_job(config, ("optim", config.optim), offloads, timeout)]
 
 
 REWARD_MODEL = Command(

@@ -7,7 +7,7 @@ reward model's worker renders them in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from grpo_dist.data.conversations import encode_conversation, render_conversation
 from grpo_dist.data.preferences import LabelledSteps, Pair
-from grpo_dist.data.tokenize import check_template_kwargs, template_errors, within_length
+from grpo_dist.data.tokenize import template_errors, within_length
 from grpo_dist.errors import DataError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import NO_LABEL
@@ -61,7 +61,6 @@ def tokenize_preferences(
     tokenizer: Any,
     *,
     max_length: int,
-    apply_chat_template_kwargs: Mapping[str, Any],
 ) -> tuple[list[Example], list[Pair | LabelledSteps]]:
     """Token ids and labels of checked rows.
 
@@ -73,21 +72,16 @@ def tokenize_preferences(
         rows: from `load_pairs` or `load_steps`.
         tokenizer: a transformers tokenizer.
         max_length: most tokens of a conversation. Longer ones are left out whole, since a cut one is another answer.
-        apply_chat_template_kwargs: extra variables for the chat template.
 
     Returns:
         The examples, in order, and the rows that were left out.
 
     Raises:
-        DataError: a row cannot be rendered or teaches nothing, all rows are too long, or there are variables for a
-            chat template that is not there.
+        DataError: a row cannot be rendered or teaches nothing, or all rows are too long.
     """
-    check_template_kwargs(tokenizer, apply_chat_template_kwargs)
 
     def tokenized(row: Pair | LabelledSteps) -> Example:
-        if isinstance(row, Pair):
-            return _pair(row, tokenizer, apply_chat_template_kwargs)
-        return _steps(row, tokenizer, apply_chat_template_kwargs)
+        return _pair(row, tokenizer) if isinstance(row, Pair) else _steps(row, tokenizer)
 
     return within_length(rows, tokenized, max_length=max_length)
 
@@ -106,9 +100,9 @@ def preference_batch(examples: Sequence[Example]) -> DataProto:
     return DataProto.from_dict(columns, {"uid": uid})
 
 
-def _pair(pair: Pair, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Example:
-    with template_errors(pair.location, template_kwargs):
-        texts = [render_conversation(tokenizer, pair.prompt, a, template_kwargs) for a in (pair.chosen, pair.rejected)]
+def _pair(pair: Pair, tokenizer: Any) -> Example:
+    with template_errors(pair.location):
+        texts = [render_conversation(tokenizer, pair.prompt, a) for a in (pair.chosen, pair.rejected)]
     chosen, rejected = (encode_conversation(*text, tokenizer)[0] for text in texts)
     if np.array_equal(chosen, rejected):
         raise DataError(
@@ -128,7 +122,7 @@ def _pair(pair: Pair, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Exa
     return Example(pair.location, chosen[:common], responses, labels)
 
 
-def _steps(row: LabelledSteps, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Example:
+def _steps(row: LabelledSteps, tokenizer: Any) -> Example:
     if not tokenizer.is_fast:
         raise DataError(
             f"{row.location}: steps are found by the places of tokens in the text, which this tokenizer "
@@ -137,8 +131,8 @@ def _steps(row: LabelledSteps, tokenizer: Any, template_kwargs: Mapping[str, Any
     parts = [step.removesuffix(STEP_SEPARATOR) + STEP_SEPARATOR for step in row.steps[:-1]] + row.steps[-1:]
     content = "".join(parts)
     answer = [{"role": "assistant", "content": content}]
-    with template_errors(row.location, template_kwargs):
-        text, special = render_conversation(tokenizer, row.prompt, answer, template_kwargs)
+    with template_errors(row.location):
+        text, special = render_conversation(tokenizer, row.prompt, answer)
     start = text.rfind(content)
     if start < 0:
         raise DataError(

@@ -92,6 +92,11 @@ def _pair(row: dict[str, Any], location: str, where: str) -> Pair:
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         if not answer:
             raise DataError(f"{where}: {name} has no message after the prompt; add the answer, or leave out the row")
+        if answer[-1]["role"] != "assistant":
+            raise DataError(
+                f"{where}: {name} ends with a message of the role {answer[-1]['role']!r}; an answer ends with one of "
+                "the assistant's"
+            )
     return Pair(location, prompt, chosen, rejected)
 
 

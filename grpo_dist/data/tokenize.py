@@ -187,8 +187,12 @@ def within_length(
 
 
 @contextmanager
-def template_errors(location: str, template_kwargs: Mapping[str, Any]) -> Iterator[None]:
+def template_errors(location: str, template_kwargs: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Turn what a chat template raises in the block into an error that names the row.
+
+    Args:
+        location: file and row.
+        template_kwargs: data.apply_chat_template_kwargs; None: the command has no such key.
 
     Raises:
         DataError: the template refuses the row.
@@ -197,9 +201,9 @@ def template_errors(location: str, template_kwargs: Mapping[str, Any]) -> Iterat
         yield
     except Exception as error:  # templates raise jinja2 errors of their own making
         problem = f"{type(error).__name__}: {error}"[:MOST_PROBLEM_TEXT]
+        variables = "" if template_kwargs is None else f" or data.apply_chat_template_kwargs={redact(template_kwargs)}"
         raise DataError(
-            f"{location}: the model's chat template refuses the row: {problem}; mend the row's messages or "
-            f"data.apply_chat_template_kwargs={redact(template_kwargs)}"
+            f"{location}: the model's chat template refuses the row: {problem}; mend the row's messages{variables}"
         ) from error
 
 

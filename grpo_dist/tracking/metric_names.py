@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Collection, Mapping
+
+from grpo_dist.errors import ConfigError
 
 REWARD = "critic/score/mean"
 KL_LOSS = "actor/kl_loss"
@@ -12,7 +15,7 @@ THROUGHPUT = "perf/tokens_per_s"  # of all devices; verl's perf/throughput is pe
 TIMING = "timing_s/"
 STEP_TIME = "timing_s/step"
 BESIDE_STEPS = ("testing", "save_checkpoint")  # phases that a step's time leaves out
-VALIDATION = "val-core/"
+VALIDATION, AUXILIARY = "val-core/", "val-aux/"
 SUPERVISED_VALIDATION = "val/"
 # Of models that train on rows with known answers, by what the console calls them.
 SUPERVISED = {"loss": ("reward_model/loss", "sft/loss"), "accuracy": ("reward_model/accuracy",)}
@@ -44,3 +47,23 @@ def validation_accuracy(metrics: Mapping[str, float]) -> float | None:
     """Mean of `validation_metrics` over the data sources; None when this step was not validated."""
     values = validation_metrics(metrics).values()
     return sum(values) / len(values) if values else None
+
+
+def require_metric(name: str | None, metrics: Collection[str]) -> None:
+    """Check that validation produces the metric in `trainer.keep_best_metric`.
+
+    Args:
+        name: the metric; None: none is asked for.
+        metrics: names of metrics, those of validation among them.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    known = [each for each in metrics if each.startswith((VALIDATION, AUXILIARY, SUPERVISED_VALIDATION))]
+    if name is None or name in known:
+        return
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
+    near = near or [each for each in known if not each.startswith(AUXILIARY)]
+    raise ConfigError(
+        f"trainer.keep_best_metric={name}: validation has no such metric; the closest are {', '.join(near) or 'none'}"
+    )

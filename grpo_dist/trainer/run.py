@@ -87,7 +87,7 @@ def _run(config: Config, job: Job[Config], preemption: Preemption) -> None:
 
 
 def _train(config: Config, job: Job[Config], run_dir: Path, preemption: Preemption, ready: Ready) -> int:
-    """Start workers and train. If a lost worker held the policy, start all of them again from the last checkpoint.
+    """Start workers and train. If a lost worker held what is trained, start all of them again from the last checkpoint.
 
     With `trainer.halve_on_out_of_memory` that is also done if a GPU runs out of memory, with the responsible setting
     halved.

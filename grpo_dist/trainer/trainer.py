@@ -34,6 +34,7 @@ from grpo_dist.errors import WorkerLost
 from grpo_dist.protocol import metric_values
 from grpo_dist.tracking.base import Trackers, tracker_ids
 from grpo_dist.tracking.console import Progress
+from grpo_dist.tracking.metric_names import require_metric
 from grpo_dist.tracking.samples import format_samples
 from grpo_dist.trainer.checkpoint.config_changes import digest_code
 from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups
@@ -50,7 +51,7 @@ from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.trainer.run_prompts import Prompts
 from grpo_dist.trainer.sample_log import SampleLog
 from grpo_dist.trainer.stage import stage
-from grpo_dist.trainer.validation import require_metric, validation_metrics, validation_requests
+from grpo_dist.trainer.validation import validation_metrics, validation_requests
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.event_loop import blocking, run
 from grpo_dist.workers.rollout_group import GroupRequest

@@ -8,7 +8,6 @@ maj@n/mean are in val-core; everything else is in val-aux. algorithms/validation
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -16,8 +15,6 @@ import numpy as np
 from grpo_dist.algorithms.validation import best_at_k, majority_at_n, subset_sizes, worst_at_k
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import ConfigError
-from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION
 from grpo_dist.trainer.rollout.sampling import make_request
 from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.workers.batch_ref import DataProtoRef
@@ -65,23 +62,6 @@ def validation_metrics(batch: DataProtoRef, data_sources: Mapping[str, str], n: 
         rows = batch.reorder(np.flatnonzero(sources == source))
         metrics |= _of_one_source(rows, source, n)
     return metrics
-
-
-def require_metric(name: str | None, metrics: Mapping[str, float]) -> None:
-    """Check that validation produced the metric in `trainer.keep_best_metric`.
-
-    Raises:
-        ConfigError: it did not.
-    """
-    known = [each for each in metrics if each.startswith((CORE, AUX, SUPERVISED_VALIDATION))]
-    if name is None or name in known:
-        return
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or [
-        each for each in known if not each.startswith(AUX)
-    ]
-    raise ConfigError(
-        f"trainer.keep_best_metric={name}: validation has no such metric; the closest are {', '.join(near) or 'none'}"
-    )
 
 
 def _of_one_source(batch: DataProtoRef, source: str, n: int) -> dict[str, float]:

@@ -81,6 +81,8 @@ def test_what_just_fits_is_taken(tmp_path: Path) -> None:
     load("data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=64", "data.max_length=64")
     load("data.max_token_len_per_gpu=63", "data.max_length=64")  # no effect
     load("data.max_length=512")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    assert load(f"data.train_files={tmp_path}/rows.jsonl").data.max_length == 512, "the positions of the built-in model"
     load("data.max_length=513", "model.override_config={max_position_embeddings: 513}")
 
 
@@ -88,6 +90,20 @@ def test_everything_wrong_is_told_at_once() -> None:
     wrong = ("trainer.sed=1", "optim.lr=x", "engine.fsdp_size=2", "cluster.world_size=3", "data.max_length=600")
     with refuses(ConfigError, 4, "trainer.seed", "optim.lr=x", "engine.fsdp_size=2", "data.max_length=600"):
         load(*wrong)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("max_grad_norm", "optim.clip_grad"),
+        ("per_device_train_batch_size", "data.micro_batch_size_per_gpu"),
+        ("learning_rate", "optim.lr"),
+        ("model_name_or_path", "model.path"),
+    ],
+)
+def test_names_of_other_trainers_are_understood(written: str, meant: str) -> None:
+    with refuses(ConfigError, f"{written}:", meant):
+        load(f"{written}=1")
 
 
 def test_ranks_without_a_gpu_are_counted_with_their_remedy() -> None:
@@ -107,6 +123,25 @@ def test_validation_rows_that_are_hardly_used_are_told(overrides: tuple[str, ...
     says(notes(*overrides), "trainer.test_freq=-1", "data.val_files", part)
     assert notes("trainer.test_freq=-1", "data.val_files=null") == []
     assert notes("trainer.test_freq=-1", "trainer.val_only=true") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (("optim.lr_warmup_steps=5",), "optim.lr_warmup_steps_ratio"),
+        (("optim.lr_scheduler_type=constant",), "optim.min_lr_ratio"),
+        (("engine.param_offload=true",), "engine.param_offload"),
+        (("engine.optimizer_offload=true",), "engine.optimizer_offload"),
+        (("cluster.gpu_memory_gib=80",), "cluster.gpu_memory_gib"),
+        (("trainer.worker_timeout_s=600",), "trainer.nccl_timeout"),
+        (("trainer.resume_from_path=x",), "trainer.resume_from_path"),
+        (("trainer.keep_best_metric=val/reward_model/accuracy", "trainer.save_freq=7"), "trainer.keep_best_metric"),
+    ],
+)
+def test_keys_without_the_effect_that_they_name_are_told(overrides: tuple[str, ...], key: str) -> None:
+    (note,) = notes(*overrides)
+    assert note.startswith(key)
+    assert notes() == []
 
 
 def test_your_own_model_and_rows_leave_the_built_in_settings_behind(tmp_path: Path) -> None:

@@ -65,6 +65,14 @@ def test_longer_rows_and_passes_take_more(tmp_path: Path) -> None:
     assert alone == base, "both answers of a pair are in one pass"
 
 
+def test_a_pair_is_in_one_pass_whatever_the_budget(tmp_path: Path) -> None:
+    budget = ("data.max_length=64", "data.use_dynamic_bsz=true")
+    pair, longest = (plan(tmp_path, *budget, f"data.max_token_len_per_gpu={tokens}").total for tokens in (128, 64))
+    assert longest == pair
+    chats = [plan(tmp_path, *budget, f"data.max_token_len_per_gpu={n}", command=SFT).total for n in (128, 64)]
+    assert chats[1] < chats[0]
+
+
 def test_a_language_model_has_an_output_layer_and_may_have_factors(tmp_path: Path) -> None:
     whole = plan(tmp_path, command=SFT)
     assert whole.parts["weights"] * GIB == pytest.approx((PARAMETERS + MATRIX) * 4 / 2)

@@ -30,7 +30,7 @@ def steps(*texts: str, labels: list[bool] | None = None) -> LabelledSteps:
 
 
 def tokenize(rows: list[Any], tokenizer: Any, **changes: Any) -> tuple[list[Example], list[Any]]:
-    return tokenize_preferences(rows, tokenizer, **({"max_length": 100, "apply_chat_template_kwargs": {}} | changes))
+    return tokenize_preferences(rows, tokenizer, **({"max_length": 100} | changes))
 
 
 def built_in() -> Any:
@@ -54,10 +54,10 @@ def test_the_prompt_of_a_pair_is_what_its_conversations_have_in_common() -> None
     assert [*example.prompt, *example.responses[0]] == expected
 
 
-def test_another_template_and_variables_for_it() -> None:
+def test_another_template() -> None:
     tokenizer = byte_tokenizer()
-    (example,), _ = tokenize([pair()], tokenizer, apply_chat_template_kwargs={"suffix": "!"})
-    assert texts(example, tokenizer) == ["<user>1+1=?<assistant>", "2!", "3!"]
+    (example,), _ = tokenize([pair()], tokenizer)
+    assert texts(example, tokenizer) == ["<user>1+1=?<assistant>", "2", "3"]
 
 
 @pytest.mark.parametrize("post", [None, "<s> $A </s>"])
@@ -66,8 +66,6 @@ def test_a_base_model_gets_texts_and_one_end(post: str | None) -> None:
     (example,), _ = tokenize([pair("1+1=", "2", "22")], tokenizer)
     begin = "<s>" if post else ""
     assert texts(example, tokenizer) == [f"{begin}1+1=2", "</s>", "2</s>"]
-    with refuses(DataError, "data.apply_chat_template_kwargs={'suffix': '!'}", "chat template"):
-        tokenize([pair()], tokenizer, apply_chat_template_kwargs={"suffix": "!"})
 
 
 def test_no_response_is_empty_where_one_goes_on_from_the_other() -> None:
@@ -113,8 +111,9 @@ def test_rows_that_teach_nothing_or_cannot_be_rendered_are_named() -> None:
     with refuses(DataError, "a.jsonl, line 1", "completions"):
         tokenize([steps("a", "b ")], tokenizer)
     refusing = Pair("a.jsonl, line 7", [message("tool", "x")], [message("assistant", "a")], [message("assistant", "b")])
-    with refuses(DataError, "a.jsonl, line 7", "chat template", "data.apply_chat_template_kwargs={}"):
+    with refuses(DataError, "a.jsonl, line 7", "chat template") as caught:
         tokenize([refusing], byte_tokenizer())
+    assert "apply_chat_template_kwargs" not in str(caught.value)  # a key that the command does not have
     apart = byte_tokenizer("{{ messages[1].content }}")
     with refuses(DataError, "a.jsonl, line 1", "chosen", "prompt"):
         tokenize([pair()], apart)

@@ -13,6 +13,7 @@ from grpo_dist.config.supervised import is_valid
 from grpo_dist.config.supervised_layout import slots
 from grpo_dist.config.supervised_memory import memory_problems
 from grpo_dist.tracking.base import check_trackers
+from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION, require_metric
 from grpo_dist.trainer.checks import Checks, Ready, check_resume, describe_model, is_on_the_hub
 from grpo_dist.trainer.machine import Machine, check_machine
 from grpo_dist.trainer.run_lock import check_run_dir
@@ -62,6 +63,9 @@ def preflight(config: SupervisedConfig, tell: Callable[[str], None], *, rehearsa
             for note in notes:
                 tell(note)
             tell(f"training steps: {ready.steps}")
+    with checks:
+        if ready is not None:
+            require_metric(config.trainer.keep_best_metric, [SUPERVISED_VALIDATION + m for m in ready.rows.metrics])
     with checks:
         folder = None if ready is None else check_resume(config, ready.rows.identity, verify=rehearsal)
         if folder is not None:

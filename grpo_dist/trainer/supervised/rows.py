@@ -49,6 +49,7 @@ class Rows:
         validation: those to validate on.
         kind: what a row is, for messages, such as "pairs".
         objective: the loss of such rows.
+        metrics: names of what the loss tells of rows, such as "reward_model/accuracy".
         batch: makes the columns that the loss reads; a row may become several sequences.
     """
 
@@ -56,6 +57,7 @@ class Rows:
     validation: Sequence[Example]
     kind: str
     objective: TrainingSettings
+    metrics: tuple[str, ...]
     batch: Callable[[Sequence[Any]], DataProto]
 
     @functools.cached_property

@@ -23,6 +23,7 @@ from grpo_dist.trainer.supervised.rows import Example, Rows, check_token_ids
 
 # Rows that were left out and are listed; the others are counted.
 MOST_ROWS_NAMED = 5
+_JUDGED = ("reward_model/loss", "reward_model/accuracy")
 
 # From rows and a tokenizer to examples and the rows that were left out.
 Tokenize = Callable[[Sequence[Any], Any], tuple[Sequence[Example], Sequence[Any]]]
@@ -35,7 +36,7 @@ class Task:
     Attributes:
         read: (config, config key, files) -> the checked rows of these files.
         tokenizing: (config, model folder) -> how rows are tokenized.
-        kinds: by the class of a row: what it is, for messages, and its loss.
+        kinds: by the class of a row: what it is, for messages, its loss, and the metrics of that.
         batch: makes the columns that the loss reads.
         check_model: (model folder, the key and value that name it) -> a remark on it, or ""; raises if it cannot be
             trained so.
@@ -43,7 +44,7 @@ class Task:
 
     read: Callable[[Any, str, Sequence[str]], Sequence[Any]]
     tokenizing: Callable[[Any, ModelFolder], Tokenize]
-    kinds: Mapping[type, tuple[str, TrainingSettings]]
+    kinds: Mapping[type, tuple[str, TrainingSettings, tuple[str, ...]]]
     batch: Callable[[Sequence[Any]], DataProto]
     check_model: Callable[[ModelFolder, str], str]
 
@@ -100,13 +101,12 @@ def load_rows(config: SupervisedConfig, model: ModelFolder) -> tuple[Rows, list[
                 f"{key}: {len(left_out)} of {len(rows)} rows are longer than data.max_length={data.max_length} "
                 f"tokens and were left out: {named}{more}"
             )
-    kind, objective = task.kinds[type(read["data.train_files"][0])]
-    return Rows(found["data.train_files"], found["data.val_files"], kind, objective, task.batch), notes
+    kind = task.kinds[type(read["data.train_files"][0])]
+    return Rows(found["data.train_files"], found["data.val_files"], *kind, task.batch), notes
 
 
 def _tokenizing_preferences(config: RewardModelTrainingConfig, model: ModelFolder) -> Tokenize:
-    # its template variables are none: a reward model reads conversations without them in a run, too
-    return functools.partial(tokenize_preferences, max_length=config.data.max_length, apply_chat_template_kwargs={})
+    return functools.partial(tokenize_preferences, max_length=config.data.max_length)
 
 
 def _tokenizing_chats(config: SFTConfig, model: ModelFolder) -> Tokenize:
@@ -149,8 +149,8 @@ TASKS: dict[str, Task] = {
         read=lambda config, key, files: load_preferences(files, key=key),
         tokenizing=_tokenizing_preferences,
         kinds={
-            Pair: ("pairs", PreferenceSettings()),
-            LabelledSteps: ("answers with labelled steps", LabelSettings()),
+            Pair: ("pairs", PreferenceSettings(), (*_JUDGED, "reward_model/margin")),
+            LabelledSteps: ("answers with labelled steps", LabelSettings(), _JUDGED),
         },
         batch=preference_batch,
         check_model=check_backbone,
@@ -158,7 +158,7 @@ TASKS: dict[str, Task] = {
     SFTConfig.role: Task(
         read=lambda config, key, files: load_chats(files, key=key, messages_key=config.data.messages_key),
         tokenizing=_tokenizing_chats,
-        kinds={Chat: ("conversations", SFTSettings())},
+        kinds={Chat: ("conversations", SFTSettings(), ("sft/loss",))},
         batch=chat_batch,
         check_model=check_language_model,
     ),

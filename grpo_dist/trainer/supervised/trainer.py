@@ -11,7 +11,7 @@ from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.protocol import Metric, metric_values
 from grpo_dist.tracking.base import Trackers, tracker_ids
 from grpo_dist.tracking.console import Progress
-from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION
+from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION, require_metric
 from grpo_dist.trainer.checkpoint.config_changes import digest_code
 from grpo_dist.trainer.checkpoint.folder import RunState
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
@@ -20,7 +20,6 @@ from grpo_dist.trainer.metrics import IdleShares, PeakMemory
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.stage import stage
 from grpo_dist.trainer.supervised.rows import Rows
-from grpo_dist.trainer.validation import require_metric
 from grpo_dist.workers.event_loop import blocking, run
 from grpo_dist.workers.supervised import SupervisedGroup
 

@@ -236,7 +236,7 @@ def sums(number: int) -> list[Pair]:
 def learn_sums(rank: int, path: str) -> list[float]:
     """Accuracies on 200 pairs that are not trained on, before and after 30 steps of 32 pairs."""
     tokenizer = load_tokenizer(path, trust_remote_code=False)
-    examples, _ = tokenize_preferences(sums(1160), tokenizer, max_length=100, apply_chat_template_kwargs={})
+    examples, _ = tokenize_preferences(sums(1160), tokenizer, max_length=100)
     model = ModelSettings(path, False, "fp32", "fp32", False, True, num_labels=1, new_head_seed=0)
     optimizer = OptimizerSettings(2e-3, 0.01, (0.9, 0.99), "constant", 10, 30, 0.0)
     made = FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, grad_clip=1.0)

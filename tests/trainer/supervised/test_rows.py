@@ -24,7 +24,7 @@ def pair(number: int, lengths: tuple[int, int] = (2, 3), prompt: int = 4) -> Exa
 
 
 def rows(*examples: Example) -> Rows:
-    return Rows(examples, (), "pairs", PreferenceSettings(), preference_batch)
+    return Rows(examples, (), "pairs", PreferenceSettings(), (), preference_batch)
 
 
 def test_rows_are_known_by_all_tokens_all_labels_and_their_order() -> None:
