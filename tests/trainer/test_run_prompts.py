@@ -75,5 +75,5 @@ def test_the_sampler_is_the_one_of_the_config(tmp_path: Path) -> None:
 
 
 def test_fewer_rows_than_a_batch(tmp_path: Path) -> None:
-    with refuses(DataError, "data.train_batch_size=2", "1 prompts", "at most 1"):
+    with refuses(DataError, "data.train_batch_size=2", "1 rows", "at most 1"):
         load(tmp_path, contents=["1+1=?"])

@@ -78,4 +78,4 @@ def test_a_model_without_layers_is_refused(tmp_path: Path) -> None:
     model.model.layers = torch.nn.ModuleList()
     model._no_split_modules = None
     with refuses(ConfigError, "enable_gradient_checkpointing=true", "false"):
-        recompute_layers(model)
+        recompute_layers(model, "model")

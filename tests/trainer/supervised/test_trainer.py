@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def make(tmp_path: Path, *overrides: str, model: Model | None = None) -> tuple[S
     )  # fmt: skip
     trained = model or Model()
     found = rows_of(*map(pair, range(NUM_ROWS)))
-    rows = type(found)(found.train, found.train[:2], found.kind, found.objective, found.batch)
+    rows = replace(found, validation=found.train[:2])
     told = Told(trained.log)
     saver = CheckpointSaver(config, lambda: {"reward_model": trained}, async_save=False)  # type: ignore[dict-item]
     steps = total_steps(config, rows)
