@@ -43,5 +43,6 @@ SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")  # published as a mean over seque
 REWARD_MODEL_FUNCTION, WEIGHTED_FUNCTION = "grpo_dist.rewards.reward_model", "grpo_dist.rewards.weighted"
 # In `extra_info`: the score of the reward model, and whether the conversation was cut for it (1 or 0).
 RM_SCORE, RM_CLIPPED = "rm_score", "rm_clipped"
+RM_STEP_SCORES = "rm_step_scores"  # there too: the score of each step, by a process reward model
 OVERLONG_PENALTY = "overlong_penalty"  # name, among the reward's values, of the penalty of reward.overlong_buffer
 WEIGHT_TRANSPORTS = ("object_store", "broadcast", "ipc")

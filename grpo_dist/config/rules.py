@@ -87,6 +87,17 @@ def reward_model_is_named(config: RunConfig) -> Iterator[Problem]:
         if positions is not None and section.max_length > positions[1]:
             why = f"the reward model has {positions[1]} positions ({positions[0]} in its config.json); lower it"
             yield problem_between(config, why, "reward_model.max_length", key)
+    process, process_key = section.process, "reward_model.process.enable"
+    if process.enable and not section.enable:
+        why = "there is no reward model that could judge steps; set the second to true, or the first to false"
+        yield problem_between(config, why, process_key, "reward_model.enable")
+    for name in ("step_token", "good_token", "bad_token"):
+        if getattr(process, name) is not None and not process.enable:
+            why = "it is for a model that judges steps; set the second to true, or the first to null"
+            yield problem_between(config, why, f"reward_model.process.{name}", process_key)
+    if (process.good_token is None) != (process.bad_token is None):
+        keys = ("reward_model.process.good_token", "reward_model.process.bad_token")
+        yield problem_between(config, "the model chooses between two tokens; name both or none", *keys)
     if not section.enable and REWARD_MODEL_FUNCTION in config.reward_paths:
         why = f"{REWARD_MODEL_FUNCTION} returns the reward model's score; set enable to true, or leave the function out"
         yield problem_between(config, why, "reward_model.enable", "custom_reward_function.path")

@@ -18,11 +18,26 @@ class RewardModelFolderConfig(Section):
     fsdp_config: ForwardConfig
 
 
+class ProcessRewardConfig(Section):
+    """`reward_model.process`: a reward model that judges every step."""
+
+    enable: bool
+    step_token: Text | None
+    good_token: Text | None
+    bad_token: Text | None
+
+    @property
+    def judging_tokens(self) -> tuple[str, str] | None:
+        """The tokens for bad and good of a causal LM that judges steps; None: the model has a head."""
+        return None if self.bad_token is None or self.good_token is None else (self.bad_token, self.good_token)
+
+
 class RewardModelConfig(Section):
     """`reward_model`: a model that scores the responses."""
 
     enable: bool
     model: RewardModelFolderConfig
+    process: ProcessRewardConfig
     micro_batch_size_per_gpu: Count
     use_dynamic_bsz: bool | None
     forward_max_token_len_per_gpu: Count | None

@@ -7,7 +7,8 @@ end-of-sequence token: what such a model's policy reads and writes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,13 +117,27 @@ class ConversationRenderer:
         return token_ids[ends > text.rindex(_ANSWER) + len(_ANSWER)].tolist()
 
     def _text(self, messages: Messages, answer: str) -> tuple[str, bool]:
-        answered = [{"role": "assistant", "content": answer}]
-        try:
-            return render_conversation(self.tokenizer, messages, answered)
-        except Exception as error:  # templates raise jinja2 errors of their own making
-            roles = ", ".join(str(message["role"]) for message in [*messages, *answered])
-            problem = f"{type(error).__name__}: {error}"[:MOST_PROBLEM_TEXT]
-            raise DataError(
-                f"{self.setting}: its chat template refuses a conversation of {roles}: {problem}; change the messages "
-                "of the rows (data.system_prompt), or use another reward model"
-            ) from error
+        with reward_template_errors(self.setting, messages):
+            return render_conversation(self.tokenizer, messages, [{"role": "assistant", "content": answer}])
+
+
+@contextlib.contextmanager
+def reward_template_errors(setting: str, messages: Messages) -> Iterator[None]:
+    """Turn what the reward model's chat template raises in the block into an error that names the model.
+
+    Args:
+        setting: the key and value that name the reward model.
+        messages: those before the answer.
+
+    Raises:
+        DataError: the template refuses the conversation.
+    """
+    try:
+        yield
+    except Exception as error:  # templates raise jinja2 errors of their own making
+        roles = ", ".join([*(str(message["role"]) for message in messages), "assistant"])
+        problem = f"{type(error).__name__}: {error}"[:MOST_PROBLEM_TEXT]
+        raise DataError(
+            f"{setting}: its chat template refuses a conversation of {roles}: {problem}; change the messages "
+            "of the rows (data.system_prompt), or use another reward model"
+        ) from error

@@ -16,12 +16,11 @@ import torch
 
 from grpo_dist.data.conversations import encode_conversation, render_conversation
 from grpo_dist.data.preferences import LabelledSteps, Pair
+from grpo_dist.data.step_tokens import StepForm, step_tokens
 from grpo_dist.data.tokenize import template_errors, within_length
 from grpo_dist.errors import DataError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import NO_LABEL
-
-STEP_SEPARATOR = "\n"  # between steps, as TRL's PRMTrainer has it
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,17 +60,18 @@ def tokenize_preferences(
     tokenizer: Any,
     *,
     max_length: int,
+    form: StepForm | None = None,
 ) -> tuple[list[Example], list[Pair | LabelledSteps]]:
     """Token ids and labels of checked rows.
 
     A pair's prompt is what its two conversations have in common, token by token, and its labels are at their last
-    tokens. A label of a step is at the token that completes the separator behind it, or for the last step at the
-    conversation's last token.
+    tokens. The label of a step is where `step_tokens.StepForm` has the step judged.
 
     Args:
         rows: from `load_pairs` or `load_steps`.
         tokenizer: a transformers tokenizer.
         max_length: most tokens of a conversation. Longer ones are left out whole, since a cut one is another answer.
+        form: how steps are written; None: one to a line.
 
     Returns:
         The examples, in order, and the rows that were left out.
@@ -81,7 +81,7 @@ def tokenize_preferences(
     """
 
     def tokenized(row: Pair | LabelledSteps) -> Example:
-        return _pair(row, tokenizer) if isinstance(row, Pair) else _steps(row, tokenizer)
+        return _pair(row, tokenizer) if isinstance(row, Pair) else _steps(row, tokenizer, form or StepForm())
 
     return within_length(rows, tokenized, max_length=max_length)
 
@@ -122,30 +122,15 @@ def _pair(pair: Pair, tokenizer: Any) -> Example:
     return Example(pair.location, chosen[:common], responses, labels)
 
 
-def _steps(row: LabelledSteps, tokenizer: Any) -> Example:
+def _steps(row: LabelledSteps, tokenizer: Any, form: StepForm) -> Example:
     if not tokenizer.is_fast:
         raise DataError(
             f"{row.location}: steps are found by the places of tokens in the text, which this tokenizer "
             f"({type(tokenizer).__name__}) does not tell; use a model with a tokenizer.json"
         )
-    parts = [step.removesuffix(STEP_SEPARATOR) + STEP_SEPARATOR for step in row.steps[:-1]] + row.steps[-1:]
-    content = "".join(parts)
-    answer = [{"role": "assistant", "content": content}]
     with template_errors(row.location):
-        text, special = render_conversation(tokenizer, row.prompt, answer)
-    start = text.rfind(content)
-    if start < 0:
-        raise DataError(
-            f"{row.location}: completions: the model's chat template changes the text of the steps, so their ends are "
-            "not known; leave out white space at the beginning and the end, and what the template treats apart"
-        )
-    token_ids, token_ends = encode_conversation(text, special, tokenizer)
-    stops = start + np.cumsum([len(part) for part in parts])
-    # of the tokens that share a character, the last one completes it
-    ends = np.maximum(np.searchsorted(token_ends, stops, "left"), np.searchsorted(token_ends, stops, "right") - 1)
-    ends[-1] = len(token_ids) - 1
-    first = max(int(np.searchsorted(token_ends, start, "right")), 1)
-    if ends[0] < first or len(np.unique(ends)) < len(ends):
+        token_ids, first, ends = step_tokens(tokenizer, row.prompt, row.steps, form)
+    if len(np.unique(ends)) < len(ends):
         raise DataError(
             f"{row.location}: completions: two steps end in the same token; join them, or leave out the row"
         )

@@ -218,7 +218,7 @@ class TrainEngine(Protocol):
             data: `SEQUENCE_COLUMNS`.
             names: of "log_probs" (nats, at the sampling temperature), "entropies" (nats, likewise) and "hidden_states"
                 (H numbers a token: the input of the output layer, in the compute type); of a model with a linear head
-                "values" (its output at the token before, with several outputs as many numbers).
+                "values" (its output at the token before, of two outputs the second less the first).
             micro_batch_size: sequences per forward pass, where there is no token budget.
             max_token_len: tokens per forward pass; None: no token budget.
 

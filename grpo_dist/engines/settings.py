@@ -45,7 +45,10 @@ class ModelSettings:
         shares_gpu: whether processes of other roles are on the same GPU.
         lora: train factors beside the weights; None: the weights themselves.
         max_model_len: most tokens of prompt and response, as the sampler has it; None: not known.
-        num_labels: outputs per token of a classifier's head (reward models, critics); 0: a causal LM.
+        num_labels: outputs per token of a classifier's head: 1 (reward models, critics), 2 (process reward models that
+            tell bad from good); 0: a causal LM.
+        judging_tokens: token ids of bad and good of a causal LM that judges steps by its next token: their rows of the
+            output layer become a head of two outputs.
         new_head_seed: of a head that is drawn where the files, those of a causal LM, have none; None: then they are
             refused.
         small_new_head: whether that head is so small that its first values are near 0: a critic's.
@@ -70,6 +73,7 @@ class ModelSettings:
     lora: LoraSettings | None = None
     max_model_len: int | None = None
     num_labels: int = 0
+    judging_tokens: tuple[int, int] | None = None
     new_head_seed: int | None = None
     small_new_head: bool = False
     key: str = POLICY_KEY

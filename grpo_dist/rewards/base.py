@@ -5,7 +5,7 @@
 
 `pred`, the answer as text, lets validation take the majority of the answers (maj@n); `acc` is what validation reports
 as accuracy, where there is one. `step_scores`, a list of numbers, are the rewards of the response's steps (steps.py),
-for process supervision.
+for process supervision; `NAME.step_scores` are others, which `reward_model.retrain.label=NAME` may learn from.
 
 verl's contract: arguments are passed by keyword; `solution_str` is the decoded response without the prompt.
 """
@@ -26,6 +26,7 @@ Form = Literal["response", "batch", "trl"]
 SHOWN_CHARACTERS = 200  # of a response, in messages
 SHOWN_FRAMES = 3  # innermost frames of a failing function, in messages
 SHOWN_MESSAGE, SHOWN_TRACEBACK = 500, 2000  # characters of what it raised, and of those frames
+STEPS_OF = ".step_scores"  # behind the name of another value: the numbers of steps that belong to it
 LARGEST = 3.4028234e38  # what a float32, in which scores travel, can hold
 
 
@@ -55,6 +56,7 @@ class RewardResult:
         step_scores: the finite rewards of the response's steps; None if the function gave none.
         pred: the answer that the function found, for the majority vote of validation; None if it found none.
         failed: whether the function failed on the response; the score is then reward.failure_score.
+        judged_steps: other finite numbers for the steps, by the NAME of a value `NAME.step_scores`.
     """
 
     score: float
@@ -62,6 +64,7 @@ class RewardResult:
     step_scores: tuple[float, ...] | None = None
     pred: str | None = None
     failed: bool = False
+    judged_steps: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 def score_response(
@@ -141,16 +144,24 @@ def _read_result(returned: Any) -> RewardResult:
     if "score" not in returned:
         raise ValueError(f"returned a dict without 'score': {_show(returned)}")
     score = _finite(returned["score"], "'score' must be a finite number, is")
-    extra, steps = {}, returned.get("step_scores")
-    if steps is not None:
-        if isinstance(steps, str | Mapping) or not isinstance(steps, Iterable):
-            raise ValueError(f"'step_scores' must be a list of numbers, is {_show(steps)}")
-        steps = tuple(_finite(value, "'step_scores' must be finite numbers, one is") for value in steps)
+    extra = {}
+    steps = _step_scores("step_scores", returned["step_scores"]) if returned.get("step_scores") is not None else None
+    judged = {
+        str(name).removesuffix(STEPS_OF): _step_scores(str(name), value)
+        for name, value in returned.items()
+        if str(name).endswith(STEPS_OF) and value is not None
+    }
     for name, value in returned.items():
         if name not in ("score", "step_scores", "pred") and _number(value) is not None:
             extra[str(name)] = _finite(value, f"{name!r} must be finite, is")
     pred = returned.get("pred")
-    return RewardResult(score, extra, steps, None if pred is None else str(pred))
+    return RewardResult(score, extra, steps, None if pred is None else str(pred), judged_steps=judged)
+
+
+def _step_scores(name: str, steps: Any) -> tuple[float, ...]:
+    if isinstance(steps, str | Mapping) or not isinstance(steps, Iterable):
+        raise ValueError(f"{name!r} must be a list of numbers, is {_show(steps)}")
+    return tuple(_finite(value, f"{name!r} must be finite numbers, one is") for value in steps)
 
 
 def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:

@@ -7,7 +7,8 @@
         {path: null, weight: 0.5, label: rule},
         {path: examples/rewards/xml_tags.py, weight: 0.1}]}'
 
-A function of yours finds the score in `extra_info["rm_score"]`.
+A function of yours finds the score in `extra_info["rm_score"]`, and those of the response's steps, by a process reward
+model, in `extra_info["rm_step_scores"]`.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.names import REWARD_MODEL_FUNCTION, RM_SCORE
+from grpo_dist.names import REWARD_MODEL_FUNCTION, RM_SCORE, RM_STEP_SCORES
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """What the reward model says of the response, whatever the ground truth is.
+def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
+    """What the reward model says of the response, whatever the ground truth is; of its steps too, if it judges those.
 
     Raises:
         ConfigError: there is no reward model.
     """
     if RM_SCORE not in extra_info:
         raise ConfigError(f"{REWARD_MODEL_FUNCTION} needs a reward model; set reward_model.enable=true")
-    return float(extra_info[RM_SCORE])
+    steps = {"step_scores": extra_info[RM_STEP_SCORES]} if RM_STEP_SCORES in extra_info else {}
+    return {"score": float(extra_info[RM_SCORE]), **steps}

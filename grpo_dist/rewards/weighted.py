@@ -8,11 +8,15 @@
 
 `path: null` is the built-in scorer of the row's data source. The functions are the components that
 `adv_estimator=gdpo` normalises, and their weights its default weights.
+
+Where functions judge steps, so does the sum: a step's score is the weighted sum of theirs, and what judges the whole
+response counts at its last step.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -44,13 +48,17 @@ def compute_score(
 
     Returns:
         score, each function's score under its label, and their extra values as `LABEL.NAME`; `acc` of the first that
-        gives it, and `pred` of the first that finds an answer.
+        gives it, and `pred` of the first that finds an answer. If a function judges steps also `step_scores`, and its
+        own ones as `LABEL.step_scores`.
 
     Raises:
         RewardError: one of them failed; see `score_response`.
+        ValueError: two of them judge another number of steps.
     """
     total = 0.0
     found: dict[str, Any] = {}
+    whole = 0.0  # what judges the whole response
+    judged: list[tuple[str, float, tuple[float, ...]]] = []
     for label, function, weight in _loaded(functions):
         result = score_response(
             function,
@@ -60,12 +68,32 @@ def compute_score(
             extra_info=extra_info,
         )
         total += weight * result.score
+        if result.step_scores is None:
+            whole += weight * result.score
+        else:
+            judged.append((label, weight, result.step_scores))
         if result.pred is not None:
             found.setdefault("pred", result.pred)
         if "acc" in result.extra:
             found.setdefault("acc", result.extra["acc"])
         found |= {label: result.score, **{f"{label}.{name}": value for name, value in result.extra.items()}}
-    return found | {"score": total}
+    return found | {"score": total} | _steps(judged, whole)
+
+
+def _steps(judged: Sequence[tuple[str, float, tuple[float, ...]]], whole: float) -> dict[str, Any]:
+    """The scores of steps: of each function (label, weight, scores) that judges them, and their sum."""
+    if not judged:
+        return {}
+    counts = {label: len(scores) for label, _, scores in judged}
+    if len(set(counts.values())) > 1:
+        numbers = ", ".join(f"{label} {count}" for label, count in counts.items())
+        raise ValueError(f"the functions judge different numbers of steps of a response: {numbers}")
+    weights = [weight for _, weight, _ in judged]
+    by_step = zip(*(scores for *_, scores in judged), strict=True)
+    sums = [math.fsum(weight * score for weight, score in zip(weights, step, strict=True)) for step in by_step]
+    if sums:
+        sums[-1] += whole
+    return {"step_scores": sums} | {f"{label}.step_scores": list(scores) for label, _, scores in judged}
 
 
 def check_reward_kwargs(*, functions: Sequence[Mapping[str, Any]]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, resolve_model_path
 from grpo_dist.assets.model_folder import ModelFolder, check_model_folder
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer
+from grpo_dist.data.step_tokens import JUDGING_KEYS, StepRenderer, judging_token, step_form
 from grpo_dist.data.tokenize import TokenizedPrompt, load_tokenizer
 from grpo_dist.errors import ConfigError, DataError
 
@@ -29,44 +31,78 @@ def check_reward_model(config: RunConfig, *, weights: bool) -> ModelFolder:
     folder = resolve_model_path(model.path, weights=weights, key=REWARD_MODEL_KEY)
     # whether code that comes with the model may run makes no difference: the loader runs transformers' own classifiers
     found = check_model_folder(folder, setting=setting, trust_remote_code=True, weights=weights)
-    check_classifier(found, setting, needs_head=True)
+    if config.reward_model.process.judging_tokens is not None:
+        check_judging_model(found, setting)
+    else:
+        check_classifier(
+            found, setting, needs_head=True, outputs=(1, 2) if config.reward_model.process.enable else (1,)
+        )
     return found
 
 
-def check_classifier(model: ModelFolder, setting: str, *, needs_head: bool) -> None:
-    """Check that a model is a backbone with a linear head of one output, or may get one.
+def check_judging_model(model: ModelFolder, setting: str) -> None:
+    """Check that a model can judge steps by its next token: a causal LM without a head of its own.
 
     Args:
         model: the folder that passed the checks of its files.
         setting: the key and value that name it, for messages.
-        needs_head: whether it must have a head; else it may be a causal LM.
 
     Raises:
         ConfigError: it is another kind of model.
         DataError: its config.json cannot be read.
     """
-    # slow imports, which other runs do without
+    from grpo_dist.engines.train.classifier import HEAD, check_family
+
+    check_family(_read_config(model, setting), setting)
+    if f"{HEAD}.weight" in model.shapes:
+        raise ConfigError(
+            f"{setting}: it has a head of its own ({HEAD}.weight); set reward_model.process.good_token=null and "
+            "reward_model.process.bad_token=null"
+        )
+
+
+def check_classifier(model: ModelFolder, setting: str, *, needs_head: bool, outputs: Sequence[int] = (1,)) -> None:
+    """Check that a model is a backbone with a linear head, or may get one.
+
+    Args:
+        model: the folder that passed the checks of its files.
+        setting: the key and value that name it, for messages.
+        needs_head: whether it must have a head; else it may be a causal LM.
+        outputs: how many the head may have.
+
+    Raises:
+        ConfigError: it is another kind of model.
+        DataError: its config.json cannot be read.
+    """
+    from grpo_dist.engines.train.classifier import HEAD, check_family, check_head  # slow, and other runs do without
+
+    read = _read_config(model, setting)
+    check_family(read, setting)
+    if not needs_head and f"{HEAD}.weight" not in model.shapes:
+        return
+    if model.shapes:
+        own = model.shapes.get(f"{HEAD}.weight", outputs)[0]
+        check_head(model.shapes, num_labels=own if own in outputs else outputs[0], setting=setting)
+    elif read.num_labels not in outputs or not any(
+        name.endswith("Classification") for name in read.architectures or ()
+    ):
+        raise ConfigError(
+            f"{setting}: by its config.json (architectures={read.architectures}, num_labels={read.num_labels}) it is "
+            f"no classifier with {' or '.join(map(str, outputs))} outputs; use a reward model"
+        )
+
+
+def _read_config(model: ModelFolder, setting: str) -> Any:
+    """The model's config.json as transformers reads it."""
     from transformers import AutoConfig
 
-    from grpo_dist.engines.train.classifier import HEAD, check_family, check_head
-
     try:
-        read = AutoConfig.from_pretrained(model.folder)
+        return AutoConfig.from_pretrained(model.folder)
     except Exception as error:  # of many kinds
         problem = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise DataError(
             f"{setting}: config.json cannot be read, without code that comes with the model: {problem}"
         ) from error
-    check_family(read, setting)
-    if not needs_head and f"{HEAD}.weight" not in model.shapes:
-        return
-    if model.shapes:
-        check_head(model.shapes, num_labels=1, setting=setting)
-    elif read.num_labels != 1 or not any(name.endswith("Classification") for name in read.architectures or ()):
-        raise ConfigError(
-            f"{setting}: by its config.json (architectures={read.architectures}, num_labels={read.num_labels}) it is "
-            "no sequence classifier with one output; use a reward model"
-        )
 
 
 def check_conversations(
@@ -100,12 +136,24 @@ def check_conversations(
             f"{what} has {len(differing)} others, such as {differing[0]!r}; leave the key out, and conversations are "
             "rendered again for the reward model"
         )
-    render = ConversationRenderer(own, setting, theirs)
+    render = _renderer(config, own, setting, theirs)
     by_roles = {tuple(message["role"] for message in each.prompt.messages): each for each in prompts}
     for each in by_roles.values():
-        token_ids = render(each.prompt.messages, each.token_ids.tolist(), each.token_ids[-1:].tolist())
+        token_ids = render(each)
         if scorer.vocab_size is not None and max(token_ids) >= scorer.vocab_size:
             raise DataError(
                 f"{setting}: a conversation has the token {max(token_ids)}, and the model knows tokens below "
                 f"{scorer.vocab_size} (vocab_size of config.json); its tokenizer is that of another model"
             )
+
+
+def _renderer(config: RunConfig, own: Any, setting: str, theirs: Any) -> Callable[[TokenizedPrompt], list[int]]:
+    """From a prompt, with its own last token as the answer, to the tokens that the reward model reads."""
+    form = step_form(config)
+    if form is None:
+        render = ConversationRenderer(own, setting, theirs)
+        return lambda each: render(each.prompt.messages, each.token_ids.tolist(), each.token_ids[-1:].tolist())
+    for text, key in zip(config.reward_model.process.judging_tokens or (), JUDGING_KEYS, strict=False):
+        judging_token(own, text, key)
+    judge = StepRenderer(own, setting, form, theirs)
+    return lambda each: judge(each.prompt.messages, each.token_ids[-1:].tolist())[0].token_ids.tolist()

@@ -13,6 +13,7 @@ from grpo_dist.config.placement import Placement
 from grpo_dist.config.schema import KLCtrlConfig, RunConfig
 from grpo_dist.config.schema_roles import FSDPConfig, ModelConfig, OptimConfig
 from grpo_dist.config.schema_supervised import SFTModelConfig
+from grpo_dist.data.step_tokens import step_form
 from grpo_dist.engines.room import CRITIC_ROOM, REF_ROOM, REWARD_MODEL_ROOM
 from grpo_dist.engines.settings import (
     AgentSettings,
@@ -223,6 +224,8 @@ def reward_model_settings(config: RunConfig, place: Placement) -> RewardModelSet
         input_tokenizer=section.model.input_tokenizer,
         trust_input_tokenizer=policy.trust_remote_code,
         max_length=section.max_length,
+        steps=step_form(config),
+        judging_tokens=section.process.judging_tokens,
     )
 
 

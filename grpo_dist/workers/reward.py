@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from grpo_dist.errors import RewardError
-from grpo_dist.names import OVERLONG_PENALTY
+from grpo_dist.names import OVERLONG_PENALTY, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.base import RewardResult
@@ -62,6 +62,7 @@ class Task:
     """What the reward function is told about a prompt. In validation there is no overlong penalty.
 
     `model_scores` are the numbers of the reward model by name, (n,) each: they are part of each response's extra_info.
+    Those of steps are an array of lists.
     """
 
     data_source: str
@@ -121,7 +122,7 @@ class RewardWorker(BatchWork):
         penalties = torch.zeros_like(scores)
         names = dict.fromkeys(name for result in results for name in result.extra)
         extras = {EXTRA + name: np.array([r.extra.get(name, np.nan) for r in results], np.float32) for name in names}
-        extras |= {EXTRA + name: values for name, values in task.model_scores.items()}
+        extras |= {EXTRA + name: values for name, values in task.model_scores.items() if name != RM_STEP_SCORES}
         if self.overlong_penalty is not None and not task.validation:
             penalties = self.overlong_penalty(responses.lengths)
             extras[EXTRA + OVERLONG_PENALTY] = penalties.numpy()
@@ -144,12 +145,14 @@ class RewardWorker(BatchWork):
     def _score_texts(self, texts: Sequence[str], task: Task) -> tuple[list[RewardResult], list[str]]:
         from grpo_dist.rewards.forms import Failure, Sample
 
+        said = task.model_scores.items()
         model_scores = [
-            {name: float(values[i]) for name, values in task.model_scores.items()} for i in range(len(texts))
+            {name: list(values[i]) if name == RM_STEP_SCORES else float(values[i]) for name, values in said}
+            for i in range(len(texts))
         ]
         samples = [
-            Sample(text, task.data_source, task.ground_truth, task.extra_info | said, task.messages)
-            for text, said in zip(texts, model_scores, strict=True)
+            Sample(text, task.data_source, task.ground_truth, task.extra_info | scores, task.messages)
+            for text, scores in zip(texts, model_scores, strict=True)
         ]
         results: list[RewardResult] = []
         failures: list[str] = []

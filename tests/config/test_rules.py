@@ -49,6 +49,18 @@ def notes(*overrides):
             ["reward_model.max_length=100000", "max_position_embeddings"],
         ),
         (
+            ["reward_model.process.enable=true"],
+            ["reward_model.process.enable=true", "reward_model.enable=false"],
+        ),
+        (
+            [*BUILTIN_SCORER, "reward_model.process.step_token=' *'"],
+            ["reward_model.process.step_token= *", "reward_model.process.enable=false"],
+        ),
+        (
+            [*BUILTIN_SCORER, "reward_model.process.enable=true", "reward_model.process.good_token='+'"],
+            ["reward_model.process.good_token=+", "reward_model.process.bad_token=null"],
+        ),
+        (
             ["custom_reward_function.path=grpo_dist.rewards.reward_model"],
             ["reward_model.enable=false", "custom_reward_function.path=grpo_dist.rewards.reward_model"],
         ),

@@ -104,12 +104,18 @@ def test_characters_of_several_tokens_and_a_base_model() -> None:
     assert example.labels[0].tolist() == [-1, -1, 0, -1, -1, -1, 1]
 
 
+def test_a_template_does_not_change_the_text_of_steps() -> None:
+    """Qwen3's, for example, leaves out what is thought before the answer."""
+    tokenizer = byte_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}")
+    (example,), _ = tokenize([steps("a", "b ", labels=[True, False])], tokenizer)
+    assert texts(example, tokenizer) == ["<user>1+1=?<assistant>", "a\nb "]
+    assert example.labels[0].tolist() == [-1, 1, -1, 0]
+
+
 def test_rows_that_teach_nothing_or_cannot_be_rendered_are_named() -> None:
     tokenizer = byte_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}")
     with refuses(DataError, "a.jsonl, line 1", "chosen", "rejected"):
         tokenize([pair(chosen="2", rejected="2 ")], tokenizer)
-    with refuses(DataError, "a.jsonl, line 1", "completions"):
-        tokenize([steps("a", "b ")], tokenizer)
     refusing = Pair("a.jsonl, line 7", [message("tool", "x")], [message("assistant", "a")], [message("assistant", "b")])
     with refuses(DataError, "a.jsonl, line 7", "chat template") as caught:
         tokenize([refusing], byte_tokenizer())

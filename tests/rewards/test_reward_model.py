@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from grpo_dist.errors import ConfigError
@@ -15,7 +17,7 @@ WEIGHTED = {
 }
 
 
-def scored(path: str, kwargs: dict, **extra_info: float):
+def scored(path: str, kwargs: dict, **extra_info: Any):
     function = load_reward_function(path, "compute_score", kwargs)
     arguments = {"data_source": "arithmetic", "solution_str": "#### 3", "ground_truth": "3"}
     return score_response(function, **arguments, extra_info=extra_info)
@@ -30,6 +32,17 @@ def test_with_a_rule_it_is_weighed_and_each_is_logged() -> None:
     found = scored("grpo_dist.rewards.weighted", WEIGHTED, rm_score=-1.25)
     assert found.score == pytest.approx(-2.0)
     assert (found.extra["reward_model"], found.extra["rule"]) == (-1.25, 1.0)
+
+
+def test_of_steps() -> None:
+    """A process reward model's; the rule judges the whole response, which counts at its last step: 2 * s + 0.5."""
+    steps = {"rm_score": 0.25, "rm_step_scores": [0.5, 0.25]}
+    found = scored(REWARD_MODEL_FUNCTION, {}, **steps)
+    assert (found.score, found.step_scores, found.judged_steps) == (0.25, (0.5, 0.25), {})
+    found = scored("grpo_dist.rewards.weighted", WEIGHTED, **steps)
+    assert (found.score, found.step_scores) == (1.0, (1.0, 1.0))
+    assert found.judged_steps == {"reward_model": (0.5, 0.25)}
+    assert scored(REWARD_MODEL_FUNCTION, {}, rm_score=0.5, rm_step_scores=[]).step_scores == ()
 
 
 def test_without_a_reward_model() -> None:

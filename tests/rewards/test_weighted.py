@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.errors import ConfigError, RewardError
-from grpo_dist.rewards import load_reward_function
+from grpo_dist.rewards import load_reward_function, score_response
 from tests.messages import refuses
 
 PATH = "grpo_dist.rewards.weighted"
@@ -88,3 +88,21 @@ def test_the_first_accuracy_is_the_whole_ones() -> None:
     assert score([tags, strict, graded])["acc"] == 0.0
     assert score([strict, {**graded, "label": "acc"}])["acc"] == 1.5, "a label of that name is the accuracy"
     assert "acc" not in score([tags])
+
+
+def test_steps_are_weighed_and_must_be_as_many(tmp_path: Path) -> None:
+    text = "def f(data_source, solution_str, ground_truth, extra_info, steps):\n"
+    text += "    return {'score': 1.0, 'step_scores': steps}\n"
+    (tmp_path / "own.py").write_text(text)
+
+    def judge(label: str, weight: float, steps: list[float]) -> dict:
+        path = str(tmp_path / "own.py")
+        return {"path": path, "name": "f", "label": label, "weight": weight, "reward_kwargs": {"steps": steps}}
+
+    function = load([judge("a", 1.0, [1.0, 0.0]), judge("b", 0.0, [0.0, 1.0])])
+    arguments = {"data_source": "x", "solution_str": "", "ground_truth": "", "extra_info": {}}
+    found = score_response(function, **arguments)
+    assert (found.score, found.step_scores) == (1.0, (1.0, 0.0))
+    assert found.judged_steps == {"a": (1.0, 0.0), "b": (0.0, 1.0)}
+    with refuses(RewardError, "a 1", "b 2"):
+        score_response(load([judge("a", 1.0, [1.0]), judge("b", 1.0, [1.0, 2.0])]), **arguments)

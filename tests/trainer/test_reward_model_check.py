@@ -121,3 +121,23 @@ def test_a_config_that_cannot_be_read(tmp_path: Path) -> None:
 def test_the_policy_is_its_input_tokenizer_by_default(tmp_path: Path) -> None:
     found = config(builtin_reward_model(tmp_path)).reward_model.model
     assert resolve_model_path(found.input_tokenizer or "") == resolve_model_path("builtin:tiny-qwen3")
+
+
+PROCESS = "reward_model.process.enable=true"
+TOKENS = ("reward_model.process.good_token='1'", "reward_model.process.bad_token='0'")
+
+
+def test_models_that_judge_steps(tmp_path: Path) -> None:
+    """A head of two outputs, or a causal LM and the tokens by which it judges."""
+    two = random_classifier(tmp_path, "Qwen3", "Token", num_labels=2)
+    check_reward_model(config(two, PROCESS), weights=True)
+    three = random_classifier(tmp_path / "three", "Qwen3", "Token", num_labels=3)
+    with refuses(ConfigError, f"{PATH}={three}", "score.weight has 3 outputs"):
+        check_reward_model(config(three, PROCESS), weights=True)
+    converse(config("builtin:tiny-qwen3", PROCESS, *TOKENS))
+    with refuses(ConfigError, f"{PATH}=builtin:tiny-qwen3", "score.weight"):
+        check_reward_model(config("builtin:tiny-qwen3", PROCESS), weights=True)
+    with refuses(ConfigError, f"{PATH}={two}", "score.weight", "reward_model.process.good_token=null"):
+        check_reward_model(config(two, PROCESS, *TOKENS), weights=True)
+    with refuses(ConfigError, "reward_model.process.good_token='12'", "2 tokens"):
+        converse(config("builtin:tiny-qwen3", PROCESS, "reward_model.process.good_token='12'", TOKENS[1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 import transformers
 
 from grpo_dist.assets import resolve_model_path
+from grpo_dist.data.step_tokens import StepForm, step_tokens
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import TrainingDiverged
@@ -125,12 +127,81 @@ def test_conversations_in_its_own_template(local_ray: None, folder: str) -> None
 # --- one rank, without Ray -----------------------------------------------------------------------------------------
 def scores(rank: int, settings: RewardModelSettings, data: DataProto) -> dict[str, np.ndarray] | str:
     worker = RewardModelWorker(rank, 1)
-    worker.settings, worker.engine = settings, FSDPEngine(settings.model, device="cpu", temperature=1.0)
+    worker.settings = settings
     worker.read_folders()
+    worker.engine = FSDPEngine(worker.settings.model, device="cpu", temperature=1.0)
     try:
         return worker.score(SimpleNamespace(fetch=lambda columns: data), MESSAGES)
     except TrainingDiverged as error:
         return str(error)
+
+
+# --- steps ---------------------------------------------------------------------------------------------------------
+STEPS = {"a": ["1 + 2\n= 3", "", "3\n"], "b": ["10 + 20\n+ 30\n= 60", "60"], "c": ["Hm\n\nI"]}
+
+
+def steps_batch() -> DataProto:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(POLICY)
+    uids = [uid for uid, texts in STEPS.items() for _ in texts]
+    rows = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for texts in STEPS.values() for text in texts]
+    prompts = [tokenizer(PROMPTS[uid])["input_ids"] for uid in uids]
+    columns = {"prompts": Ragged.from_rows(prompts, torch.int32), "responses": Ragged.from_rows(rows, torch.int32)}
+    return DataProto.from_dict(columns, {"uid": uids})
+
+
+def judge_of(path: Path, kind: str) -> tuple[str, Any]:
+    """A process reward model's folder, and its log odds of good at every token of a conversation."""
+    folder = builtin_reward_model(path)  # one output, and the tokenizer of all
+    if kind == "one output":
+        model = transformers.AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
+        return folder, lambda ids: model(input_ids=ids).logits[0, :, 0]
+    if kind == "two outputs":
+        model = transformers.AutoModelForTokenClassification.from_pretrained(
+            POLICY, dtype=torch.float32, num_labels=2, id2label={0: "bad", 1: "good"}
+        )
+        torch.nn.init.normal_(model.score.weight, std=0.3)
+        model.save_pretrained(folder)
+        return folder, lambda ids: model(input_ids=ids).logits[0].diff(dim=-1)[:, 0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    model.save_pretrained(folder)
+    bad, good = transformers.AutoTokenizer.from_pretrained(POLICY).convert_tokens_to_ids(["1", "2"])
+    return folder, lambda ids: model(input_ids=ids).logits[0, :, good] - model(input_ids=ids).logits[0, :, bad]
+
+
+@pytest.mark.parametrize("kind", ["one output", "two outputs", "next token"])
+def test_every_step_is_judged(tmp_path: Path, kind: str) -> None:
+    """As transformers says of each conversation alone; TRL's places for a head, Math-Shepherd's for a causal LM."""
+    path, log_odds = judge_of(tmp_path, kind)
+    of_tokens = kind == "next token"
+    form = StepForm(token=" *\n" if of_tokens else None)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    expected = []
+    for uid, texts in STEPS.items():
+        for text in texts:
+            steps = [step for step in text.split("\n") if step.strip()]
+            ids, _, ends = step_tokens(tokenizer, MESSAGES[uid], steps or [""], form)
+            with torch.no_grad():
+                odds = log_odds(torch.tensor(ids).long()[None])
+            expected.append((torch.sigmoid(odds[torch.tensor(ends)]).tolist(), len(steps)))
+    assert np.ptp([score for scores, _ in expected for score in scores]) > 0.01, "they differ"
+    changed = replace(settings(path), steps=form, judging_tokens=("1", "2") if of_tokens else None)
+    (found,) = run_ranks(1, scores, changed, steps_batch())
+    for given, score, (wanted, count) in zip(found["rm_step_scores"], found["rm_score"], expected, strict=True):
+        assert given == pytest.approx(wanted[:count], abs=1e-5)
+        assert score == pytest.approx(min(wanted), abs=1e-5)
+    assert [len(given) for given in found["rm_step_scores"]] == [2, 0, 1, 3, 1, 2]
+    assert not found["rm_clipped"].any()
+
+
+def test_steps_beyond_the_longest_conversation_are_judged_where_it_is_cut(tmp_path: Path) -> None:
+    path, _ = judge_of(tmp_path, "one output")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    _, _, ends = step_tokens(tokenizer, MESSAGES["b"], ["10 + 20", "+ 30", "= 60"], StepForm())
+    changed = replace(settings(path), steps=StepForm(), max_length=int(ends[1]) + 1)
+    (found,) = run_ranks(1, scores, changed, steps_batch())
+    first, second, third = found["rm_step_scores"][3]
+    assert first != second == third
+    assert found["rm_clipped"].tolist() == [0, 0, 0, 1, 0, 0]
 
 
 def test_tokens_as_they_are_closed_by_the_template_and_cut(folder: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
+from grpo_dist.assets.model_folder import EMBEDDINGS
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.errors import ConfigError
 
@@ -88,6 +89,39 @@ def token_classifier(config: Any, settings: ModelSettings, shapes: Mapping[str, 
         config.architectures = [known.__name__]
     bases = [GenericForTokenClassification if b is GenericForSequenceClassification else b for b in known.__bases__]
     return type(known.__name__.replace("Sequence", "Token"), tuple(bases), {"__module__": known.__module__})
+
+
+def judging_head(config: Any, settings: ModelSettings, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The head of a causal LM that judges by its next token: two rows of its output layer, bad and good, by name.
+
+    Math-Shepherd (arXiv 2312.08935) reads the logits of two tokens alone; two outputs are what is left of the layer.
+
+    Args:
+        config: the model's config.
+        settings: what the model is loaded from, with `judging_tokens`.
+        tensors: of its files by name, of which rows can be read.
+
+    Raises:
+        ConfigError: it has no output layer, or one whose logits are no linear function.
+    """
+    setting, text = f"{settings.key}={settings.path}", config.get_text_config()
+    layer = OUTPUT_LAYER if f"{OUTPUT_LAYER}.weight" in tensors else EMBEDDINGS[0].removesuffix(".weight")
+    if f"{layer}.weight" not in tensors or f"{HEAD}.weight" in tensors:
+        raise ConfigError(
+            f"{setting}: its files have no output layer (lm_head.weight), so it is no causal LM that judges steps by "
+            "its next token; set reward_model.process.good_token=null and bad_token=null"
+        )
+    if getattr(text, "final_logit_softcapping", None):
+        raise ConfigError(
+            f"{setting}: final_logit_softcapping={text.final_logit_softcapping}: its logits are no linear function, so "
+            "they cannot become a head; use a model of another family"
+        )
+    assert settings.judging_tokens is not None
+    return {
+        f"{HEAD}.{part}": torch.cat([tensors[f"{layer}.{part}"][i : i + 1] for i in settings.judging_tokens])
+        for part in ("weight", "bias")
+        if f"{layer}.{part}" in tensors
+    }
 
 
 def new_head(config: Any, settings: ModelSettings, names: Collection[str]) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ from transformers.utils import logging as library
 from grpo_dist.assets.model_folder import read_header, weight_files
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.attention import attention_implementation
-from grpo_dist.engines.train.classifier import OUTPUT_LAYER, new_head, token_classifier
+from grpo_dist.engines.train.classifier import OUTPUT_LAYER, judging_head, new_head, token_classifier
 from grpo_dist.engines.train.hf_names import lost_names
 from grpo_dist.engines.train.sharded_tensors import local_shard, num_shards, place
 from grpo_dist.errors import ConfigError, DataError
@@ -55,7 +55,7 @@ class UnloadedModel:
         settings: what it was built from.
         conversions: transformers' renamings and conversions that these files need.
         whole_because: why its files cannot be read in slices; "" where they can.
-        new_head: weights that are not in the files, but drawn.
+        new_head: weights of the head that are in no file of that name.
     """
 
     model: Any
@@ -78,7 +78,7 @@ def open_model(settings: ModelSettings, device: str) -> UnloadedModel:
             for file in weight_files(Path(settings.path), setting)
             for name, shape in read_header(Path(settings.path, file), setting).items()
         }
-        if head := new_head(_read_config(settings), settings, headers):
+        if head := _new_head(settings, headers):
             headers = {name: header for name, header in headers.items() if not name.startswith(f"{OUTPUT_LAYER}.")}
             headers |= {name: weight.to("meta") for name, weight in head.items()}
         probe = _build(settings, device, headers)
@@ -116,6 +116,15 @@ def load_weights(unloaded: UnloadedModel, device: str) -> None:
                 tensors = _open_tensors(Path(settings.path), files) | unloaded.new_head
                 _convert(model, tensors, unloaded.conversions, device)
     _check_numbers(model, settings)
+
+
+def _new_head(settings: ModelSettings, names: Collection[str]) -> dict[str, Tensor]:
+    """The weights of a head that is in no file, by name: drawn, or rows of the output layer."""
+    config = _read_config(settings)
+    if settings.judging_tokens is None:
+        return new_head(config, settings, names)
+    with contextlib.ExitStack() as files:
+        return judging_head(config, settings, _open_tensors(Path(settings.path), files))
 
 
 # --- building --------------------------------------------------------------------------------------------------------

@@ -150,12 +150,11 @@ class SFTObjective(Objective):
 
 
 class _HeadObjective(Objective):
-    """Of a model with a linear head of one output."""
+    """Of a model with a linear head, whose value is one number a token."""
 
     def __init__(self, settings: Any, forward: PolicyForward, reference_head: ReferenceHead | None) -> None:
         super().__init__(settings, forward, reference_head)
         assert isinstance(forward, ValueForward), "a model with a linear head"
-        assert forward.model.config.num_labels == 1, "a head with one output"
 
     def _values(self, micro_batch: MicroBatch) -> Tensor:
         """(N, T) values with the gradient."""

@@ -20,8 +20,8 @@ SCORE_TOKEN = 0
 
 
 class Values(NamedTuple):
-    """(M,) float32 values of the M response tokens: the head's first output at the token before each of them; with
-    two or more outputs (M, K).
+    """(M,) float32 values of the M response tokens: the head's output at the token before each of them; of a head with
+    two outputs, bad and good, the log odds of good: the second less the first.
     """
 
     values: Tensor
@@ -40,7 +40,7 @@ class ValueForward(PolicyForward):
     def __call__(self, micro_batch: MicroBatch, **options: Any) -> Values:  # type: ignore[override]
         """The values of the response tokens; `options` are those of a policy, which has more to say."""
         logits = self._run(micro_batch).logits.flatten(0, 1)[micro_batch.predictors].float()
-        return Values(logits.squeeze(-1) if logits.shape[-1] == 1 else logits)
+        return Values(logits[:, 0] if logits.shape[-1] == 1 else logits[:, 1] - logits[:, 0])
 
     def scale(self, alone: Tensor) -> float:
         """Values have no unit: a reward model may give scores around 20, whose rounding is as much larger."""

@@ -78,10 +78,11 @@ def test_labels_move_to_the_token_at_which_their_value_is_read() -> None:
 
 
 def test_values_are_those_of_the_token_before_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """Two outputs and a bias, as a token classifier is saved."""
+    """Two outputs, bad and good, and a bias, as a token classifier is saved: the log odds of good."""
     path, data = random_classifier(tmp_path, "Qwen3", "Token", num_labels=2), random_batch(num_groups=3, n=2)
     starts = data["prompts"].lengths.tolist()
-    expected = [logits[k - 1 : -1] for k, logits in zip(starts, plain(path, "Token", data), strict=True)]
+    logits = plain(path, "Token", data)
+    expected = [(of_row[:, 1] - of_row[:, 0])[k - 1 : -1] for k, of_row in zip(starts, logits, strict=True)]
     for ranks in (1, 2):
         found = [row for rows, _ in run_ranks(ranks, values, path, "shared", 2, data) for row in rows]
         for row, wanted in zip(found, expected, strict=True):

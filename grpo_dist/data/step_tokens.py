@@ -1,0 +1,150 @@
+"""Where a process reward model judges the steps of an answer: the same places when it is trained and when it scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.data.conversations import Messages, encode_conversation, render_conversation, reward_template_errors
+from grpo_dist.errors import ConfigError, DataError
+
+# The keys that name the tokens for bad and good of a causal LM that judges steps.
+JUDGING_KEYS = ("reward_model.process.bad_token", "reward_model.process.good_token")
+# Stands for the answer while a chat template is rendered, so that no template changes the text of the steps.
+_PLACE = "ANSWER-7f3a"
+
+
+@dataclass(frozen=True)
+class StepForm:
+    r"""How the steps of an answer are written for the model that judges them.
+
+    Attributes:
+        separator: between two steps.
+        token: text behind every step, the last one too, in place of the separator: a step is judged at its last
+            character that is no white space. Math-Shepherd (arXiv 2312.08935) writes " ки\n", Qwen's process reward
+            models "<extra_0>". None: a step is judged where the separator behind it ends, and the last one at the last
+            token of the conversation, as TRL's PRMTrainer does.
+    """
+
+    separator: str = "\n"
+    token: str | None = None
+
+    def parts(self, steps: Sequence[str]) -> list[str]:
+        """The texts whose sequence is the answer, one for each step."""
+        plain = [step.removesuffix(self.separator) for step in steps]
+        if self.token is not None:
+            return [step + self.token for step in plain]
+        return [step + self.separator for step in plain[:-1]] + list(steps[-1:])
+
+
+def step_form(config: RunConfig) -> StepForm | None:
+    """How the reward model of a run reads steps; None: it judges whole responses."""
+    process = config.reward_model.process
+    return StepForm(config.reward.step_separator, process.step_token) if process.enable else None
+
+
+class StepTokens(NamedTuple):
+    """A conversation whose answer has steps.
+
+    Attributes:
+        token_ids: (T,) int32.
+        first: position of the answer's first token, at least 1.
+        ends: (S,) int64 positions at which the S steps are judged; two steps may share one.
+    """
+
+    token_ids: np.ndarray
+    first: int
+    ends: np.ndarray
+
+
+def step_tokens(tokenizer: Any, prompt: Messages, steps: Sequence[str], form: StepForm) -> StepTokens:
+    """Render and encode a conversation whose answer has at least one step.
+
+    Args:
+        tokenizer: a fast transformers tokenizer, which tells where its tokens are in the text.
+        prompt: the messages before the answer.
+        steps: texts of the answer's steps, with or without the separator at their ends.
+        form: how they are written.
+
+    Raises:
+        Exception: of any kind, by the chat template; ValueError if it leaves out the answer.
+    """
+    parts = form.parts(steps)
+    text, special = render_conversation(tokenizer, prompt, [{"role": "assistant", "content": _PLACE}])
+    start = text.rfind(_PLACE)
+    if start < 0:
+        raise ValueError("the chat template leaves out the answer")
+    text = text[:start] + "".join(parts) + text[start + len(_PLACE) :]
+    token_ids, token_ends = encode_conversation(text, special, tokenizer)
+    stops = start + np.cumsum([len(part) for part in parts])
+    if form.token is not None:
+        stops -= len(form.token) - len(form.token.rstrip())
+    # of the tokens that share a character, the last one completes it
+    ends = np.maximum(np.searchsorted(token_ends, stops, "left"), np.searchsorted(token_ends, stops, "right") - 1)
+    if form.token is None:
+        ends[-1] = len(token_ids) - 1
+    first = max(int(np.searchsorted(token_ends, start, "right")), 1)
+    return StepTokens(token_ids, first, np.maximum(ends, first))
+
+
+def split_steps(text: str, separator: str) -> list[str]:
+    """The texts of a response's steps, without the separators: as many as rewards/steps.py finds ends."""
+    return [step for step in text.split(separator) if step.strip()]
+
+
+def judging_token(tokenizer: Any, text: str, key: str) -> int:
+    """The id of the one token that a text is; `key` names it in messages.
+
+    Raises:
+        ConfigError: it is none, or several.
+    """
+    found = tokenizer.encode(text, add_special_tokens=False)
+    if len(found) != 1:
+        raise ConfigError(
+            f"{key}={text!r}: is {len(found)} tokens for the reward model's tokenizer, and must be one; name the token "
+            "that the model was trained to write behind a step"
+        )
+    return int(found[0])
+
+
+class StepRenderer:
+    """From a prompt and the policy's response to the tokens that a process reward model reads.
+
+    Args:
+        tokenizer: of the reward model.
+        setting: the key and value that name the reward model, for messages.
+        form: how it reads steps; its separator is also what splits the response.
+        input_tokenizer: of the policy; None: the reward model has the same tokens.
+
+    Raises:
+        DataError: the tokenizer does not tell where its tokens are in the text.
+    """
+
+    def __init__(self, tokenizer: Any, setting: str, form: StepForm, input_tokenizer: Any = None) -> None:
+        if not tokenizer.is_fast:
+            raise DataError(
+                f"{setting}: steps are found by the places of tokens in the text, which this tokenizer "
+                f"({type(tokenizer).__name__}) does not tell; use a model with a tokenizer.json"
+            )
+        self.tokenizer, self.setting, self.form = tokenizer, setting, form
+        self.decoder = tokenizer if input_tokenizer is None else input_tokenizer
+
+    def __call__(self, messages: Messages, response: Sequence[int]) -> tuple[StepTokens, int]:
+        """The conversation's tokens, and the number of the response's steps.
+
+        Without a step the response is rendered as an empty one, so that there is always something to judge.
+
+        Args:
+            messages: those of the prompt.
+            response: the response's token ids.
+
+        Raises:
+            DataError: the chat template refuses the conversation.
+        """
+        steps = split_steps(self.decoder.decode(response, skip_special_tokens=True), self.form.separator)
+        with reward_template_errors(self.setting, messages):
+            return step_tokens(self.tokenizer, messages, steps or [""], self.form), len(steps)
