@@ -91,12 +91,12 @@ def reward_model_is_named(config: RunConfig) -> Iterator[Problem]:
     if process.enable and not section.enable:
         why = "there is no reward model that could judge steps; set the second to true, or the first to false"
         yield problem_between(config, why, process_key, "reward_model.enable")
-    for name in ("step_token", "good_token", "bad_token"):
+    for name in ("step_tag", "good", "bad"):
         if getattr(process, name) is not None and not process.enable:
             why = "it is for a model that judges steps; set the second to true, or the first to null"
             yield problem_between(config, why, f"reward_model.process.{name}", process_key)
-    if (process.good_token is None) != (process.bad_token is None):
-        keys = ("reward_model.process.good_token", "reward_model.process.bad_token")
+    if (process.good is None) != (process.bad is None):
+        keys = ("reward_model.process.good", "reward_model.process.bad")
         yield problem_between(config, "the model chooses between two tokens; name both or none", *keys)
     if not section.enable and REWARD_MODEL_FUNCTION in config.reward_paths:
         why = f"{REWARD_MODEL_FUNCTION} returns the reward model's score; set enable to true, or leave the function out"

@@ -22,14 +22,14 @@ class ProcessRewardConfig(Section):
     """`reward_model.process`: a reward model that judges every step."""
 
     enable: bool
-    step_token: Text | None
-    good_token: Text | None
-    bad_token: Text | None
+    step_tag: Text | None
+    good: Text | None
+    bad: Text | None
 
     @property
     def judging_tokens(self) -> tuple[str, str] | None:
         """The tokens for bad and good of a causal LM that judges steps; None: the model has a head."""
-        return None if self.bad_token is None or self.good_token is None else (self.bad_token, self.good_token)
+        return None if self.bad is None or self.good is None else (self.bad, self.good)
 
 
 class RewardModelConfig(Section):

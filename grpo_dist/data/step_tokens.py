@@ -13,7 +13,7 @@ from grpo_dist.data.conversations import Messages, encode_conversation, render_c
 from grpo_dist.errors import ConfigError, DataError
 
 # The keys that name the tokens for bad and good of a causal LM that judges steps.
-JUDGING_KEYS = ("reward_model.process.bad_token", "reward_model.process.good_token")
+JUDGING_KEYS = ("reward_model.process.bad", "reward_model.process.good")
 # Stands for the answer while a chat template is rendered, so that no template changes the text of the steps.
 _PLACE = "ANSWER-7f3a"
 
@@ -44,7 +44,7 @@ class StepForm:
 def step_form(config: RunConfig) -> StepForm | None:
     """How the reward model of a run reads steps; None: it judges whole responses."""
     process = config.reward_model.process
-    return StepForm(config.reward.step_separator, process.step_token) if process.enable else None
+    return StepForm(config.reward.step_separator, process.step_tag) if process.enable else None
 
 
 class StepTokens(NamedTuple):

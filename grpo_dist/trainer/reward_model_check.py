@@ -56,8 +56,8 @@ def check_judging_model(model: ModelFolder, setting: str) -> None:
     check_family(_read_config(model, setting), setting)
     if f"{HEAD}.weight" in model.shapes:
         raise ConfigError(
-            f"{setting}: it has a head of its own ({HEAD}.weight); set reward_model.process.good_token=null and "
-            "reward_model.process.bad_token=null"
+            f"{setting}: it has a head of its own ({HEAD}.weight); set reward_model.process.good=null and "
+            "reward_model.process.bad=null"
         )
 
 

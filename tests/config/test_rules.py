@@ -53,12 +53,12 @@ def notes(*overrides):
             ["reward_model.process.enable=true", "reward_model.enable=false"],
         ),
         (
-            [*BUILTIN_SCORER, "reward_model.process.step_token=' *'"],
-            ["reward_model.process.step_token= *", "reward_model.process.enable=false"],
+            [*BUILTIN_SCORER, "reward_model.process.step_tag=' *'"],
+            ["reward_model.process.step_tag= *", "reward_model.process.enable=false"],
         ),
         (
-            [*BUILTIN_SCORER, "reward_model.process.enable=true", "reward_model.process.good_token='+'"],
-            ["reward_model.process.good_token=+", "reward_model.process.bad_token=null"],
+            [*BUILTIN_SCORER, "reward_model.process.enable=true", "reward_model.process.good='+'"],
+            ["reward_model.process.good=+", "reward_model.process.bad=null"],
         ),
         (
             ["custom_reward_function.path=grpo_dist.rewards.reward_model"],

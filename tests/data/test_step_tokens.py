@@ -74,15 +74,15 @@ def test_a_template_without_the_answer() -> None:
 
 def test_a_token_that_judges_is_one() -> None:
     tokenizer = byte_tokenizer()
-    assert judging_token(tokenizer, "+", "reward_model.process.good_token") == tokenizer.convert_tokens_to_ids("+")
-    with refuses(ConfigError, "reward_model.process.good_token='good'", "4 tokens", "one"):
-        judging_token(tokenizer, "good", "reward_model.process.good_token")
+    assert judging_token(tokenizer, "+", "reward_model.process.good") == tokenizer.convert_tokens_to_ids("+")
+    with refuses(ConfigError, "reward_model.process.good='good'", "4 tokens", "one"):
+        judging_token(tokenizer, "good", "reward_model.process.good")
 
 
 def test_the_form_of_a_run() -> None:
     model = ("reward_model.enable=true", "reward_model.model.path=models/judge")
     assert step_form(load_config(model)[0]) is None
-    process = ("reward_model.process.enable=true", "reward_model.process.step_token=' *'", "reward.step_separator=|")
+    process = ("reward_model.process.enable=true", "reward_model.process.step_tag=' *'", "reward.step_separator=|")
     assert step_form(load_config([*model, *process])[0]) == StepForm("|", " *")
     assert StepForm().parts(["a\n", "b", "c"]) == ["a\n", "b\n", "c"]
     assert np.array_equal(StepForm(token="*").parts(["a\n", "b"]), ["a*", "b*"])

@@ -124,7 +124,7 @@ def test_the_policy_is_its_input_tokenizer_by_default(tmp_path: Path) -> None:
 
 
 PROCESS = "reward_model.process.enable=true"
-TOKENS = ("reward_model.process.good_token='1'", "reward_model.process.bad_token='0'")
+TOKENS = ("reward_model.process.good='1'", "reward_model.process.bad='0'")
 
 
 def test_models_that_judge_steps(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_models_that_judge_steps(tmp_path: Path) -> None:
     converse(config("builtin:tiny-qwen3", PROCESS, *TOKENS))
     with refuses(ConfigError, f"{PATH}=builtin:tiny-qwen3", "score.weight"):
         check_reward_model(config("builtin:tiny-qwen3", PROCESS), weights=True)
-    with refuses(ConfigError, f"{PATH}={two}", "score.weight", "reward_model.process.good_token=null"):
+    with refuses(ConfigError, f"{PATH}={two}", "score.weight", "reward_model.process.good=null"):
         check_reward_model(config(two, PROCESS, *TOKENS), weights=True)
-    with refuses(ConfigError, "reward_model.process.good_token='12'", "2 tokens"):
-        converse(config("builtin:tiny-qwen3", PROCESS, "reward_model.process.good_token='12'", TOKENS[1]))
+    with refuses(ConfigError, "reward_model.process.good='12'", "2 tokens"):
+        converse(config("builtin:tiny-qwen3", PROCESS, "reward_model.process.good='12'", TOKENS[1]))

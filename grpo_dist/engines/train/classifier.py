@@ -109,7 +109,7 @@ def judging_head(config: Any, settings: ModelSettings, tensors: Mapping[str, Any
     if f"{layer}.weight" not in tensors or f"{HEAD}.weight" in tensors:
         raise ConfigError(
             f"{setting}: its files have no output layer (lm_head.weight), so it is no causal LM that judges steps by "
-            "its next token; set reward_model.process.good_token=null and bad_token=null"
+            "its next token; set reward_model.process.good=null and bad=null"
         )
     if getattr(text, "final_logit_softcapping", None):
         raise ConfigError(
