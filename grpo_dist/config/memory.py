@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_dist.config.model_shape import ModelShape, model_config_at_hand, model_shape
 from grpo_dist.config.placement import placement
@@ -98,7 +98,9 @@ def _actor(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
     limit = roles.actor.log_prob_max_token_len(rollout)
     forward = rank.forward(*pass_tokens(config, rollout.log_prob_micro_batch_size_per_gpu, limit))
     stored = _stored(config, shape)
-    return _trained(config, "actor", rank, fsdp, states, peak, sum(forward.values()), exports=True, stored=stored)
+    return _trained(
+        config, "actor", rank, _offload(fsdp), states, peak, sum(forward.values()), exports=True, stored=stored
+    )
 
 
 def _critic(config: RunConfig, ranks: int) -> RoleMemory | None:
@@ -130,14 +132,27 @@ def _critic(config: RunConfig, ranks: int) -> RoleMemory | None:
     if config.trainer.val_only:
         states, peak = 0.0, {"weights": rank.weights}
     tokens, _ = pass_tokens(config, section.forward_micro_batch_size_per_gpu, section.forward_max_token_len)
-    return _trained(config, "critic", rank, fsdp, states, peak, sum(rank.forward(tokens, 0).values()), exports=False)
+    return _trained(
+        config, "critic", rank, _offload(fsdp), states, peak, sum(rank.forward(tokens, 0).values()), exports=False
+    )
+
+
+class Offload(NamedTuple):
+    """Whether the weights, and the optimizer's states, wait in CPU memory between the phases of a step."""
+
+    weights: bool
+    states: bool
+
+
+def _offload(fsdp: FSDPConfig) -> Offload:
+    return Offload(fsdp.param_offload, fsdp.optimizer_offload)
 
 
 def _trained(
     config: RunConfig,
     role: str,
     rank: Rank,
-    fsdp: FSDPConfig,
+    offload: Offload,
     states: float,
     peak: Parts,
     forward: float,
@@ -146,13 +161,13 @@ def _trained(
     stored: float = 0.0,
 ) -> RoleMemory:
     """A role that trains, of which the bytes of its optimizer's states, of its peak and of a forward pass are known."""
-    waits = (0.0 if fsdp.param_offload else rank.weights) + (0.0 if fsdp.optimizer_offload else states)
+    waits = (0.0 if offload.weights else rank.weights) + (0.0 if offload.states else states)
     # else the allocator keeps what the last phase took
-    frees = fsdp.param_offload or fsdp.optimizer_offload or placement(config).sharing
+    frees = offload.weights or offload.states or placement(config).sharing
     return RoleMemory(
         role,
         in_gib(peak),
-        forward=(forward + (0.0 if fsdp.optimizer_offload else states)) / GIB,
+        forward=(forward + (0.0 if offload.states else states)) / GIB,
         between=(waits if frees else sum(peak.values())) / GIB,
         host=host_memory(
             rank,
@@ -194,12 +209,27 @@ def _reward_model(config: RunConfig, ranks: int) -> RoleMemory | None:
     shape = None if found is None else model_shape(found)
     if shape is None:
         return None
+    retrain, trains = section.retrain, section.is_retrained and not config.trainer.val_only
     dtype = DTYPE_BYTES[section.model.fsdp_config.resolved_dtype(config.default_dtype)]
+    held = DTYPE_BYTES[retrain.model_dtype] if section.is_retrained else dtype
     reshards = actor.fsdp_config.reshard_after_forward
-    rank = Rank(replace(shape, tied=True), config.device, dtype, dtype, ranks, reshards, frozen=True)
+    rank = Rank(replace(shape, tied=True), config.device, held, dtype, ranks, reshards, frozen=not trains)
     tokens, _ = pass_tokens(config, section.micro_batch_size_per_gpu, section.max_token_len(actor))
     parts, offloads = rank.forward(tokens, 0), section.model.fsdp_config.param_offload
-    return _follower(config, "reward_model", rank, parts, offloads=offloads, saves=False)
+    if not trains:
+        return _follower(config, "reward_model", rank, parts, offloads=offloads, saves=False)
+    tokens, _ = pass_tokens(config, retrain.micro_batch_size_per_gpu, retrain.max_token_len_per_gpu)
+    batch = MiniBatch(
+        rank,
+        tokens,
+        0,
+        recomputes=retrain.enable_gradient_checkpointing,
+        defers=False,
+        offloads=retrain.optimizer_offload,
+        has_output_layer=False,
+    )
+    offload, forward = Offload(offloads, retrain.optimizer_offload), sum(parts.values())
+    return _trained(config, "reward_model", rank, offload, rank.states, batch.peak(), forward, exports=False)
 
 
 def _follower(config: RunConfig, role: str, rank: Rank, parts: Parts, *, offloads: bool, saves: bool) -> RoleMemory:

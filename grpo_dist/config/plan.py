@@ -204,9 +204,12 @@ def _placement_rows(config: RunConfig) -> Rows:
     else:
         rows.append(("ref", "not started: no KL term"))
     if place.reward_model_world_size:
-        dtype = config.reward_model.model.fsdp_config.resolved_dtype(config.default_dtype)
-        path = config.reward_model.model.path
-        rows.append(("reward_model", f"{many(place.reward_model_world_size, 'rank')}, {dtype}, {path}"))
+        section = config.reward_model
+        dtype, freq = section.model.fsdp_config.resolved_dtype(config.default_dtype), section.retrain.freq
+        again = f", retrained after every {freq} steps (weights {section.retrain.model_dtype})" if freq > 0 else ""
+        rows.append(
+            ("reward_model", f"{many(place.reward_model_world_size, 'rank')}, {dtype}, {section.model.path}{again}")
+        )
     if place.critic_world_size:
         held = config.critic.model.fsdp_config
         dtypes = f"weights {held.model_dtype}, compute {held.resolved_dtype(config.default_dtype)}"

@@ -103,6 +103,28 @@ def reward_model_is_named(config: RunConfig) -> Iterator[Problem]:
         yield problem_between(config, why, "reward_model.enable", "custom_reward_function.path")
 
 
+def the_reward_model_is_retrained_on_labels(config: RunConfig) -> Iterator[Problem]:
+    """Retraining needs a reward model, a function that says what is good, and batches that meet one model."""
+    section, freq = config.reward_model, "reward_model.retrain.freq"
+    if not section.retrain.enable:
+        return
+    if not section.enable:
+        why = "there is no reward model to retrain; set the second to true, or the first to -1"
+        yield problem_between(config, why, freq, "reward_model.enable")
+    elif config.custom_reward_function.path is None:
+        why = (
+            "the reward model's own score is no label for it; set the path to grpo_dist.rewards.weighted, with the "
+            "rule among its functions, or to a function of yours that returns reward_model.retrain.label"
+        )
+        yield problem_between(config, why, freq, "custom_reward_function.path")
+    if config.trainer.max_staleness:
+        why = "groups sampled ahead would be scored by different reward models; set one of the two to its default"
+        yield problem_between(config, why, "trainer.max_staleness", freq)
+    if section.process.enable and config.algorithm.adv_estimator != "grpo_process":
+        why = "only grpo_process splits responses into steps, whose labels are needed; set the estimator to it"
+        yield problem_between(config, why, freq, "algorithm.adv_estimator")
+
+
 def the_critic_fits(config: RunConfig) -> Iterator[Problem]:
     """A critic is for estimators that read its values, and it reads the longest sequence."""
     estimator, critic = config.algorithm.adv_estimator, config.critic
@@ -338,6 +360,7 @@ RULES: tuple[Rule, ...] = (
     estimators_get_what_they_need,
     gdpo_sees_the_whole_reward,
     reward_model_is_named,
+    the_reward_model_is_retrained_on_labels,
     the_critic_fits,
     prompts_are_sampled_for_use,
     over_sampling_ends_one_batch,

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from grpo_dist.config.field_types import Count, PositiveFloat, Section, Text, one_of
+from grpo_dist.config.field_types import (
+    Count,
+    CountOrMinusOne,
+    DecayRate,
+    NonNegativeFloat,
+    Pair,
+    PositiveFloat,
+    Section,
+    Share,
+    Text,
+    TrainDtypeName,
+    one_of,
+)
 from grpo_dist.config.schema_roles import ActorConfig, ForwardConfig, FSDPConfig, OptimConfig
 from grpo_dist.names import LOSS_AGG_MODES
 
@@ -32,6 +44,35 @@ class ProcessRewardConfig(Section):
         return None if self.bad is None or self.good is None else (self.bad, self.good)
 
 
+class RetrainOptimConfig(Section):
+    """`reward_model.retrain.optim`: AdamW at a constant rate, since how many steps there will be is not known."""
+
+    lr: PositiveFloat
+    weight_decay: NonNegativeFloat
+    betas: Annotated[tuple[DecayRate, DecayRate], Pair]
+
+
+class RetrainConfig(Section):
+    """`reward_model.retrain`: the reward model learns from what the policy samples (DeepSeekMath, algorithm 1)."""
+
+    freq: CountOrMinusOne
+    label: Text
+    epochs: Count
+    train_batch_size: Count
+    micro_batch_size_per_gpu: Count
+    max_token_len_per_gpu: Count | None
+    enable_gradient_checkpointing: bool
+    model_dtype: TrainDtypeName
+    optimizer_offload: bool
+    optim: RetrainOptimConfig
+    grad_clip: PositiveFloat
+
+    @property
+    def enable(self) -> bool:
+        """Whether the reward model is retrained."""
+        return self.freq > 0
+
+
 class RewardModelConfig(Section):
     """`reward_model`: a model that scores the responses."""
 
@@ -42,6 +83,13 @@ class RewardModelConfig(Section):
     use_dynamic_bsz: bool | None
     forward_max_token_len_per_gpu: Count | None
     max_length: Count | None
+    replay_share: Share
+    retrain: RetrainConfig
+
+    @property
+    def is_retrained(self) -> bool:
+        """Whether there is a reward model, and it trains."""
+        return self.enable and self.retrain.enable
 
     def max_token_len(self, actor: ActorConfig) -> int | None:
         """Most tokens of a forward pass; None: it is filled by sequences."""

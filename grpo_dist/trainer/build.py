@@ -25,6 +25,7 @@ from grpo_dist.trainer.checkpoint.resume import Resumed, load_checkpoint
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.processes import RoleProcesses
+from grpo_dist.trainer.retraining import Retraining
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.rollout.pump import LogProbSource, RolloutPump
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
@@ -45,12 +46,12 @@ from grpo_dist.trainer.settings import (
 )
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.event_loop import blocking, run
-from grpo_dist.workers.gang import ActorGroup, CriticGroup, ReferenceGroup, RewardModelGroup, find_model
+from grpo_dist.workers.gang import ActorGroup, CriticGroup, ReferenceGroup, find_model
 from grpo_dist.workers.policy import ActorWorker, CriticWorker, PolicyWorker
 from grpo_dist.workers.process import Address, Process
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import RewardWorker
-from grpo_dist.workers.reward_model import RewardModelWorker
+from grpo_dist.workers.reward_model import RewardModelGroup, RewardModelWorker
 from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout import RolloutWorker
 from grpo_dist.workers.rollout_group import RolloutGroup
@@ -209,6 +210,8 @@ def build_trainer(
         progress=progress,
         preemption=preemption,
     )
+    if config.reward_model.is_retrained and roles.reward_model is not None:
+        trainer.retraining = Retraining(config, roles.reward_model, roles.reward)
     if resumed is not None:
         _restore_trainer(trainer, resumed, restored)
     return trainer
@@ -222,6 +225,8 @@ def _restore_trainer(trainer: GRPOTrainer, resumed: Resumed, restored: Mapping[s
     sampler.restored = dict(restored)
     trainer.step, trainer.weight_version = state.step, state.weight_version - 1
     trainer.saver.resumed_from(resumed.folder, state.step)
+    if trainer.retraining is not None:
+        trainer.retraining.resumed_from(state.step)
     if trainer.kl_controller.target_kl is not None:  # a fixed coefficient is the config's
         trainer.kl_controller.coef = state.kl_coef
 

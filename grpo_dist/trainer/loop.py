@@ -39,9 +39,27 @@ class TrainingLoop:
         """Train until `total_steps`, validating and saving on the way."""
         raise NotImplementedError
 
+    def validate(self) -> None:
+        """Validate the model as it is."""
+        raise NotImplementedError
+
     def save(self) -> None:
         """Begin to write a checkpoint."""
         raise NotImplementedError
+
+    def report(self) -> None:
+        """Send the metrics of the step to the trackers and the display."""
+        raise NotImplementedError
+
+    def end_step(self) -> None:
+        """What follows a trained step: validation and a checkpoint where they are due, then the report."""
+        if self.due(self.config.trainer.test_freq):
+            self.validate()
+        if self.save_is_due():
+            self.save()
+        self.report()
+        run(self.saver.poll())  # after the step's metrics are on record
+        self.preemption.release()
 
     def holds_state(self, role: str) -> bool:
         """Whether a role holds state that only a checkpoint can restore."""

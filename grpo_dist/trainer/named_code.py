@@ -57,6 +57,12 @@ def import_reward(config: RunConfig) -> None:
         raise ConfigError(f"custom_reward_function.path={reward.path}: {error}") from error
     finally:
         scorer.stop()
+    label = config.reward_model.retrain.label
+    if config.reward_model.is_retrained and scorer.components and label not in scorer.components:
+        raise ConfigError(
+            f"reward_model.retrain.label={label}: the reward function's values are {', '.join(scorer.components)}; name "
+            "the one that says which responses are good"
+        )
     if "reward_components" in ADVANTAGE.needs(algorithm.adv_estimator):
         chosen_components(
             algorithm.gdpo_reward_keys,

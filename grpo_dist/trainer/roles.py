@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from grpo_dist.workers.gang import ActorGroup, CriticGroup, Gang, ReferenceGroup, RewardModelGroup
+from grpo_dist.workers.gang import ActorGroup, CriticGroup, Gang, ReferenceGroup
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.restarts import RestartBudget
+from grpo_dist.workers.reward_model import RewardModelGroup
 from grpo_dist.workers.reward_pool import RewardPool
 from grpo_dist.workers.rollout_group import RolloutGroup
 
@@ -40,12 +41,14 @@ class Roles:
         return groups + [gang.workers for gang in (self.ref, self.reward_model, self.critic) if gang is not None]
 
     def holders(self) -> dict[str, Gang]:
-        """The roles whose state only a checkpoint can restore, by name: those that train, and a reference that has
-        moved.
+        """The roles whose state only a checkpoint can restore, by name: those that train, a reference that has moved,
+        and a reward model that was retrained.
         """
         found: dict[str, Gang] = {"actor": self.actor}
         if self.critic is not None:
             found["critic"] = self.critic
         if self.ref is not None and self.ref.has_moved:
             found["ref"] = self.ref
+        if self.reward_model is not None and self.reward_model.has_moved:
+            found["reward_model"] = self.reward_model
         return found

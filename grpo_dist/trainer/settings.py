@@ -11,6 +11,7 @@ from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.assets import CRITIC_KEY, REWARD_MODEL_KEY
 from grpo_dist.config.placement import Placement
 from grpo_dist.config.schema import KLCtrlConfig, RunConfig
+from grpo_dist.config.schema_models import RetrainConfig
 from grpo_dist.config.schema_roles import FSDPConfig, ModelConfig, OptimConfig
 from grpo_dist.config.schema_supervised import SFTModelConfig
 from grpo_dist.data.step_tokens import step_form
@@ -198,10 +199,10 @@ def reward_model_settings(config: RunConfig, place: Placement) -> RewardModelSet
     """What the reward model's ranks are built from."""
     section, policy = config.reward_model, config.actor_rollout_ref.model
     assert section.model.path is not None, "a rule asks for it"
-    dtype = section.model.fsdp_config.resolved_dtype(config.default_dtype)
+    dtype, retrain = section.model.fsdp_config.resolved_dtype(config.default_dtype), section.retrain
     return RewardModelSettings(
         model=replace(
-            _model_settings(config, place, dtype, dtype),
+            _model_settings(config, place, retrain.model_dtype if section.is_retrained else dtype, dtype),
             path=section.model.path,
             key=REWARD_MODEL_KEY,
             room=REWARD_MODEL_ROOM,
@@ -209,7 +210,8 @@ def reward_model_settings(config: RunConfig, place: Placement) -> RewardModelSet
             trust_remote_code=section.model.trust_remote_code,
             override_config={},
             lora=None,
-            gradient_checkpointing=False,
+            gradient_checkpointing=section.is_retrained and retrain.enable_gradient_checkpointing,
+            optimizer_offload=retrain.optimizer_offload,
             max_model_len=section.max_length or config.max_model_len,
             param_offload=section.model.fsdp_config.param_offload,
         ),
@@ -224,9 +226,19 @@ def reward_model_settings(config: RunConfig, place: Placement) -> RewardModelSet
         input_tokenizer=section.model.input_tokenizer,
         trust_input_tokenizer=policy.trust_remote_code,
         max_length=section.max_length,
+        optimizer=_retraining(retrain) if section.is_retrained else None,
+        train_micro_batch_size=retrain.micro_batch_size_per_gpu,
+        train_max_token_len=retrain.max_token_len_per_gpu,
+        grad_clip=retrain.grad_clip,
         steps=step_form(config),
         judging_tokens=section.process.judging_tokens,
     )
+
+
+def _retraining(retrain: RetrainConfig) -> OptimizerSettings:
+    """The optimizer of the reward model; the number of its steps depends on how many responses are different."""
+    optim = retrain.optim
+    return OptimizerSettings(optim.lr, optim.weight_decay, optim.betas, "constant", 0, 1, 1.0)
 
 
 def reward_settings(config: RunConfig) -> RewardSettings:
@@ -246,6 +258,7 @@ def reward_settings(config: RunConfig) -> RewardSettings:
         failure_score=config.reward.failure_score,
         overlong_penalty=penalty if buffer.enable else None,
         step_separator=config.reward.step_separator if "step_mask" in target_settings(config).needs else None,
+        label=config.reward_model.retrain.label if config.reward_model.is_retrained else None,
     )
 
 

@@ -44,6 +44,7 @@ from grpo_dist.trainer.health import HealthMonitor
 from grpo_dist.trainer.loop import TrainingLoop
 from grpo_dist.trainer.metrics import IdleShares, PeakMemory, batch_metrics, performance_metrics, staleness_metrics
 from grpo_dist.trainer.preemption import Preemption
+from grpo_dist.trainer.retraining import Retraining
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.rollout.pump import RolloutPump
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
@@ -80,6 +81,7 @@ class GRPOTrainer(TrainingLoop):
         trackers: where metrics go.
         progress: the display at the terminal.
         preemption: whether SIGTERM has come.
+        retraining: trains the reward model between iterations, if it is asked for.
         step: the last step that is trained.
         weight_version: of the weights that the engines hold; every sync increases it by 1.
     """
@@ -100,6 +102,7 @@ class GRPOTrainer(TrainingLoop):
     trackers: Trackers
     progress: Progress
     preemption: Preemption
+    retraining: Retraining | None = None
     step: int = 0
     weight_version: int = -1
     timings: dict[str, float] = field(default_factory=dict)
@@ -150,19 +153,15 @@ class GRPOTrainer(TrainingLoop):
                 self.sample_ahead()  # and may sample for one more step
                 if self.reference_is_due():
                     self.sync_reference()  # iterative GRPO: so does the reference, or some of it
+                if self.retraining is not None:
+                    self.update_reward_model(batch)  # after an iteration, on its responses and the rule's judgements
                 self.timings["step"] = time.perf_counter() - started
                 self.step, self.validated = self.step + 1, {}
                 self.sampler.close(self.step)
                 self.measure(batch)
                 run(self.samples.write("rollouts", self.step, batch, self._requests))
                 del batch  # the object store frees it before the next one is there
-                if self.due(self.config.trainer.test_freq):
-                    self.validate()
-                if self.save_is_due():
-                    self.save()
-                self.report()
-                run(self.saver.poll())  # after the step's metrics are on record
-                self.preemption.release()
+                self.end_step()
             self.finish()
 
     # --- stages ------------------------------------------------------------------------------------------------
@@ -260,6 +259,12 @@ class GRPOTrainer(TrainingLoop):
         await self.roles.ref.move_towards(self.roles.actor, self.config.actor_rollout_ref.ref.ref_model_mixup_alpha)
         if self.objective.exact_kl:
             await self.roles.actor.take_reference_head(self.roles.ref)
+
+    @stage("update_reward_model", needs=("responses", "rule_labels"))
+    async def update_reward_model(self, batch: DataProtoRef) -> None:
+        """Keep the judged responses; at the end of an iteration train the reward model on them."""
+        assert self.retraining is not None
+        self.metrics |= await self.retraining.end_step(self.step + 1, batch, self._requests)
 
     @stage("testing", counted=True)
     async def validate(self) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from grpo_dist.algorithms.correction import compute_rollout_correction
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
+from grpo_dist.data.step_tokens import split_steps
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush_path
 from grpo_dist.errors import CheckpointError, ConfigError
 from grpo_dist.protocol import DataProto, Ragged
@@ -39,11 +40,13 @@ class BatchWork(Process):
         tokenizer: the model's tokenizer.
         components: the reward components that the reward function declares, with their weights.
         overlong_penalty: the penalty for long responses; None: no penalty.
+        step_separator: what is between the steps of a response; None: responses are judged as a whole.
     """
 
     tokenizer: PreTrainedTokenizerBase
     components: Mapping[str, float]
     overlong_penalty: Callable[[torch.Tensor], torch.Tensor] | None
+    step_separator: str | None
 
     def compute_targets(
         self, batch: DataProtoRef, settings: TargetSettings, kl_coef: float, seed: int
@@ -117,19 +120,31 @@ class BatchWork(Process):
         Raises:
             ConfigError: the file cannot be written.
         """
-        samples = self.read_samples(batch, step, ground_truths)
-        lines = [json.dumps(sample, ensure_ascii=False, default=str) for sample in samples]
-        target = Path(path)
-        temporary = target.with_suffix(".tmp")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text("\n".join(lines) + "\n")
-            temporary.replace(target)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write {target}: {error}. Free disk space, set trainer.default_local_dir to another folder, or "
-                "trainer.log_rollouts=false"
-            ) from error
+        _write_rows(self.read_samples(batch, step, ground_truths), path, "trainer.log_rollouts=false")
+
+    def write_judged(
+        self, batch: DataProtoRef, path: str, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> None:
+        """Write responses with the labels of their steps to `path`, in the form of data/replay.py.
+
+        A response without text is left out, and one that the reward function failed on.
+
+        Args:
+            batch: with `rule_labels`: rows of the labels of a response's steps, or with one for the whole response.
+            path: of the file.
+            conversations: the messages of each prompt, by uid.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        data = batch.fetch(("uid", "responses", "rule_labels"))
+        texts = self._decode(data["responses"])
+        rows = []
+        for uid, text, labels in zip(data["uid"], texts, data["rule_labels"].rows(), strict=True):
+            steps = [text] if self.step_separator is None else split_steps(text, self.step_separator)
+            if text.strip() and len(labels) == len(steps):
+                rows.append({"prompt": conversations[uid], "completions": steps, "labels": labels.bool().tolist()})
+        _write_rows(rows, path, "reward_model.retrain.freq=-1")
 
     def write_groups(self, groups: DataProtoRef, path: str) -> dict[str, FileDigest]:
         """Write all columns of scored groups to `path`.safetensors and `path`.json; returns the files by name.
@@ -164,3 +179,24 @@ class BatchWork(Process):
 
     def _decode(self, column: Ragged) -> list[str]:
         return self.tokenizer.batch_decode([row.tolist() for row in column.rows()], skip_special_tokens=True)
+
+
+def _write_rows(rows: Sequence[Mapping[str, Any]], path: str, without: str) -> None:
+    """Write rows to `path`, one JSON object per line; the file is complete and on disk, or not there.
+
+    Raises:
+        ConfigError: it cannot be written; the message names the setting `without` which it is not needed.
+    """
+    target = Path(path)
+    temporary = target.with_suffix(".tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+        flush_path(temporary)
+        temporary.replace(target)
+        flush_path(target.parent)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {target}: {error}. Free disk space, set trainer.default_local_dir to another folder, or "
+            f"{without}"
+        ) from error

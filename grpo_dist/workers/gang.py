@@ -109,7 +109,7 @@ class Gang:
 
 
 class FrozenGroup(Gang):
-    """A model that does not train: the base of the reference and the reward model.
+    """A model that is as its folder has it, at least at first: the base of the reference and the reward model.
 
     Attributes:
         has_moved: whether its weights differ from those of the model folder; then only a checkpoint has them.
@@ -159,34 +159,6 @@ class ReferenceGroup(FrozenGroup):
         await self.workers.ask_all("sync_reference", "load_weights", buckets, share)
 
 
-class RewardModelGroup(FrozenGroup):
-    """The reward model."""
-
-    async def score(
-        self, batch: DataProtoRef, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
-    ) -> dict[str, np.ndarray]:
-        """Score all rows.
-
-        Args:
-            batch: the responses.
-            conversations: the messages of each prompt, by uid.
-
-        Returns:
-            What `RewardModelWorker.score` returns, (N,) each, in the order of the batch.
-        """
-        rows, parts = self._parts(batch, ("uid", "prompts", "responses"))
-        asked = [{uid: conversations[uid] for uid in dict.fromkeys(part["uid"].tolist())} for part in parts]
-
-        def send() -> list[Call]:
-            calls = enumerate(zip(parts, asked, strict=True))
-            return [self.workers.submit(rank, "reward_model", "score", *arguments) for rank, arguments in calls]
-
-        async with self._free:
-            _, found = await self._ask(send)
-        order = np.argsort(np.concatenate(rows))
-        return {name: np.concatenate([each[name] for each in found])[order] for name in found[0]}
-
-
 class TrainedGroup(Gang):
     """A model that trains on responses: the base of the actor and the critic.
 
@@ -221,7 +193,7 @@ class TrainedGroup(Gang):
         if labels:  # on-policy
             old = DataProtoRef.concat([c.handle(la) for c, la in zip(calls, labels, strict=True)])
             batch = batch.union(old.reorder(np.argsort(np.concatenate(shares[0]))))
-        return batch, merge_metrics([_per_mini_batch(metrics) for metrics in merged])
+        return batch, averaged(merged)
 
 
 class CriticGroup(TrainedGroup):
@@ -270,6 +242,8 @@ def _shares(batch: DataProtoRef, rows: np.ndarray, num_ranks: int) -> list[np.nd
     return [rows[part] for part in balance(Lengths(*columns), num_ranks)]
 
 
-def _per_mini_batch(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Turn sums over ranks into means, so that merging mini-batches averages them."""
-    return {name: Mean(m.value, 1) if isinstance(m, Sum) else m for name, m in metrics.items()}
+def averaged(mini_batches: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """The metrics of optimizer steps, each merged over ranks: a sum over ranks becomes a mean over steps."""
+    return merge_metrics(
+        [{name: Mean(m.value, 1) if isinstance(m, Sum) else m for name, m in each.items()} for each in mini_batches]
+    )

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo_dist.data.step_tokens import split_steps
 from grpo_dist.errors import RewardError
 from grpo_dist.names import OVERLONG_PENALTY, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA
-from grpo_dist.rewards.base import RewardResult
+from grpo_dist.rewards.base import STEPS_OF, RewardResult
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.batch_work import BatchWork
 from grpo_dist.workers.process import use_threads
@@ -43,7 +44,8 @@ class RewardSettings:
     """What a reward worker is built from: the tokenizer's folder, and the reward function (path None: built-in).
 
     A call of the function may take `timeout_s` seconds; a response that it fails on earns `failure_score`. With a
-    `step_separator` the steps between separators have rewards of their own (rewards/steps.py).
+    `step_separator` the steps between separators have rewards of their own (rewards/steps.py). `label` names the value
+    of the function that says which responses, or which of their steps, are good: for a reward model that is retrained.
     """
 
     tokenizer_path: str
@@ -55,6 +57,7 @@ class RewardSettings:
     failure_score: float = 0.0
     overlong_penalty: OverlongPenalty | None = None
     step_separator: str | None = None
+    label: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class RewardWorker(BatchWork):
             self.find_model(settings.tokenizer_path), trust_remote_code=settings.trust_remote_code
         )
         self.overlong_penalty, self.step_separator = settings.overlong_penalty, settings.step_separator
+        self.label = settings.label
         self.failure_score, self.function_name = settings.failure_score, settings.function_name
         self.scorer = Scorer(
             settings.function_path, settings.function_name, settings.reward_kwargs, timeout_s=settings.timeout_s
@@ -110,14 +114,15 @@ class RewardWorker(BatchWork):
             failures: why responses could not be scored, one text for each of them.
             printed: the first lines that the function printed, and the number of further lines.
             data: `token_level_scores`, with the score on the last token that trains; or, with step scores, one on the
-                last token of each step, where `step_mask` is 1.
+                last token of each step, where `step_mask` is 1. With a `label` also `rule_labels`.
 
         Raises:
-            RewardError: the function returned step scores that do not fit the steps.
+            RewardError: the function returned step scores that do not fit the steps, or no value of the name `label`.
         """
         data = group.fetch(("responses", "response_mask"))
         responses, mask = data["responses"], data["response_mask"]
-        results, failures = self._score_texts(self._decode(responses), task)
+        texts = self._decode(responses)
+        results, failures = self._score_texts(texts, task)
         scores = torch.tensor([result.score for result in results], dtype=torch.float32)
         penalties = torch.zeros_like(scores)
         names = dict.fromkeys(name for result in results for name in result.extra)
@@ -137,6 +142,8 @@ class RewardWorker(BatchWork):
             steps, columns["step_mask"] = self._on_steps(results, responses)
             penalty = on_last_token(penalties, responses)
             columns["token_level_scores"] = Ragged(steps.values + penalty.values, steps.offsets)
+        if self.label is not None and not task.validation:
+            columns["rule_labels"] = self._labels(self.label, texts, results)
         scored = DataProto.from_dict(columns)
         label = Label.of(scored, ("score",))
         label = Label(label.columns, label.small | extras, label.num_rows)
@@ -162,6 +169,24 @@ class RewardWorker(BatchWork):
                 result = RewardResult(self.failure_score, {}, failed=True)
             results.append(result)
         return results, failures
+
+    def _labels(self, name: str, texts: Sequence[str], results: Sequence[RewardResult]) -> Ragged:
+        """Whether the value `name` is above 0.5, for each step of a response or for the whole one; none of failures."""
+        rows: list[list[bool]] = []
+        for text, result in zip(texts, results, strict=True):
+            found = result.judged_steps.get(name)
+            count = 1 if self.step_separator is None else len(split_steps(text, self.step_separator))
+            if self.step_separator is None:
+                found = (result.extra[name],) if name in result.extra else None
+            if not result.failed and (found is None or len(found) != count):
+                what = f"{name}{STEPS_OF}" if self.step_separator is not None else name
+                given = "none" if found is None else f"{len(found)} of them"
+                raise RewardError(
+                    f"reward_model.retrain.label={name}: reward function {self.function_name} must return {what!r}, "
+                    f"{count} numbers for this response, and returned {given}: {text[:200]!r}"
+                )
+            rows.append([value > 0.5 for value in found or ()])
+        return Ragged.from_rows(rows, torch.int8)
 
     def _on_steps(self, results: Sequence[RewardResult], responses: Ragged) -> tuple[Ragged, Ragged]:
         """Each step's score on its last token, and their mask; without `step_scores` the response is one step."""

@@ -20,14 +20,17 @@ from grpo_dist.config.model_rules import max_positions
 from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer, without_padding
 from grpo_dist.data.step_tokens import JUDGING_KEYS, StepForm, StepRenderer, judging_token
 from grpo_dist.data.tokenize import load_tokenizer
-from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.settings import ModelSettings, TrainingSettings
 from grpo_dist.engines.train.memory_errors import smaller_passes
 from grpo_dist.engines.train.value_forward import with_score_token
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.names import RM_CLIPPED, RM_SCORE, RM_STEP_SCORES
-from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol import DataProto, Metric, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.policy import PolicySettings, PolicyWorker, on_device
+from grpo_dist.workers.gang import FrozenGroup
+from grpo_dist.workers.group import Call
+from grpo_dist.workers.policy import PolicySettings, on_device
+from grpo_dist.workers.supervised import SupervisedGroup, SupervisedWorker
 
 # The messages of a prompt, its token ids and those of a response.
 Text = tuple[Sequence[Mapping[str, Any]], list[int], list[int]]
@@ -53,8 +56,10 @@ class RewardModelSettings(PolicySettings):
     judging_tokens: tuple[str, str] | None = None
 
 
-class RewardModelWorker(PolicyWorker):
+class RewardModelWorker(SupervisedWorker):
     """One rank of the reward model. Every method is collective over its ranks."""
+
+    pass_keys, length_key = "reward_model.retrain.", "reward_model.max_length"
 
     settings: RewardModelSettings
     render: ConversationRenderer
@@ -204,3 +209,37 @@ def scored_rows(sequences: Sequence[list[int]], uids: Sequence[str], ends: Seque
         "responses": Ragged.from_rows([response for _, response in parts], torch.int32),
     }
     return with_score_token(DataProto.from_dict(columns, {"uid": list(uids)}))
+
+
+class RewardModelGroup(FrozenGroup, SupervisedGroup):
+    """The reward model. Its weights change only where it is retrained (`train`)."""
+
+    async def score(
+        self, batch: DataProtoRef, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> dict[str, np.ndarray]:
+        """Score all rows.
+
+        Args:
+            batch: the responses.
+            conversations: the messages of each prompt, by uid.
+
+        Returns:
+            What `RewardModelWorker.score` returns, (N,) each, in the order of the batch.
+        """
+        rows, parts = self._parts(batch, ("uid", "prompts", "responses"))
+        asked = [{uid: conversations[uid] for uid in dict.fromkeys(part["uid"].tolist())} for part in parts]
+
+        def send() -> list[Call]:
+            calls = enumerate(zip(parts, asked, strict=True))
+            return [self.workers.submit(rank, "reward_model", "score", *arguments) for rank, arguments in calls]
+
+        async with self._free:
+            _, found = await self._ask(send)
+        order = np.argsort(np.concatenate(rows))
+        return {name: np.concatenate([each[name] for each in found])[order] for name in found[0]}
+
+    async def train(self, parts: Sequence[DataProto], objective: TrainingSettings, step: int) -> dict[str, Metric]:
+        """Take one optimizer step. From then on only a checkpoint has the weights; see `SupervisedGroup.train`."""
+        self.has_moved = True
+        async with self._free:
+            return await super().train(parts, objective, step)

@@ -108,6 +108,13 @@ class RewardPool(Pool):
         arguments = batch.select(SAMPLE_COLUMNS), path, step, ground_truths
         return self.spawn(self._ask_any("write_samples", "write_samples", *arguments))
 
+    def write_judged(
+        self, batch: DataProtoRef, path: str, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> asyncio.Task[None]:
+        """Start writing the batch as text with the labels of the reward function to `path`."""
+        arguments = batch.select(("uid", "responses", "rule_labels")), path, conversations
+        return self.spawn(self._ask_any("write_judged", "write_judged", *arguments))
+
     def write_groups(self, groups: DataProtoRef, path: str) -> asyncio.Task[dict[str, FileDigest]]:
         """Start writing scored groups into a checkpoint, as `path`.safetensors and `path`.json."""
         return self.spawn(self._ask_any("save_checkpoint", "write_groups", groups, path))

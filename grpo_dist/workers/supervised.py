@@ -16,6 +16,8 @@ from grpo_dist.workers.policy import PolicyWorker, on_device
 class SupervisedWorker(PolicyWorker):
     """One rank of the model. Every method is collective over the ranks."""
 
+    pass_keys, length_key = "data.", "data.max_length"  # for messages: the size of its passes, the longest sequence
+
     @on_device()
     def train(self, rows: DataProtoRef, objective: TrainingSettings, step: int) -> dict[str, Metric]:
         """Take one optimizer step.
@@ -30,7 +32,7 @@ class SupervisedWorker(PolicyWorker):
         """
         size, tokens, data = *self._limits, rows.fetch(rows.columns)
         try:
-            with smaller_passes("data.", size, tokens, lengths="data.max_length"):
+            with smaller_passes(self.pass_keys, size, tokens, lengths=self.length_key):
                 return self.engine.train_mini_batch(
                     data, micro_batch_size=size, max_token_len=tokens, objective=objective
                 ).metrics
@@ -42,7 +44,7 @@ class SupervisedWorker(PolicyWorker):
         """The metrics of this rank's rows after a step, without another one. Takes the arguments of `train`."""
         size, tokens, data = *self._limits, rows.fetch(rows.columns)
         try:
-            with smaller_passes("data.", size, tokens, lengths="data.max_length"):
+            with smaller_passes(self.pass_keys, size, tokens, lengths=self.length_key):
                 return self.engine.evaluate(data, micro_batch_size=size, max_token_len=tokens, objective=objective)
         except TrainingDiverged as error:
             raise TrainingDiverged(f"validation after step {step}: {error}") from None

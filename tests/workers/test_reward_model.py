@@ -20,8 +20,7 @@ from grpo_dist.errors import TrainingDiverged
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.gang import RewardModelGroup
-from grpo_dist.workers.reward_model import RewardModelSettings, RewardModelWorker, scored_rows
+from grpo_dist.workers.reward_model import RewardModelGroup, RewardModelSettings, RewardModelWorker, scored_rows
 from tests.messages import says
 from tests.models import builtin_reward_model
 from tests.processes import spawned

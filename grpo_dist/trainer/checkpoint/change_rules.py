@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_dist.config.schema import RunConfig
@@ -73,7 +73,12 @@ class ChangeRules:
 
 def change_rules(config: JobConfig) -> ChangeRules:
     """The rules of the command that this config is of."""
-    return SUPERVISED if isinstance(config, SupervisedConfig) else GRPO
+    if isinstance(config, SupervisedConfig):
+        return SUPERVISED
+    assert isinstance(config, RunConfig)
+    if config.reward_model.is_retrained:
+        return replace(GRPO, refused={**GRPO.refused, "reward_model.model.path": _OTHER_MODEL})
+    return GRPO
 
 
 def _resolved(config: RunConfig) -> dict[str, Any]:
@@ -138,6 +143,10 @@ GRPO = ChangeRules(
         "reward_model.use_dynamic_bsz",
         "reward_model.forward_max_token_len_per_gpu",
         "reward_model.model.trust_remote_code",
+        "reward_model.retrain.*micro_batch_size_per_gpu",
+        "reward_model.retrain.max_token_len_per_gpu",
+        "reward_model.retrain.enable_gradient_checkpointing",
+        "reward_model.retrain.optimizer_offload",
         "reward_model.model.fsdp_config.*offload",
         f"{_CRITIC}.*micro_batch_size_per_gpu",
         f"{_CRITIC}.use_dynamic_bsz",
@@ -168,6 +177,8 @@ GRPO = ChangeRules(
         f"{_MODEL}.target_modules*": _OTHER_LAYERS,
         f"{_MODEL}.exclude_modules*": _OTHER_LAYERS,
         f"{_ACTOR}.fsdp_config.model_dtype": _OTHER_DTYPE,
+        "reward_model.retrain.freq": "the judged responses of earlier steps are those of the saved iterations",
+        "reward_model.retrain.model_dtype": _OTHER_DTYPE,
         f"{_CRITIC}.enable": "a checkpoint has a critic if its run had one",
         f"{_CRITIC}.model.path": _OTHER_MODEL,
         f"{_CRITIC}.model.override_config*": _OTHER_MODEL,

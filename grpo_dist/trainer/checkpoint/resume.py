@@ -54,7 +54,7 @@ def find_resumed(config: JobConfig, prompts: Mapping[str, Any]) -> Resumed | Non
 
 
 async def load_checkpoint(resumed: Resumed, roles: Roles, *, exact_kl: bool) -> dict[str, Group]:
-    """Have the actor, the critic and a reference that has moved load their shards.
+    """Have the actor, the critic, a reference that has moved and a retrained reward model load their shards.
 
     Args:
         resumed: the checkpoint.
@@ -71,6 +71,8 @@ async def load_checkpoint(resumed: Resumed, roles: Roles, *, exact_kl: bool) -> 
     await roles.actor.load_checkpoint(str(folder / "actor"))
     if roles.critic is not None:
         await roles.critic.load_checkpoint(str(folder / "critic"))
+    if roles.reward_model is not None and (folder / "reward_model").is_dir():
+        await roles.reward_model.load_checkpoint(str(folder / "reward_model"))
     if roles.ref is not None and (folder / "ref").is_dir():
         await roles.ref.load_checkpoint(str(folder / "ref"))
         if exact_kl:

@@ -70,11 +70,24 @@ class Rows:
         return {"count": len(self.train), "fingerprint": digest.hexdigest()}
 
     def shares(self, examples: Sequence[Example], num_ranks: int) -> list[DataProto]:
-        """The columns of each rank's share, at nearly equal cost; the sequences of a row are on the same rank."""
-        prompts = np.array([len(each.prompt) for each in examples], np.int64)
-        totals = np.array([each.total_tokens for each in examples], np.int64)
-        shares = balance(Lengths(np.arange(len(examples)), prompts, totals - prompts), num_ranks)
-        return [self.batch([examples[i] for i in share]) if len(share) else DataProto() for share in shares]
+        """The columns of each rank's share; see `rank_shares`."""
+        return rank_shares(examples, num_ranks, self.batch)
+
+
+def rank_shares(
+    examples: Sequence[Example], num_ranks: int, batch: Callable[[Sequence[Any]], DataProto]
+) -> list[DataProto]:
+    """The columns of each rank's share, at nearly equal cost; the sequences of a row are on the same rank.
+
+    Args:
+        examples: the rows.
+        num_ranks: of the model.
+        batch: makes the columns that the loss reads.
+    """
+    prompts = np.array([len(each.prompt) for each in examples], np.int64)
+    totals = np.array([each.total_tokens for each in examples], np.int64)
+    shares = balance(Lengths(np.arange(len(examples)), prompts, totals - prompts), num_ranks)
+    return [batch([examples[i] for i in share]) if len(share) else DataProto() for share in shares]
 
 
 def check_token_ids(examples: Sequence[Example], vocab_size: int, path: str) -> None:

@@ -20,7 +20,7 @@ from grpo_dist.trainer.metrics import IdleShares, PeakMemory
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.stage import stage
 from grpo_dist.trainer.supervised.rows import Rows
-from grpo_dist.workers.event_loop import blocking, run
+from grpo_dist.workers.event_loop import blocking
 from grpo_dist.workers.supervised import SupervisedGroup
 
 
@@ -82,13 +82,7 @@ class SupervisedTrainer(TrainingLoop):
                 self.timings["step"] = time.perf_counter() - started
                 self.step += 1
                 self.measure()
-                if self.due(self.config.trainer.test_freq):
-                    self.validate()
-                if self.save_is_due():
-                    self.save()
-                self.report()
-                run(self.saver.poll())  # after the step's metrics are on record
-                self.preemption.release()
+                self.end_step()
             self.finish()
 
     @stage("train")

@@ -1,0 +1,95 @@
+"""Judged responses of a run, on disk: what its reward model is trained on again.
+
+DeepSeekMath (arXiv 2402.03300, section 4.1.4) retrains the reward model in every iteration on what the policy has just
+sampled, and on a tenth of what it sampled before ("replay"), so that the model does not forget what bad answers of
+earlier policies look like. One JSON-lines file holds the responses of a training step:
+
+    FOLDER/12.jsonl   {"prompt": [messages], "completions": ["a step", ...], "labels": [true, ...]}
+
+in the form that `preferences.load_steps` and `python -m grpo_dist.reward_model` read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from grpo_dist.data.preferences import LabelledSteps, load_steps
+from grpo_dist.errors import DataError
+
+KEY = "reward_model.replay_share"
+
+
+class Selection(NamedTuple):
+    """Rows to train on: those of an iteration, and some of those before it."""
+
+    fresh: list[LabelledSteps]
+    replayed: list[LabelledSteps]
+
+
+@dataclass(frozen=True)
+class ReplayStore:
+    """The rows of all steps of a run. A step that a resumed run repeats replaces its file.
+
+    Args:
+        folder: where they are; made when the first rows come.
+    """
+
+    folder: Path
+
+    def file(self, step: int) -> Path:
+        """Where the rows of a step are."""
+        return self.folder / f"{step}.jsonl"
+
+    def select(self, first: int, last: int, share: float, *, seed: int) -> Selection:
+        """The rows of an iteration, and a random share of those before it; the same ones for the same seed.
+
+        A conversation that comes more than once is taken once, where it came first.
+
+        Args:
+            first: the first step of the iteration; steps count from 1.
+            last: its last step.
+            share: of the earlier rows, in [0, 1]; rounded to whole rows.
+            seed: of the choice.
+
+        Raises:
+            DataError: a file is missing or damaged.
+        """
+        known: set[bytes] = set()
+        earlier = self._new_rows(range(1, first), known) if share else []
+        chosen = np.random.default_rng([seed, last]).permutation(len(earlier))[: round(share * len(earlier))]
+        fresh = self._new_rows(range(first, last + 1), known)
+        return Selection(fresh, [earlier[i] for i in sorted(chosen.tolist())])
+
+    def check(self, steps: Sequence[int]) -> None:
+        """Check that the files of these steps are there.
+
+        Raises:
+            DataError: one is missing.
+        """
+        for step in steps:
+            if not self.file(step).is_file():
+                raise DataError(
+                    f"{KEY}: {self.file(step)} is missing, the judged responses of step {step}, which the reward model "
+                    f"is to be retrained on; copy the folder {self.folder.name} of the run whose checkpoint this is"
+                )
+
+    def _new_rows(self, steps: Sequence[int], known: set[bytes]) -> list[LabelledSteps]:
+        """The rows of these steps whose conversations are not among those known, which they join."""
+        self.check(steps)
+        files = [self.file(step) for step in steps]
+        rows = [row for file in files if file.stat().st_size for row in load_steps([str(file)], key=KEY)]
+        found = []
+        for row in rows:
+            text = json.dumps([row.prompt, "".join(row.steps)])
+            digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+            if digest not in known:
+                known.add(digest)
+                found.append(row)
+        return found
