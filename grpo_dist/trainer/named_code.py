@@ -60,8 +60,8 @@ def import_reward(config: RunConfig) -> None:
     label = config.reward_model.retrain.label
     if config.reward_model.is_retrained and scorer.components and label not in scorer.components:
         raise ConfigError(
-            f"reward_model.retrain.label={label}: the reward function's values are {', '.join(scorer.components)}; name "
-            "the one that says which responses are good"
+            f"reward_model.retrain.label={label}: the reward function's values are {', '.join(scorer.components)}; "
+            "name the one that says which responses are good"
         )
     if "reward_components" in ADVANTAGE.needs(algorithm.adv_estimator):
         chosen_components(
