@@ -61,6 +61,7 @@ def tokenize_preferences(
     *,
     max_length: int,
     form: StepForm | None = None,
+    key: str = "data.max_length",
 ) -> tuple[list[Example], list[Pair | LabelledSteps]]:
     """Token ids and labels of checked rows.
 
@@ -72,6 +73,7 @@ def tokenize_preferences(
         tokenizer: a transformers tokenizer.
         max_length: most tokens of a conversation. Longer ones are left out whole, since a cut one is another answer.
         form: how steps are written; None: one to a line.
+        key: the config key of `max_length`, for messages.
 
     Returns:
         The examples, in order, and the rows that were left out.
@@ -83,7 +85,7 @@ def tokenize_preferences(
     def tokenized(row: Pair | LabelledSteps) -> Example:
         return _pair(row, tokenizer) if isinstance(row, Pair) else _steps(row, tokenizer, form or StepForm())
 
-    return within_length(rows, tokenized, max_length=max_length)
+    return within_length(rows, tokenized, max_length=max_length, key=key)
 
 
 def preference_batch(examples: Sequence[Example]) -> DataProto:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +78,23 @@ class ReplayStore:
             if not self.file(step).is_file():
                 raise DataError(
                     f"{KEY}: {self.file(step)} is missing, the judged responses of step {step}, which the reward model "
-                    f"is to be retrained on; copy the folder {self.folder.name} of the run whose checkpoint this is"
+                    f"is to be retrained on; give the file back, or start the run anew"
                 )
+
+    def copy(self, steps: Sequence[int], other: ReplayStore) -> None:
+        """Copy the rows of these steps into another store.
+
+        Raises:
+            DataError: a file cannot be copied.
+        """
+        try:
+            other.folder.mkdir(parents=True, exist_ok=True)
+            for step in steps:
+                temporary = other.file(step).with_suffix(".tmp")
+                shutil.copyfile(self.file(step), temporary)
+                temporary.replace(other.file(step))
+        except OSError as error:
+            raise DataError(f"{KEY}: the judged responses cannot be copied to {other.folder}: {error}") from error
 
     def _new_rows(self, steps: Sequence[int], known: set[bytes]) -> list[LabelledSteps]:
         """The rows of these steps whose conversations are not among those known, which they join."""

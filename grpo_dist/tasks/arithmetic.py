@@ -84,7 +84,7 @@ def answers(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> dict[str, float | list[float] | str | None]:
-    """Score an answer that shows its work, and each of its steps, which spaces separate (reward.step_separator=' ').
+    """Score an answer that shows its work, and its steps, which spaces separate (reward.step_separator=' ').
 
     Args:
         data_source: not used.
@@ -93,8 +93,8 @@ def compute_score(
         extra_info: with `operands`, the two numbers that are added.
 
     Returns:
-        score and `acc`: 1 for the right answer, else 0, as the scorer of gsm8k.py; `pred`; and `step_scores`: 1 for each
-        step that is the one of `worked_answer` at its place, else 0. The answer may be given without the work.
+        score and `acc`: 1 for the right answer, else 0, as the scorer of gsm8k.py; `pred`; and `step_scores`: 1 for
+        each step that is the one of `worked_answer` at its place, else 0. The answer may be given without the work.
     """
     right = worked_answer(*extra_info["operands"]).split(" ")
     steps = [step for step in solution_str.split(" ") if step.strip()]

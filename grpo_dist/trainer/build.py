@@ -226,7 +226,7 @@ def _restore_trainer(trainer: GRPOTrainer, resumed: Resumed, restored: Mapping[s
     trainer.step, trainer.weight_version = state.step, state.weight_version - 1
     trainer.saver.resumed_from(resumed.folder, state.step)
     if trainer.retraining is not None:
-        trainer.retraining.resumed_from(state.step)
+        trainer.retraining.resumed_from(resumed.folder, state.step)
     if trainer.kl_controller.target_kl is not None:  # a fixed coefficient is the config's
         trainer.kl_controller.coef = state.kl_coef
 

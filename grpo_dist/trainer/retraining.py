@@ -50,14 +50,18 @@ class Retraining:
         self.store = ReplayStore(Path(config.trainer.default_local_dir).absolute() / FOLDER)
         self._tokenizer: Any = None
 
-    def resumed_from(self, step: int) -> None:
-        """Check that the responses of the steps up to this one are there.
+    def resumed_from(self, checkpoint: Path, step: int) -> None:
+        """Take over the responses of the run that wrote a checkpoint after this step, if it has another folder.
 
         Raises:
-            DataError: those of a step are missing.
+            DataError: those of a step are missing, or cannot be copied.
         """
         within = step % self.settings.freq
-        self.store.check(range(1 if self.config.reward_model.replay_share else step - within + 1, step + 1))
+        needed = range(1 if self.config.reward_model.replay_share else step - within + 1, step + 1)
+        theirs = ReplayStore(checkpoint.absolute().parent / FOLDER)
+        theirs.check(needed)
+        if theirs.folder.resolve() != self.store.folder.resolve():
+            theirs.copy(needed, self.store)
 
     async def end_step(self, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> dict[str, float]:
         """Write the responses of a step. If an iteration ends with it, train the reward model, and return metrics."""
@@ -76,7 +80,7 @@ class Retraining:
                 metrics.append(await self.reward_model.train(parts, LabelSettings(), step))
         counts = {"fresh_rows": len(selection.fresh), "replayed_rows": len(selection.replayed)}
         left_out = len(selection.fresh) + len(selection.replayed) - len(examples)
-        return metric_values(averaged(metrics)) | {
+        return (metric_values(averaged(metrics)) if metrics else {}) | {
             f"reward_model/{name}": float(number) for name, number in (counts | {"long_rows": left_out}).items()
         }
 
@@ -95,5 +99,6 @@ class Retraining:
             self._tokenizer,
             max_length=section.max_length or (positions[1] if positions else sys.maxsize),
             form=step_form(self.config),
+            key="reward_model.max_length",
         )
         return selection, examples

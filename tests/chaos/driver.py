@@ -28,6 +28,7 @@ TRAINERS: dict[str, tuple[str, dict[str, str]]] = {
         {
             "generating": "rollout",
             "learning": "update_critic",
+            "retraining": "update_reward_model",
             "updating": "update_actor",
             "syncing": "update_weights",
             "saving": "save_checkpoint",

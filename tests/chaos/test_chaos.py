@@ -124,6 +124,28 @@ def test_matrix_of_the_critic(with_critic: Outcome, tmp_path: Path, table: list[
     strike("critic", name, tmp_path, table, with_critic, *PPO, moments=moments)
 
 
+@pytest.fixture(scope="module")
+def retrained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, list[str]]:
+    """An undisturbed run whose reward model learns after every step, and its overrides."""
+    folder = tmp_path_factory.mktemp("iterative")
+    scorer = builtin_reward_model(folder / "scorer")
+    overrides = ["recipe=deepseekmath_iterative", f"reward_model.model.path={scorer}", "reward_model.retrain.freq=1"]
+    outcome = train(folder / "run", [], *overrides, "reward_model.retrain.optim.lr=0.001")
+    assert len(outcome.curve("reward_model/loss")) == STEPS
+    return outcome, [*overrides, "reward_model.retrain.optim.lr=0.001"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SIGNALS)
+def test_matrix_of_a_retrained_reward_model(
+    retrained: tuple[Outcome, list[str]], tmp_path: Path, table: list[str], name: str
+) -> None:
+    """Its scores are the reward, so the policy's last weights also say that its own are the same."""
+    undisturbed, overrides = retrained
+    moments = tuple("retraining" if moment == "updating" else moment for moment in MOMENTS)
+    strike("reward_model", name, tmp_path, table, undisturbed, *overrides, moments=moments)
+
+
 def strike(
     role: str,
     name: str,

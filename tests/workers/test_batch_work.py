@@ -154,6 +154,29 @@ def test_samples_are_written_as_json_lines(worker: Local, tmp_path: Path) -> Non
 
 
 @pytest.mark.ray
+def test_judged_responses_are_rows_for_a_reward_model(worker: Local, tmp_path: Path) -> None:
+    """Whole, or step by step; without labels, where the reward function failed, or without text it is left out."""
+    labels, conversations = [[1], [], [0]], {"p0": [{"role": "user", "content": "w7"}]}
+    responses = Ragged.from_rows([[5, 6, 2], [6, 2], [2]], torch.int32)
+
+    def written(labels: list[list[int]]) -> list[dict]:
+        columns = {"responses": responses, "rule_labels": Ragged.from_rows(labels, torch.int8)}
+        data = DataProtoRef.put(DataProto.from_dict(columns, {"uid": ["p0"] * 3}), small=("uid",))
+        path = tmp_path / "replay" / "3.jsonl"
+        worker.write_judged(data, str(path), conversations)
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    assert written(labels) == [{"prompt": conversations["p0"], "completions": ["w5 w6"], "labels": [True]}]
+    worker.step_separator = " "
+    try:
+        found = written([[1, 0], [1], []])
+    finally:
+        worker.step_separator = None
+    assert [row["completions"] for row in found] == [["w5", "w6"], ["w6"]]
+    assert [row["labels"] for row in found] == [[True, False], [True]]
+
+
+@pytest.mark.ray
 def test_samples_without_advantages_and_of_no_rows(worker: Local, tmp_path: Path) -> None:
     worker.write_samples(sample_batch(), str(tmp_path / "val.jsonl"), 0, {"p0": {"any": 1}})
     line = json.loads((tmp_path / "val.jsonl").read_text().splitlines()[0])

@@ -13,6 +13,7 @@ from grpo_dist.errors import BatchError, ConfigError, DataError, RewardError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.reward import OverlongPenalty, RewardSettings, RewardWorker, on_last_token, pred_ids
+from tests.messages import refuses
 from tests.workers.local_reward import RESPONSES, TASK, Local, put, rows
 
 
@@ -144,6 +145,36 @@ def test_step_scores_sit_on_the_last_token_of_their_step(
     assert rows(data["step_mask"]) == [[0, 1, 1, 1], [], [1]]
     with pytest.raises(RewardError, match=r"2 step_scores .* 3 steps"):
         worker.score(put([[5, 6, 9]]), TASK)
+
+
+LABELLED = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    """A word is good from 6 on; the rule of the response is about its first word."""
+    words = [int(word[1:]) for word in solution_str.split()]
+    good = [float(word > 5) for word in words]
+    return {"score": 0.0, "rule": sum(good[:1]), "rule.step_scores": good, "step_scores": [0.5] * len(words)}
+'''
+
+
+@pytest.mark.ray
+def test_the_labels_of_a_reward_model(local_ray: None, random_models: dict[str, str], tmp_path: Path) -> None:
+    """Of whole responses and of steps; validation needs none, and a value that is not there is an error."""
+    (tmp_path / "rule.py").write_text(LABELLED)
+    settings = RewardSettings(
+        random_models["tied"], False, str(tmp_path / "rule.py"), "compute_score", {}, label="rule"
+    )
+    worker = Local()
+    worker.start(settings)
+    whole, *_ = worker.score(put(RESPONSES), TASK)
+    assert rows(whole.fetch(("rule_labels",))["rule_labels"]) == [[0], [1], [0]]
+    assert "rule_labels" not in worker.score(put(RESPONSES), replace(TASK, validation=True))[0].columns
+    worker.step_separator = " "
+    steps, *_ = worker.score(put(RESPONSES), TASK)
+    assert rows(steps.fetch(("rule_labels",))["rule_labels"]) == [[0, 1], [1], [0]]
+    for separator, name in ((None, "'other'"), (" ", "'other.step_scores'")):
+        worker.step_separator, worker.label = separator, "other"
+        with refuses(RewardError, "reward_model.retrain.label=other", name):
+            worker.score(put(RESPONSES), TASK)
 
 
 def test_the_overlong_penalty_by_hand() -> None:
