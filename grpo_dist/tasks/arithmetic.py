@@ -9,8 +9,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from grpo_dist.tasks import gsm8k
-
 # Rows by split. There are 405,450 different questions.
 SIZES = {"train": 8000, "validation": 200}
 SMALLEST, LARGEST = 100, 999
@@ -40,7 +38,7 @@ def rows(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
             "prompt": [{"role": "user", "content": question(a, b)}],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": str(a + b)},
-            "extra_info": {"split": split, "index": index, "operands": [a, b]},
+            "extra_info": {"split": split, "index": index},
         }
         for index, (a, b) in enumerate(questions[start : start + SIZES[split]])
     ]
@@ -79,29 +77,6 @@ def answers(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
         a, b = map(int, text.removesuffix("=?").split("+"))
         found.append({"prompt": text, "completion": worked_answer(a, b)})
     return found
-
-
-def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
-) -> dict[str, float | list[float] | str | None]:
-    """Score an answer that shows its work, and its steps, which spaces separate (reward.step_separator=' ').
-
-    Args:
-        data_source: not used.
-        solution_str: the response.
-        ground_truth: the sum, as text.
-        extra_info: with `operands`, the two numbers that are added.
-
-    Returns:
-        score and `acc`: 1 for the right answer, else 0, as the scorer of gsm8k.py; `pred`; and `step_scores`: 1 for
-        each step that is the one of `worked_answer` at its place, else 0. The answer may be given without the work.
-    """
-    right = worked_answer(*extra_info["operands"]).split(" ")
-    steps = [step for step in solution_str.split(" ") if step.strip()]
-    if steps[:1] == right[-2:-1]:  # "####"
-        right = right[-2:]
-    judged = [float(i < len(right) and step == right[i]) for i, step in enumerate(steps)]
-    return {**gsm8k.compute_score(data_source, solution_str, ground_truth, extra_info), "step_scores": judged}
 
 
 def worked_answer(a: int, b: int) -> str:

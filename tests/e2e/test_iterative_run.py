@@ -37,7 +37,7 @@ PROCESS = (
     "reward_model.process.enable=true",
     "reward.step_separator=' '",
     "custom_reward_function.reward_kwargs={functions: [{path: grpo_dist.rewards.reward_model}, "
-    "{path: grpo_dist.tasks.arithmetic, weight: 0.0, label: rule}]}",
+    "{path: grpo_dist.tasks.worked_sums, weight: 0.0, label: rule}]}",
 )
 
 
