@@ -38,6 +38,13 @@ class SupervisedDataConfig(JobDataConfig):
         return self.max_token_len_per_gpu if self.use_dynamic_bsz else None
 
 
+class PreferenceDataConfig(SupervisedDataConfig):
+    """`data` of `grpo_dist.reward_model`: pairs, or labelled steps and how they are written."""
+
+    step_separator: Text
+    step_tag: Text | None
+
+
 class SupervisedOptimConfig(OptimConfig):
     """`optim`: AdamW and its schedule."""
 
@@ -100,6 +107,8 @@ class RewardModelTrainingConfig(SupervisedConfig):
     """A whole run of `grpo_dist.reward_model`."""
 
     role = "reward_model"
+
+    data: PreferenceDataConfig
 
 
 class SFTModelConfig(SupervisedModelConfig):

@@ -21,6 +21,8 @@ from grpo_dist.registry import load_attribute
 BUILTIN_ROWS = {
     "arithmetic": (("train", "validation"), "grpo_dist.tasks.arithmetic:rows"),
     "arithmetic_pairs": (("train", "validation"), "grpo_dist.tasks.arithmetic:pairs"),
+    "arithmetic_outcomes": (("train", "validation"), "grpo_dist.tasks.arithmetic:outcomes"),
+    "arithmetic_steps": (("train", "validation"), "grpo_dist.tasks.arithmetic:steps"),
     "arithmetic_answers": (("train", "validation"), "grpo_dist.tasks.arithmetic:answers"),
 }
 # In train-00000-of-00002, part-00000-UUID.snappy or 0000 the shard's number and what follows do not name the split.

@@ -64,6 +64,9 @@ FIELDS: dict[str, Field] = {
         "(N,)", "float32", "equal for equal answers of a group, nan without an answer; validation only", "reward"
     ),
     "step_mask": Field("ragged (N, R_i)", "int8", "1 on the last token of each step that has a reward", "reward"),
+    "rule_labels": Field(
+        "ragged (N, S_i)", "int8", "1 for a good response, or for each good one of its steps, by the rule", "reward"
+    ),
     "old_entropies": Field("ragged (N, R_i)", "float32", "entropy of the policy before the update; nats", "actor"),
     "ref_hidden_states": Field("ragged (N, R_i, H)", "compute type", "inputs of the reference's output layer", "ref"),
     "rollout_is_weights": Field("ragged (N, R_i)", "float32", "importance weights, policy over sampler", "targets"),

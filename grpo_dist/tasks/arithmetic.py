@@ -63,6 +63,37 @@ def pairs(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
     return found
 
 
+def outcomes(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
+    """Answers that show the work, half of them with a mistake, each with one label: whether the sum is right.
+
+    Takes the arguments of `rows`.
+
+    Raises:
+        ValueError: no such split.
+    """
+    return [
+        {"prompt": row["prompt"], "completions": [" ".join(row["completions"])], "labels": row["labels"][-1:]}
+        for row in steps(split, seed=seed)
+    ]
+
+
+def steps(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
+    """The same answers as steps, each with a label of its own. Takes the arguments of `rows`.
+
+    Raises:
+        ValueError: no such split.
+    """
+    rng = random.Random(f"{seed} {split} steps")
+    found = []
+    for row in rows(split, seed=seed):
+        parts = worked_answer(*_operands(row)).split(" ")
+        labels = [True] * len(parts)
+        if rng.random() < 0.5:
+            parts, labels = _with_mistake(parts, rng)
+        found.append({"prompt": row["prompt"], "completions": parts, "labels": labels})
+    return found
+
+
 def answers(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
     """The questions of a split with answers that show the work.
 
@@ -73,9 +104,7 @@ def answers(split: str, *, seed: int = SEED) -> list[dict[str, Any]]:
     """
     found = []
     for row in rows(split, seed=seed):
-        text = row["prompt"][0]["content"]
-        a, b = map(int, text.removesuffix("=?").split("+"))
-        found.append({"prompt": text, "completion": worked_answer(a, b)})
+        found.append({"prompt": row["prompt"][0]["content"], "completion": worked_answer(*_operands(row))})
     return found
 
 
@@ -87,6 +116,25 @@ def worked_answer(a: int, b: int) -> str:
         work.append(f"{'+'.join(map(str, digits))}={sum(digits)}")
         carry = sum(digits) // 10
     return f"{' '.join(work)} #### {a + b}"
+
+
+def _with_mistake(parts: list[str], rng: random.Random) -> tuple[list[str], list[bool]]:
+    """A worked answer in which one column has a wrong last digit, or leaves out its carry; and which steps are good."""
+    columns, wrong = parts[:-2], rng.randrange(len(parts) - 2)
+    terms, _, result = columns[wrong].partition("=")
+    value, digits = int(result), terms.split("+")
+    if len(digits) == 3 and rng.random() < 0.5:
+        columns[wrong] = f"{'+'.join(digits[:2])}={value - 1}"
+    else:
+        columns[wrong] = f"{terms}={value // 10 * 10 + (value + rng.randint(1, 9)) % 10}"
+    results = [column.partition("=")[2] for column in columns]
+    total = results[-1] + "".join(each[-1] for each in reversed(results[:-1]))
+    return [*columns, "####", total], [i != wrong for i in range(len(columns))] + [True, False]
+
+
+def _operands(row: dict[str, Any]) -> tuple[int, int]:
+    a, b = row["prompt"][0]["content"].removesuffix("=?").split("+")
+    return int(a), int(b)
 
 
 def question(a: int, b: int) -> str:

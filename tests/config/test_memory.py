@@ -124,6 +124,25 @@ def test_the_reward_model_has_no_output_layer_and_its_own_sizes(tmp_path: Path) 
     assert offloads.host["offloaded"] == pytest.approx(weights / 4 / GIB)
 
 
+def test_a_retrained_reward_model_has_gradients_and_states(tmp_path: Path) -> None:
+    """Four ranks hold a quarter of the weights in fp32, their gradients and two moments; a checkpoint copies them."""
+    scorer = tmp_path / "scorer"
+    scorer.mkdir()
+    (scorer / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": 4}))
+    iterative = ("recipe=deepseekmath_iterative", f"reward_model.model.path={scorer}")
+    found = plan(tmp_path, *iterative)["reward_model"]
+    weights = (4 * LAYER + MATRIX + 8) * 4 / 4
+    parts = numbers(found)
+    assert parts["weights"] == weights
+    assert parts["gradients"] == weights
+    assert parts["optimizer"] == 2 * weights
+    assert found.host["a copy for a checkpoint"] * GIB == pytest.approx(3 * weights)
+    never = plan(tmp_path, *iterative, "reward_model.retrain.freq=-1")["reward_model"]
+    assert "optimizer" not in never.parts
+    offloads = plan(tmp_path, *iterative, "reward_model.retrain.optimizer_offload=true")["reward_model"]
+    assert offloads.host["offloaded"] * GIB == pytest.approx(2 * weights)
+
+
 def test_a_reward_model_of_unknown_sizes_is_left_out(tmp_path: Path) -> None:
     assert "reward_model" not in plan(tmp_path, "reward_model.enable=true", "reward_model.model.path=some/model")
 

@@ -70,9 +70,9 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def weights(folder: Path) -> dict[str, Any]:
-    """The digests of all files of the last checkpoint's roles, and the exported policy."""
+    """The digests of the tensors in the last checkpoint, by role and file, and the exported policy."""
     files = json.loads((folder / "global_step_4" / "manifest.json").read_text())["files"]
-    roles = {name: digest for name, digest in files.items() if name.startswith(("actor/", "ref/", "reward_model/"))}
+    roles = {name: digest for name, digest in files.items() if name.endswith(".distcp")}
     assert {name.partition("/")[0] for name in roles} == {"actor", "ref", "reward_model"}
     return roles | {"policy": (folder / "huggingface" / "model.safetensors").read_bytes()}
 

@@ -14,6 +14,7 @@ from grpo_dist.data.chat_rows import Chat, load_chats
 from grpo_dist.data.chat_tokens import chat_batch, tokenize_chats
 from grpo_dist.data.preference_tokens import preference_batch, tokenize_preferences
 from grpo_dist.data.preferences import LabelledSteps, Pair, load_preferences
+from grpo_dist.data.step_tokens import StepForm
 from grpo_dist.data.tokenize import load_tokenizer
 from grpo_dist.engines.settings import LabelSettings, PreferenceSettings, SFTSettings, TrainingSettings
 from grpo_dist.errors import ConfigError, DataError
@@ -106,7 +107,8 @@ def load_rows(config: SupervisedConfig, model: ModelFolder) -> tuple[Rows, list[
 
 
 def _tokenizing_preferences(config: RewardModelTrainingConfig, model: ModelFolder) -> Tokenize:
-    return functools.partial(tokenize_preferences, max_length=config.data.max_length)
+    form = StepForm(config.data.step_separator, config.data.step_tag)
+    return functools.partial(tokenize_preferences, max_length=config.data.max_length, form=form)
 
 
 def _tokenizing_chats(config: SFTConfig, model: ModelFolder) -> Tokenize:

@@ -57,7 +57,7 @@ def make_config(run_dir: Path, *overrides: str) -> RunConfig:
 
 
 def make_roles() -> Any:
-    return SimpleNamespace(actor=Ranks(), ref=Ranks(), critic=Ranks(), reward=None)
+    return SimpleNamespace(actor=Ranks(), ref=Ranks(), critic=Ranks(), reward_model=Ranks(), reward=None)
 
 
 def save(config: RunConfig, *, step: int = 4, ref: bool = False) -> Path:
@@ -98,8 +98,12 @@ def test_what_went_in_comes_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("exact_kl", [False, True])
 @pytest.mark.parametrize("moved", [False, True])
 def test_who_loads_what(tmp_path: Path, moved: bool, exact_kl: bool) -> None:
-    """A reference that has never moved is the config's; one that has brings its output layer to the actor."""
+    """A reference that has never moved is the config's; one that has brings its output layer to the actor. Likewise a
+    reward model that was never retrained.
+    """
     folder = save(make_config(tmp_path), ref=moved)
+    if moved:
+        (folder / "reward_model").mkdir()
     resumed = find_resumed(make_config(tmp_path), PROMPTS)
     assert resumed is not None
     roles = make_roles()
@@ -107,6 +111,7 @@ def test_who_loads_what(tmp_path: Path, moved: bool, exact_kl: bool) -> None:
     assert roles.actor.loaded == [str(folder / "actor")]
     assert roles.critic.loaded == [str(folder / "critic")]
     assert roles.ref.loaded == ([str(folder / "ref")] if moved else [])
+    assert roles.reward_model.loaded == ([str(folder / "reward_model")] if moved else [])
     assert roles.actor.head_of is (roles.ref if moved and exact_kl else None)
 
 
@@ -115,6 +120,20 @@ def test_validation_alone_leaves_alone_what_a_run_at_work_writes(tmp_path: Path)
     (tmp_path / "global_step_9.tmp").mkdir()
     assert find_resumed(make_config(tmp_path, "trainer.val_only=true"), PROMPTS) is not None
     assert (tmp_path / "global_step_9.tmp").exists()
+
+
+def test_a_retrained_reward_model_is_the_saved_one(tmp_path: Path) -> None:
+    iterative = ("recipe=deepseekmath_iterative", "reward_model.model.path=builtin:tiny-qwen3")
+    save(make_config(tmp_path, *iterative))
+    other = (iterative[0], f"reward_model.model.path={tmp_path}")
+    (tmp_path / "config.json").write_text("{}")
+    with refuses(CheckpointError, f"reward_model.model.path: builtin:tiny-qwen3 -> {tmp_path}", "another model"):
+        find_resumed(make_config(tmp_path, *other), PROMPTS)
+    with refuses(CheckpointError, "reward_model.retrain.freq: 5 -> 3"):
+        find_resumed(make_config(tmp_path, *iterative, "reward_model.retrain.freq=3"), PROMPTS)
+    again = find_resumed(make_config(tmp_path, *iterative, "reward_model.retrain.micro_batch_size_per_gpu=2"), PROMPTS)
+    assert again is not None
+    assert again.changes == []
 
 
 def test_a_change_of_the_config_is_shown_or_refused(tmp_path: Path) -> None:
