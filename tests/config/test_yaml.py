@@ -62,6 +62,7 @@ def test_there_are_keys_of_all_sections():
     assert "actor_rollout_ref.actor.optim" in section_keys()
     assert set(free_form_keys()) == {
         "actor_rollout_ref.model.override_config",
+        "actor_rollout_ref.ref.model.override_config",
         "critic.model.override_config",
         "actor_rollout_ref.rollout.engine_kwargs.vllm",
         "actor_rollout_ref.rollout.agent.agent_kwargs",
