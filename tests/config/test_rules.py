@@ -303,6 +303,7 @@ def test_hub_names_are_not_looked_up():
         (["reward_model.model.path=some/model"], "reward_model.enable=false"),
         (["critic.model.fsdp_config.optimizer_offload=true"], "critic.model.fsdp_config.optimizer_offload=true"),
         (["trainer.critic_warmup=3"], "trainer.critic_warmup=3"),
+        (["recipe=distill", f"{TEACHER}=builtin:tiny-qwen3", *BUILTIN_SCORER], "reward_model.enable=true"),
         (["recipe=ppo", "critic.enable=false"], "critic.enable=false"),
         ([f"{ROLLOUT}.min_p=0.1"], "rollout.min_p"),
         ([f"{ROLLOUT}.min_tokens=5"], "rollout.min_tokens"),
