@@ -13,7 +13,6 @@ from tests.messages import says
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 BUILTIN_SCORER = ("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
-TEACHER = "actor_rollout_ref.ref.model.path"
 DYNAMIC_CRITIC = ("recipe=ppo", "critic.use_dynamic_bsz=true")
 GPU8 = ("cluster=node8", "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64")
 
@@ -91,23 +90,6 @@ def notes(*overrides):
         (
             [*DYNAMIC_CRITIC, "critic.forward_max_token_len_per_gpu=100"],
             ["critic.forward_max_token_len_per_gpu=100", "128"],
-        ),
-        (["recipe=distill"], [f"{TEACHER}=null", "algorithm.adv_estimator=distill"]),
-        (
-            ["recipe=cispo", f"{TEACHER}=builtin:tiny-qwen3"],
-            [f"{TEACHER}=builtin:tiny-qwen3", f"{ACTOR}.use_kl_loss=false", "algorithm.use_kl_in_reward=false"],
-        ),
-        (
-            [f"{TEACHER}=builtin:tiny-qwen3", "actor_rollout_ref.ref.ref_model_sync_steps=2"],
-            ["actor_rollout_ref.ref.ref_model_sync_steps=2", f"{TEACHER}=builtin:tiny-qwen3", "-1"],
-        ),
-        ([f"{TEACHER}=./nowhere"], [f"{TEACHER}=./nowhere", "folder"]),
-        (
-            [
-                f"{TEACHER}=builtin:tiny-qwen3",
-                "+actor_rollout_ref.ref.model.override_config.max_position_embeddings=100",
-            ],
-            [f"{TEACHER}=builtin:tiny-qwen3", "100 positions", "actor_rollout_ref.ref.model.override_config"],
         ),
         (
             [f"{ROLLOUT}.min_tokens=65"],
@@ -303,7 +285,6 @@ def test_hub_names_are_not_looked_up():
         (["reward_model.model.path=some/model"], "reward_model.enable=false"),
         (["critic.model.fsdp_config.optimizer_offload=true"], "critic.model.fsdp_config.optimizer_offload=true"),
         (["trainer.critic_warmup=3"], "trainer.critic_warmup=3"),
-        (["recipe=distill", f"{TEACHER}=builtin:tiny-qwen3", *BUILTIN_SCORER], "reward_model.enable=true"),
         (["recipe=ppo", "critic.enable=false"], "critic.enable=false"),
         ([f"{ROLLOUT}.min_p=0.1"], "rollout.min_p"),
         ([f"{ROLLOUT}.min_tokens=5"], "rollout.min_tokens"),
@@ -385,17 +366,6 @@ def test_the_exact_kl_needs_an_output_layer_without_factors():
     says(told, f"{ACTOR}.kl_loss_type=full", lora[1], "low_var_kl", "lm_head out")
     load(*lora)
     load(*lora, f"{ACTOR}.kl_loss_type=full", "actor_rollout_ref.model.exclude_modules=[lm_head]")
-
-
-def test_with_lora_a_teacher_is_a_reference_of_its_own():
-    lora = ("actor_rollout_ref.model.lora_rank=2",)
-    assert load(*lora).actor_is_reference
-    taught = load(*lora, f"{TEACHER}=builtin:tiny-qwen3")
-    assert (taught.actor_is_reference, taught.needs_reference_workers) == (False, True)
-    moves = (f"{TEACHER}=builtin:tiny-qwen3", "actor_rollout_ref.ref.ref_model_sync_steps=2")
-    message = refused(*lora, *moves)
-    says(message, TEACHER)
-    assert "factors" not in message
 
 
 def test_a_critic_comes_with_gae_and_gae_without_one():
