@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 4
 SETTINGS = (
     "recipe=distill",
+    "data=arithmetic",
     "data.train_batch_size=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "actor_rollout_ref.rollout.n=2",
