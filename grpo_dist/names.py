@@ -18,7 +18,8 @@ GROUP_ADV_ESTIMATORS = (
     "reinforce_plus_plus_baseline",
 )
 # ... and all estimators.
-ADV_ESTIMATORS = (*GROUP_ADV_ESTIMATORS, "reinforce_plus_plus", "remax", "gae")
+ADV_ESTIMATORS = (*GROUP_ADV_ESTIMATORS, "reinforce_plus_plus", "remax", "gae", "distill")
+SCORELESS_ADV_ESTIMATORS = ("distill",)  # those that only the KL penalty trains, not the scores
 SAMPLED_KL_TYPES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 KL_LOSS_TYPES = (*SAMPLED_KL_TYPES, *(f"{name}+" for name in SAMPLED_KL_TYPES), "full")
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
@@ -39,8 +40,10 @@ ROLLOUT_ENGINES = ("vllm",)
 AGENT_LOOPS = ("single_turn_agent",)
 TOKEN_SELECTING_LOSSES = ("clip_cov", "kl_cov")  # select tokens over the whole batch, before the update
 SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")  # published as a mean over sequences
-# The reward functions that return the score of the reward model, and a weighted sum of others.
+# The reward functions that return the score of the reward model, a weighted sum of others, and the built-in scorer's
+# score where a row has what that needs.
 REWARD_MODEL_FUNCTION, WEIGHTED_FUNCTION = "grpo_dist.rewards.reward_model", "grpo_dist.rewards.weighted"
+OPTIONAL_FUNCTION = "grpo_dist.rewards.optional"
 # In `extra_info`: the score of the reward model, and whether the conversation was cut for it (1 or 0).
 RM_SCORE, RM_CLIPPED = "rm_score", "rm_clipped"
 RM_STEP_SCORES = "rm_step_scores"  # there too: the score of each step, by a process reward model

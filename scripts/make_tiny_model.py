@@ -11,6 +11,7 @@ then: enough for GRPO to find out that showing the work pays. Takes a few minute
 and library versions give the same bytes.
 
 usage: python scripts/make_tiny_model.py OUT_DIR
+       python scripts/make_tiny_model.py OUT_DIR --layers 2 --hidden-size 64        a model of another size, likewise
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ CHAT_TEMPLATE = """\
 {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
+LAYERS, HIDDEN_SIZE = 3, 128
 MAX_LENGTH = 512  # positions; a question with its worked answer takes 65
 SEED = 0
 BATCH_SIZE, STEPS, WARMUP_STEPS = 64, 700, 50
@@ -83,13 +85,15 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, *, layers: int = LAYERS, hidden_size: int = HIDDEN_SIZE
+) -> Qwen3ForCausalLM:
     """The untrained model, float32."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
@@ -237,12 +241,15 @@ def main(argv: list[str]) -> int:
     """Make the model in OUT_DIR and print what it can do."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_dir", type=Path)
-    out_dir: Path = parser.parse_args(argv).out_dir
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--hidden-size", type=int, default=HIDDEN_SIZE)
+    found = parser.parse_args(argv)
+    out_dir: Path = found.out_dir
     torch.set_num_threads(1)  # sums in another order would give other bytes
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+    model = make_model(tokenizer, layers=found.layers, hidden_size=found.hidden_size)
     print(f"{model.num_parameters():,} parameters, vocabulary {len(tokenizer)}")
     warm_start(model, tokenizer)
     model.eval()

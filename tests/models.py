@@ -85,6 +85,23 @@ def builtin_reward_model(folder: Path, template: str | None = OTHER_TEMPLATE) ->
     return str(folder)
 
 
+def another_builtin_model(folder: Path, **changes: object) -> str:
+    """A random model of another size with the built-in model's tokens, on disk."""
+    import transformers
+
+    policy = resolve_model_path("builtin:tiny-qwen3")
+    sizes = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+    }
+    path = random_model("Qwen3", folder, **(sizes | changes))
+    transformers.AutoTokenizer.from_pretrained(policy).save_pretrained(path)
+    return path
+
+
 def random_batch(num_groups: int, n: int, seed: int = 0) -> DataProto:
     """Groups of ragged responses with every column an update needs."""
     rng = np.random.default_rng(seed)

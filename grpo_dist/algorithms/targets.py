@@ -1,7 +1,7 @@
 """From scores and log-probs to what the update trains on. Everything here sees the whole batch at once.
 
 response_mask        less truncated responses (`mask_truncated`) and rejected ones (`rollout_correction`)
-token_level_rewards  = scores - kl_coef * KL(policy || reference), token by token (`kl_penalty`)
+token_level_rewards  = scores - kl_coef * KL(policy || reference), token by token (`kl_penalty`); distill: no scores
 advantages, returns  by the estimator; advantages are 0 on tokens of low entropy (`top_entropy_quantile`)
 rollout_is_weights   importance weights against the sampler (`rollout_correction`)
 selected_tokens      what clip_cov and kl_cov treat apart
@@ -20,6 +20,7 @@ from grpo_dist.algorithms.advantage import ADVANTAGE, compute_advantage
 from grpo_dist.algorithms.correction import compute_rollout_correction
 from grpo_dist.algorithms.kl import kl_penalty
 from grpo_dist.algorithms.policy_loss import token_selection
+from grpo_dist.names import SCORELESS_ADV_ESTIMATORS
 
 # Keeps the explained variance finite where all returns are equal; verl's value.
 EXPLAINED_EPS = 1e-5
@@ -113,6 +114,8 @@ def compute_targets(
             old_log_probs=old, rollout_log_probs=rollout, response_mask=mask, **settings.rollout_correction
         )
     rewards = columns["token_level_scores"].float()
+    if settings.adv_estimator in SCORELESS_ADV_ESTIMATORS:
+        rewards = torch.zeros_like(rewards)
     if settings.kl_penalty is not None:
         kl = kl_penalty(settings.kl_penalty, old, columns["ref_log_probs"])
         rewards = rewards - kl_coef * kl.where(mask > 0, 0.0)

@@ -42,6 +42,7 @@ _SYNONYMS = {
     "report_to": ("trainer.logger",),
     "rollout_batch_size": ("data.train_batch_size",),
     "save_steps": ("trainer.save_freq",),
+    "teacher_model_name_or_path": ("actor_rollout_ref.ref.model.path",),
     "scale_rewards": ("algorithm.norm_adv_by_std_in_grpo",),
     "warmup_ratio": ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", "optim.lr_warmup_steps_ratio"),
 }

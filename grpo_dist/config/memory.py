@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from grpo_dist.config.model_shape import ModelShape, model_config_at_hand, model_shape
+from grpo_dist.config.model_shape import ModelShape, model_config_at_hand, model_shape, reference_shape
 from grpo_dist.config.placement import placement
 from grpo_dist.config.rank_memory import PROCESS_GIB, MiniBatch, Parts, Rank, pass_tokens
 from grpo_dist.config.schema import RunConfig
@@ -56,7 +56,7 @@ def memory_estimate(
 ) -> list[RoleMemory] | None:
     """Memory of one process of each role; None if the policy's sizes are unknown.
 
-    The reward model and the critic are left out if their config.json is not on this machine.
+    A teacher, the reward model and the critic are left out if their config.json is not on this machine.
 
     Args:
         config: the run's config.
@@ -68,8 +68,8 @@ def memory_estimate(
         return None
     place = placement(config)
     roles = [_actor(config, shape, place.actor_world_size), _rollout(config, shape, place.tensor_parallel)]
-    if place.ref_world_size:
-        roles.append(_reference(config, shape, place.ref_world_size))
+    if place.ref_world_size and (reference := reference_shape(config, shape)) is not None:
+        roles.append(_reference(config, reference, place.ref_world_size))
     if place.reward_model_world_size and (reward_model := _reward_model(config, place.reward_model_world_size)):
         roles.append(reward_model)
     if place.critic_world_size and (critic := _critic(config, place.critic_world_size)):
@@ -93,7 +93,7 @@ def _actor(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
     if config.trainer.val_only:  # then there are neither gradients nor states
         states, peak = 0.0, {"weights": rank.weights}
     if roles.actor.use_kl_loss and roles.actor.kl_loss_type == "full":
-        peak["reference's output layer"] = shape.matrix * rank.compute
+        peak["reference's output layer"] = (reference_shape(config, shape) or shape).matrix * rank.compute
     rollout = roles.rollout
     limit = roles.actor.log_prob_max_token_len(rollout)
     forward = rank.forward(*pass_tokens(config, rollout.log_prob_micro_batch_size_per_gpu, limit))

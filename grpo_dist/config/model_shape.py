@@ -14,6 +14,7 @@ from grpo_dist.assets.paths import expanded, is_folder
 from grpo_dist.errors import ConfigError
 
 if TYPE_CHECKING:
+    from grpo_dist.config.schema import RunConfig
     from grpo_dist.config.schema_roles import ModelConfig
     from grpo_dist.config.schema_supervised import SFTModelConfig
 
@@ -125,6 +126,15 @@ def model_shape(model_config: Mapping[str, Any], num_parameters: int = 0) -> Mod
         largest=max(vocabulary * hidden, hidden * width, 2 * experts * hidden * expert_width),
         counted=num_parameters,
     )
+
+
+def reference_shape(config: RunConfig, policy: ModelShape) -> ModelShape | None:
+    """Sizes of the reference: those of the policy, or of a teacher, None if they are unknown."""
+    model = config.actor_rollout_ref.ref.model
+    if model.path is None:
+        return policy
+    found = model_config_at_hand(model.path)
+    return None if found is None else model_shape({**found, **model.override_config})
 
 
 def num_experts(text: Mapping[str, Any]) -> int:

@@ -136,6 +136,13 @@ def _reward(config: RunConfig) -> Iterator[str]:
     """Notes on keys of the reward that have no effect."""
     if config.reward_model.model.path is not None and not config.reward_model.enable:
         yield "reward_model.model.path has no effect while reward_model.enable=false"
+    scored = {
+        "reward_model.enable": config.reward_model.enable,
+        "reward.overlong_buffer.enable": config.reward.overlong_buffer.enable,
+    }
+    for key in (key for key, is_set in scored.items() if is_set and not config.trains_on_scores):
+        estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+        yield f"{key}=true trains nothing with {estimator}: only the KL does"
     if config.custom_reward_function.path is None and config.custom_reward_function.reward_kwargs:
         yield "custom_reward_function.reward_kwargs has no effect while custom_reward_function.path is null"
 

@@ -198,7 +198,9 @@ def _placement_rows(config: RunConfig) -> Rows:
         ),
     ]
     if place.ref_world_size:
-        rows.append(("ref", f"{many(place.ref_world_size, 'rank')}, {ref.resolved_dtype(config.default_dtype)}"))
+        teacher = f", {config.actor_rollout_ref.ref.model.path}" if config.has_teacher else ""
+        dtype = ref.resolved_dtype(config.default_dtype)
+        rows.append(("ref", f"{many(place.ref_world_size, 'rank')}, {dtype}{teacher}"))
     elif config.needs_reference:
         rows.append(("ref", "not started: the actor without its LoRA adapters is the reference"))
     else:

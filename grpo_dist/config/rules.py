@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from grpo_dist.assets import BUILTIN, CRITIC_KEY, POLICY_KEY, REWARD_MODEL_KEY, resolve_model_path
+from grpo_dist.assets import BUILTIN, CRITIC_KEY, POLICY_KEY, REWARD_MODEL_KEY, TEACHER_KEY, resolve_model_path
 from grpo_dist.assets.paths import expanded, is_file, is_folder
 from grpo_dist.config.data_files import DataFileProblem, parse_data_file
 from grpo_dist.config.model_rules import max_positions, model_problems
@@ -142,6 +142,30 @@ def the_critic_fits(config: RunConfig) -> Iterator[Problem]:
         yield problem_between(config, why, CRITIC_KEY, "data.max_prompt_length", "data.max_response_length")
 
 
+def the_teacher_is_of_use(config: RunConfig) -> Iterator[Problem]:
+    """A teacher is what the KL compares with, it stands still, and it reads the longest sequence."""
+    ref, estimator, kl = config.actor_rollout_ref.ref, "algorithm.adv_estimator", f"{_ACTOR}.use_kl_loss"
+    if not config.trains_on_scores and ref.model.path is None:
+        why = "the KL to a teacher is all that trains the policy; name the teacher: a folder, or a model of the hub"
+        yield problem_between(config, why, TEACHER_KEY, estimator)
+    if ref.model.path is None:
+        return
+    if not config.needs_reference:
+        why = "without a KL nothing is compared with the teacher; set one of the two to true, or leave the path out"
+        yield problem_between(config, why, TEACHER_KEY, kl, "algorithm.use_kl_in_reward")
+    if ref.ref_model_sync_steps > 0:
+        why = "a teacher does not move towards the policy; set the first to -1, or leave the path out"
+        yield problem_between(config, why, "actor_rollout_ref.ref.ref_model_sync_steps", TEACHER_KEY)
+    positions = max_positions({**(model_config_at_hand(ref.model.path) or {}), **ref.model.override_config})
+    if positions is not None and config.max_model_len > positions[1]:
+        why = (
+            f"the teacher has {positions[1]} positions ({positions[0]} in its config.json), and sequences may have "
+            f"{config.max_model_len} tokens; lower a length, or extend the positions with "
+            "actor_rollout_ref.ref.model.override_config"
+        )
+        yield problem_between(config, why, TEACHER_KEY, "data.max_prompt_length", "data.max_response_length")
+
+
 def gdpo_sees_the_whole_reward(config: RunConfig) -> Iterator[Problem]:
     """The estimator compares the components of the reward, and nothing that is no component."""
     algorithm, estimator = config.algorithm, "algorithm.adv_estimator"
@@ -194,9 +218,9 @@ def prompts_are_sampled_for_use(config: RunConfig) -> Iterator[Problem]:
 
 
 def lora_reference_stands_still(config: RunConfig) -> Iterator[Problem]:
-    """With LoRA the reference is the model without its factors, which cannot move."""
+    """With LoRA the reference is the model without its factors, which cannot move; or a teacher."""
     model, ref = config.actor_rollout_ref.model, config.actor_rollout_ref.ref
-    if model.lora_rank and ref.ref_model_sync_steps > 0:
+    if model.lora_rank and ref.ref_model_sync_steps > 0 and not config.has_teacher:
         why = "with LoRA the reference is the model without its factors and cannot move; set it to -1"
         yield problem_between(
             config, why, "actor_rollout_ref.ref.ref_model_sync_steps", "actor_rollout_ref.model.lora_rank"
@@ -308,6 +332,8 @@ def model_folders_exist(config: RunConfig) -> Iterator[Problem]:
         paths[REWARD_MODEL_KEY] = config.reward_model.model.path
     if config.needs_critic:
         paths[CRITIC_KEY] = config.critic.model.path
+    if (teacher := config.actor_rollout_ref.ref.model.path) is not None:
+        paths[TEACHER_KEY] = teacher
     for key, path in paths.items():
         yield from model_folder_exists(key, path)
 
@@ -362,6 +388,7 @@ RULES: tuple[Rule, ...] = (
     reward_model_is_named,
     the_reward_model_is_retrained_on_labels,
     the_critic_fits,
+    the_teacher_is_of_use,
     prompts_are_sampled_for_use,
     over_sampling_ends_one_batch,
     the_reference_moves_between_batches,

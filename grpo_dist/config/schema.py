@@ -31,8 +31,10 @@ from grpo_dist.config.schema_models import CriticConfig, RewardModelConfig
 from grpo_dist.config.schema_roles import ActorRolloutRefConfig, Colocation
 from grpo_dist.names import (
     ADV_ESTIMATORS,
+    OPTIONAL_FUNCTION,
     REWARD_MODEL_FUNCTION,
     SAMPLED_KL_TYPES,
+    SCORELESS_ADV_ESTIMATORS,
     TOKEN_SELECTING_LOSSES,
     WEIGHTED_FUNCTION,
 )
@@ -197,8 +199,13 @@ class RunConfig(JobConfig):
 
     @property
     def needs_reference_workers(self) -> bool:
-        """Whether reference workers are started: not with LoRA."""
-        return self.needs_reference and self.actor_rollout_ref.model.lora_rank == 0
+        """Whether reference workers are started: with LoRA only for a teacher."""
+        return self.needs_reference and (self.has_teacher or self.actor_rollout_ref.model.lora_rank == 0)
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the reference is another model than the one that the policy starts from."""
+        return self.actor_rollout_ref.ref.model.path is not None
 
     @property
     def actor_is_reference(self) -> bool:
@@ -216,9 +223,17 @@ class RunConfig(JobConfig):
         return self.algorithm.adv_estimator == "gae" if self.critic.enable is None else self.critic.enable
 
     @property
+    def trains_on_scores(self) -> bool:
+        """Whether scores are a part of what trains the policy; else they are only recorded."""
+        return self.algorithm.adv_estimator not in SCORELESS_ADV_ESTIMATORS
+
+    @property
     def reward_function(self) -> str | None:
-        """Path of the reward function: null means the reward model's score, or without one the built-in scorers."""
-        return self.custom_reward_function.path or (REWARD_MODEL_FUNCTION if self.reward_model.enable else None)
+        """Path of the reward function: null means the reward model's score, or without one the built-in scorers; where
+        scores do not train, for rows that these can score.
+        """
+        built_in = None if self.trains_on_scores else OPTIONAL_FUNCTION
+        return self.custom_reward_function.path or (REWARD_MODEL_FUNCTION if self.reward_model.enable else built_in)
 
     @property
     def reward_paths(self) -> tuple[str | None, ...]:
@@ -230,8 +245,10 @@ class RunConfig(JobConfig):
 
     @property
     def needs_ground_truth(self) -> bool:
-        """Whether every row must have a ground truth: not where a model scores, unless a built-in scorer does too."""
-        return not self.reward_model.enable or None in self.reward_paths
+        """Whether every row must have a ground truth: not where a model scores or no score trains, unless a built-in
+        scorer is asked for.
+        """
+        return (self.trains_on_scores and not self.reward_model.enable) or None in self.reward_paths
 
     @property
     def rollout_is(self) -> Literal["token", "sequence"] | None:

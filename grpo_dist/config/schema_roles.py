@@ -244,9 +244,18 @@ class RolloutConfig(Section):
         return device == "cpu" if self.deterministic is None else self.deterministic
 
 
+class RefModelConfig(Section):
+    """`actor_rollout_ref.ref.model`: a teacher, in the place of the policy's own start."""
+
+    path: Text | None
+    trust_remote_code: bool
+    override_config: dict[str, Any]
+
+
 class RefConfig(Section):
     """`actor_rollout_ref.ref`: the frozen reference."""
 
+    model: RefModelConfig
     log_prob_micro_batch_size_per_gpu: Count
     log_prob_use_dynamic_bsz: bool | None
     log_prob_max_token_len_per_gpu: Count | None

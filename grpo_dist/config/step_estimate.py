@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from grpo_dist.config.model_shape import ModelShape, model_config_at_hand, model_shape
+from grpo_dist.config.model_shape import ModelShape, model_config_at_hand, model_shape, reference_shape
 from grpo_dist.config.placement import Placement, placement
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import FSDPConfig
@@ -56,9 +56,9 @@ def step_estimate(config: RunConfig, model_config: Mapping[str, Any] | None) -> 
         return None
     place, work = placement(config), _Work(config, shape)
     phases = {"generation": work.generation(place), "update": work.update(place)}
-    if config.needs_reference:
+    if config.needs_reference and (reference := reference_shape(config, shape)) is not None:
         ranks, ref = place.ref_world_size or place.actor_world_size, config.actor_rollout_ref.ref
-        phases["reference"] = work.log_probs(ranks, ref.log_prob_micro_batch_size_per_gpu)
+        phases["reference"] = _Work(config, reference).log_probs(ranks, ref.log_prob_micro_batch_size_per_gpu)
     if config.needs_old_log_probs:
         size = config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
         phases["old log-probs"] = work.log_probs(place.actor_world_size, size)

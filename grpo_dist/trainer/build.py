@@ -12,7 +12,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from grpo_dist.assets import CRITIC_KEY, POLICY_KEY, REWARD_MODEL_KEY
+from grpo_dist.assets import CRITIC_KEY, POLICY_KEY, REWARD_MODEL_KEY, TEACHER_KEY
 from grpo_dist.config.node_layout import slots
 from grpo_dist.config.placement import Placement, placement
 from grpo_dist.config.schema import RunConfig
@@ -91,12 +91,7 @@ class Workers(RoleProcesses):
         config, place = self.config, self.place
         groups = self.groups
         if config.trainer.nnodes > 1:
-            of_policy = [group for role, group in groups.items() if role not in ("reward_model", "critic")]
-            await find_model(of_policy, config.actor_rollout_ref.model.path, POLICY_KEY)
-            if "reward_model" in groups and config.reward_model.model.path is not None:
-                await find_model([groups["reward_model"]], config.reward_model.model.path, REWARD_MODEL_KEY)
-            if "critic" in groups:
-                await find_model([groups["critic"]], config.critic.model.path, CRITIC_KEY)
+            await self._find_models()
         restarts = RestartBudget(config.trainer.max_worker_restarts)
         roles = Roles(
             ActorGroup(groups["actor"]),
@@ -125,7 +120,23 @@ class Workers(RoleProcesses):
             others.append(roles.critic.start(critic_settings(config, place, num_steps)))
         footprints, *_ = await asyncio.gather(starting, *others)
         roles.rollout.note_started(footprints)
+        if roles.ref is not None and config.has_teacher and objective_settings(config).exact_kl:
+            await roles.actor.take_reference_head(roles.ref)
         return roles
+
+    async def _find_models(self) -> None:
+        """Find or download every model once per node."""
+        config, groups = self.config, self.groups
+        beside = {
+            "ref": (config.actor_rollout_ref.ref.model.path, TEACHER_KEY),
+            "reward_model": (config.reward_model.model.path, REWARD_MODEL_KEY),
+            "critic": (config.critic.model.path, CRITIC_KEY),
+        }
+        of_policy = [group for role, group in groups.items() if role not in beside or beside[role][0] is None]
+        await find_model(of_policy, config.actor_rollout_ref.model.path, POLICY_KEY)
+        for role, (path, key) in beside.items():
+            if role in groups and path is not None:
+                await find_model([groups[role]], path, key)
 
     def shutdown(self) -> None:
         """Stop the engines politely, then end every process."""
@@ -153,7 +164,8 @@ def restore_roles(config: RunConfig, roles: Roles, resumed: Resumed | None) -> d
     """
     if resumed is None:
         return {}
-    return run(load_checkpoint(resumed, roles, exact_kl=objective_settings(config).exact_kl))
+    exact_kl = objective_settings(config).exact_kl
+    return run(load_checkpoint(resumed, roles, exact_kl=exact_kl, has_teacher=config.has_teacher))
 
 
 def build_trainer(

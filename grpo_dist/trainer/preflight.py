@@ -22,6 +22,7 @@ from grpo_dist.trainer.named_code import import_reward, resolve_names
 from grpo_dist.trainer.reward_model_check import check_conversations, check_reward_model
 from grpo_dist.trainer.run_lock import check_run_dir
 from grpo_dist.trainer.run_prompts import Prompts, load_run_prompts, model_setting, read_prompts, total_steps
+from grpo_dist.trainer.teacher_check import check_teacher
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
                 critic = check_critic(config, model, weights=not (rehearsal and is_on_the_hub(path)))
                 head = "its head is trained on" if "score.weight" in critic.shapes else "it gets a new head"
                 tell(f"critic: {path}: {describe_model(critic)}{f'; {head}' if critic.shapes else ''}")
+    _check_reference(config, model, checks, tell, rehearsal=rehearsal)
     with checks:
         ready = _check_data(config, model)
         if ready is not None:
@@ -91,6 +93,18 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
     checks.end()
     assert ready is not None
     return ready
+
+
+def _check_reference(
+    config: RunConfig, policy: ModelFolder | None, checks: Checks, tell: Callable[[str], None], *, rehearsal: bool
+) -> None:
+    """Check the teacher, if there is one and the policy was found."""
+    path = config.actor_rollout_ref.ref.model.path
+    if path is None or policy is None:
+        return
+    with checks:
+        teacher = check_teacher(config, policy, weights=not (rehearsal and is_on_the_hub(path)))
+        tell(f"teacher: {path}: {describe_model(teacher)}")
 
 
 def check_model(config: RunConfig, *, weights: bool = True) -> ModelFolder:

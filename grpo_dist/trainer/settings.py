@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grpo_dist.algorithms.kl_control import KLController
 from grpo_dist.algorithms.targets import TargetSettings
-from grpo_dist.assets import CRITIC_KEY, REWARD_MODEL_KEY
+from grpo_dist.assets import CRITIC_KEY, REWARD_MODEL_KEY, TEACHER_KEY, TEACHER_SECTION
 from grpo_dist.config.placement import Placement
 from grpo_dist.config.schema import KLCtrlConfig, RunConfig
 from grpo_dist.config.schema_models import RetrainConfig
@@ -39,7 +39,7 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
     """What the actor's ranks are built from."""
     actor, rollout, data = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.data
     steps = num_steps * actor.ppo_epochs * (data.train_batch_size // actor.ppo_mini_batch_size)
-    fsdp, lora = actor.fsdp_config, config.actor_rollout_ref.model.lora_rank > 0
+    fsdp = actor.fsdp_config
     model = _model_settings(config, place, fsdp.model_dtype, fsdp.resolved_dtype(config.default_dtype))
     return PolicySettings(
         model=_sharded(model, fsdp),
@@ -55,8 +55,8 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
         train_micro_batch_size=actor.ppo_micro_batch_size_per_gpu,
         train_max_token_len=actor.max_token_len,
         grad_clip=actor.grad_clip,
-        reference_columns=reference_columns(config) if config.needs_reference and lora else (),
-        exact_kl=objective_settings(config).exact_kl,
+        reference_columns=reference_columns(config) if config.actor_is_reference else (),
+        keeps_output_layer=objective_settings(config).exact_kl and not config.has_teacher,
         weight_bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
     )
 
@@ -165,19 +165,28 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
 
 
 def reference_settings(config: RunConfig, place: Placement) -> PolicySettings:
-    """What the reference's ranks are built from: the same model, frozen, held in its compute type or, if it moves by
-    small shares, in fp32.
+    """What the reference's ranks are built from: the same model or a teacher, frozen, held in its compute type or, if
+    it moves by small shares, in fp32.
     """
     ref = config.actor_rollout_ref.ref
     dtype = ref.fsdp_config.resolved_dtype(config.default_dtype)
-    held = ref.weights_dtype(config.default_dtype)
+    model = replace(
+        _model_settings(config, place, ref.weights_dtype(config.default_dtype), dtype),
+        lora=None,
+        param_offload=ref.fsdp_config.param_offload,
+        room=REF_ROOM,
+    )
+    if ref.model.path is not None:
+        model = replace(
+            model,
+            path=ref.model.path,
+            key=TEACHER_KEY,
+            section=TEACHER_SECTION,
+            trust_remote_code=ref.model.trust_remote_code,
+            override_config=ref.model.override_config,
+        )
     return PolicySettings(
-        model=replace(
-            _model_settings(config, place, held, dtype),
-            lora=None,
-            param_offload=ref.fsdp_config.param_offload,
-            room=REF_ROOM,
-        ),
+        model=model,
         device=place.device,
         num_threads=place.num_threads["ref"],
         temperature=config.actor_rollout_ref.rollout.temperature,

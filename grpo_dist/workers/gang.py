@@ -150,7 +150,9 @@ class FrozenGroup(Gang):
 
 
 class ReferenceGroup(FrozenGroup):
-    """The reference model of the KL term. Its weights change only in iterative GRPO (`move_towards`)."""
+    """The reference model of the KL term: the policy's start, or a teacher. Its weights change only in iterative GRPO
+    (`move_towards`).
+    """
 
     async def move_towards(self, actor: ActorGroup, share: float) -> None:
         """Move the weights towards the actor's: share * actor + (1 - share) * reference."""

@@ -1,4 +1,4 @@
-"""Workers that hold a model: the actor and the critic train it; the reference keeps the weights of the start."""
+"""Workers that hold a model: the actor and the critic train it; the reference keeps the weights of its start."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class PolicySettings:
         train_micro_batch_size: sequences per forward and backward pass.
         train_max_token_len: tokens per forward and backward pass; None: the number of sequences is the limit.
         grad_clip: largest gradient norm.
-        exact_kl: whether the loss takes the KL over the vocabulary, and needs the reference's output layer.
+        keeps_output_layer: whether the loss takes the KL over the vocabulary to the model's own start, of whose output
+            layer a copy is kept.
         reference_columns: of the actor with LoRA: what a pass without its factors computes.
         weight_bucket_bytes: size of the pieces in which weights travel, so that no process holds a second whole model.
         engine: the class of the train engine, as `pkg.module:Class`.
@@ -68,7 +69,7 @@ class PolicySettings:
     train_micro_batch_size: int = 0
     train_max_token_len: int | None = None
     grad_clip: float = float("inf")
-    exact_kl: bool = False
+    keeps_output_layer: bool = False
     reference_columns: tuple[str, ...] = ()
     weight_bucket_bytes: int = 256 << 20
     engine: str = FSDP
@@ -140,7 +141,7 @@ class PolicyWorker(Process):
                 grad_clip=settings.grad_clip,
             )
         with self.engine.on_device():  # after the block weights that are offloaded wait on CPU
-            if settings.exact_kl:
+            if settings.keeps_output_layer:
                 # before the first step, and before a checkpoint is read, the policy is the reference
                 self.engine.reference_head = self.engine.output_layer(settings.device)
 

@@ -19,8 +19,8 @@ def outcome(rewards: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 GROUP_RELATIVE = ("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "grpo_process")
-# gdpo and grpo_process have no case: verl has no process supervision, and its gdpo has its own arguments.
-IN_GOLDEN = sorted(set(ADVANTAGE.names()) - {"gdpo", "grpo_process"})
+# Without a case: verl has no process supervision and no estimator of distillation, and its gdpo has its own arguments.
+IN_GOLDEN = sorted(set(ADVANTAGE.names()) - {"gdpo", "grpo_process", "distill"})
 
 
 @pytest.mark.parametrize("case", cases("advantage", tuple(IN_GOLDEN)))
@@ -274,6 +274,20 @@ def test_groups_may_be_interleaved(name: str) -> None:
         name, token_level_rewards=rewards[order], response_mask=mask[order], index=["a", "a", "b", "b"]
     )
     torch.testing.assert_close(mixed[order], sorted_)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "expected"),
+    [(0.0, [-1.0, 2.0, 0.0, -4.0]), (0.5, [-1.0, 0.0, 0.0, -4.0]), (1.0, [-3.0, -2.0, 0.0, -4.0])],
+)
+def test_distill_by_hand(gamma: float, expected: list[float]) -> None:
+    """Rewards -1, 2, 0 and -4, the third on a token of an environment: the return is the advantage, neither centred nor
+    scaled, and what lies between two trained tokens takes no time.
+    """
+    rewards, mask = torch.tensor([[-1.0, 2.0, 0.0, -4.0]]), torch.tensor([[1.0, 1.0, 0.0, 1.0]])
+    found = compute_advantage("distill", token_level_rewards=rewards, response_mask=mask, config={"gamma": gamma})
+    for values in found:
+        torch.testing.assert_close(values, torch.tensor([expected]))
 
 
 @pytest.mark.parametrize("name", ADVANTAGE.names())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets, high_entropy
-from grpo_dist.names import ADV_ESTIMATORS
+from grpo_dist.names import ADV_ESTIMATORS, SCORELESS_ADV_ESTIMATORS
 
 # Two responses to one prompt, 2 and 3 tokens, scores 1 and 0; the second was cut short.
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]], dtype=torch.int8)
@@ -49,6 +49,17 @@ def test_the_metric_of_the_kl_in_the_reward_is_a_mean_over_responses() -> None:
     assert compute_targets(columns, settings, **ROWS)[1]["actor/reward_kl_penalty"] == pytest.approx(0.75)
     masked = TargetSettings("grpo", PLAIN, kl_penalty="k1", mask_truncated=True)
     assert compute_targets(columns, masked, **ROWS)[1]["actor/reward_kl_penalty"] == pytest.approx(0.5)
+
+
+def test_of_distillation_only_the_kl_is_left() -> None:
+    """k1 is 0.5 on every token, and the score of the first response does not count."""
+    settings = TargetSettings("distill", {"gamma": 0.0}, kl_penalty="k1")
+    out, metrics = compute_targets(COLUMNS, settings, **ROWS, kl_coef=2.0)
+    for name in ("token_level_rewards", "advantages"):
+        torch.testing.assert_close(out[name], -1.0 * MASK)
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5)
+    without, _ = compute_targets(COLUMNS, TargetSettings("distill"), **ROWS)
+    assert not without["advantages"].any(), "the loss has the KL then"
 
 
 def test_kl_in_the_reward() -> None:
@@ -230,7 +241,8 @@ def test_the_reward_reaches_every_sampled_token_and_no_other(estimator: str) -> 
     assert noisy[1] == plain[1]
     assert (noisy[0]["advantages"][ENVIRONMENT_MASK == 0] == 0).all()
     whole = compute_targets(environment_columns(-30.0), TargetSettings(estimator, options), **ROWS, **more)[0]
-    assert (whole["advantages"][0][ENVIRONMENT_MASK[0] == 1] > 0).all(), "the first turn is credited too"
+    credited = whole["advantages"][0][ENVIRONMENT_MASK[0] == 1] > 0
+    assert credited.all() != (estimator in SCORELESS_ADV_ESTIMATORS), "the first turn is credited too"
 
 
 def test_a_step_that_ends_in_an_environments_words_credits_the_sampled_tokens_before_it() -> None:

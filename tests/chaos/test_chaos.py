@@ -16,7 +16,7 @@ import pytest
 from tests.chaos.driver import Fault
 from tests.chaos.runs import PREFERENCES, STEPS, STEPS_PER_EPOCH, Outcome, run_command, train
 from tests.messages import says
-from tests.models import builtin_reward_model
+from tests.models import another_builtin_model, builtin_reward_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(3000)]
 MOMENTS = ("idle", "generating", "scoring", "updating", "syncing", "saving")
@@ -108,6 +108,25 @@ def test_matrix_of_the_training_of_a_reward_model(
     faults = [Fault("trained", moment, name, step) for step, moment in enumerate(TRAINING_MOMENTS, 1)]
     outcome = run_command("reward_model", tmp_path / "run", faults, *PREFERENCES)
     judge(outcome, trained_reward_model, faults, table)
+
+
+@pytest.fixture(scope="module")
+def with_teacher(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, list[str]]:
+    """An undisturbed run of distillation from a teacher of another size, and its overrides."""
+    folder = tmp_path_factory.mktemp("taught")
+    teacher = another_builtin_model(folder / "teacher")
+    overrides = ["recipe=distill", "algorithm.adv_estimator=distill", f"actor_rollout_ref.ref.model.path={teacher}"]
+    return train(folder / "run", [], *overrides), overrides
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SIGNALS)
+def test_matrix_of_the_teacher(
+    with_teacher: tuple[Outcome, list[str]], tmp_path: Path, table: list[str], name: str
+) -> None:
+    """Its loss is all that trains the policy; and it is loaded again, since it never changes."""
+    undisturbed, overrides = with_teacher
+    strike("ref", name, tmp_path, table, undisturbed, *overrides)
 
 
 @pytest.fixture(scope="module")

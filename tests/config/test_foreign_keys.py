@@ -87,6 +87,7 @@ def test_keys_without_a_meaning_are_said_once(override: str) -> None:
         ("critic.strategy=megatron", "fsdp or fsdp2"),
         ("critic.model.lora_rank=8", "0"),
         ("critic.megatron.x=1", "critic.strategy=fsdp2"),
+        ("distillation.distillation_loss.loss_mode=k1", "actor_rollout_ref.ref.model.path"),
         ("reward_model.enable_resource_pool=true", "cluster.reward_model_world_size"),
         ("reward_model.reward_manager=mine", "naive or dapo or prime or batch"),
         ("trainer.save_on_sigterm=false", "true"),

@@ -12,7 +12,7 @@ from grpo_dist.config.memory import RoleMemory, memory_estimate
 from grpo_dist.sizes import GIB
 from tests.memory_cells import CELLS, FSDP, MODELS, QUICK, measured, planned, run_config
 
-MODEL = "actor_rollout_ref.model"
+MODEL, TEACHER = "actor_rollout_ref.model", "actor_rollout_ref.ref.model.path"
 # 2 layers of 4 * 8^2 + 3 * 8 * 16 + 2 * 8 = 656 numbers; an embedding and an output layer of 100 * 8, a norm of 8.
 SHAPE = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
          "intermediate_size": 16, "vocab_size": 100, "tie_word_embeddings": False}  # fmt: skip
@@ -145,6 +145,24 @@ def test_a_retrained_reward_model_has_gradients_and_states(tmp_path: Path) -> No
 
 def test_a_reward_model_of_unknown_sizes_is_left_out(tmp_path: Path) -> None:
     assert "reward_model" not in plan(tmp_path, "reward_model.enable=true", "reward_model.model.path=some/model")
+
+
+def test_a_teacher_has_its_own_sizes(tmp_path: Path) -> None:
+    """Its weights on its ranks; on the actor's, a copy of its output layer instead of the policy's."""
+    larger = SHAPE | {"hidden_size": 16, "num_hidden_layers": 4}
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(larger))
+    exact = ("actor_rollout_ref.actor.kl_loss_type=full",)
+    taught = plan(tmp_path, *exact, f"{TEACHER}={tmp_path / 'teacher'}")
+    plain = plan(tmp_path, *exact)
+    layer = "reference's output layer"
+    assert taught["actor"].parts[layer] == pytest.approx(2 * plain["actor"].parts[layer])
+    assert taught["ref"].parts["weights"] > 2 * plain["ref"].parts["weights"]
+    assert taught["rollout"] == plain["rollout"]
+
+
+def test_a_teacher_of_unknown_sizes_is_left_out(tmp_path: Path) -> None:
+    assert "ref" not in plan(tmp_path, f"{TEACHER}=some/model")
 
 
 def test_a_critic_has_all_that_trains_but_no_output_layer(tmp_path: Path) -> None:

@@ -122,6 +122,9 @@ def test_what_runs_side_by_side() -> None:
     assert scored.waiting["actor"] == pytest.approx(1 - (beside + scored.phases["update"]) / scored.total)
     apart = estimate(*scorer, "cluster.reward_model_world_size=1", "cluster.ref_world_size=1")
     assert apart.waiting["reward_model"] == pytest.approx(1 - apart.phases["reward model"] / apart.total)
+    taught = estimate("actor_rollout_ref.ref.model.path=Qwen/Qwen3-8B")
+    assert taught.phases["reference"] > 5 * phases["reference"]
+    assert taught.phases["old log-probs"] == phases["old log-probs"]
     values = ("recipe=ppo", "critic.model.path=Qwen/Qwen3-8B")
     criticised = estimate(*values)
     assert criticised.phases["critic update"] > criticised.phases["values"] > 0

@@ -62,6 +62,7 @@ def test_there_are_keys_of_all_sections():
     assert "actor_rollout_ref.actor.optim" in section_keys()
     assert set(free_form_keys()) == {
         "actor_rollout_ref.model.override_config",
+        "actor_rollout_ref.ref.model.override_config",
         "critic.model.override_config",
         "actor_rollout_ref.rollout.engine_kwargs.vllm",
         "actor_rollout_ref.rollout.agent.agent_kwargs",
@@ -111,8 +112,9 @@ def test_a_key_without_comment_is_seen():
 def test_groups_are_found():
     assert set(GRPO.group_options()) == {"model", "data", "cluster", "recipe"}
     assert "qwen3_8b" in GRPO.group_options()["model"]
-    for command in (REWARD_MODEL, SFT):
-        assert command.group_options() == {"data": ["arithmetic", "files"], "model": ["hf", "tiny"]}
+    judged = ["arithmetic_outcomes", "arithmetic_steps"]
+    for command, more in ((REWARD_MODEL, judged), (SFT, [])):
+        assert command.group_options() == {"data": ["arithmetic", *more, "files"], "model": ["hf", "tiny"]}
 
 
 @EACH

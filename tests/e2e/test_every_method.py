@@ -50,6 +50,7 @@ DOORS = {
 NEEDED = {
     "algorithm.adv_estimator=gdpo": ("algorithm.gdpo_reward_keys=[acc]",),
     "algorithm.adv_estimator=gae": ("critic.enable=false",),
+    "algorithm.adv_estimator=distill": ("actor_rollout_ref.ref.model.path=builtin:tiny-qwen3",),
 }
 CASES = [
     # the i-th name of each door, round and round: every name is there, in company

@@ -16,7 +16,7 @@ from tests.golden import cases
 # Whitening divides by a spread of 0.1 and more.
 WHITENED = 10.0
 # The goldens have none of these; tests/algorithms/test_advantage.py has numbers worked out on paper.
-BY_HAND = {"gdpo", "grpo_process"}
+BY_HAND = {"gdpo", "grpo_process", "distill"}
 
 OPTIONS = st.fixed_dictionaries(
     {

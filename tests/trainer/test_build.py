@@ -71,6 +71,35 @@ def test_engines_that_share_gpus_start_before_the_others(overrides: list[str], f
     assert (replaced.footprint_gib, replaced.kv_cache_memory_gib) == (27.5, 20.25), "what the one before took"
 
 
+@pytest.mark.parametrize(("kl", "asked"), [("full", ["export_output_layer", "load_reference_head"]), ("k2", [])])
+def test_a_teacher_is_found_by_its_own_key_and_brings_its_output_layer(kl: str, asked: list[str]) -> None:
+    log: list[tuple[str, str, Any]] = []
+
+    class Asked(Noted):
+        def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
+            log.append((self.role, method, args))
+            return super().submit(rank, stage, method, *args)
+
+    teacher = "actor_rollout_ref.ref.model.path"
+    config, _ = load_config(
+        [
+            "recipe=distill",
+            f"{teacher}=builtin:tiny-qwen3",
+            f"actor_rollout_ref.actor.kl_loss_type={kl}",
+            "trainer.nnodes=2",
+        ]
+    )
+    workers = Workers.__new__(Workers)
+    workers.config, workers.place = config, placement(config)
+    workers.groups = {role: Asked(role, []) for role in WORKERS if role not in ("reward_model", "critic")}
+    workers.start(num_steps=1)
+    keys = {role: args[1] for role, method, args in log if method == "find_model"}
+    assert keys.pop("ref") == teacher
+    assert set(keys.values()) == {"actor_rollout_ref.model.path"}
+    methods = [method for _, method, _ in log]
+    assert methods[len(methods) - methods[::-1].index("start") :] == asked, "once all have started"
+
+
 @pytest.mark.parametrize(("stage", "result"), [("update", "batch"), ("update_critic", None)])
 def test_engines_give_their_memory_back_before_an_update_begins(stage: str, result: str | None) -> None:
     order: list[str] = []

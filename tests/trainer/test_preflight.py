@@ -28,6 +28,7 @@ from tests.trainer.checkpoints import unverified
 TINY = Path(resolve_model_path("builtin:tiny-qwen3"))
 PATH, REWARD, RUN_DIR = "actor_rollout_ref.model.path", "custom_reward_function.path", "trainer.default_local_dir"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+TEACHER = "actor_rollout_ref.ref.model.path"
 LENGTHS = ("data=arithmetic", "data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2", "data.val_files=null")
 
 
@@ -98,6 +99,20 @@ def test_own_model_rows_reward_and_names_are_right(dry_run, file: Path, model: P
     lines, _ = dry_run(*LENGTHS, f"data.train_files={file}", f"{PATH}={model}", *mine, loop)
     assert "reward: mine.py" in lines
     says(lines, "prompts", 2, 0)
+
+
+def test_for_distillation_prompts_are_enough(dry_run, model: Path, tmp_path: Path) -> None:
+    """And a teacher with other tokens is told of."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1?"}\n{"prompt": "2+2?"}\n')
+    taught = ("recipe=distill", *LENGTHS, "data.train_files=prompts.jsonl")
+    lines, _ = dry_run(*taught, f"{TEACHER}={model}")
+    says(lines, f"teacher: {model}", "qwen3", "35 tensors")
+    assert "reward: grpo_dist.rewards.optional" in lines
+    words = json.loads((model / "tokenizer.json").read_text())
+    words["model"]["vocab"] = {token: 255 - number for token, number in words["model"]["vocab"].items()}
+    (model / "tokenizer.json").write_text(json.dumps(words))
+    _, message = dry_run(*taught, f"{TEACHER}={model}", code=2)
+    says(message, f"{TEACHER}={model}", f"{PATH}=builtin:tiny-qwen3", "tokens")
 
 
 MISTAKES = {

@@ -33,6 +33,7 @@ WEIGHTED = (
     "custom_reward_function.path=grpo_dist.rewards.weighted",
     "custom_reward_function.reward_kwargs={functions: [{path: grpo_dist.rewards.reward_model}, {path: null}]}",
 )
+TAUGHT = ("recipe=distill", "actor_rollout_ref.ref.model.path=builtin:tiny-qwen3")
 
 
 def load(*overrides: str):
@@ -163,9 +164,29 @@ def test_the_roles_get_what_they_need() -> None:
     config = load(f"{ACTOR}.top_entropy_quantile=0.2", f"{ACTOR}.kl_loss_type=full")
     actor, ref = policy_settings(config, placement(config), 10), reference_settings(config, placement(config))
     assert actor.columns == ("old_log_probs", "old_entropies")
-    assert actor.exact_kl
-    assert not ref.exact_kl
+    assert actor.keeps_output_layer
+    assert not ref.keeps_output_layer
     assert ref.optimizer is None
+
+
+@pytest.mark.parametrize("lora", [(), ("actor_rollout_ref.model.lora_rank=2",)])
+def test_a_teacher_is_another_model_beside_any_policy(lora: tuple[str, ...]) -> None:
+    """With LoRA too: the policy without its factors is not the reference then."""
+    teacher = "actor_rollout_ref.ref.model"
+    config = load(
+        *("recipe=distill", f"{teacher}.path=builtin:tiny-qwen3", f"+{teacher}.override_config.rope_theta=5", *lora),
+        "+actor_rollout_ref.model.override_config.attention_dropout=0.5",
+    )
+    place = placement(config)
+    actor, ref = policy_settings(config, place, 10), reference_settings(config, place)
+    assert place.ref_world_size == 1
+    assert not config.actor_is_reference
+    assert (actor.reference_columns, actor.keeps_output_layer) == ((), False), "the teacher sends its own"
+    assert (ref.columns, ref.model.lora, ref.optimizer) == (("ref_hidden_states",), None, None)
+    assert (ref.model.key, ref.model.section) == (f"{teacher}.path", teacher)
+    assert ref.model.override_config == {"rope_theta": 5}
+    assert not ref.model.trust_remote_code
+    assert actor.model.override_config == {"attention_dropout": 0.5}
 
 
 def test_the_reward_model_is_another_model_that_only_runs_forward() -> None:
@@ -213,6 +234,10 @@ def test_the_critic_trains_whole_with_an_optimizer_and_limits_of_its_own() -> No
         (("reward_model.enable=true", SCORER), False, "grpo_dist.rewards.reward_model"),
         (("reward_model.enable=true", SCORER, "custom_reward_function.path=json"), False, "json"),
         (("reward_model.enable=true", SCORER, *WEIGHTED), True, "grpo_dist.rewards.weighted"),
+        (TAUGHT, False, "grpo_dist.rewards.optional"),
+        ((*TAUGHT, "custom_reward_function.path=json"), False, "json"),
+        ((*TAUGHT, *WEIGHTED, "reward_model.enable=true", SCORER), True, "grpo_dist.rewards.weighted"),
+        ((*TAUGHT, "algorithm.adv_estimator=grpo"), True, None),
     ],
 )
 def test_rows_need_a_ground_truth_where_a_built_in_scorer_scores(

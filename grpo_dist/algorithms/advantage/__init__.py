@@ -3,7 +3,7 @@
     outcome.py     one number per response, against its group: grpo (Dr. GRPO), grpo_passk, rloo, opo, gpg
     components.py  several numbers per response, each against its group: gdpo
     process.py     a reward per step: grpo_process
-    returns.py     the rewards that follow a token: reinforce_plus_plus(_baseline), remax, gae
+    returns.py     the rewards that follow a token: reinforce_plus_plus(_baseline), remax, distill, gae
 
 Call them through `compute_advantage`. inputs.py has their one signature, groups.py the statistics of a group.
 """

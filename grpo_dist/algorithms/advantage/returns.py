@@ -41,6 +41,17 @@ def remax(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Te
     return returns - batch.on_tokens(torch.as_tensor(baselines, device=returns.device)), returns
 
 
+@ADVANTAGE.register("distill")
+def distill(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Discounted return to go, as it is: of the KL penalty alone, since scores do not train. arXiv 2306.08543.
+
+    With gamma 0 a token answers for its own distance to the teacher, as the loss `k2` has it; with 1 for all that
+    follow it too, which is the gradient of the KL between whole responses.
+    """
+    returns = discounted_returns(batch.token_level_rewards, batch.response_mask, config["gamma"])
+    return returns, returns
+
+
 @ADVANTAGE.register("gae", needs=("values",))
 def gae(batch: AdvantageInputs, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation, whitened over the tokens of the batch. arXiv 1506.02438.

@@ -29,7 +29,9 @@ CHANGES_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 @dataclass(frozen=True)
 class ReferenceHead:
-    """The reference's output layer: weight (V, H), and bias (V,) or None."""
+    """The reference's output layer: weight (V', H'), and bias (V',) or None. A teacher's hidden size H' may be another
+    than the policy's H, and V' above the policy's V.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -50,7 +52,7 @@ class HeadRequest:
         entropies: whether to compute entropies.
         hidden_states: whether to return the predictors' hidden states, detached.
         reference: the reference's output layer, for the exact KL, or None.
-        reference_states: (M, H), the reference's hidden states, or None.
+        reference_states: (M, H'), the reference's hidden states, or None.
     """
 
     predictors: Tensor
@@ -157,7 +159,7 @@ class _ChunkedHead(torch.autograd.Function):
                 p = log_p.exp()
                 entropies[part] = -(p * log_p).sum(1)
                 if request.reference is not None:
-                    kl[part] = (p * log_p.sub_(_reference_log_softmax(request, part))).sum(1)
+                    kl[part] = (p * log_p.sub_(_reference_log_softmax(request, part, len(weight)))).sum(1)
         ctx.save_for_backward(states, weight, bias, entropies, kl)
         ctx.request, ctx.chunk_tokens = request, chunk_tokens
         kept = any(ctx.needs_input_grad) and request.reference is None  # with a reference, log_p has been overwritten
@@ -203,7 +205,7 @@ def _logits_gradient(ctx: Any, part: slice, grad_log_probs: Tensor, grad_entropi
     if request.entropies:
         factor = factor - grad_entropies.unsqueeze(1) * (log_p + entropies[part].unsqueeze(1))
     if request.reference is not None:
-        difference = log_p.sub_(_reference_log_softmax(request, part)).sub_(kl[part].unsqueeze(1))
+        difference = log_p.sub_(_reference_log_softmax(request, part, len(weight))).sub_(kl[part].unsqueeze(1))
         factor = factor + difference.mul_(grad_kl.unsqueeze(1))
     grad = p.mul_(factor)
     grad.scatter_add_(1, request.targets[part].unsqueeze(1), grad_log_probs.unsqueeze(1))
@@ -221,11 +223,13 @@ def _log_softmax(states: Tensor, weight: Tensor, bias: Tensor | None, temperatur
     return torch.log_softmax(logits, -1)
 
 
-def _reference_log_softmax(request: HeadRequest, part: slice) -> Tensor:
+def _reference_log_softmax(request: HeadRequest, part: slice, vocabulary: int) -> Tensor:
+    """(tokens, vocabulary): among the policy's tokens; the output layer of a teacher may have more rows of padding."""
     head, states = request.reference, request.reference_states
     assert head is not None
     assert states is not None
-    return _log_softmax(states[part].to(head.weight.dtype), head.weight, head.bias, request.temperature)
+    weight, bias = head.weight[:vocabulary], None if head.bias is None else head.bias[:vocabulary]
+    return _log_softmax(states[part].to(weight.dtype), weight, bias, request.temperature)
 
 
 def _add_outer(total: Tensor, grad: Tensor, states: Tensor) -> None:

@@ -108,6 +108,8 @@ def _effective(flat: Flat) -> Flat:
     flat = _without_idle_lora(flat, _MODEL)
     if not flat.get("reward_model.enable"):
         flat = {key: value for key, value in flat.items() if not key.startswith("reward_model.")}
+    if flat.get(f"{_REF}.model.path") is None:
+        flat = {key: value for key, value in flat.items() if not key.startswith(f"{_REF}.model.")}
     if not flat.get(f"{_CRITIC}.enable"):
         unused = (f"{_CRITIC}.", "trainer.critic_warmup")
         flat = {key: value for key, value in flat.items() if not key.startswith(unused)}
@@ -138,6 +140,7 @@ GRPO = ChangeRules(
         f"{_ACTOR}.fsdp_config.defer_grad_sync",
         f"{_REF}.*micro_batch_size_per_gpu",
         f"{_REF}.log_prob_*",
+        f"{_REF}.model.trust_remote_code",
         f"{_REF}.fsdp_config.*offload",
         "reward_model.micro_batch_size_per_gpu",
         "reward_model.use_dynamic_bsz",

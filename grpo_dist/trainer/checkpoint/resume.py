@@ -53,13 +53,16 @@ def find_resumed(config: JobConfig, prompts: Mapping[str, Any]) -> Resumed | Non
     return Resumed(folder, state, changes)
 
 
-async def load_checkpoint(resumed: Resumed, roles: Roles, *, exact_kl: bool) -> dict[str, Group]:
+async def load_checkpoint(
+    resumed: Resumed, roles: Roles, *, exact_kl: bool, has_teacher: bool = False
+) -> dict[str, Group]:
     """Have the actor, the critic, a reference that has moved and a retrained reward model load their shards.
 
     Args:
         resumed: the checkpoint.
         roles: started workers.
         exact_kl: whether the loss needs the reference's output layer.
+        has_teacher: whether the reference is a teacher, which takes the place of one that has moved.
 
     Returns:
         The finished groups of later steps, by uid; none if the config has changed.
@@ -73,7 +76,7 @@ async def load_checkpoint(resumed: Resumed, roles: Roles, *, exact_kl: bool) -> 
         await roles.critic.load_checkpoint(str(folder / "critic"))
     if roles.reward_model is not None and (folder / "reward_model").is_dir():
         await roles.reward_model.load_checkpoint(str(folder / "reward_model"))
-    if roles.ref is not None and (folder / "ref").is_dir():
+    if roles.ref is not None and not has_teacher and (folder / "ref").is_dir():
         await roles.ref.load_checkpoint(str(folder / "ref"))
         if exact_kl:
             await roles.actor.take_reference_head(roles.ref)

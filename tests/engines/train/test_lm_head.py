@@ -78,6 +78,21 @@ def test_values_and_gradients_equal_plain_logits(
         assert largest > 0.1
 
 
+def test_a_teachers_padding_is_left_out() -> None:
+    """Rows of its output layer beyond the policy's vocabulary change nothing, whatever they hold."""
+    x = inputs(torch.float32, False)
+    layer = x["reference"]
+    assert isinstance(layer, ReferenceHead)
+    x["reference"] = ReferenceHead(layer.weight, torch.linspace(-1, 1, V))
+    expected = chunked(x, False, True, 4)
+    expected += gradients(x, expected)
+    rows, more = torch.cat([layer.weight, 9 * torch.ones(6, 8)]), torch.cat([torch.linspace(-1, 1, V), torch.ones(6)])
+    x["reference"] = ReferenceHead(rows, more)
+    found = chunked(x, False, True, 4)
+    for mine, theirs in zip([*found, *gradients(x, found)], expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 @pytest.mark.parametrize("chunk_tokens", [2, 100])
 def test_bf16_inputs_sum_in_float32(chunk_tokens: int) -> None:
     x = inputs(torch.bfloat16, False)

@@ -142,6 +142,13 @@ def reinforce_plus_plus(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     return whiten(returns, batch.masks), returns
 
 
+def distill(batch: Batch, options: Options) -> tuple[Rows, Rows]:
+    """Policy gradient (MiniLLM, arXiv 2306.08543, eq. 3, without its mixing): the return to go, as it is."""
+    rows = zip(batch.rewards, batch.masks, strict=True)
+    returns = [returns_to_go(rewards, mask, options["gamma"]) for rewards, mask in rows]
+    return returns, returns
+
+
 def reinforce_plus_plus_baseline(batch: Batch, options: Options) -> tuple[Rows, Rows]:
     """REINFORCE++-baseline (arXiv 2501.03262): r - mean of the group, whitened over the batch."""
     centred = [score - mean(batch.group_scores(i)) for i, score in enumerate(batch.scores)]
@@ -235,6 +242,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,
+    "distill": distill,
     "gae": gae,
     "grpo_process": grpo_process,
     "gdpo": gdpo,

@@ -87,6 +87,16 @@ def test_a_changed_reward_model_is_told_and_how_it_computes_is_not() -> None:
     assert (idle.shown, idle.refused) == ([], []), "no effect while it is not enabled"
 
 
+def test_another_teacher_is_shown() -> None:
+    """The policy's weights are of use with any; without a teacher its other keys have no effect."""
+    key = "actor_rollout_ref.ref.model"
+    taught, more = f"{key}.path=builtin:tiny-qwen3", f"+{key}.override_config.rope_theta=5"
+    changes = compare_configs(as_dict(), as_dict(taught, more, f"{key}.trust_remote_code=true"))
+    assert (changes.refused, changes.shown[0]) == ([], f"{key}.path: (not set) -> builtin:tiny-qwen3")
+    assert [line.partition(":")[0] for line in changes.shown[1:]] == [f"{key}.override_config.rope_theta"]
+    assert compare_configs(as_dict(), as_dict(more)).shown == []
+
+
 def test_the_keys_of_a_critic() -> None:
     """Some change no result; without a critic none has an effect; and it cannot come or go between two steps."""
     ppo = ("recipe=ppo",)

@@ -115,6 +115,15 @@ def test_who_loads_what(tmp_path: Path, moved: bool, exact_kl: bool) -> None:
     assert roles.actor.head_of is (roles.ref if moved and exact_kl else None)
 
 
+def test_a_teacher_takes_the_place_of_a_reference_that_has_moved(tmp_path: Path) -> None:
+    save(make_config(tmp_path), ref=True)
+    resumed = find_resumed(make_config(tmp_path), PROMPTS)
+    assert resumed is not None
+    roles = make_roles()
+    run(load_checkpoint(resumed, roles, exact_kl=True, has_teacher=True))
+    assert (roles.ref.loaded, roles.actor.head_of) == ([], None)
+
+
 def test_validation_alone_leaves_alone_what_a_run_at_work_writes(tmp_path: Path) -> None:
     save(make_config(tmp_path))
     (tmp_path / "global_step_9.tmp").mkdir()
