@@ -55,6 +55,7 @@ class ModelConfig(Section):
     lora_alpha: PositiveFloat
     target_modules: Annotated[tuple[Text, ...], Names]
     exclude_modules: Annotated[tuple[Text, ...], Names] | None
+    lora_adapter_path: Text | None
     override_config: dict[str, Any]
 
 

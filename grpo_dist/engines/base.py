@@ -314,6 +314,8 @@ class TrainEngine(Protocol):
     def export_hf_model(self, folder: Path, dtype: str) -> None:
         """Write the model and its tokenizer as a Hugging Face folder, in "fp32" or "bf16"; rank 0 writes.
 
+        With LoRA its factors are merged, and are beside it as an adapter in peft's form too, in `lora_adapter`.
+
         Raises:
             CheckpointError: on every rank: the files cannot be written.
         """

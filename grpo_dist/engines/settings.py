@@ -22,12 +22,17 @@ class LoraSettings:
         alpha: scaling = alpha / rank.
         target_modules: "all-linear" (all but the output layer), or names of modules such as "q_proj".
         exclude_modules: names of modules that get no factors.
+        adapter_path: folder of an adapter, from which training goes on; its layers get the factors. "": factors are
+            drawn.
+        base_model: name of the base model in exported adapters; "": its folder.
     """
 
     rank: int
     alpha: float
     target_modules: str | tuple[str, ...]
     exclude_modules: tuple[str, ...] = ()
+    adapter_path: str = ""
+    base_model: str = ""
 
 
 @dataclass(frozen=True)

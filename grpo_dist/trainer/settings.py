@@ -27,6 +27,7 @@ from grpo_dist.engines.settings import (
 )
 from grpo_dist.names import TOKEN_SELECTING_LOSSES
 from grpo_dist.registry import absolute
+from grpo_dist.trainer.checks import is_on_the_hub
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.policy import PolicySettings
 from grpo_dist.workers.reward import OverlongPenalty, RewardSettings
@@ -262,7 +263,14 @@ def lora_settings(model: ModelConfig | SFTModelConfig) -> LoraSettings | None:
     if not model.lora_rank:
         return None
     targets = model.target_modules[0] if model.target_modules == ("all-linear",) else model.target_modules
-    return LoraSettings(model.lora_rank, model.lora_alpha, targets, model.exclude_modules or ())
+    return LoraSettings(
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        target_modules=targets,
+        exclude_modules=model.exclude_modules or (),
+        adapter_path=model.lora_adapter_path or "",
+        base_model=model.path if is_on_the_hub(model.path) else "",
+    )
 
 
 def _model_settings(config: RunConfig, place: Placement, model_dtype: str, compute_dtype: str) -> ModelSettings:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.train.adapter_export import ADAPTER_FOLDER, export_adapter
 from grpo_dist.engines.train.checkpoint import ShardWriter, load_training_state, training_state
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.engines.train.exact_kl import copy_output_layer
@@ -85,5 +86,7 @@ class FSDPWeights:
         load_training_state(folder, self.model, self.optimizer, self.schedule)
 
     def export_hf_model(self, folder: Path, dtype: str) -> None:
-        """See `export_hf_model`."""
+        """See `export_hf_model`; LoRA's factors come beside it."""
         export_hf_model(self.model, self.settings, folder, dtype)
+        if self.settings.lora is not None:
+            export_adapter(self.model, self.settings, folder.with_name(ADAPTER_FOLDER), dtype)

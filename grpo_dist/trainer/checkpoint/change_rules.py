@@ -120,6 +120,7 @@ GRPO = ChangeRules(
         "reward.timeout_s",
         "reward.max_failure_rate",
         f"{_MODEL}.trust_remote_code",
+        f"{_MODEL}.lora_adapter_path",  # the checkpoint has the factors that were made of it
         f"{_MODEL}.use_remove_padding",
         f"{_MODEL}.enable_gradient_checkpointing",
         f"{_ACTOR}.checkpoint.*",
@@ -191,6 +192,7 @@ SUPERVISED = ChangeRules(
         *_HARMLESS,
         "trainer.nccl_timeout",
         "model.trust_remote_code",
+        "model.lora_adapter_path",
         "model.use_remove_padding",
         "model.enable_gradient_checkpointing",
         "checkpoint.*",
