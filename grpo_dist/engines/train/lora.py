@@ -12,11 +12,12 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from grpo_dist.assets import POLICY_SECTION
@@ -145,7 +146,7 @@ def load_factors(model: nn.Module, settings: LoraSettings, section: str) -> None
     setting = f"{section}.lora_adapter_path={settings.adapter_path}"
     with safe_open(expanded(settings.adapter_path) / ADAPTER_WEIGHTS, framework="pt", backend="pread") as file:
         for name, parameter in factors(model):
-            old, value = model.get_parameter(parameter), file.get_tensor(name)
+            old, value = cast(DTensor, model.get_parameter(parameter)), file.get_tensor(name)
             if value.shape != old.shape:
                 raise DataError(
                     f"{setting}: {name} is of shape {tuple(value.shape)}, and of this model {tuple(old.shape)}; the "
@@ -153,7 +154,7 @@ def load_factors(model: nn.Module, settings: LoraSettings, section: str) -> None
                 )
             if not torch.isfinite(value).all():
                 raise DataError(f"{setting}: nan or infinity in {name}; the file is damaged")
-            place(model, parameter, value.to(old.device, old.dtype))
+            place(model, parameter, value.to(old.device_mesh.device_type, old.dtype))
 
 
 def factors(model: nn.Module) -> Iterator[tuple[str, str]]:
