@@ -1,16 +1,19 @@
-"""Training that goes on from a LoRA adapter: rank, alpha and layers are the adapter's."""
+"""LoRA adapters: one that training goes on from decides rank, alpha and layers; engines take some, and not others."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from grpo_dist.assets.adapter_folder import read_adapter_folder
 from grpo_dist.assets.paths import is_folder
-from grpo_dist.config.problems import Problem, shown
+from grpo_dist.config.problems import Problem, problem_between, shown
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import DataError
+from grpo_dist.sizes import ENGINE_LORA_RANKS
 
 ADAPTER_KEY = "lora_adapter_path"
+_MODEL = "actor_rollout_ref.model"
 
 
 def take_adapter(raw: dict[str, Any], section: str, given: Collection[str]) -> tuple[list[Problem], list[str]]:
@@ -52,3 +55,16 @@ def take_adapter(raw: dict[str, Any], section: str, given: Collection[str]) -> t
         "exclude_modules": None,
     }
     return problems, [f"{name} has no effect: the layers with factors are those of {setting}" for name in idle]
+
+
+def engines_take_the_factors(config: RunConfig) -> Iterator[Problem]:
+    """What engines cannot compute with, beside the weights of the model folder."""
+    model = config.actor_rollout_ref.model
+    if not config.sends_factors:
+        return
+    if model.lora_rank > ENGINE_LORA_RANKS[-1]:
+        why = f"engines take ranks up to {ENGINE_LORA_RANKS[-1]}; lower it, or set the second to true"
+        yield problem_between(config, why, f"{_MODEL}.lora_rank", f"{_MODEL}.lora.merge")
+    if "lm_head" in set(model.target_modules) - set(model.exclude_modules or ()):
+        why = "engines get no factors of the output layer; leave lm_head out, or set the second to true"
+        yield problem_between(config, why, f"{_MODEL}.target_modules", f"{_MODEL}.lora.merge")

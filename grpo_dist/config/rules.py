@@ -13,7 +13,7 @@ from pathlib import Path
 
 from grpo_dist.assets import BUILTIN, CRITIC_KEY, POLICY_KEY, POLICY_SECTION, REWARD_MODEL_KEY, resolve_model_path
 from grpo_dist.assets.paths import expanded, is_file, is_folder
-from grpo_dist.config.adapter import ADAPTER_KEY
+from grpo_dist.config.adapter import ADAPTER_KEY, engines_take_the_factors
 from grpo_dist.config.data_files import DataFileProblem, parse_data_file
 from grpo_dist.config.model_rules import max_positions, model_problems
 from grpo_dist.config.model_shape import model_config_at_hand
@@ -341,6 +341,7 @@ RULES: tuple[Rule, ...] = (
     the_reference_moves_between_batches,
     something_to_validate,
     lora_reference_stands_still,
+    engines_take_the_factors,
     exact_kl_has_a_plain_output_layer,
     stopping_rules_have_a_metric,
     overlong_buffer_fits,

@@ -284,6 +284,9 @@ class TrainEngine(Protocol):
         those of the model. Ranks that drop the tensors leave it out, since it holds some of them for a while.
         """
 
+    def lora_factors(self, dtype: str, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+        """With LoRA: the whole factors, factor by factor, under the names of adapters in peft's form."""
+
     def mix_parameters(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
         """Move the weights towards those of another `full_parameters`: w = share * other + (1 - share) * w."""
 

@@ -210,6 +210,7 @@ class EngineSettings:
         free_cache_engine: whether the engine can release its memory until new weights come.
         collective_timeout_s: how long its processes wait for each other, in seconds; None: vLLM's default.
         engine: its name, for `base.rollout_engine`.
+        lora: of the factors that come in place of whole weights; None: whole weights come, with factors merged.
     """
 
     model_path: str
@@ -237,6 +238,7 @@ class EngineSettings:
     free_cache_engine: bool = False
     collective_timeout_s: int | None = None
     engine: str = "vllm"
+    lora: LoraSettings | None = None
 
 
 @dataclass(frozen=True)

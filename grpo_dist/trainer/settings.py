@@ -55,6 +55,7 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
         train_max_token_len=actor.max_token_len,
         grad_clip=actor.grad_clip,
         reference_columns=reference_columns(config) if config.needs_reference and lora else (),
+        sends_factors=config.sends_factors,
         exact_kl=objective_settings(config).exact_kl,
         weight_bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
     )
@@ -349,6 +350,7 @@ def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSe
         free_cache_engine=rollout.free_cache_engine and place.shares_gpu,
         collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
         engine=absolute(rollout.name),
+        lora=lora_settings(model) if config.sends_factors else None,
     )
 
 

@@ -95,7 +95,7 @@ def _resolved(config: RunConfig) -> dict[str, Any]:
 
 def _without_idle_lora(flat: Flat, section: str) -> Flat:
     """Without LoRA's other keys where there is no LoRA."""
-    idle = () if flat.get(f"{section}.lora_rank") else ("lora_alpha", "target_modules", "exclude_modules")
+    idle = () if flat.get(f"{section}.lora_rank") else ("lora_alpha", "target_modules", "exclude_modules", "lora.merge")
     return {key: value for key, value in flat.items() if key not in {f"{section}.{name}" for name in idle}}
 
 
