@@ -54,3 +54,16 @@ def test_bad_folders(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, use_dora=True)
     with refuses(ConfigError, f"{MODEL}.lora_adapter_path={folder}", "use_dora=true"):
         load_config([f"{MODEL}.lora_adapter_path={folder}"])
+
+
+def test_what_engines_can_compute_with() -> None:
+    apart = (f"{MODEL}.lora.merge=false", f"{MODEL}.lora_rank=512", f"{MODEL}.target_modules=[q_proj]")
+    config, _ = load_config([*apart])
+    assert config.sends_factors
+    with refuses(ConfigError, f"{MODEL}.lora_rank=513", f"{MODEL}.lora.merge=false", "512"):
+        load_config([*apart, f"{MODEL}.lora_rank=513"])
+    with refuses(ConfigError, f"{MODEL}.target_modules=[q_proj,lm_head]", f"{MODEL}.lora.merge=false"):
+        load_config([*apart, f"{MODEL}.target_modules=[q_proj,lm_head]"])
+    whole, said = load_config([apart[0]])
+    assert not whole.sends_factors
+    says(said, f"{MODEL}.lora.merge=false", f"{MODEL}.lora_rank")
