@@ -309,8 +309,8 @@ def _num_sent(config: RunConfig, shape: ModelShape) -> int:
 def _bucket(config: RunConfig, shape: ModelShape) -> float:
     """Bytes of the buckets of new weights that an engine holds during a weight sync."""
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
-    if config.sends_factors:  # and an engine holds them twice
-        return 4.0 * _stored(config, shape)
+    if config.sends_factors:  # what arrives, its buckets, what is in force, and vLLM's own
+        return 4.0 * _num_sent(config, shape) * DTYPE_BYTES[_rollout_dtype(config)]
     largest = shape.largest * DTYPE_BYTES[_rollout_dtype(config)]
     return 2.0 * max(engine.update_weights_bucket_megabytes << 20, largest) if _stored(config, shape) else 0.0
 
