@@ -42,8 +42,8 @@ def test_engines_that_compute_with_factors_hold_them(tmp_path: Path) -> None:
     factors = 2 * (4 * (8 + 8) + 3 * (8 + 16))
     assert numbers(apart) == numbers(merged) | {"LoRA's factors": pytest.approx(factors * 8 * 2)}
     assert apart.host["new weights"] * GIB == pytest.approx(4 * factors * 4 * 2)
-    tokens = "actor_rollout_ref.rollout.max_num_batched_tokens=64"
-    on_cpu = plan(tmp_path, *lora, f"{MODEL}.lora.merge=false", "cluster=cpu", tokens)["rollout"]
+    tokens = [f"actor_rollout_ref.rollout.{limit}=64" for limit in ("max_num_batched_tokens", "max_num_seqs")]
+    on_cpu = plan(tmp_path, *lora, f"{MODEL}.lora.merge=false", "cluster=cpu", *tokens)["rollout"]
     assert on_cpu.parts["factors of each token"] * GIB == pytest.approx(64 * 8 * 16 * 4)
 
 

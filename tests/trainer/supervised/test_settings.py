@@ -38,7 +38,7 @@ def test_exported_adapters_name_their_base_model(tmp_path: Path) -> None:
     ours = settings(adapter, command=SFT).model.lora
     assert ours is not None
     assert (ours.adapter_path, ours.base_model) == (str(tmp_path), "")
-    of_the_hub = settings(adapter, "model.path=owner/name", "data.train_files=x", command=SFT).model.lora
+    of_the_hub = settings(adapter, "model.path=owner/name", command=SFT).model.lora
     assert of_the_hub is not None
     assert of_the_hub.base_model == "owner/name"
 
