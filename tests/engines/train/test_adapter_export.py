@@ -81,7 +81,7 @@ def test_peft_computes_what_the_merged_model_does(model: str, lora: LoraSettings
     else:
         assert targets == {"transformer.h.0.attn.c_attn", "transformer.h.1.attn.c_attn", "transformer.h.0.mlp.c_fc"}
         assert config["fan_in_fan_out"]
-    adapted.save_pretrained(tmp_path / "by peft")
+    adapted.save_pretrained(str(tmp_path / "by peft"))
     ours, by_peft = (load_file(tmp_path / name / "adapter_model.safetensors") for name in (ADAPTER, "by peft"))
     assert ours.keys() == by_peft.keys()
     assert all(torch.equal(ours[name], by_peft[name]) for name in ours)
