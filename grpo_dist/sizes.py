@@ -9,3 +9,10 @@ CPU_KV_CACHE_GIB = 1.0
 CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}
 # Maximum bytes per file of the exported model, which rank 0 holds in memory at once; a larger tensor has its own file.
 EXPORT_FILE_BYTES = 1 << 30
+# Ranks for which vLLM makes room; others take the room of the next one.
+ENGINE_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def engine_lora_rank(rank: int) -> int:
+    """The rank for which an engine makes room."""
+    return next((size for size in ENGINE_LORA_RANKS if size >= rank), rank)

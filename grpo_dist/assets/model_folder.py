@@ -71,12 +71,12 @@ def check_model_folder(
             found = read_header(folder / file, setting)
             missing = sorted(expected - found.keys())
             if missing:
-                raise DataError(f"{setting}: {INDEX} names tensors that {file} does not hold: {_some(missing)}")
+                raise DataError(f"{setting}: {INDEX} names tensors that {file} does not hold: {some(missing)}")
             shapes |= found
     except OSError as error:
         raise DataError(f"{setting}: cannot be read: {str(error)[:300]}") from error
     if weights and not shapes:
-        raise DataError(f"{setting}: the weights hold no tensors: {_some(sorted(files))}")
+        raise DataError(f"{setting}: the weights hold no tensors: {some(sorted(files))}")
     vocab_size = _vocab_size(config)
     if not trust_remote_code:  # custom code may give the sizes another meaning
         _check_embedding(shapes, vocab_size, setting)
@@ -176,7 +176,7 @@ def weight_files(folder: Path, setting: str) -> dict[str, set[str]]:
         pickled = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
         if pickled:
             raise DataError(
-                f"{setting}: the weights are pickled ({_some(pickled)}), which can run code when they are loaded; "
+                f"{setting}: the weights are pickled ({some(pickled)}), which can run code when they are loaded; "
                 f"convert them once: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
             )
         raise DataError(f"{setting}: no weights in the folder ({SINGLE}, or {INDEX} and its files)")
@@ -193,7 +193,7 @@ def weight_files(folder: Path, setting: str) -> dict[str, set[str]]:
     missing = sorted(file for file in files if not (folder / file).is_file())
     if missing:
         raise DataError(
-            f"{setting}: {INDEX} names files that are missing: {_some(missing)}; copy or download the folder again"
+            f"{setting}: {INDEX} names files that are missing: {some(missing)}; copy or download the folder again"
         )
     return files
 
@@ -214,6 +214,7 @@ def _check_embedding(shapes: Shapes, vocab_size: int | None, setting: str) -> No
             )
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + more

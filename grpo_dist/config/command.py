@@ -36,6 +36,7 @@ class Command(Generic[Config]):
         chosen: key -> (group, option): the option that is used where the key is set and the group is not.
         needed: example of a value, by key that has no default.
         takes_verls_keys: whether the keys of verl's GRPO scripts are known (foreign_keys.yaml).
+        lora_section: the section with LoRA's keys; "": there are none.
     """
 
     module: str
@@ -49,6 +50,7 @@ class Command(Generic[Config]):
     needed: Mapping[str, str] = field(default_factory=dict)
     takes_verls_keys: bool = False
     shared: Path | None = None
+    lora_section: str = ""
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from grpo_dist.assets import POLICY_SECTION
 from grpo_dist.config.command import CONFIG_DIR, Command
 from grpo_dist.config.notes import config_notes
 from grpo_dist.config.rules import RULES
@@ -34,4 +35,5 @@ GRPO = Command(
         "data.train_files": "data/gsm8k/train.parquet",
     },
     takes_verls_keys=True,
+    lora_section=POLICY_SECTION,
 )

@@ -20,6 +20,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from grpo_dist.config.adapter import take_adapter
 from grpo_dist.config.command import AnyCommand, Command, Config
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.overrides import CommandLine, read_command_line
@@ -55,6 +56,10 @@ def load_command(overrides: list[str], command: Command[Config]) -> tuple[Config
     raw = _compose(line, problems, command)
     if raw is None:
         raise config_error(problems)
+    if command.lora_section:
+        wrong, idle = take_adapter(raw, command.lora_section, line.values)
+        problems += wrong
+        line.notes += idle
     copied = _copied_keys(command, line)
     config = _validate(raw, problems, command, copied)
     suspects = {key for problem in problems for key in problem.keys}

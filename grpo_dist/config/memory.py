@@ -14,7 +14,7 @@ from grpo_dist.config.placement import placement
 from grpo_dist.config.rank_memory import PROCESS_GIB, MiniBatch, Parts, Rank, pass_tokens
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import FSDPConfig
-from grpo_dist.sizes import CPU_KV_CACHE_GIB, EXPORT_FILE_BYTES, GIB
+from grpo_dist.sizes import CPU_KV_CACHE_GIB, EXPORT_FILE_BYTES, GIB, engine_lora_rank
 
 # Bytes of a number, by the name of its type.
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -246,7 +246,7 @@ def _follower(config: RunConfig, role: str, rank: Rank, parts: Parts, *, offload
 def _rollout(config: RunConfig, shape: ModelShape, tensor_parallel: int) -> RoleMemory:
     rollout, size = config.actor_rollout_ref.rollout, DTYPE_BYTES[_rollout_dtype(config)]
     weights = shape.num_parameters * size / tensor_parallel
-    parts = {"weights": weights}
+    parts = {"weights": weights} | _engine_factors(config, shape)
     if config.device == "cuda":
         per_token = (4 * shape.hidden + 3 * shape.width / tensor_parallel + shape.copies) * size
         sampler = 3 * 4 * rollout.max_num_seqs * shape.vocabulary
@@ -263,6 +263,21 @@ def _rollout(config: RunConfig, shape: ModelShape, tensor_parallel: int) -> Role
     return RoleMemory(
         "rollout", in_gib(parts), host=in_gib(host), remark=f"KV cache: what is left of {share:.0%} of the GPU"
     )
+
+
+def _engine_factors(config: RunConfig, shape: ModelShape) -> dict[str, float]:
+    """Bytes of LoRA's factors on a GPU of an engine that computes with them; each process has at most all of them."""
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    if not config.sends_factors:
+        return {}
+    rank = engine_lora_rank(model.lora_rank)
+    parts = {
+        "LoRA's factors": shape.lora_parameters(model) * rank / model.lora_rank * DTYPE_BYTES[_rollout_dtype(config)]
+    }
+    if config.device == "cpu":  # vLLM's code for CPU copies a layer's factors for every token of a pass
+        tokens = max(rollout.max_num_batched_tokens, config.max_model_len)
+        parts["factors of each token"] = 4.0 * tokens * rank * max(shape.hidden, shape.query_width, shape.width)
+    return parts
 
 
 def kv_cache_tokens(config: RunConfig, model_config: Mapping[str, Any] | None) -> int | None:
@@ -310,15 +325,22 @@ def host_memory(rank: Rank, *, offloaded: float, copied: float, exports: bool, s
 
 
 def _stored(config: RunConfig, shape: ModelShape) -> float:
-    """Bytes of the whole weights in Ray's object store, if the weight sync uses it."""
+    """Bytes of what the engines get in Ray's object store, if the weight sync uses it."""
     engine, place = config.actor_rollout_ref.rollout.checkpoint_engine, placement(config)
     through = engine.resolved_backend(config.device, shares_gpu=place.shares_gpu) == "object_store"
-    return shape.num_parameters * DTYPE_BYTES[_rollout_dtype(config)] if through else 0.0
+    return _num_sent(config, shape) * DTYPE_BYTES[_rollout_dtype(config)] if through else 0.0
+
+
+def _num_sent(config: RunConfig, shape: ModelShape) -> int:
+    """Numbers that a weight sync sends."""
+    return shape.lora_parameters(config.actor_rollout_ref.model) if config.sends_factors else shape.num_parameters
 
 
 def _bucket(config: RunConfig, shape: ModelShape) -> float:
     """Bytes of the buckets of new weights that an engine holds during a weight sync."""
     engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    if config.sends_factors:  # what arrives, its buckets, what is in force, and vLLM's own
+        return 4.0 * _num_sent(config, shape) * DTYPE_BYTES[_rollout_dtype(config)]
     largest = shape.largest * DTYPE_BYTES[_rollout_dtype(config)]
     return 2.0 * max(engine.update_weights_bucket_megabytes << 20, largest) if _stored(config, shape) else 0.0
 

@@ -60,6 +60,7 @@ def model_problems(
     yield from _positions_hold_the_longest_sequence(config, found)
     yield from _no_router_auxiliary_loss(config, found)
     yield from _experts_get_no_lora(config, found)
+    yield from _experts_on_cpu_need_merged_factors(config, found)
 
     def splits(changed: RunConfig) -> bool:
         rules = (_tensor_parallel_divides_heads, _tensor_parallel_divides_experts)
@@ -158,6 +159,13 @@ def _experts_get_no_lora(config: RunConfig, model_config: Mapping[str, Any]) -> 
         "such as q_proj and v_proj, or all-linear, or train all weights with lora_rank=0"
     )
     yield problem_between(config, why, f"{_MODEL}.target_modules")
+
+
+def _experts_on_cpu_need_merged_factors(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Where it has adapters vLLM computes experts by Triton (its fused_moe/oracle/unquantized.py), which CPU lacks."""
+    if config.sends_factors and config.device == "cpu" and num_experts(text_config(model_config)):
+        why = "with adapters vLLM cannot compute experts on CPU; set it to true"
+        yield problem_between(config, why, f"{_MODEL}.lora.merge", f"{_MODEL}.path")
 
 
 def _positions_hold_the_longest_sequence(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:

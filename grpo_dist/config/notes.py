@@ -120,6 +120,9 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
         "critic.model.fsdp_config.param_offload": config.critic.model.fsdp_config.param_offload,
         "critic.model.fsdp_config.optimizer_offload": config.critic.model.fsdp_config.optimizer_offload,
     }
+    model = config.actor_rollout_ref.model
+    if not model.lora.merge and not model.lora_rank:
+        yield "actor_rollout_ref.model.lora.merge=false has no effect without LoRA (actor_rollout_ref.model.lora_rank)"
     if trainer.critic_warmup and not config.needs_critic:
         yield f"trainer.critic_warmup={trainer.critic_warmup} has no effect without a critic"
     timeout = ("actor_rollout_ref.nccl_timeout", config.actor_rollout_ref.nccl_timeout)

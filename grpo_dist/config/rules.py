@@ -11,8 +11,17 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from grpo_dist.assets import BUILTIN, CRITIC_KEY, POLICY_KEY, REWARD_MODEL_KEY, TEACHER_KEY, resolve_model_path
+from grpo_dist.assets import (
+    BUILTIN,
+    CRITIC_KEY,
+    POLICY_KEY,
+    POLICY_SECTION,
+    REWARD_MODEL_KEY,
+    TEACHER_KEY,
+    resolve_model_path,
+)
 from grpo_dist.assets.paths import expanded, is_file, is_folder
+from grpo_dist.config.adapter import ADAPTER_KEY, engines_take_the_factors
 from grpo_dist.config.data_files import DataFileProblem, parse_data_file
 from grpo_dist.config.model_rules import max_positions, model_problems
 from grpo_dist.config.model_shape import model_config_at_hand
@@ -336,6 +345,7 @@ def model_folders_exist(config: RunConfig) -> Iterator[Problem]:
         paths[TEACHER_KEY] = teacher
     for key, path in paths.items():
         yield from model_folder_exists(key, path)
+    yield from adapter_folder_exists(POLICY_SECTION, config.actor_rollout_ref.model.lora_adapter_path)
 
 
 def model_folder_exists(key: str, path: str) -> Iterator[Problem]:
@@ -350,6 +360,12 @@ def model_folder_exists(key: str, path: str) -> Iterator[Problem]:
             yield _missing(key, path, "folder")
         elif not is_file(f"{path}/config.json"):
             yield _missing(key, path, "config.json in the folder")
+
+
+def adapter_folder_exists(section: str, path: str | None) -> Iterator[Problem]:
+    """The folder of the adapter to go on from is there."""
+    if path is not None and not is_folder(path):
+        yield _missing(f"{section}.{ADAPTER_KEY}", path, "folder")
 
 
 def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
@@ -394,6 +410,7 @@ RULES: tuple[Rule, ...] = (
     the_reference_moves_between_batches,
     something_to_validate,
     lora_reference_stands_still,
+    engines_take_the_factors,
     exact_kl_has_a_plain_output_layer,
     stopping_rules_have_a_metric,
     overlong_buffer_fits,

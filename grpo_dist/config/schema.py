@@ -198,6 +198,12 @@ class RunConfig(JobConfig):
         return self.trainer.export_dtype or self.actor_rollout_ref.actor.fsdp_config.model_dtype
 
     @property
+    def sends_factors(self) -> bool:
+        """Whether engines get LoRA's factors alone, not the whole weights with factors merged."""
+        model = self.actor_rollout_ref.model
+        return model.lora_rank > 0 and not model.lora.merge
+
+    @property
     def needs_reference_workers(self) -> bool:
         """Whether reference workers are started: with LoRA only for a teacher."""
         return self.needs_reference and (self.has_teacher or self.actor_rollout_ref.model.lora_rank == 0)

@@ -44,6 +44,12 @@ Device = Literal["cpu", "cuda"]
 Colocation = Literal["separate", "actor_ref", "all"]  # which roles share GPUs
 
 
+class LoraSyncConfig(Section):
+    """`actor_rollout_ref.model.lora`: how LoRA's factors come to the engines."""
+
+    merge: bool
+
+
 class ModelConfig(Section):
     """`actor_rollout_ref.model`: the policy that all three roles load."""
 
@@ -55,6 +61,8 @@ class ModelConfig(Section):
     lora_alpha: PositiveFloat
     target_modules: Annotated[tuple[Text, ...], Names]
     exclude_modules: Annotated[tuple[Text, ...], Names] | None
+    lora_adapter_path: Text | None
+    lora: LoraSyncConfig
     override_config: dict[str, Any]
 
 

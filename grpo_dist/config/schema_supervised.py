@@ -118,6 +118,7 @@ class SFTModelConfig(SupervisedModelConfig):
     lora_alpha: PositiveFloat
     target_modules: Annotated[tuple[Text, ...], Names]
     exclude_modules: Annotated[tuple[Text, ...], Names] | None
+    lora_adapter_path: Text | None
 
 
 class SFTDataConfig(SupervisedDataConfig):

@@ -10,7 +10,13 @@ from grpo_dist.config.model_rules import max_positions
 from grpo_dist.config.model_shape import model_config_at_hand
 from grpo_dist.config.notes import notes_of_a_job
 from grpo_dist.config.problems import Problem, problem_between
-from grpo_dist.config.rules import data_files_exist, model_folder_exists, resume_path_is_set, something_to_validate
+from grpo_dist.config.rules import (
+    adapter_folder_exists,
+    data_files_exist,
+    model_folder_exists,
+    resume_path_is_set,
+    something_to_validate,
+)
 from grpo_dist.config.schema_supervised import RewardModelTrainingConfig, SFTConfig, SupervisedConfig
 from grpo_dist.config.supervised_memory import memory_problems
 
@@ -19,8 +25,10 @@ _CHOSEN = {TRAINED_MODEL_KEY: ("model", "hf"), "data.train_files": ("data", "fil
 
 
 def the_model_exists(config: SupervisedConfig) -> Iterator[Problem]:
-    """The model is there."""
+    """The model is there, and the adapter to go on from."""
     yield from model_folder_exists(TRAINED_MODEL_KEY, config.model.path)
+    if isinstance(config, SFTConfig):
+        yield from adapter_folder_exists("model", config.model.lora_adapter_path)
 
 
 def every_rank_has_a_gpu(config: SupervisedConfig) -> Iterator[Problem]:
@@ -127,4 +135,5 @@ SFT = Command(
     notes=notes,
     chosen=_CHOSEN,
     needed={TRAINED_MODEL_KEY: "Qwen/Qwen3-0.6B, or a folder", "data.train_files": "chats.parquet"},
+    lora_section="model",
 )

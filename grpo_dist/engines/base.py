@@ -284,6 +284,9 @@ class TrainEngine(Protocol):
         those of the model. Ranks that drop the tensors leave it out, since it holds some of them for a while.
         """
 
+    def lora_factors(self, dtype: str, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+        """With LoRA: the whole factors, factor by factor, under the names of adapters in peft's form."""
+
     def mix_parameters(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
         """Move the weights towards those of another `full_parameters`: w = share * other + (1 - share) * w."""
 
@@ -313,6 +316,8 @@ class TrainEngine(Protocol):
 
     def export_hf_model(self, folder: Path, dtype: str) -> None:
         """Write the model and its tokenizer as a Hugging Face folder, in "fp32" or "bf16"; rank 0 writes.
+
+        With LoRA its factors are merged, and are beside it as an adapter in peft's form too, in `lora_adapter`.
 
         Raises:
             CheckpointError: on every rank: the files cannot be written.

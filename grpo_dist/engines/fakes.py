@@ -233,6 +233,10 @@ class FakeTrainEngine:
         """The weights, under one name."""
         yield "weights", self.weights.to(device, getattr(torch, dtype))
 
+    def lora_factors(self, dtype: str, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+        """The first of the weights, under another name."""
+        yield "factor", self.weights[:1].to(device, getattr(torch, dtype))
+
     def mix_parameters(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
         """Move the weights, and note the share."""
         self.shares.append(share)

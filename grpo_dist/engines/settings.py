@@ -22,12 +22,17 @@ class LoraSettings:
         alpha: scaling = alpha / rank.
         target_modules: "all-linear" (all but the output layer), or names of modules such as "q_proj".
         exclude_modules: names of modules that get no factors.
+        adapter_path: folder of an adapter, from which training goes on; its layers get the factors. "": factors are
+            drawn.
+        base_model: name of the base model in exported adapters; "": its folder.
     """
 
     rank: int
     alpha: float
     target_modules: str | tuple[str, ...]
     exclude_modules: tuple[str, ...] = ()
+    adapter_path: str = ""
+    base_model: str = ""
 
 
 @dataclass(frozen=True)
@@ -209,6 +214,7 @@ class EngineSettings:
         free_cache_engine: whether the engine can release its memory until new weights come.
         collective_timeout_s: how long its processes wait for each other, in seconds; None: vLLM's default.
         engine: its name, for `base.rollout_engine`.
+        lora: of the factors that come in place of whole weights; None: whole weights come, with factors merged.
     """
 
     model_path: str
@@ -236,6 +242,7 @@ class EngineSettings:
     free_cache_engine: bool = False
     collective_timeout_s: int | None = None
     engine: str = "vllm"
+    lora: LoraSettings | None = None
 
 
 @dataclass(frozen=True)

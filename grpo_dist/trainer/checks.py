@@ -9,8 +9,10 @@ from types import TracebackType
 from typing import Any
 
 from grpo_dist.assets import BUILTIN
+from grpo_dist.assets.adapter_folder import check_base, read_adapter_folder
 from grpo_dist.assets.model_folder import ModelFolder
 from grpo_dist.assets.paths import is_folder
+from grpo_dist.config.adapter import ADAPTER_KEY
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import CheckpointError, ConfigError, GrpoDistError
 from grpo_dist.trainer.checkpoint.config_changes import check_changes, digest_code, read_config
@@ -59,6 +61,29 @@ def describe_model(model: ModelFolder) -> str:
     files = f"{len(model.shapes)} tensors in {model.num_files} file" + ("s" if model.num_files > 1 else "")
     weights = files if model.shapes else "its weights are downloaded when the run starts"
     return f"{model.model_type}, {weights}"
+
+
+def check_adapter(section: str, path: str | None, model: ModelFolder) -> str:
+    """Check the adapter from which LoRA goes on against the weights of its model, if they are at hand.
+
+    Args:
+        section: the section with LoRA's keys.
+        path: of the adapter; None: there is none.
+        model: its base.
+
+    Returns:
+        The adapter in a few words, for a dry run; "" if there is none.
+
+    Raises:
+        DataError: it is unusable, or belongs to another model.
+    """
+    if path is None:
+        return ""
+    setting = f"{section}.{ADAPTER_KEY}={path}"
+    adapter = read_adapter_folder(path, setting)
+    if model.shapes:
+        check_base(adapter, model.shapes, setting)
+    return f"goes on from {path}: rank {adapter.rank}, alpha {adapter.alpha:g}, {len(adapter.layers)} layers"
 
 
 def check_resume(config: JobConfig, identity: Mapping[str, Any], *, verify: bool) -> Path | None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grpo_dist.assets import resolve_model_path
+from grpo_dist.assets import POLICY_SECTION, resolve_model_path
 from grpo_dist.assets.model_folder import ModelFolder, check_model_folder
 from grpo_dist.config.model_rules import model_problems
 from grpo_dist.config.node_layout import slots
 from grpo_dist.config.problems import config_error
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.tracking.base import check_trackers
-from grpo_dist.trainer.checks import Checks, Ready, check_resume, describe_model, is_on_the_hub
+from grpo_dist.trainer.checks import Checks, Ready, check_adapter, check_resume, describe_model, is_on_the_hub
 from grpo_dist.trainer.critic_check import check_critic
 from grpo_dist.trainer.machine import Machine, check_machine
 from grpo_dist.trainer.named_code import import_reward, resolve_names
@@ -62,7 +62,9 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
     with checks:
         model = check_model(config, weights=not (rehearsal and is_on_the_hub(config.actor_rollout_ref.model.path)))
         _check_fit(config, model, machine)
-        tell(f"model: {config.actor_rollout_ref.model.path}: {describe_model(model)}")
+        adapter = check_adapter(POLICY_SECTION, config.actor_rollout_ref.model.lora_adapter_path, model)
+        described = f"model: {config.actor_rollout_ref.model.path}: {describe_model(model)}"
+        tell("; ".join(filter(None, (described, adapter))))
     if config.reward_model.enable:
         with checks:
             path = config.reward_model.model.path or ""

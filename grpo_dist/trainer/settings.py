@@ -29,6 +29,7 @@ from grpo_dist.engines.settings import (
 )
 from grpo_dist.names import TOKEN_SELECTING_LOSSES
 from grpo_dist.registry import absolute
+from grpo_dist.trainer.checks import is_on_the_hub
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.policy import PolicySettings
 from grpo_dist.workers.reward import OverlongPenalty, RewardSettings
@@ -56,6 +57,7 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
         train_max_token_len=actor.max_token_len,
         grad_clip=actor.grad_clip,
         reference_columns=reference_columns(config) if config.actor_is_reference else (),
+        sends_factors=config.sends_factors,
         keeps_output_layer=objective_settings(config).exact_kl and not config.has_teacher,
         weight_bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
     )
@@ -287,7 +289,14 @@ def lora_settings(model: ModelConfig | SFTModelConfig) -> LoraSettings | None:
     if not model.lora_rank:
         return None
     targets = model.target_modules[0] if model.target_modules == ("all-linear",) else model.target_modules
-    return LoraSettings(model.lora_rank, model.lora_alpha, targets, model.exclude_modules or ())
+    return LoraSettings(
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        target_modules=targets,
+        exclude_modules=model.exclude_modules or (),
+        adapter_path=model.lora_adapter_path or "",
+        base_model=model.path if is_on_the_hub(model.path) else "",
+    )
 
 
 def _model_settings(config: RunConfig, place: Placement, model_dtype: str, compute_dtype: str) -> ModelSettings:
@@ -366,6 +375,7 @@ def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSe
         free_cache_engine=rollout.free_cache_engine and place.shares_gpu,
         collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
         engine=absolute(rollout.name),
+        lora=lora_settings(model) if config.sends_factors else None,
     )
 
 

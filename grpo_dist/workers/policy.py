@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -52,6 +52,7 @@ class PolicySettings:
         keeps_output_layer: whether the loss takes the KL over the vocabulary to the model's own start, of whose output
             layer a copy is kept.
         reference_columns: of the actor with LoRA: what a pass without its factors computes.
+        sends_factors: whether rollout engines get LoRA's factors alone, not the whole weights with factors merged.
         weight_bucket_bytes: size of the pieces in which weights travel, so that no process holds a second whole model.
         engine: the class of the train engine, as `pkg.module:Class`.
     """
@@ -71,6 +72,7 @@ class PolicySettings:
     grad_clip: float = float("inf")
     keeps_output_layer: bool = False
     reference_columns: tuple[str, ...] = ()
+    sends_factors: bool = False
     weight_bucket_bytes: int = 256 << 20
     engine: str = FSDP
 
@@ -283,15 +285,22 @@ class ActorWorker(TrainedWorker):
 
     @on_device()
     def export_weights(self, dtype: str) -> list[ray.ObjectRef]:
-        """Put the whole weights into the object store for rollout engines, bucket by bucket, under the names of the
-        model's files; rank 0 returns them.
-        """
-        return self._put(self.engine.full_parameters(dtype, as_in_files=self.rank == 0))
+        """Put what rollout engines get into the object store, bucket by bucket; rank 0 returns them."""
+        return self._put(self._sent(dtype, "cpu", sends=self.rank == 0))
 
     @on_device()
     def export_parameters(self) -> list[ray.ObjectRef]:
         """Put the whole weights into the object store for a reference, in float32 under the names of the model."""
         return self._put(self.engine.full_parameters("float32"))
+
+    def _sent(self, dtype: str, device: str, *, sends: bool) -> Iterator[tuple[str, Tensor]]:
+        """What rollout engines get: the whole weights under the names of the model's files, or LoRA's factors.
+
+        Gathering is collective; ranks that do not send drop it.
+        """
+        if self.settings.sends_factors:
+            return self.engine.lora_factors(dtype, device)
+        return self.engine.full_parameters(dtype, device, as_in_files=sends)
 
     def _put(self, tensors: Iterable[tuple[str, Tensor]]) -> list[ray.ObjectRef]:
         if self.rank != 0:
@@ -323,12 +332,12 @@ class ActorWorker(TrainedWorker):
 
     @on_device()
     def broadcast_weights(self, dtype: str, version: int) -> None:
-        """Send the whole weights to the weight group, bucket by bucket."""
+        """Send what rollout engines get to the weight group, bucket by bucket."""
         group = self._weight_group
         if group is None or not group.sends:
-            _use_up(self.engine.full_parameters(dtype, self.settings.device))
+            _use_up(self._sent(dtype, self.settings.device, sends=False))
         else:
-            tensors = self.engine.full_parameters(dtype, self.settings.device, as_in_files=True)
+            tensors = self._sent(dtype, self.settings.device, sends=True)
             send(group, tensors, version=version, bucket_bytes=self.settings.weight_bucket_bytes)
 
 

@@ -35,6 +35,18 @@ def numbers(role: RoleMemory) -> dict[str, float]:
     return {name: pytest.approx(gib * GIB) for name, gib in role.parts.items()}
 
 
+def test_engines_that_compute_with_factors_hold_them(tmp_path: Path) -> None:
+    """Of rank 4, for which vLLM makes room of rank 8: four matrices of 8 * 8 in a layer, and three of 8 * 16."""
+    lora = (f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules=all-linear")
+    merged, apart = (plan(tmp_path, *lora, *more)["rollout"] for more in ((), (f"{MODEL}.lora.merge=false",)))
+    factors = 2 * (4 * (8 + 8) + 3 * (8 + 16))
+    assert numbers(apart) == numbers(merged) | {"LoRA's factors": pytest.approx(factors * 8 * 2)}
+    assert apart.host["new weights"] * GIB == pytest.approx(4 * factors * 4 * 2)
+    tokens = [f"actor_rollout_ref.rollout.{limit}=64" for limit in ("max_num_batched_tokens", "max_num_seqs")]
+    on_cpu = plan(tmp_path, *lora, f"{MODEL}.lora.merge=false", "cluster=cpu", *tokens)["rollout"]
+    assert on_cpu.parts["factors of each token"] * GIB == pytest.approx(64 * 8 * 16 * 4)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in CELLS]

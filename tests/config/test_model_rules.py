@@ -154,6 +154,15 @@ def test_lora_of_experts(model) -> None:
         load_config([*BATCH, model(**EXPERTS, **entry), rank, f"{TARGETS}=[gate_proj]"])
 
 
+def test_engines_on_cpu_compute_experts_with_merged_factors_only(model) -> None:
+    rank, apart = f"{MODEL}.lora_rank=4", f"{MODEL}.lora.merge=false"
+    says(refused(*BATCH, model(**EXPERTS), rank, apart), apart, f"{MODEL}.path", "CPU")
+    load_config([*BATCH, model(**EXPERTS), rank])
+    load_config([*BATCH, model(**EXPERTS), apart])
+    load_config([*BATCH, model(), rank, apart])
+    load_config([*BATCH, "cluster=node8", model(**EXPERTS), rank, apart])
+
+
 def test_lora_says_what_of_a_mixture_of_experts_it_trains(model) -> None:
     note = "mixture of experts"
     for entries, lora, expected in ((EXPERTS, 4, True), (EXPERTS, 0, False), ({}, 4, False)):

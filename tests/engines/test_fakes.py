@@ -91,6 +91,8 @@ def test_a_pass_and_a_step() -> None:
     assert engine.train_mini_batch(data, micro_batch_size=2, objective=objective()).log_probs is None
     [(name, weights)] = engine.full_parameters("bfloat16")
     assert (name, weights.dtype, weights.tolist()) == ("weights", torch.bfloat16, [2.0] * 4)
+    [(name, factor)] = engine.lora_factors("bfloat16")
+    assert (name, factor.dtype, factor.tolist()) == ("factor", torch.bfloat16, [2.0])
     engine.failure = TrainingDiverged("no number")
     with pytest.raises(TrainingDiverged, match="no number"):
         engine.compute_columns(data, ("log_probs",), micro_batch_size=2)

@@ -22,6 +22,7 @@ from grpo_dist.trainer import preflight as module
 from grpo_dist.trainer.machine import Machine
 from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.run_lock import run_lock
+from tests.adapters import write_adapter
 from tests.messages import refuses, says
 from tests.trainer.checkpoints import unverified
 
@@ -113,6 +114,15 @@ def test_for_distillation_prompts_are_enough(dry_run, model: Path, tmp_path: Pat
     (model / "tokenizer.json").write_text(json.dumps(words))
     _, message = dry_run(*taught, f"{TEACHER}={model}", code=2)
     says(message, f"{TEACHER}={model}", f"{PATH}=builtin:tiny-qwen3", "tokens")
+
+
+def test_an_adapter_to_go_on_from(dry_run, tmp_path: Path) -> None:
+    key = "actor_rollout_ref.model.lora_adapter_path"
+    lines, _ = dry_run(f"{key}={write_adapter(tmp_path / 'adapter')}")
+    says(lines, "builtin:tiny-qwen3", tmp_path / "adapter", "rank 4", "alpha 8", "4 layers")
+    wider = write_adapter(tmp_path / "wider", {"model.layers.0.self_attn.q_proj": (256, 128)})
+    _, told = dry_run(f"{key}={wider}", code=2)
+    says(told, f"{key}={wider}", "model.layers.0.self_attn.q_proj", "256", "(128, 128)")
 
 
 MISTAKES = {

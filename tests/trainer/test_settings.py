@@ -28,6 +28,18 @@ from tests.engines.vllm.test_engine import PROMPTS, generate, tokens
 ACTOR = "actor_rollout_ref.actor"
 
 
+def test_what_engines_get_of_lora() -> None:
+    """The actor and the engines must agree."""
+    apart = ("actor_rollout_ref.model.lora.merge=false", "actor_rollout_ref.model.lora_alpha=8")
+    rank = "actor_rollout_ref.model.lora_rank=4"
+    for overrides, sends in (((), False), (apart, False), ((rank,), False), ((*apart, rank), True)):
+        config = load(*overrides)
+        place = placement(config)
+        assert policy_settings(config, place, 1).sends_factors == sends
+        lora = engine_settings(config, place, 0).lora
+        assert (lora and (lora.rank, lora.alpha)) == ((4, 8.0) if sends else None)
+
+
 SCORER = "reward_model.model.path=builtin:tiny-qwen3"
 WEIGHTED = (
     "custom_reward_function.path=grpo_dist.rewards.weighted",

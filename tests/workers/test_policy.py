@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import ray
 
-from grpo_dist.engines.fakes import LOG_PROB
+from grpo_dist.engines.fakes import LOG_PROB, FakeTrainEngine
 from grpo_dist.engines.settings import LoraSettings, ModelSettings, OptimizerSettings
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.event_loop import run
@@ -87,6 +87,14 @@ def test_the_engines_get_plain_names(actor: ActorGroup, random_models: dict[str,
     names = {entry.name for bucket in buckets for entry in bucket.entries}
     plain = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
     assert names == {name for name, _ in plain.named_parameters()}
+
+
+@pytest.mark.parametrize(("apart", "name"), [(False, "weights"), (True, "factor")])
+def test_engines_get_whole_weights_or_factors_alone(apart: bool, name: str) -> None:
+    worker = object.__new__(ActorWorker)
+    worker.engine, worker.settings = FakeTrainEngine(), policy_settings("model", sends_factors=apart)
+    for sends in (True, False):
+        assert [found for found, _ in worker._sent("float32", "cpu", sends=sends)] == [name]
 
 
 def test_an_actor_over_another_train_engine(local_ray: None, random_models: dict[str, str], tmp_path: Path) -> None:

@@ -17,7 +17,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.lm_head import ResponseHead
-from grpo_dist.engines.train.lora import add_lora, draw_factors, lora_hidden, merged_parameters
+from grpo_dist.engines.train.lora import (
+    add_lora,
+    draw_factors,
+    factor_tensors,
+    load_factors,
+    lora_hidden,
+    merged_parameters,
+)
 from grpo_dist.engines.train.model_loading import DTYPES, load_weights, open_model
 from grpo_dist.engines.train.rope import hold_longrope_factors
 from grpo_dist.engines.train.sharded_tensors import free_gathered, num_shards
@@ -48,7 +55,10 @@ def load_sharded_model(settings: ModelSettings, device: str, *, frozen: bool = F
         shard(model, settings, device)
     with lora_hidden(model):
         load_weights(unloaded, device)
-    draw_factors(model)
+    if settings.lora is not None and settings.lora.adapter_path:
+        load_factors(model, settings.lora, settings.section)
+    else:
+        draw_factors(model)
     if settings.max_model_len is not None:
         hold_longrope_factors(model, settings.max_model_len)
     return model
@@ -108,6 +118,13 @@ def full_parameters(model: nn.Module, dtype: torch.dtype, device: str = "cpu") -
     """
     free_gathered(model)  # or these would be copies in the compute type
     for name, tensor in merged_parameters(model, dtype):
+        yield name, tensor.to(device)
+
+
+def full_factors(model: nn.Module, dtype: torch.dtype, device: str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+    """As `full_parameters`, LoRA's factors alone, under the names of adapters in peft's form."""
+    free_gathered(model)
+    for name, tensor in factor_tensors(model, dtype):
         yield name, tensor.to(device)
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.train.adapter_export import ADAPTER_FOLDER, export_adapter
 from grpo_dist.engines.train.checkpoint import ShardWriter, load_training_state, training_state
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.engines.train.exact_kl import copy_output_layer
-from grpo_dist.engines.train.fsdp_model import full_parameters
+from grpo_dist.engines.train.fsdp_model import full_factors, full_parameters
 from grpo_dist.engines.train.hf_export import export_hf_model
 from grpo_dist.engines.train.hf_names import as_in_files as named_as_in_files
 from grpo_dist.engines.train.lm_head import ReferenceHead
@@ -54,6 +55,10 @@ class FSDPWeights:
         tensors = full_parameters(self.model, getattr(torch, dtype), device)
         return named_as_in_files(self.model, tensors, device) if as_in_files else tensors
 
+    def lora_factors(self, dtype: str, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+        """See `TrainEngine.lora_factors`."""
+        return full_factors(self.model, getattr(torch, dtype), device)
+
     @torch.no_grad()
     def mix_parameters(self, tensors: Iterable[tuple[str, Tensor]], share: float) -> None:
         """See `TrainEngine.mix_parameters`."""
@@ -85,5 +90,7 @@ class FSDPWeights:
         load_training_state(folder, self.model, self.optimizer, self.schedule)
 
     def export_hf_model(self, folder: Path, dtype: str) -> None:
-        """See `export_hf_model`."""
+        """See `export_hf_model`; LoRA's factors come beside it."""
         export_hf_model(self.model, self.settings, folder, dtype)
+        if self.settings.lora is not None:
+            export_adapter(self.model, self.settings, folder.with_name(ADAPTER_FOLDER), dtype)

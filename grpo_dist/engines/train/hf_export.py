@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
     not `pad_token_id`. If config.json names none, it gets the tokenizer's, unless that is the end of sequence; without
     one transformers scores one sequence at a time.
 
-    The folder appears only when it is complete, and replaces one of that name. Beside its shards rank 0 holds
-    `EXPORT_FILE_BYTES` or the largest tensor; the other ranks drop each tensor.
+    See `write_folder`. Beside its shards rank 0 holds `EXPORT_FILE_BYTES` or the largest tensor; the other ranks drop
+    each tensor.
 
     Args:
         model: a policy, whose LoRA factors are merged, or a model with a linear head.
@@ -48,7 +48,7 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
     Raises:
         CheckpointError: on every rank: the files cannot be written.
     """
-    tensors, failure = full_parameters(model, DTYPES[dtype]), [""]
+    tensors, parts = full_parameters(model, DTYPES[dtype]), []
     if dist.get_rank() == 0:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             settings.path, trust_remote_code=settings.trust_remote_code
@@ -60,8 +60,30 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
             _set_padding(config.get_text_config(), tokenizer)
         else:
             parts.append(model.generation_config)
+
+    def write(temporary: Path) -> None:
+        for part in parts:
+            part.save_pretrained(temporary)
+        _save_safetensors(as_in_files(model, tensors), temporary)
+
+    write_folder(folder, write, tensors)
+
+
+def write_folder(folder: Path, write: Callable[[Path], None], tensors: Iterator[Any]) -> None:
+    """Have rank 0 write a folder, which appears only when it is complete, and replaces one of that name. Collective.
+
+    Args:
+        folder: the folder.
+        write: writes the files into another, temporary folder.
+        tensors: what rank 0 gathers while it writes: the other ranks take part, and drop them.
+
+    Raises:
+        CheckpointError: on every rank: the files cannot be written.
+    """
+    failure = [""]
+    if dist.get_rank() == 0:
         try:
-            _write(parts, as_in_files(model, tensors), folder)
+            _write(write, folder)
         except (OSError, SafetensorError) as error:
             failure = [f"{type(error).__name__}: {error}"]
     for _ in tensors:  # gathering is collective, also what comes after a failure
@@ -88,14 +110,12 @@ def _set_padding(config: Any, tokenizer: Any) -> None:
     config.pad_token_id = padding
 
 
-def _write(parts: Iterable[Any], tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write config, generation config, tokenizer and weights into a temporary folder, then rename it."""
+def _write(write: Callable[[Path], None], folder: Path) -> None:
+    """Write into a temporary folder, then rename it."""
     temporary = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        for part in parts:
-            part.save_pretrained(temporary)
-        _save_safetensors(tensors, temporary)
+        write(temporary)
         flush_tree(temporary)
         _put_in_place(temporary, folder)
     except BaseException:

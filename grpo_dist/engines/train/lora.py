@@ -1,8 +1,8 @@
 """LoRA (arXiv 2106.09685) by peft: small trained factors beside frozen weights, W + scaling * B A.
 
-The factors are added before the model is sharded. Weights for rollout engines and exported folders have them merged,
-tensor by tensor, so both need not know of LoRA. The reference is the same model with the factors switched off, so there
-are no reference workers.
+The factors are added before the model is sharded, and drawn or read from an adapter after it. Weights for rollout
+engines and exported folders have them merged, tensor by tensor, so both need not know of LoRA; adapter_export.py writes
+them apart. The reference is the same model with the factors switched off, so there are no reference workers.
 """
 
 from __future__ import annotations
@@ -11,24 +11,31 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from grpo_dist.assets import POLICY_SECTION
+from grpo_dist.assets.adapter_folder import ADAPTER_WEIGHTS, PREFIX, A, B, read_adapter_folder
+from grpo_dist.assets.model_folder import some
+from grpo_dist.assets.paths import expanded
 from grpo_dist.engines.settings import LoraSettings
 from grpo_dist.engines.train.sharded_tensors import place, whole
-from grpo_dist.errors import ConfigError
+from grpo_dist.errors import ConfigError, DataError
 
 ADAPTER = "default"  # peft's name of the first adapter
 
 
 def add_lora(model: Any, settings: LoraSettings, section: str = POLICY_SECTION) -> None:
-    """Freeze a model without memory and put trainable factors beside its target modules; `draw_factors` fills them.
+    """Freeze a model without memory and put trainable factors beside its target modules.
 
-    These are linear layers. What a model holds otherwise, such as the experts and the router of a layer, stays frozen.
+    `draw_factors` or `load_factors` fills them. The targets are linear layers. What a model holds
+    otherwise, such as the experts and the router of a layer, stays frozen.
 
     Args:
         model: on the meta device.
@@ -37,6 +44,7 @@ def add_lora(model: Any, settings: LoraSettings, section: str = POLICY_SECTION) 
 
     Raises:
         ConfigError: peft is not installed, no linear layer has such a name, or peft would train something else.
+        DataError: the adapter to go on from is none.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -44,7 +52,11 @@ def add_lora(model: Any, settings: LoraSettings, section: str = POLICY_SECTION) 
         raise ConfigError(
             f"{section}.lora_rank={settings.rank}: needs peft ({error}); pip install -e '.[lora]'"
         ) from None
-    targets, names = settings.target_modules, _target_names(model, settings, section)
+    setting = f"{section}.target_modules={settings.target_modules}"
+    if settings.adapter_path:
+        setting = f"{section}.lora_adapter_path={settings.adapter_path}"
+        settings = replace(settings, target_modules=tuple(read_adapter_folder(settings.adapter_path, setting).layers))
+    names = _target_names(model, settings, setting, section)
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]
@@ -56,24 +68,22 @@ def add_lora(model: Any, settings: LoraSettings, section: str = POLICY_SECTION) 
             warnings.filterwarnings("ignore", "fan_in_fan_out")  # peft finds it by itself for each module, and says so
             inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise ConfigError(f"{section}.target_modules={targets}: {error}") from None
+        raise ConfigError(f"{setting}: {error}") from None
     layers = lora_layers(model)
     if layers.keys() != set(names) or any(hasattr(layer, "parameter_name") for layer in layers.values()):
         raise ConfigError(
-            f"{section}.target_modules={targets}: the experts of a layer and their router take no factors, and peft "
+            f"{setting}: the experts of a layer and their router take no factors, and peft "
             "takes some of these names for theirs; name the layers of the attention, or train all with lora_rank=0"
         )
     for name, layer in layers.items():
         if ADAPTER not in layer.lora_A:
             kind = type(layer.get_base_layer()).__name__
-            raise ConfigError(
-                f"{section}.target_modules={targets}: {name} is of class {kind}, and LoRA is for linear layers"
-            )
+            raise ConfigError(f"{setting}: {name} is of class {kind}, and LoRA is for linear layers")
         for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
             factor.to(layer.get_base_layer().weight.dtype)
 
 
-def _target_names(model: Any, settings: LoraSettings, section: str) -> list[str]:
+def _target_names(model: Any, settings: LoraSettings, setting: str, section: str) -> list[str]:
     """The modules meant, by their whole names.
 
     Of a mixture of experts peft would make more of "all-linear" than linear layers, and of names of its older code.
@@ -89,7 +99,7 @@ def _target_names(model: Any, settings: LoraSettings, section: str) -> list[str]
         found = [name for name in modules if _is_called(name, targets)]
         if missing := [target for target in targets if not any(_is_called(name, (target,)) for name in found)]:
             raise ConfigError(
-                f"{section}.target_modules={targets}: this model has no module that is called {' or '.join(missing)}; "
+                f"{setting}: this model has no module that is called {some(missing)}; "
                 "experts that a layer holds as one tensor take no factors. Name others, or all-linear"
             )
     names = [name for name in found if not _is_called(name, settings.exclude_modules)]
@@ -124,6 +134,40 @@ def draw_factors(model: nn.Module) -> None:
                 f"{name}.{factor}.{ADAPTER}.weight",
                 drawn.weight.detach().to(old.device_mesh.device_type, old.dtype),
             )
+
+
+@torch.no_grad()
+def load_factors(model: nn.Module, settings: LoraSettings, section: str) -> None:
+    """Fill LoRA's factors of a sharded model from the adapter of the settings. Collective.
+
+    Raises:
+        DataError: on every rank: a factor is not of the layer's shape, or no number.
+    """
+    setting = f"{section}.lora_adapter_path={settings.adapter_path}"
+    with safe_open(expanded(settings.adapter_path) / ADAPTER_WEIGHTS, framework="pt", backend="pread") as file:
+        for name, parameter in factors(model):
+            old, value = cast(DTensor, model.get_parameter(parameter)), file.get_tensor(name)
+            if value.shape != old.shape:
+                raise DataError(
+                    f"{setting}: {name} is of shape {tuple(value.shape)}, and of this model {tuple(old.shape)}; the "
+                    "adapter belongs to another base model"
+                )
+            if not torch.isfinite(value).all():
+                raise DataError(f"{setting}: nan or infinity in {name}; the file is damaged")
+            place(model, parameter, value.to(old.device_mesh.device_type, old.dtype))
+
+
+def factors(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """(name of a factor as adapters in peft's form have it, name of the parameter in the model)."""
+    for name in lora_layers(model):
+        for end, factor in ((A, "lora_A"), (B, "lora_B")):
+            yield f"{PREFIX}{name}{end}", f"{name}.{factor}.{ADAPTER}.weight"
+
+
+def factor_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name as adapters in peft's form have it, whole factor in `dtype`) one at a time. Collective."""
+    for name, parameter in factors(model):
+        yield name, whole(model.get_parameter(parameter).detach().to(dtype))
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.engines.vllm.adapter import adapter_args
 from grpo_dist.errors import ConfigError
 from grpo_dist.sizes import CPU_KV_CACHE_GIB, GIB
 
@@ -46,7 +47,7 @@ def engine_args(settings: EngineSettings) -> Any:
     """The `AsyncEngineArgs` of an engine; `settings.engine_kwargs` win.
 
     Raises:
-        ConfigError: vLLM does not have one of the arguments.
+        ConfigError: vLLM does not have one of the arguments, or takes no LoRA adapters with this model.
     """
     from vllm import AsyncEngineArgs
 
@@ -64,6 +65,7 @@ def engine_args(settings: EngineSettings) -> Any:
         **_batching(settings),
         **_processes(settings),
         **_memory(settings),
+        **adapter_args(settings),
     }
     if settings.override_config:
         args["hf_overrides"] = dict(settings.override_config)

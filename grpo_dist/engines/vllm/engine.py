@@ -19,6 +19,7 @@ from typing import Any
 from grpo_dist.engines.base import EngineLoad, Footprint, Response
 from grpo_dist.engines.rendezvous import stay_on_loopback
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
+from grpo_dist.engines.vllm.adapter import adapter_request
 from grpo_dist.engines.vllm.arguments import engine_args, quiet_environment
 from grpo_dist.engines.vllm.core_process import inproc_core, knows_core, tied_core
 from grpo_dist.engines.vllm.gpu_memory import GPU, footprint, gpus, wait_until_free
@@ -75,6 +76,7 @@ class VLLMEngine:
         self._vocab_size = config.get_vocab_size()
         self._stop_token_ids = _stop_token_ids(config)
         self.weights = WeightUpdater(self._llm, self._call, settings=self.settings)
+        await self.weights.install_factors(complete=False)
         if self.settings.tensor_parallel_size > 1:
             segments = await self._call(self._llm.collective_rpc("shared_memory"))
             self._segments = note_segments({name for names in segments for name in names})
@@ -144,7 +146,8 @@ class VLLMEngine:
         running = self._running.setdefault(request_id, set())
         running.add(vllm_id)
         try:
-            outputs = [o async for o in self._llm.generate(request, params, vllm_id)]
+            adapter = None if self.settings.lora is None else adapter_request()
+            outputs = [o async for o in self._llm.generate(request, params, vllm_id, lora_request=adapter)]
         finally:
             running.discard(vllm_id)
             if not running:

@@ -20,7 +20,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from grpo_dist.descendants import end_with_parent
-from grpo_dist.engines.settings import GroupAddress
+from grpo_dist.engines.settings import GroupAddress, LoraSettings
+from grpo_dist.engines.vllm.adapter import Adapter
 from grpo_dist.engines.weights.broadcast import Receipt, WeightGroup, receive
 from grpo_dist.engines.weights.bucket_files import read_bucket
 from grpo_dist.engines.weights.buckets import damage, unpack
@@ -67,13 +68,19 @@ class BroadcastUpdateInfo(WeightTransferUpdateInfo):
 
 
 class LayerwiseWeightTransferEngine(WeightTransferEngine):
-    """Loads tensors through vLLM's layerwise reload, which also fuses names and cuts tensor parallel shards."""
+    """Loads tensors through vLLM's layerwise reload, which also fuses names and cuts tensor parallel shards.
+
+    Where vLLM has an adapter, the tensors are its factors, which are kept until all have come.
+    """
 
     receipt = Receipt()
+    adapter: Adapter | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.device.type == "cpu":
+        if self.vllm_config.lora_config is not None:
+            self.adapter = Adapter()
+        elif self.device.type == "cpu":
             pack_experts_at_each_load(self.model)
 
     def start_weight_update(self) -> None:
@@ -81,10 +88,14 @@ class LayerwiseWeightTransferEngine(WeightTransferEngine):
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.receipt = Receipt()
-        initialize_layerwise_reload(self.model)
+        if self.adapter is None:
+            initialize_layerwise_reload(self.model)
 
     def load(self, tensors: list[tuple[str, Tensor]]) -> None:
         """Load some tensors. The reload keeps tensors of a layer until the layer is complete."""
+        if self.adapter is not None:
+            self.adapter.take(tensors)
+            return
         model: Any = self.model
         model.load_weights((name, tensor.to(self.device, non_blocking=False)) for name, tensor in tensors)
 
@@ -92,6 +103,8 @@ class LayerwiseWeightTransferEngine(WeightTransferEngine):
         """Post-process the layers, as after loading a checkpoint; a layer without new tensors keeps its weights."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        if self.adapter is not None:  # vLLM drops it after this; then `WorkerExtension.install_factors` comes
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             repack_tied_embeddings(self.model)
@@ -192,10 +205,17 @@ class WorkerExtension:
     """Mixed into vLLM's workers, which therefore import this module."""
 
     weight_transfer_engine: LayerwiseWeightTransferEngine
+    model_runner: Any
 
     def weight_receipt(self) -> dict[str, Any]:
         """The fields of this worker's `Receipt` for the last update, or the last group that it joined."""
         return asdict(self.weight_transfer_engine.receipt)
+
+    def install_factors(self, lora: dict[str, Any], complete: bool) -> str:
+        """See `Adapter.install`; `lora` has the fields of `LoraSettings`."""
+        adapter = self.weight_transfer_engine.adapter
+        assert adapter is not None, "vLLM was started for adapters"
+        return adapter.install(self.model_runner.lora_manager, LoraSettings(**lora), complete=complete)
 
     def kv_cache_bytes(self) -> int | None:
         """The size that this worker has measured for its KV cache; None if the settings name it."""

@@ -1,4 +1,4 @@
-"""How a running vLLM engine replaces its weights, by whichever transport they come.
+"""How a running vLLM engine replaces its weights, or LoRA's factors alone, by whichever transport they come.
 
 The engine pauses (the prefix cache is dropped), loads, sets the version and resumes. Running requests are held
 meanwhile. The settings can make them end first, or keep their cache.
@@ -12,9 +12,10 @@ from dataclasses import asdict
 from typing import Any
 
 from grpo_dist.engines.settings import EngineSettings, GroupAddress
+from grpo_dist.engines.vllm.adapter import KEY, REMEDY
 from grpo_dist.engines.weights.bucket_files import bucket_files
 from grpo_dist.engines.weights.buckets import Bucket, check_buckets
-from grpo_dist.errors import EngineError, WeightSyncError
+from grpo_dist.errors import ConfigError, EngineError, WeightSyncError
 
 
 class WeightUpdater:
@@ -31,7 +32,7 @@ class WeightUpdater:
     """
 
     def __init__(self, llm: Any, call: Callable[..., Awaitable[Any]], *, settings: EngineSettings) -> None:
-        self._llm, self._call = llm, call
+        self._llm, self._call, self._lora = llm, call, settings.lora
         self._pause = {
             "mode": "keep" if settings.partial_rollout else "wait",
             "clear_cache": settings.clear_kv_cache_on_update,
@@ -129,6 +130,9 @@ class WeightUpdater:
             await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update)))
         loaded, fault = await self._receipt()
         await self._call(self._llm.finish_weight_update())  # also after a fault: the layers become whole again
+        if self._lora is not None:  # those before are in force again
+            await self.install_factors(complete=not fault)
+            loaded = 0
         if self._asleep:
             await self._call(self._llm.wake_up(["kv_cache"]))  # only now: the sync had its memory for buckets
             self._asleep = False
@@ -148,6 +152,18 @@ class WeightUpdater:
         with self._keeps_weights(version):
             if fault:
                 raise WeightSyncError(fault)
+
+    async def install_factors(self, *, complete: bool) -> None:
+        """Where LoRA's factors are sent: put those that have arrived in force, if they are `complete`.
+
+        Raises:
+            ConfigError: vLLM does not take them.
+        """
+        if self._lora is None:
+            return
+        told = await self._call(self._llm.collective_rpc("install_factors", args=(asdict(self._lora), complete)))
+        if problem := next(filter(None, told), ""):
+            raise ConfigError(f"{KEY}=false: {problem}; {REMEDY}")
 
     async def _receipt(self) -> tuple[int, str]:
         """(the most buckets that a worker of the engine has loaded, the first fault that a worker reports or "")."""

@@ -100,7 +100,7 @@ def _resolved(config: RunConfig) -> dict[str, Any]:
 
 def _without_idle_lora(flat: Flat, section: str) -> Flat:
     """Without LoRA's other keys where there is no LoRA."""
-    idle = () if flat.get(f"{section}.lora_rank") else ("lora_alpha", "target_modules", "exclude_modules")
+    idle = () if flat.get(f"{section}.lora_rank") else ("lora_alpha", "target_modules", "exclude_modules", "lora.merge")
     return {key: value for key, value in flat.items() if key not in {f"{section}.{name}" for name in idle}}
 
 
@@ -127,6 +127,7 @@ GRPO = ChangeRules(
         "reward.timeout_s",
         "reward.max_failure_rate",
         f"{_MODEL}.trust_remote_code",
+        f"{_MODEL}.lora_adapter_path",  # the checkpoint has the factors that were made of it
         f"{_MODEL}.use_remove_padding",
         f"{_MODEL}.enable_gradient_checkpointing",
         f"{_ACTOR}.checkpoint.*",
@@ -205,6 +206,7 @@ SUPERVISED = ChangeRules(
         *_HARMLESS,
         "trainer.nccl_timeout",
         "model.trust_remote_code",
+        "model.lora_adapter_path",
         "model.use_remove_padding",
         "model.enable_gradient_checkpointing",
         "checkpoint.*",

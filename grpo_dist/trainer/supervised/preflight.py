@@ -14,7 +14,7 @@ from grpo_dist.config.supervised_layout import slots
 from grpo_dist.config.supervised_memory import memory_problems
 from grpo_dist.tracking.base import check_trackers
 from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION, require_metric
-from grpo_dist.trainer.checks import Checks, Ready, check_resume, describe_model, is_on_the_hub
+from grpo_dist.trainer.checks import Checks, Ready, check_adapter, check_resume, describe_model, is_on_the_hub
 from grpo_dist.trainer.machine import Machine, check_machine
 from grpo_dist.trainer.run_lock import check_run_dir
 from grpo_dist.trainer.supervised.rows import Rows, total_steps
@@ -52,7 +52,8 @@ def preflight(config: SupervisedConfig, tell: Callable[[str], None], *, rehearsa
     with checks:
         model = check_model(config, machine, weights=not (rehearsal and is_on_the_hub(config.model.path)))
         remark = task.check_model(model, f"{TRAINED_MODEL_KEY}={config.model.path}")
-        tell("; ".join(filter(None, (f"model: {config.model.path}: {describe_model(model)}", remark))))
+        adapter = check_adapter("model", config.model.lora_adapter_path, model) if isinstance(config, SFTConfig) else ""
+        tell("; ".join(filter(None, (f"model: {config.model.path}: {describe_model(model)}", remark, adapter))))
     with checks:
         if model is None:
             read_rows(config)  # what is wrong with them, too

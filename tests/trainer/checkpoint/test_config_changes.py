@@ -25,6 +25,7 @@ from grpo_dist.trainer.checkpoint.config_changes import (
     saved_config,
 )
 from grpo_dist.trainer.checkpoint.folder import RunState
+from tests.adapters import write_adapter
 from tests.messages import refuses, says
 
 
@@ -64,6 +65,14 @@ def test_harmless_changes_say_nothing() -> None:
     )
     assert changes.refused == []
     assert changes.shown == []
+
+
+def test_where_the_factors_began_does_not_matter_to_a_checkpoint_that_has_them(tmp_path: Path) -> None:
+    model = "actor_rollout_ref.model"
+    before = as_dict(f"{model}.lora_adapter_path={write_adapter(tmp_path)}")
+    same = (f"{model}.lora_rank=4", f"{model}.lora_alpha=8", f"{model}.target_modules=[o_proj,q_proj]")
+    assert compare_configs(before, as_dict(*same)) == Changes()
+    says(compare_configs(before, as_dict(*same, f"{model}.lora_rank=2")).refused, f"{model}.lora_rank: 4 -> 2")
 
 
 def test_other_changes_are_shown_as_old_and_new() -> None:

@@ -17,6 +17,7 @@ from grpo_dist.config.supervised import REWARD_MODEL
 from grpo_dist.errors import ConfigError
 from grpo_dist.trainer.machine import Machine
 from grpo_dist.trainer.supervised import preflight as module
+from tests.adapters import write_adapter
 from tests.messages import refuses, says
 from tests.models import random_classifier
 from tests.trainer.checkpoints import unverified
@@ -74,6 +75,16 @@ def test_the_built_in_run_is_right(dry_run: DryRun, main: Any, rows: str, tmp_pa
     says(lines, "training steps", 10)
     says(lines, "builtin:tiny-qwen3", "qwen3", "35 tensors")
     assert [path.name for path in tmp_path.iterdir()] == [], "nothing is written"
+
+
+def test_an_adapter_to_go_on_from(dry_run: DryRun, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter")
+    rows = ("data.train_max_samples=64", "trainer.total_training_steps=1")
+    lines, _ = dry_run(f"model.lora_adapter_path={folder}", *rows, main=sft.main)
+    says(lines, "builtin:tiny-qwen3", folder, "rank 4", "alpha 8", "4 layers")
+    deeper = write_adapter(tmp_path / "deeper", {"model.layers.9.self_attn.q_proj": (128, 128)})
+    _, told = dry_run(f"model.lora_adapter_path={deeper}", *rows, code=2, main=sft.main)
+    says(told, f"model.lora_adapter_path={deeper}", "model.layers.9.self_attn.q_proj")
 
 
 def test_your_own_rows(dry_run: DryRun, file: Path) -> None:

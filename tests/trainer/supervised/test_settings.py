@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from grpo_dist.config.load import load_command
 from grpo_dist.config.supervised import REWARD_MODEL, SFT
 from grpo_dist.trainer.supervised.settings import worker_settings
 from grpo_dist.workers.policy import PolicySettings
+from tests.adapters import write_adapter
 
 
 def settings(*overrides: str, command: Any = REWARD_MODEL, steps: int = 100) -> PolicySettings:
@@ -27,7 +29,18 @@ def test_a_language_model_keeps_its_output_layer_and_may_get_factors() -> None:
     assert (model.num_labels, model.new_head_seed, model.lora) == (0, None, None)
     lora = settings("model.lora_rank=4", "model.lora_alpha=8", command=SFT).model.lora
     assert lora is not None
-    assert (lora.rank, lora.alpha, lora.target_modules) == (4, 8.0, "all-linear")
+    assert (lora.rank, lora.alpha, lora.target_modules, lora.adapter_path) == (4, 8.0, "all-linear", "")
+
+
+def test_exported_adapters_name_their_base_model(tmp_path: Path) -> None:
+    """By the name of the hub; of a folder the ranks know the path."""
+    adapter = f"model.lora_adapter_path={write_adapter(tmp_path)}"
+    ours = settings(adapter, command=SFT).model.lora
+    assert ours is not None
+    assert (ours.adapter_path, ours.base_model) == (str(tmp_path), "")
+    of_the_hub = settings(adapter, "model.path=owner/name", command=SFT).model.lora
+    assert of_the_hub is not None
+    assert of_the_hub.base_model == "owner/name"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,228 @@
+"""Real vLLM engines that get LoRA's factors alone: they compute what peft does, and syncs are as with whole weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.engines.settings import EngineSettings, LoraSettings
+from grpo_dist.engines.vllm.adapter import adapter_args
+from grpo_dist.engines.weights.buckets import pack, unpack
+from grpo_dist.errors import ConfigError, WeightSyncError
+from grpo_dist.sizes import engine_lora_rank
+from grpo_dist.workers.event_loop import run
+from grpo_dist.workers.gang import Gang
+from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.policy import ActorWorker
+from grpo_dist.workers.weight_transport import BroadcastTransport, outcomes
+from tests.engines.vllm.split_rollout import SplitRolloutWorker
+from tests.engines.vllm.test_engine import (
+    PROMPTS,
+    assert_log_probs_equal,
+    generate,
+    hf_greedy,
+    hf_log_probs,
+    sampling,
+    submit,
+    tokens,
+)
+from tests.engines.vllm.test_tensor_parallel import split_settings
+from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
+from tests.messages import refuses, says
+from tests.models import random_model
+from tests.processes import spawned, start_together
+from tests.workers.test_weight_transport import TIMEOUT_S, policy_settings
+
+LORA = LoraSettings(4, 8.0, "all-linear")
+GREEDY = sampling(n=1, temperature=0.0, seed=None)
+
+
+def engine_settings(path: str, lora: LoraSettings = LORA) -> EngineSettings:
+    common = (path, "cpu", "float32", False, 1, 96, 64, 128, 0.8, 0.0625, True, False, 0)
+    return EngineSettings(*common, clear_kv_cache_on_update=False, lora=lora)
+
+
+def test_only_layers_with_factors_get_room(random_models: dict[str, str], tmp_path: Path) -> None:
+    attention, dense = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+    tiny = resolve_model_path("builtin:tiny-qwen3")
+    for path, layers in ((tiny, attention | dense), (random_models["experts"], attention)):
+        found = adapter_args(engine_settings(path))
+        assert set(found.pop("lora_target_modules")) == layers
+        assert found == {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    some = adapter_args(engine_settings(tiny, LoraSettings(16, 8.0, ("v_proj", "layers.0.mlp.up_proj"))))
+    assert (some["lora_target_modules"], some["max_lora_rank"]) == (["up_proj", "v_proj"], 16)
+    assert adapter_args(dataclasses.replace(engine_settings(tiny), lora=None)) == {}
+    assert [engine_lora_rank(rank) for rank in (1, 2, 32, 33, 512)] == [1, 8, 32, 64, 512]
+    with refuses(ConfigError, "actor_rollout_ref.model.lora.merge=false", "GPT2LMHeadModel", "merge=true"):
+        adapter_args(engine_settings(random_model("GPT2", tmp_path)))
+
+
+# --- real engines -------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def engine(local_ray: None, random_models: dict[str, str]) -> Iterator[WorkerGroup]:
+    with spawned("rollout", WatchedRolloutWorker, [()], env={"OMP_NUM_THREADS": "1"}) as group:
+        group.call(0, "start", "start", engine_settings(random_models["tied"]))
+        yield group
+        group.call_all("shutdown", "shutdown")
+
+
+@pytest.fixture(scope="module")
+def models(random_models: dict[str, str]) -> list[Any]:
+    """The base model, and two with random factors."""
+    import peft
+    import transformers
+
+    def base() -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"])
+
+    found = [base()]
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+        found.append(peft.get_peft_model(base(), config).eval())
+        for name, parameter in found[-1].named_parameters():
+            if "lora_" in name:
+                parameter.data.normal_(std=0.3)
+    return found
+
+
+def buckets(model: Any) -> list[Any]:
+    import peft
+
+    factors = peft.get_peft_model_state_dict(model)
+    found = list(pack(factors.items(), bucket_bytes=8000))
+    assert len(found) > 2
+    return found
+
+
+def load(group: WorkerGroup, sent: list[Any], version: int, when_running: int | None = None) -> int:
+    stored = [ray.put(bucket) for bucket in sent]
+    if when_running is not None:
+        return group.call(0, "sync_weights", "load_weights_when_running", when_running, stored, version)
+    return group.call(0, "sync_weights", "load_weights", stored, version)
+
+
+@pytest.mark.ray
+def test_factors_take_the_place_of_those_before(engine: WorkerGroup, models: list[Any]) -> None:
+    for version, model in enumerate(models, -1):
+        if version >= 0:
+            assert load(engine, buckets(model), version) == version
+        found = generate(engine, 0, PROMPTS, sampling())
+        assert set(found["weight_versions"].values.tolist()) == {version}
+        assert_log_probs_equal(model, found)
+        assert tokens(generate(engine, 0, PROMPTS, GREEDY)) == [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+    greedy = [[hf_greedy(model, prompt, 20) for prompt in PROMPTS] for model in models]
+    assert greedy[0] != greedy[1] != greedy[2], "the change shows"
+
+
+@pytest.mark.ray
+def test_damaged_factors_leave_those_before_in_force(engine: WorkerGroup, models: list[Any]) -> None:
+    assert load(engine, buckets(models[1]), 10) == 10
+    sent = buckets(models[2])
+    data = sent[-1].data.copy()
+    data[-1] ^= 128
+    bad = [*sent[:-1], dataclasses.replace(sent[-1], data=data)]
+    for word, (some, version) in {"damaged": (bad, 11), "missing": (sent[:-1], 11), "after": (sent, 10)}.items():
+        with refuses(WeightSyncError, word, "version 10"):
+            load(engine, some, version)
+        found = generate(engine, 0, PROMPTS, sampling())
+        assert set(found["weight_version"].tolist()) == {10}
+        assert_log_probs_equal(models[1], found)
+
+
+@pytest.mark.ray
+def test_requests_in_flight_go_on_and_the_kept_cache_serves_none_that_comes_later(
+    engine: WorkerGroup, models: list[Any]
+) -> None:
+    assert load(engine, buckets(models[1]), 20) == 20
+    settings = sampling(n=4, max_tokens=55, ignore_eos=True)
+    call = submit(engine, 0, PROMPTS[2], settings)
+    assert load(engine, buckets(models[2]), 21, when_running=4) == 21
+    _, data = engine.gather([call])[0]
+    assert set(data["weight_version"].tolist()) == {20}, "the request had begun under the old factors"
+    assert set(data["last_weight_version"].tolist()) == {21}, "and went on under the new ones"
+    columns = (data[name].rows() for name in ("prompts", "responses", "rollout_log_probs", "weight_versions"))
+    for prompt, response, log_probs, versions in zip(*columns, strict=True):
+        expected = hf_log_probs(models[1], prompt, response)[versions == 20]
+        torch.testing.assert_close(log_probs[versions == 20], expected, atol=1e-4, rtol=0)
+    for _ in range(2):
+        assert_log_probs_equal(models[2], generate(engine, 0, [PROMPTS[2]], settings))
+
+
+@pytest.mark.ray
+def test_factors_that_vllm_has_no_place_for(engine: WorkerGroup, models: list[Any]) -> None:
+    """The last test of the engine."""
+    name = "base_model.model.model.layers.0.mlp.other_proj"
+    factors = {f"{name}.lora_A.weight": torch.zeros(4, 32), f"{name}.lora_B.weight": torch.zeros(32, 4)}
+    with refuses(ConfigError, "lora.merge=false", "model.layers.0.mlp.other_proj", "lora.merge=true"):
+        load(engine, list(pack(factors.items(), bucket_bytes=8000)), 30)
+
+
+def actor_class() -> type:
+    class Actor(ActorWorker):
+        def perturb(self, seed: int) -> None:
+            """The factors alone."""
+            torch.manual_seed(100 * seed + self.rank)
+            for name, parameter in self.engine.model.named_parameters():
+                if "lora_" in name:
+                    parameter.data.to_local().normal_(std=0.3)
+
+    return Actor
+
+
+@pytest.mark.ray
+@pytest.mark.long
+def test_two_ranks_send_their_factors_to_an_engine_of_two_processes(
+    local_ray: None, random_models: dict[str, str]
+) -> None:
+    """By broadcast. A bucket that one process reads wrong costs nothing: the factors before stay in force in both."""
+    import transformers
+
+    path = random_models["tied"]
+    settings = policy_settings(path)
+    settings = dataclasses.replace(
+        settings, model=dataclasses.replace(settings.model, lora=LORA), sends_factors=True, weight_bucket_bytes=8000
+    )
+    engine = dataclasses.replace(split_settings(path, "broadcast"), lora=LORA)
+    with (
+        spawned("actor", actor_class(), [(0, 2), (1, 2)]) as actor,
+        spawned("rollout", SplitRolloutWorker, [()], env={"OMP_NUM_THREADS": "1"}) as rollout,
+    ):
+        start_together(Gang(actor).start(settings), rollout.ask(0, "start", "start", engine))
+        transport = BroadcastTransport(2, TIMEOUT_S)
+
+        def answers() -> list[list[int]]:
+            return tokens(generate(rollout, 0, PROMPTS, GREEDY))
+
+        def expected() -> list[list[int]]:
+            model = transformers.AutoModelForCausalLM.from_pretrained(path)
+            own = dict(model.named_parameters())
+            for bucket in ray.get(actor.call_all("test", "export_parameters")[0]):
+                for name, tensor in unpack(bucket.data, bucket.entries):
+                    own[name].data.copy_(tensor)
+            return [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+
+        assert answers() == expected()
+        for version in range(2):
+            before = answers()
+            actor.call_all("test", "perturb", version)
+            sent = run(transport.sync(actor, rollout, [0], version=version, dtype="float32"))
+            assert sent == {0: version}
+            assert answers() == expected() != before
+        before = answers()
+        actor.call_all("test", "perturb", 2)
+        rollout.call(0, "test", "damage", 1, 1)
+        call = rollout.submit(0, "test", "receive_weights", 2)
+        actor.call_all("test", "broadcast_weights", "float32", 2)
+        error = run(outcomes({0: call}))[0]
+        assert isinstance(error, WeightSyncError)
+        says(error, "rank 1", "bucket 1", "version 1")
+        assert answers() == before
+        rollout.call_all("shutdown", "shutdown")
