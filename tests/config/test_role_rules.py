@@ -1,4 +1,4 @@
-"""Rules on the reference of another model, and on what it is of use for."""
+"""Rules on models beside the policy: a reference of another model, and a reward model that is retrained."""
 
 from __future__ import annotations
 
@@ -29,6 +29,27 @@ LORA = "actor_rollout_ref.model.lora_rank=2"
 )
 def test_what_is_refused(overrides: list[str], parts: list[str]) -> None:
     says(refused(*overrides), *parts)
+
+
+ITERATIVE = ("recipe=deepseekmath_iterative", "reward_model.model.path=builtin:tiny-qwen3")
+FREQ = "reward_model.retrain.freq=5"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["reward_model.enable=false", "custom_reward_function.path=null"], [FREQ, "reward_model.enable=false", "-1"]),
+        (
+            ["custom_reward_function.path=null"],
+            [FREQ, "custom_reward_function.path=null", "grpo_dist.rewards.weighted"],
+        ),
+        (["trainer.max_staleness=1", SYNC.replace("=2", "=-1")], ["trainer.max_staleness=1", FREQ]),
+        (["reward_model.process.enable=true"], [FREQ, "algorithm.adv_estimator=grpo", "grpo_process"]),
+    ],
+)
+def test_retraining_needs_labels_and_batches_of_one_model(overrides: list[str], parts: list[str]) -> None:
+    says(refused(*ITERATIVE, *overrides), *parts)
+    load_config([*ITERATIVE])
 
 
 def test_with_lora_a_teacher_is_a_reference_of_its_own() -> None:
