@@ -16,7 +16,7 @@ data=${PLANNER_DATA:-data/planner_small}
 start=${PLANNER_START:-outputs/grpo_dist/planner_sft/huggingface}
 
 if [[ ! -f $data/sft.parquet ]]; then
-  "$python" -m grpo_dist.tasks.prepare planner --size small --sft_size 4000 --local_save_dir "$data"
+  "$python" -m grpo_dist.tasks.prepare planner --size small --sft_size 4000 --hasty_share 0.7 --local_save_dir "$data"
 fi
 
 if [[ ! -f $start/config.json ]]; then
@@ -25,10 +25,11 @@ if [[ ! -f $start/config.json ]]; then
     data.train_files="$data/sft.parquet" \
     data.train_batch_size=32 \
     data.max_length=256 \
-    optim.lr=2e-3 \
-    trainer.total_training_steps=500 \
-    trainer.total_epochs=4 \
+    optim.lr=3e-3 \
+    trainer.total_training_steps=750 \
+    trainer.total_epochs=6 \
     trainer.test_freq=-1 \
+    cluster.world_size=2 \
     cluster.num_threads_per_worker=1 \
     trainer.default_local_dir="$(dirname "$start")"
 fi

@@ -188,11 +188,16 @@ def make_row(plan: Plan, request: str, *, size: Size, split: str, index: int) ->
 
 
 def make_answer(plan: Plan, request: str, *, size: Size) -> Row:
-    """One request with the right answer, for supervised fine-tuning."""
+    """One request with this plan as its answer, for supervised fine-tuning."""
     return {
         "prompt": make_prompt(request, size),
         "completion": f"<{TAG}>{json.dumps(as_steps(plan), separators=size.separators)}</{TAG}>",
     }
+
+
+def as_named(plan: Plan, request: str) -> Plan:
+    """The steps in the order in which the request names them, which a hasty planner takes for that of the work."""
+    return tuple(sorted(plan, key=lambda step: request.lower().index(step[1].lower())))
 
 
 def as_steps(plan: Plan) -> list[dict[str, str]]:
@@ -200,7 +205,9 @@ def as_steps(plan: Plan) -> list[dict[str, str]]:
     return [{"agent": agent, "task": task} for agent, task in plan]
 
 
-def prepare(local_save_dir: str, *, train_size: int, test_size: int, sft_size: int, size: str, seed: int) -> Written:
+def prepare(
+    local_save_dir: str, *, train_size: int, test_size: int, sft_size: int, hasty_share: float, size: str, seed: int
+) -> Written:
     """Write train.parquet, test.parquet and sft.parquet (requests with answers); no plan stands in two of them.
 
     Args:
@@ -208,6 +215,7 @@ def prepare(local_save_dir: str, *, train_size: int, test_size: int, sft_size: i
         train_size: requests in train.parquet, at least 1.
         test_size: requests in test.parquet, at least 1.
         sft_size: requests in sft.parquet, at least 1.
+        hasty_share: share of its answers whose steps stand as the request names them, in the right order or not.
         size: one of `SIZES`.
         seed: the same seed makes the same files, everywhere.
 
@@ -221,13 +229,17 @@ def prepare(local_save_dir: str, *, train_size: int, test_size: int, sft_size: i
     for split, number in numbers.items():
         if not 1 <= number <= 10**7:
             raise DataError(f"--{split}_size={number}: must be at least 1 and at most 10,000,000")
-    drawn = iter(draw_requests(sum(numbers.values()), SIZES[size], seed).items())
-    rows = {}
-    for split, number in numbers.items():
-        requests = [next(drawn) for _ in range(number)]
-        rows[split] = (
-            [make_answer(*request, size=SIZES[size]) for request in requests]
-            if split == "sft"
-            else [make_row(*request, size=SIZES[size], split=split, index=i) for i, request in enumerate(requests)]
-        )
-    return write_splits({split: rows[split] for split in ("train", "test", "sft")}, local_save_dir)
+    if not 0.0 <= hasty_share <= 1.0:
+        raise DataError(f"--hasty_share={hasty_share}: must be from 0 to 1")
+    sizing, rng = SIZES[size], random.Random(seed)
+    drawn = iter(draw_requests(sum(numbers.values()), sizing, seed).items())
+    requests = {split: [next(drawn) for _ in range(number)] for split, number in numbers.items()}
+    rows = {
+        split: [make_row(*each, size=sizing, split=split, index=i) for i, each in enumerate(requests[split])]
+        for split in ("train", "test")
+    }
+    rows["sft"] = [
+        make_answer(as_named(plan, request) if rng.random() < hasty_share else plan, request, size=sizing)
+        for plan, request in requests["sft"]
+    ]
+    return write_splits(rows, local_save_dir)

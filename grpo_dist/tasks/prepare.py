@@ -60,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     planned = add("planner", planner_rows.prepare, "plan what several agents are to do; generated")
     planned.add_argument("--size", choices=planner_rows.SIZES, default="full", help="of the requests (%(default)s)")
     planned.add_argument("--sft_size", type=int, default=2000, help="rows with answers, in sft.parquet (%(default)s)")
+    hasty = "share of answers with steps in the order in which they are named (%(default)s)"
+    planned.add_argument("--hasty_share", type=float, default=0.0, help=hasty)
     for each in (generated, planned):
         each.add_argument("--train_size", type=int, default=8000, help="rows in train.parquet (%(default)s)")
         each.add_argument("--test_size", type=int, default=200, help="rows in test.parquet (%(default)s)")

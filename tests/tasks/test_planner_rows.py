@@ -107,6 +107,28 @@ def test_both_trainers_read_the_files(tmp_path: Path) -> None:
     assert [(chat.messages[-1]["role"], chat.trained) for chat in chats] == [("assistant", (2,))] * NUMBERS["sft"]
 
 
+def plan_in(row: dict[str, Any]) -> list[dict[str, str]]:
+    return json.loads(row["completion"].removeprefix(f"<{TAG}>").removesuffix(f"</{TAG}>"))
+
+
+def test_hasty_answers_keep_the_order_of_the_request(tmp_path: Path) -> None:
+    """A share of the answers alone: requests and right plans stay."""
+    right, half, hasty = (prepare(tmp_path / share, f"--hasty_share={share}") for share in ("0", "0.5", "1"))
+    assert right["train"] == half["train"] == hasty["train"]
+    assert [request_of(row) for row in right["sft"]] == [request_of(row) for row in hasty["sft"]]
+    for row in hasty["sft"]:
+        places = [request_of(row).lower().index(step["task"].lower()) for step in plan_in(row)]
+        assert places == sorted(places)
+    changed = [row["completion"] != other["completion"] for row, other in zip(right["sft"], hasty["sft"], strict=True)]
+    some = [row["completion"] != other["completion"] for row, other in zip(right["sft"], half["sft"], strict=True)]
+    assert 0 < sum(some) < sum(changed) < NUMBERS["sft"]
+
+
+def test_no_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["planner", "--local_save_dir", str(tmp_path), "--hasty_share=1.5"]) == 2
+    says(capsys.readouterr().err, "--hasty_share=1.5", "from 0 to 1")
+
+
 @pytest.mark.parametrize("key", ["train_size", "test_size", "sft_size"])
 def test_impossible_sizes(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["planner", "--local_save_dir", str(tmp_path), f"--{key}=0"]) == 2
