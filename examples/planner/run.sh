@@ -15,26 +15,27 @@ source "$(dirname "${BASH_SOURCE[0]}")/../python.sh"
 data=${PLANNER_DATA:-data/planner_small}
 start=${PLANNER_START:-outputs/grpo_dist/planner_sft/huggingface}
 
-if [[ ! -f $data/sft.parquet ]]; then
-  "$python" -m grpo_dist.tasks.prepare planner --size small --sft_size 4000 --hasty_share 0.7 --local_save_dir "$data"
-fi
+prepare() { "$python" -m grpo_dist.tasks.prepare planner --size small --sft_size 4000 "$@"; }
 
+# sft STEPS [key=value ...]
+sft() {
+  "$python" -m grpo_dist.sft model=tiny data.train_batch_size=32 data.max_length=256 trainer.total_epochs=4 \
+    trainer.total_training_steps="$1" trainer.test_freq=-1 cluster.num_threads_per_worker=1 "${@:2}"
+}
+
+[[ -f $data/test.parquet ]] || prepare --local_save_dir "$data"
+
+# Right answers first: to copy what a request says takes the model hundreds of steps. Then a few hasty ones.
 if [[ ! -f $start/config.json ]]; then
-  "$python" -m grpo_dist.sft \
-    model=tiny \
-    data.train_files="$data/sft.parquet" \
-    data.train_batch_size=32 \
-    data.max_length=256 \
-    optim.lr=3e-3 \
-    trainer.total_training_steps=750 \
-    trainer.total_epochs=6 \
-    trainer.test_freq=-1 \
-    cluster.world_size=2 \
-    cluster.num_threads_per_worker=1 \
-    trainer.default_local_dir="$(dirname "$start")"
+  runs=$(dirname "$start")
+  prepare --hasty_share 0.7 --local_save_dir "$data/hasty"
+  sft 500 data.train_files="$data/sft.parquet" optim.lr=2e-3 trainer.default_local_dir="$runs/right"
+  sft 120 data.train_files="$data/hasty/sft.parquet" optim.lr=1e-3 trainer.default_local_dir="$runs" \
+    model.path="$runs/right/huggingface"
 fi
 
-plan='{path: grpo_dist.tasks.planner, label: plan, weight: 0.9, reward_kwargs: {tag: plan}}'
+# The order alone is paid: slips in copying, which a model this small makes, would drown it in groups that all have it.
+plan='{path: grpo_dist.tasks.planner, label: plan, weight: 0.9, reward_kwargs: {tag: plan, weights: {order: 1.0}}}'
 form='{path: grpo_dist.rewards.format, label: form, weight: 0.1, reward_kwargs: {tags: [plan], format_score: 1.0}}'
 
 "$python" -m grpo_dist.main \
@@ -49,7 +50,7 @@ form='{path: grpo_dist.rewards.format, label: form, weight: 0.1, reward_kwargs: 
   data.max_response_length=104 \
   custom_reward_function.path=grpo_dist.rewards.weighted \
   "custom_reward_function.reward_kwargs={functions: [$plan, $form]}" \
-  trainer.total_training_steps=20 \
+  trainer.total_training_steps=24 \
   trainer.test_freq=4 \
   trainer.experiment_name=planner \
   cluster.num_threads_per_worker=1 \
