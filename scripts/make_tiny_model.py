@@ -12,6 +12,9 @@ and library versions give the same bytes.
 
 usage: python scripts/make_tiny_model.py OUT_DIR
        python scripts/make_tiny_model.py OUT_DIR --layers 2 --hidden-size 64        a model of another size, likewise
+       python scripts/make_tiny_model.py OUT_DIR --untrained
+
+--untrained leaves the warm start out: random weights, the "base" of a run that begins with supervised fine-tuning.
 """
 
 from __future__ import annotations
@@ -240,24 +243,27 @@ def mean(values: list[bool]) -> float:
 def main(argv: list[str]) -> int:
     """Make the model in OUT_DIR and print what it can do."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--untrained", action="store_true", help="random weights, without the warm start")
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--hidden-size", type=int, default=HIDDEN_SIZE)
-    found = parser.parse_args(argv)
-    out_dir: Path = found.out_dir
+    options = parser.parse_args(argv)
+    out_dir: Path = options.out_dir
     torch.set_num_threads(1)  # sums in another order would give other bytes
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, layers=found.layers, hidden_size=found.hidden_size)
+    model = make_model(tokenizer, layers=options.layers, hidden_size=options.hidden_size)
     print(f"{model.num_parameters():,} parameters, vocabulary {len(tokenizer)}")
-    warm_start(model, tokenizer)
+    if not options.untrained:
+        warm_start(model, tokenizer)
     model.eval()
     model.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)
     for file in out_dir.iterdir():
         file.chmod(0o644)  # the weights are written for the owner only, and the folder becomes part of a package
-    for name, value in evaluate(model, tokenizer).items():
+    results = {} if options.untrained else evaluate(model, tokenizer)
+    for name, value in results.items():
         print(f"{name:24} {value:.3f}")
     for file in sorted(out_dir.iterdir()):
         print(f"{file.name:24} {file.stat().st_size:9,} bytes")

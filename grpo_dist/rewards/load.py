@@ -30,6 +30,7 @@ SCORERS = {
     **dict.fromkeys(_MATH_SOURCES, f"{_MATH}:compute_score"),
     **dict.fromkeys(_DAPO_SOURCES, f"{_MATH}:compute_score_dapo"),
     "countdown": "grpo_dist.tasks.countdown:compute_score",
+    "planner": "grpo_dist.tasks.planner:compute_score",
 }
 # Scorers that were in grpo_dist.rewards once, and where they are now; the examples are copied or named by their path.
 MOVED = {

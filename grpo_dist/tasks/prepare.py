@@ -3,6 +3,7 @@
 python -m grpo_dist.tasks.prepare gsm8k --local_save_dir data/gsm8k [--local_dataset_path FOLDER]
 python -m grpo_dist.tasks.prepare math --local_save_dir data/math [--local_dataset_path FOLDER]
 python -m grpo_dist.tasks.prepare countdown --local_save_dir data/countdown [--train_size 8000] [--seed 0]
+python -m grpo_dist.tasks.prepare planner --local_save_dir data/planner [--size small] [--seed 0]
 python -m grpo_dist.tasks.prepare arithmetic --local_save_dir data/arithmetic
 """
 
@@ -15,7 +16,7 @@ from functools import partial
 
 from grpo_dist.data.conversion import LOCAL_KEY, Written, convert, write_splits
 from grpo_dist.errors import GrpoDistError
-from grpo_dist.tasks import arithmetic, countdown, gsm8k
+from grpo_dist.tasks import arithmetic, countdown, gsm8k, planner_rows
 from grpo_dist.tasks.competition_math import task as competition_math
 
 
@@ -55,10 +56,16 @@ def _parser() -> argparse.ArgumentParser:
     ):
         add(name, partial(convert, task.make_row, hub=task.HUB), text).add_argument(LOCAL_KEY, help=local)
     generated = add("countdown", countdown.prepare, "reach a target with given numbers; generated")
-    generated.add_argument("--train_size", type=int, default=8000, help="problems in train.parquet (%(default)s)")
-    generated.add_argument("--test_size", type=int, default=200, help="problems in test.parquet (%(default)s)")
     generated.add_argument("--num_numbers", type=int, nargs="+", default=[3, 4], help="numbers given (3 4)")
-    generated.add_argument("--seed", type=int, default=0, help="another seed, other problems (%(default)s)")
+    planned = add("planner", planner_rows.prepare, "plan what several agents are to do; generated")
+    planned.add_argument("--size", choices=planner_rows.SIZES, default="full", help="of the requests (%(default)s)")
+    planned.add_argument("--sft_size", type=int, default=2000, help="rows with answers, in sft.parquet (%(default)s)")
+    hasty = "share of answers with steps in the order in which they are named (%(default)s)"
+    planned.add_argument("--hasty_share", type=float, default=0.0, help=hasty)
+    for each in (generated, planned):
+        each.add_argument("--train_size", type=int, default=8000, help="rows in train.parquet (%(default)s)")
+        each.add_argument("--test_size", type=int, default=200, help="rows in test.parquet (%(default)s)")
+        each.add_argument("--seed", type=int, default=0, help="another seed, other rows (%(default)s)")
     add("arithmetic", prepare_arithmetic, "the built-in task")
     return parser
 

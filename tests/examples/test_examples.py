@@ -185,6 +185,24 @@ def test_the_calculator_answers_calls(written: list[str], masked: str, turns: in
     assert response.num_turns == turns
 
 
+def test_the_planner_resolves_on_a_laptop(tmp_path: Path) -> None:
+    """With a model that the example takes for the fine-tuned one."""
+    env = {"PLANNER_DATA": str(tmp_path / "rows"), "PLANNER_START": resolve_model_path("builtin:tiny-qwen3")}
+    done = run_script(EXAMPLES / "planner" / "run.sh", DRY_RUN, cwd=tmp_path, **env)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "rows").iterdir()} == {"train.parquet", "test.parquet", "sft.parquet"}
+    assert "path: grpo_dist.rewards.weighted" in done.stdout
+    assert re.search(r"train data +\S+/rows/train.parquet", done.stdout)
+
+
+def test_the_planner_resolves_on_a_gpu(tmp_path: Path) -> None:
+    env = {"PLANNER_DATA": str(tmp_path / "rows")}
+    done = run_script(EXAMPLES / "planner" / "run_qwen3-0.6b.sh", OF_CONFIG, cwd=tmp_path, **env)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"model +Qwen/Qwen3-0.6B", done.stdout)
+    assert "enable_thinking: false" in done.stdout
+
+
 def test_own_data_works_as_written(tmp_path: Path) -> None:
     text = (EXAMPLES / "own_data" / "README.md").read_text()
     rows, reward = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
