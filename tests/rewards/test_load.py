@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -168,13 +169,18 @@ def test_the_form_is_found(file: str) -> None:
 @pytest.mark.parametrize("data_source", sorted(SCORERS))
 def test_every_built_in_scorer_says_whether_the_answer_is_right(data_source: str) -> None:
     """What dynamic sampling (recipe dapo) and validation go by, whatever the scale of the scores."""
-    truth = {"target": 4, "numbers": [2, 2]} if data_source == "countdown" else "4"
-    answers = ("<answer>2 + 2</answer>", "<answer>2 - 2</answer>") if data_source == "countdown" else ("4", "5")
+    number = ("4", r"\boxed{4} #### 4", r"\boxed{5} #### 5")
+    plan, other = ([{"agent": name, "task": "plot it"}] for name in ("code", "search"))
+    special = {
+        "countdown": ({"target": 4, "numbers": [2, 2]}, "<answer>2 + 2</answer>", "<answer>2 - 2</answer>"),
+        "planner": (plan, json.dumps(plan), json.dumps(other)),
+    }
+    truth, *answers = special.get(data_source, number)
     results = [
         score_response(
             load_reward_function(None, "compute_score", {}),
             data_source=data_source,
-            solution_str=answer if data_source == "countdown" else rf"\boxed{{{answer}}} #### {answer}",
+            solution_str=answer,
             ground_truth=truth,
             extra_info={},
         )
