@@ -144,6 +144,7 @@ TimedStage = Literal[
     "reward_model",
     "update",
     "update_critic",
+    "update_reward_model",
     "sync_weights",
     "save_checkpoint",
     "load_checkpoint",

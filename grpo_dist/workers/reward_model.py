@@ -214,6 +214,8 @@ def scored_rows(sequences: Sequence[list[int]], uids: Sequence[str], ends: Seque
 class RewardModelGroup(FrozenGroup, SupervisedGroup):
     """The reward model. Its weights change only where it is retrained (`train`)."""
 
+    train_stage = "update_reward_model"
+
     async def score(
         self, batch: DataProtoRef, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> dict[str, np.ndarray]:

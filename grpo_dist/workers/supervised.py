@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from grpo_dist.engines.settings import TrainingSettings
 from grpo_dist.engines.train.memory_errors import smaller_passes
@@ -55,7 +56,13 @@ class SupervisedWorker(PolicyWorker):
 
 
 class SupervisedGroup(Gang):
-    """All ranks of the model."""
+    """All ranks of the model.
+
+    Attributes:
+        train_stage: name of the time limit of an optimizer step.
+    """
+
+    train_stage: ClassVar[str] = "train"
 
     async def train(self, parts: Sequence[DataProto], objective: TrainingSettings, step: int) -> dict[str, Metric]:
         """Take one optimizer step on a batch.
@@ -68,17 +75,17 @@ class SupervisedGroup(Gang):
         Returns:
             The metrics, merged over ranks.
         """
-        return await self._on_all("train", parts, objective, step)
+        return await self._on_all("train", parts, objective, step, self.train_stage)
 
     async def evaluate(self, parts: Sequence[DataProto], objective: TrainingSettings, step: int) -> dict[str, Metric]:
         """The metrics of rows, merged over ranks, without a step. Takes the arguments of `train`."""
-        return await self._on_all("evaluate", parts, objective, step)
+        return await self._on_all("evaluate", parts, objective, step, "evaluate")
 
     async def _on_all(
-        self, method: str, parts: Sequence[DataProto], objective: TrainingSettings, step: int
+        self, method: str, parts: Sequence[DataProto], objective: TrainingSettings, step: int, stage: str
     ) -> dict[str, Metric]:
         handles = [DataProtoRef.put(part, ()) if len(part) else DataProtoRef() for part in parts]
         calls = [
-            self.workers.submit(rank, method, method, handle, objective, step) for rank, handle in enumerate(handles)
+            self.workers.submit(rank, stage, method, handle, objective, step) for rank, handle in enumerate(handles)
         ]
         return merge_metrics(await self.workers.answers(calls))
