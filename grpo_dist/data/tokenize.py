@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ Row = TypeVar("Row", bound=Any)
 Example = TypeVar("Example", bound=Any)
 
 MOST_PROBLEM_TEXT = 500  # characters of what a chat template says
+MOST_ROWS_NAMED = 5  # in a message; the others are counted
 
 # Without one of these transformers builds an empty tokenizer from config.json alone, without a word.
 _TOKENIZER_FILES = ("tokenizer.json", "tekken.json", "*.model", "vocab.*", "*.tiktoken")
@@ -118,19 +119,29 @@ def tokenize_prompts(
     return tokenized, overlong
 
 
-def check_token_ids(tokenized: Sequence[TokenizedPrompt], vocab_size: int, *, setting: str) -> None:
-    """Check that the model has an embedding for every token of the prompts.
+def check_token_ids(largest: Iterable[tuple[str, int]], vocab_size: int, *, setting: str) -> None:
+    """Check that the model has an embedding for every token.
+
+    Args:
+        largest: of each row, where it is and its largest token id.
+        vocab_size: of the model.
+        setting: the key and value that name the model, for messages.
 
     Raises:
-        DataError: a prompt has a token beyond them: the tokenizer is that of another model.
+        DataError: a row has a token beyond them: the tokenizer is that of another model.
     """
-    for each in tokenized:
-        largest = int(each.token_ids.max())
-        if largest >= vocab_size:
+    for location, token_id in largest:
+        if token_id >= vocab_size:
             raise DataError(
-                f"{setting}: the prompt at {each.prompt.location} has the token {largest}, and the model knows tokens "
-                f"below {vocab_size} (vocab_size of config.json); its tokenizer is that of another model"
+                f"{setting}: {location} has the token {token_id}, and the model knows tokens below {vocab_size} "
+                "(vocab_size of config.json); its tokenizer is that of another model"
             )
+
+
+def named_rows(locations: Sequence[str]) -> str:
+    """The first rows of a list, for a message, and how many more there are."""
+    more = len(locations) - MOST_ROWS_NAMED
+    return "; ".join(locations[:MOST_ROWS_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def check_template_kwargs(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:

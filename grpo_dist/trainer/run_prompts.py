@@ -12,12 +12,9 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.curriculum import CustomSampler
 from grpo_dist.data.prompts import Prompt, add_system_prompt, load_prompts
 from grpo_dist.data.sampler import PromptSampler
-from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, load_tokenizer, tokenize_prompts
+from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, load_tokenizer, named_rows, tokenize_prompts
 from grpo_dist.rewards import check_data_sources
 from grpo_dist.trainer.checkpoint.config_changes import identify_prompts
-
-# Overlong prompts that are listed; the others are counted.
-MOST_ROWS_NAMED = 5
 
 
 @dataclass
@@ -58,7 +55,8 @@ def load_run_prompts(config: RunConfig, model: ModelFolder) -> tuple[Prompts, li
         validation, more = _load(config, "data.val_files", data.val_files, data.val_max_samples, tokenizer)
         notes += more
     if model.vocab_size is not None:
-        check_token_ids([*train, *validation], model.vocab_size, setting=model_setting(config))
+        largest = ((each.prompt.location, int(each.token_ids.max())) for each in [*train, *validation])
+        check_token_ids(largest, model.vocab_size, setting=model_setting(config))
     return Prompts(train, validation, new_sampler(config, train)), notes
 
 
@@ -82,11 +80,10 @@ def _load(
     )
     if overlong:
         what = "were left out" if data.filter_overlong_prompts else f"were cut (data.truncation={data.truncation})"
-        named = "; ".join(prompt.location for prompt in overlong[:MOST_ROWS_NAMED])
-        more = f"; and {len(overlong) - MOST_ROWS_NAMED} more" if len(overlong) > MOST_ROWS_NAMED else ""
+        named = named_rows([prompt.location for prompt in overlong])
         notes.append(
             f"{key}: {len(overlong)} of {len(prompts)} prompts are longer than data.max_prompt_length="
-            f"{data.max_prompt_length} tokens and {what}: {named}{more}"
+            f"{data.max_prompt_length} tokens and {what}: {named}"
         )
     return tokenized, notes
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from grpo_dist.data import Prompt, load_tokenizer, tokenize_prompts
+from grpo_dist.data.tokenize import check_token_ids, named_rows
 from grpo_dist.errors import DataError
 from tests.messages import refuses, says
 
@@ -149,3 +150,15 @@ def test_load_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
     says(message(tmp_path), "no tokenizer")  # transformers alone would return an empty one
     (tmp_path / "tokenizer.json").write_text("not json")
     says(message(tmp_path), "load", "tokenizer:")
+
+
+def test_a_token_beyond_the_vocabulary_is_named_with_its_row() -> None:
+    rows = [("a.jsonl, line 1", 24), ("a.jsonl, line 2", 25)]
+    check_token_ids(rows, 26, setting="model.path=my/model")
+    with refuses(DataError, "model.path=my/model", "a.jsonl, line 2", "token 25", "below 25", "vocab_size"):
+        check_token_ids(rows, 25, setting="model.path=my/model")
+
+
+def test_a_message_names_the_first_rows() -> None:
+    assert named_rows(["a"]) == "a"
+    assert named_rows(list("abcdefg")) == "a; b; c; d; e; and 2 more"

@@ -10,12 +10,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from grpo_dist.assets import TRAINED_MODEL_KEY
 from grpo_dist.config.schema_supervised import SupervisedConfig
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.engines.settings import TrainingSettings
 from grpo_dist.engines.train.micro_batch_plan import Lengths
-from grpo_dist.errors import DataError
 from grpo_dist.protocol import DataProto
 from grpo_dist.workers.balance import balance
 
@@ -88,26 +86,6 @@ def rank_shares(
     totals = np.array([each.total_tokens for each in examples], np.int64)
     shares = balance(Lengths(np.arange(len(examples)), prompts, totals - prompts), num_ranks)
     return [batch([examples[i] for i in share]) if len(share) else DataProto() for share in shares]
-
-
-def check_token_ids(examples: Sequence[Example], vocab_size: int, path: str) -> None:
-    """Check that the model knows all tokens.
-
-    Args:
-        examples: the rows.
-        vocab_size: of the model.
-        path: of the model, for messages.
-
-    Raises:
-        DataError: a row has a token beyond the vocabulary.
-    """
-    for example in examples:
-        highest = max(int(column.max()) for column in example.columns)
-        if highest >= vocab_size:
-            raise DataError(
-                f"{TRAINED_MODEL_KEY}={path}: {example.location} has the token {highest}, and the model knows tokens "
-                f"below {vocab_size} (vocab_size of config.json); its tokenizer is that of another model"
-            )
 
 
 def new_sampler(config: SupervisedConfig, rows: Rows) -> PromptSampler:

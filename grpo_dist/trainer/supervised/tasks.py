@@ -15,15 +15,13 @@ from grpo_dist.data.chat_tokens import chat_batch, tokenize_chats
 from grpo_dist.data.preference_tokens import preference_batch, tokenize_preferences
 from grpo_dist.data.preferences import LabelledSteps, Pair, load_preferences
 from grpo_dist.data.step_tokens import StepForm
-from grpo_dist.data.tokenize import load_tokenizer
+from grpo_dist.data.tokenize import check_token_ids, load_tokenizer, named_rows
 from grpo_dist.engines.settings import LabelSettings, PreferenceSettings, SFTSettings, TrainingSettings
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.protocol import DataProto
 from grpo_dist.trainer.reward_model_check import check_classifier
-from grpo_dist.trainer.supervised.rows import Example, Rows, check_token_ids
+from grpo_dist.trainer.supervised.rows import Example, Rows
 
-# Rows that were left out and are listed; the others are counted.
-MOST_ROWS_NAMED = 5
 _JUDGED = ("reward_model/loss", "reward_model/accuracy")
 
 # From rows and a tokenizer to examples and the rows that were left out.
@@ -94,13 +92,13 @@ def load_rows(config: SupervisedConfig, model: ModelFolder) -> tuple[Rows, list[
     for key, rows in read.items():
         found[key], left_out = tokenize(rows, tokenizer) if rows else ([], [])
         if model.vocab_size is not None:
-            check_token_ids(found[key], model.vocab_size, config.model.path)
+            largest = ((each.location, max(int(column.max()) for column in each.columns)) for each in found[key])
+            check_token_ids(largest, model.vocab_size, setting=f"{TRAINED_MODEL_KEY}={config.model.path}")
         if left_out:
-            named = "; ".join(row.location for row in left_out[:MOST_ROWS_NAMED])
-            more = f"; and {len(left_out) - MOST_ROWS_NAMED} more" if len(left_out) > MOST_ROWS_NAMED else ""
+            named = named_rows([row.location for row in left_out])
             notes.append(
                 f"{key}: {len(left_out)} of {len(rows)} rows are longer than data.max_length={data.max_length} "
-                f"tokens and were left out: {named}{more}"
+                f"tokens and were left out: {named}"
             )
     kind = task.kinds[type(read["data.train_files"][0])]
     return Rows(found["data.train_files"], found["data.val_files"], *kind, task.batch), notes

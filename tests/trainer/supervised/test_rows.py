@@ -12,7 +12,7 @@ from grpo_dist.config.supervised import REWARD_MODEL
 from grpo_dist.data.preference_tokens import Example, preference_batch
 from grpo_dist.engines.settings import PreferenceSettings
 from grpo_dist.errors import DataError
-from grpo_dist.trainer.supervised.rows import Rows, check_token_ids, new_sampler, total_steps
+from grpo_dist.trainer.supervised.rows import Rows, new_sampler, total_steps
 from tests.messages import refuses
 
 
@@ -62,15 +62,6 @@ def test_a_pair_stays_together_on_any_number_of_ranks(ranks: int) -> None:
 def test_shares_cost_about_the_same() -> None:
     examples = [pair(number, (5, 5)) for number in range(8)]
     assert [len(part) for part in rows(*examples).shares(examples, 4)] == [4] * 4
-
-
-def test_a_token_beyond_the_vocabulary_is_named_with_its_row() -> None:
-    examples = [pair(1), pair(2)]  # up to 25
-    check_token_ids(examples, 26, "my/model")
-    with refuses(DataError, "model.path=my/model", "rows.jsonl, line 2", "token 25", "below 25", "vocab_size"):
-        check_token_ids(examples, 25, "my/model")
-    with refuses(DataError, "rows.jsonl, line 2", "token 30"):
-        check_token_ids([replace(pair(2), prompt=np.array([30], np.int32))], 26, "my/model")
 
 
 @pytest.mark.parametrize(

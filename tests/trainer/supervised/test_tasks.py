@@ -12,10 +12,11 @@ from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import ModelFolder, check_model_folder
 from grpo_dist.config.load import load_command
 from grpo_dist.config.supervised import REWARD_MODEL, SFT
+from grpo_dist.data.tokenize import MOST_ROWS_NAMED
 from grpo_dist.engines.settings import LabelSettings, PreferenceSettings, SFTSettings
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.trainer.supervised.rows import Rows
-from grpo_dist.trainer.supervised.tasks import MOST_ROWS_NAMED, TASKS, load_rows
+from grpo_dist.trainer.supervised.tasks import TASKS, load_rows
 from tests.messages import refuses, says
 from tests.models import builtin_reward_model, random_classifier
 
