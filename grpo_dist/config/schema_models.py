@@ -57,7 +57,7 @@ class RetrainConfig(Section):
 
     freq: CountOrMinusOne
     label: Text
-    epochs: Count
+    train_epochs: Count
     train_batch_size: Count
     micro_batch_size_per_gpu: Count
     max_token_len_per_gpu: Count | None

@@ -72,7 +72,7 @@ class Retraining:
     async def _retrain(self, step: int) -> dict[str, float]:
         selection, examples = await asyncio.to_thread(self._examples, step)
         size, metrics = self.settings.train_batch_size, []
-        for epoch in range(self.settings.epochs):
+        for epoch in range(self.settings.train_epochs):
             order = np.random.default_rng([self.config.trainer.seed, step, epoch]).permutation(len(examples))
             for start in range(0, len(order), size):
                 chosen = [examples[i] for i in order[start : start + size]]

@@ -62,7 +62,7 @@ def end(made: Retraining, step: int) -> dict[str, float]:
 
 def test_after_each_iteration_on_its_responses_and_a_share_of_those_before(tmp_path: Path) -> None:
     """12 rows in the first, 12 + 6 in the second, 8 a batch, twice over; a mean over the optimizer steps."""
-    made, ranks = retraining(tmp_path, f"{RETRAIN}.epochs=2")
+    made, ranks = retraining(tmp_path, f"{RETRAIN}.train_epochs=2")
     assert (end(made, 1), ranks.steps) == ({}, [])
     first = end(made, 2)
     assert [(step, len(rows)) for step, rows in ranks.steps] == [(2, 8), (2, 4), (2, 8), (2, 4)]
