@@ -15,7 +15,7 @@ from grpo_dist.tasks import arithmetic
 from grpo_dist.trainer import run
 from tests.models import another_builtin_model
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 STEPS = 4
 SETTINGS = (
