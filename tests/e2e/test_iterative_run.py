@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_dist.main import main
-from grpo_dist.trainer import run
 from tests.models import builtin_reward_model
 from tests.trainer.metrics_page import PAGE, undocumented
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.usefixtures("shared_ray"),
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(900),
+]
 
 SETTINGS = (
     "recipe=deepseekmath_iterative",
@@ -39,18 +42,6 @@ PROCESS = (
     "custom_reward_function.reward_kwargs={functions: [{path: grpo_dist.rewards.reward_model}, "
     "{path: grpo_dist.tasks.worked_sums, weight: 0.0, label: rule}]}",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_ray(local_ray: None) -> Iterator[None]:
-    """The runs join the cluster that is there, and leave it as it is."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "connect", lambda *address: "joined the cluster of the tests")
-        patch.setattr(run, "_disconnect", lambda: None)
-        yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,8 @@ The runs share a Ray cluster, as runs that join one do.
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,10 @@ from safetensors.torch import load_file
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.reward_model import main
 from grpo_dist.tasks import arithmetic
-from grpo_dist.trainer import run
 from tests.messages import says
 from tests.trainer.metrics_page import PAGE, undocumented
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("shared_ray"), pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS, VALIDATED = 4, 20
 SETTINGS = (
@@ -51,18 +48,6 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 def trained_file(folder: Path) -> Path:
     return folder / "huggingface" / "model.safetensors"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_ray(local_ray: None) -> Iterator[None]:
-    """The runs join the cluster that is there, and leave it as it is."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "connect", lambda *address: "joined the cluster of the tests")
-        patch.setattr(run, "_disconnect", lambda: None)
-        yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,15 @@ import pytest
 
 from grpo_dist.main import main
 from grpo_dist.tasks import arithmetic
-from grpo_dist.trainer import run
 from tests.models import another_builtin_model
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.usefixtures("shared_ray"),
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+]
 
 STEPS = 4
 SETTINGS = (
@@ -31,18 +34,6 @@ SETTINGS = (
     "trainer.test_freq=2",
     "trainer.logger=[console]",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_ray(local_ray: None) -> Iterator[None]:
-    """The runs join the cluster that is there, and leave it as it is."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "connect", lambda *address: "joined the cluster of the tests")
-        patch.setattr(run, "_disconnect", lambda: None)
-        yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,22 @@
+"""What whole runs in the tests' own process share."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from grpo_dist.trainer import run
+
+
+@pytest.fixture(scope="module")
+def shared_ray(local_ray: None) -> Iterator[None]:
+    """The runs join the cluster that is there, and leave it as it is."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "connect", lambda *address: "joined the cluster of the tests")
+        patch.setattr(run, "_disconnect", lambda: None)
+        yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
