@@ -34,9 +34,12 @@ TRAINERS: dict[str, tuple[str, dict[str, str]]] = {
             "saving": "save_checkpoint",
         },
     ),
-    "reward_model": (
-        "grpo_dist.trainer.supervised.trainer:SupervisedTrainer",
-        {"updating": "train", "validating": "testing", "saving": "save_checkpoint"},
+    **dict.fromkeys(
+        ("reward_model", "sft"),
+        (
+            "grpo_dist.trainer.supervised.trainer:SupervisedTrainer",
+            {"updating": "train", "validating": "testing", "saving": "save_checkpoint"},
+        ),
     ),
 }
 COUNTED = ("validating", "saving")  # moments that come after the step was counted

@@ -34,8 +34,8 @@ SETTINGS = [
     "reward.timeout_s=2",
     "ray_kwargs.ray_init.address=local",
 ]
-# Of the command that trains a reward model.
-PREFERENCES = [
+# Of the commands that train one model.
+SUPERVISED = [
     "data.train_batch_size=4",
     f"data.train_max_samples={4 * STEPS_PER_EPOCH}",
     "data.val_max_samples=16",

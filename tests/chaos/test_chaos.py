@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.driver import Fault
-from tests.chaos.runs import PREFERENCES, STEPS, STEPS_PER_EPOCH, Outcome, run_command, train
+from tests.chaos.runs import STEPS, STEPS_PER_EPOCH, SUPERVISED, Outcome, run_command, train
 from tests.messages import says
 from tests.models import another_builtin_model, builtin_reward_model
 
@@ -22,8 +22,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(3000)]
 MOMENTS = ("idle", "generating", "scoring", "updating", "syncing", "saving")
 ROLES = ("driver", "actor", "rollout", "ref", "reward")
 SIGNALS = ("SIGKILL", "SIGSTOP")
-# Of the command that trains a reward model; it is validated and saved at every step.
+# Of the commands that train one model; it is validated and saved at every step.
 TRAINING_MOMENTS = ("idle", "updating", "validating", "saving")
+ADAPTER = ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=false")
 PPO = ("recipe=ppo", "algorithm.adv_estimator=gae", "trainer.critic_warmup=1")
 
 
@@ -32,7 +33,7 @@ def check(outcome: Outcome, undisturbed: Outcome, faults: list[Fault]) -> None:
     for hit in outcome.hits:
         assert hit["fault"]["moment"] in (hit["during"], "idle", "scoring"), f"it came too late: {hit}"
     assert outcome.rewards() == undisturbed.rewards()
-    for name in ("reward_model/loss", "val/reward_model/accuracy"):
+    for name in ("reward_model/loss", "val/reward_model/accuracy", "sft/loss", "val/sft/loss"):
         assert outcome.curve(name) == undisturbed.curve(name)
     assert outcome.weights == undisturbed.weights
 
@@ -76,12 +77,13 @@ def scored_by_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, 
     return train(folder / "run", [], *overrides), overrides
 
 
-@pytest.fixture(scope="module")
-def trained_reward_model(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """An undisturbed run of the command that trains a reward model."""
-    outcome = run_command("reward_model", tmp_path_factory.mktemp("trained") / "run", [], *PREFERENCES)
-    assert len(outcome.curve("reward_model/loss")) == STEPS
-    return outcome
+@pytest.fixture(scope="module", params=("reward_model", "sft"))
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, str]:
+    """An undisturbed run of a command that trains one model, and its name."""
+    command: str = request.param
+    outcome = run_command(command, tmp_path_factory.mktemp(command) / "run", [], *SUPERVISED)
+    assert len(outcome.curve(f"{command}/loss")) == STEPS
+    return outcome, command
 
 
 @pytest.mark.long
@@ -102,12 +104,13 @@ def test_matrix_of_the_reward_model(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SIGNALS)
-def test_matrix_of_the_training_of_a_reward_model(
-    trained_reward_model: Outcome, tmp_path: Path, table: list[str], name: str
+def test_matrix_of_supervised_training(
+    trained: tuple[Outcome, str], tmp_path: Path, table: list[str], name: str
 ) -> None:
+    undisturbed, command = trained
     faults = [Fault("trained", moment, name, step) for step, moment in enumerate(TRAINING_MOMENTS, 1)]
-    outcome = run_command("reward_model", tmp_path / "run", faults, *PREFERENCES)
-    judge(outcome, trained_reward_model, faults, table)
+    outcome = run_command(command, tmp_path / "run", faults, *SUPERVISED)
+    judge(outcome, undisturbed, faults, table)
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +144,19 @@ def test_matrix_of_the_critic(with_critic: Outcome, tmp_path: Path, table: list[
     """The policy's last weights depend on every value of the critic, so they also say that it is the same."""
     moments = tuple("learning" if moment == "updating" else moment for moment in MOMENTS)
     strike("critic", name, tmp_path, table, with_critic, *PPO, moments=moments)
+
+
+@pytest.fixture(scope="module")
+def with_adapter(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """An undisturbed run whose engines get LoRA's factors alone."""
+    return train(tmp_path_factory.mktemp("lora") / "run", [], *ADAPTER)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SIGNALS)
+def test_matrix_of_an_adapter(with_adapter: Outcome, tmp_path: Path, table: list[str], name: str) -> None:
+    """An engine that starts again gets the factors in force beside the base model that it loads."""
+    strike("rollout", name, tmp_path, table, with_adapter, *ADAPTER)
 
 
 @pytest.fixture(scope="module")
