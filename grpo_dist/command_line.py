@@ -67,14 +67,17 @@ def run_command(
 
 
 def _rehearse(config: Config, job: Job[Config]) -> None:
-    """Run all checks that a run makes before it starts Ray."""
+    """Run all checks that a run makes before it starts Ray, and those that its ranks make before they read weights."""
 
     def tell(line: str) -> None:
         sys.stdout.write(f"  {line}\n")
         sys.stdout.flush()
 
     sys.stdout.write("\nchecked on this machine\n")
-    job.preflight(config, tell, rehearsal=True)
+    ready = job.preflight(config, tell, rehearsal=True)
+    from grpo_dist.trainer.rehearsal import build_models
+
+    build_models(job.models(config, ready.steps), config.device, tell)
 
 
 def _report(error: GrpoDistError) -> None:

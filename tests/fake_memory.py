@@ -127,7 +127,7 @@ def sequences(groups: int, n: int, prompt: int, response: int) -> DataProto:
 def fake_engine(shape: dict[str, Any], settings: ModelSettings, ranks: int, *, trains: bool) -> Iterator[FSDPEngine]:
     """A rank's engine of a model of this config.json, whose tensors are fake and count as those on a GPU."""
 
-    def build(settings: ModelSettings, device: str) -> UnloadedModel:
+    def build(settings: ModelSettings, device: str, shards: int) -> UnloadedModel:
         family = transformers.Qwen3MoeConfig if "num_experts" in shape else transformers.Qwen3Config
         config = family(**shape)
         attention._register(attention.FLEX, _attention)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.preflight import ReadyPrompts, preflight
@@ -17,6 +18,7 @@ from grpo_dist.trainer.run import Job
 from grpo_dist.trainer.run_prompts import new_sampler
 
 if TYPE_CHECKING:
+    from grpo_dist.engines.settings import ModelSettings
     from grpo_dist.trainer.build import Workers
     from grpo_dist.trainer.trainer import GRPOTrainer
 
@@ -53,4 +55,17 @@ def build(
     return trainer, workers
 
 
-GRPO_JOB = Job(GRPO, preflight, build)
+def models(config: RunConfig, num_steps: int) -> list[ModelSettings]:
+    """The models of the actor, the teacher and the critic; a reward model is checked by its folder."""
+    from grpo_dist.trainer.settings import critic_settings, policy_settings, reference_settings
+
+    place = placement(config)
+    found = [policy_settings(config, place, num_steps).model]
+    if config.has_teacher:
+        found.append(reference_settings(config, place).model)
+    if config.needs_critic:
+        found.append(critic_settings(config, place, num_steps).model)
+    return found
+
+
+GRPO_JOB = Job(GRPO, preflight, build, models)

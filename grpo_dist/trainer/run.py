@@ -26,6 +26,7 @@ from grpo_dist.trainer.run_lock import run_lock
 from grpo_dist.workers.cluster import connect
 
 if TYPE_CHECKING:
+    from grpo_dist.engines.settings import ModelSettings
     from grpo_dist.trainer.loop import TrainingLoop
     from grpo_dist.trainer.processes import RoleProcesses
 
@@ -40,11 +41,13 @@ class Job(Generic[Config]):
             rehearsal).
         build: start the workers and make the trainer, resumed if there is a checkpoint: (config, run directory, stack
             that ends what is started, preemption, result of `preflight`).
+        models: the models that a dry run builds: (config, number of training steps). It imports Ray.
     """
 
     command: Command[Config]
     preflight: Callable[..., Ready]
     build: Callable[..., tuple[TrainingLoop, RoleProcesses]]
+    models: Callable[[Config, int], list[ModelSettings]]
 
 
 def run(config: Config, job: Job[Config]) -> None:

@@ -25,7 +25,7 @@ from grpo_dist.engines.train.lora import (
     lora_hidden,
     merged_parameters,
 )
-from grpo_dist.engines.train.model_loading import DTYPES, load_weights, open_model
+from grpo_dist.engines.train.model_loading import DTYPES, UnloadedModel, load_weights, open_model
 from grpo_dist.engines.train.rope import hold_longrope_factors
 from grpo_dist.engines.train.sharded_tensors import free_gathered, num_shards
 from grpo_dist.errors import ConfigError
@@ -42,14 +42,8 @@ def load_sharded_model(settings: ModelSettings, device: str, *, frozen: bool = F
     Raises:
         DataError: the model cannot be loaded.
     """
-    unloaded = open_model(settings, device)
+    unloaded = build_model(settings, device, num_shards(settings))
     model = unloaded.model
-    if settings.lora is not None:
-        add_lora(model, settings.lora, settings.section)
-    ResponseHead.install(model)
-    model.eval()  # for good: dropout, jitter and the like would make the update's policy another one than the sampler's
-    if settings.gradient_checkpointing:
-        recompute_layers(model, settings.section)
     alone = frozen and dist.get_world_size() == 1 and settings.model_dtype == settings.compute_dtype
     if not alone:
         shard(model, settings, device)
@@ -62,6 +56,29 @@ def load_sharded_model(settings: ModelSettings, device: str, *, frozen: bool = F
     if settings.max_model_len is not None:
         hold_longrope_factors(model, settings.max_model_len)
     return model
+
+
+def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedModel:
+    """Build what a rank trains, without memory: what is wrong with the model and its settings shows here.
+
+    Args:
+        settings: of the model.
+        device: "cpu" or "cuda".
+        shards: ranks that will hold one copy of the weights together.
+
+    Raises:
+        ConfigError: LoRA or gradient checkpointing do not fit the model.
+        DataError: there is no usable model at the path.
+    """
+    unloaded = open_model(settings, device, shards)
+    model = unloaded.model
+    if settings.lora is not None:
+        add_lora(model, settings.lora, settings.section)
+    ResponseHead.install(model)
+    model.eval()  # for good: dropout, jitter and the like would make the update's policy another one than the sampler's
+    if settings.gradient_checkpointing:
+        recompute_layers(model, settings.section)
+    return unloaded
 
 
 def shard(model: Any, settings: ModelSettings, device: str) -> None:

@@ -34,7 +34,7 @@ from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.attention import attention_implementation
 from grpo_dist.engines.train.classifier import OUTPUT_LAYER, judging_head, new_head, token_classifier
 from grpo_dist.engines.train.hf_names import lost_names
-from grpo_dist.engines.train.sharded_tensors import local_shard, num_shards, place
+from grpo_dist.engines.train.sharded_tensors import local_shard, place
 from grpo_dist.errors import ConfigError, DataError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -65,8 +65,13 @@ class UnloadedModel:
     new_head: dict[str, Tensor] = field(default_factory=dict)
 
 
-def open_model(settings: ModelSettings, device: str) -> UnloadedModel:
+def open_model(settings: ModelSettings, device: str, shards: int) -> UnloadedModel:
     """Build a model on the meta device, with the attention that its layout takes on `device`, and check its files.
+
+    Args:
+        settings: of the model.
+        device: "cpu" or "cuda".
+        shards: ranks that will hold one copy of the weights together.
 
     Raises:
         DataError: there is no usable model at the path.
@@ -89,7 +94,7 @@ def open_model(settings: ModelSettings, device: str) -> UnloadedModel:
                 f"{setting}: its weights do not come back from the model as they were in the files: {_some(lost)}; "
                 "engines and exported folders would get what they cannot read, so this model cannot be trained here"
             )
-        whole_because = _why_whole(probe, num_shards(settings))
+        whole_because = _why_whole(probe, shards)
         model, types = (
             _build(settings, device, headers),
             {name: weight.dtype for name, weight in probe.named_parameters()},

@@ -19,6 +19,7 @@ from grpo_dist.trainer.supervised.rows import new_sampler
 from grpo_dist.workers.limits import TimeLimits
 
 if TYPE_CHECKING:
+    from grpo_dist.engines.settings import ModelSettings
     from grpo_dist.trainer.processes import RoleProcesses
     from grpo_dist.trainer.supervised.trainer import SupervisedTrainer
     from grpo_dist.workers.supervised import SupervisedGroup
@@ -76,5 +77,12 @@ async def _start(config: SupervisedConfig, model: SupervisedGroup, steps: int, f
         await model.load_checkpoint(folder)
 
 
-REWARD_MODEL_JOB = Job(REWARD_MODEL, preflight, build)
-SFT_JOB = Job(SFT, preflight, build)
+def models(config: SupervisedConfig, num_steps: int) -> list[ModelSettings]:
+    """The model that is trained."""
+    from grpo_dist.trainer.supervised.settings import worker_settings
+
+    return [worker_settings(config, num_steps).model]
+
+
+REWARD_MODEL_JOB = Job(REWARD_MODEL, preflight, build, models)
+SFT_JOB = Job(SFT, preflight, build, models)
