@@ -74,10 +74,10 @@ def _rehearse(config: Config, job: Job[Config]) -> None:
         sys.stdout.flush()
 
     sys.stdout.write("\nchecked on this machine\n")
-    ready = job.preflight(config, tell, rehearsal=True)
-    from grpo_dist.trainer.rehearsal import build_models
+    job.preflight(config, tell, rehearsal=True)
+    from grpo_dist.trainer.rehearsal import build_models  # it imports the models' code, so only after the checks
 
-    build_models(job.models(config, ready.steps), config.device, tell)
+    build_models(job.models(config), config.device, tell)
 
 
 def _report(error: GrpoDistError) -> None:

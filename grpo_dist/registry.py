@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from grpo_dist.errors import ConfigError
+from grpo_dist.function_files import ENDING, read_function
+
+FILES = (".py", ENDING)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -88,7 +91,7 @@ class Registry(Generic[F]):
 def absolute(spec: str) -> str:
     """Make the path in `path/to/file.py:attr` absolute, because workers run in other folders; others are unchanged."""
     source, colon, attribute = spec.rpartition(":")
-    return f"{Path(source).absolute()}{colon}{attribute}" if source.endswith(".py") else spec
+    return f"{Path(source).absolute()}{colon}{attribute}" if source.endswith(FILES) else spec
 
 
 def load_attribute(spec: str, *, key: str) -> Any:
@@ -103,6 +106,8 @@ def load_attribute(spec: str, *, key: str) -> Any:
     """
     source, _, attribute = spec.rpartition(":")
     try:
+        if source.endswith(ENDING):  # one function, as it was given to grpo_dist.train
+            return read_function(Path(source))
         module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:
         raise ConfigError(f"{key}={spec}: cannot import {source}: {type(error).__name__}: {error}") from error

@@ -37,11 +37,12 @@ def load_config(overrides: list[str]) -> tuple[RunConfig, list[str]]:
     return load_command(overrides, GRPO)
 
 
-def load_command(overrides: list[str], command: Command[Config]) -> tuple[Config, list[str]]:
+def load_command(overrides: Sequence[str | tuple[str, Any]], command: Command[Config]) -> tuple[Config, list[str]]:
     """Compose the command's YAML file with groups and overrides, and check everything.
 
     Args:
-        overrides: the command line, such as ["model=hf", "data.train_batch_size=64"].
+        overrides: the command line, such as ["model=hf", "data.train_batch_size=64"]; from Python also pairs of key and
+            value.
         command: whose config it is.
 
     Returns:
@@ -74,6 +75,20 @@ def load_command(overrides: list[str], command: Command[Config]) -> tuple[Config
     if problems or config is None:
         raise config_error(problems)
     return config, [redact_text(note) for note in notes + command.notes(config)]
+
+
+def run_folder(overrides: Sequence[str | tuple[str, Any]], command: Command[Config]) -> Path:
+    """The run's folder that such a config names; nothing else of it is checked.
+
+    Raises:
+        ConfigError: the config cannot be composed.
+    """
+    line = read_command_line(overrides, command)
+    problems = list(line.problems)
+    raw = _compose(line, problems, command)
+    if raw is None:
+        raise config_error(problems)
+    return Path(str(raw["trainer"]["default_local_dir"]))
 
 
 def readable_config(config: JobConfig) -> str:

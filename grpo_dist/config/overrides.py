@@ -7,11 +7,12 @@ Hydra.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
 
 from grpo_dist.assets import BUILTIN
@@ -33,11 +34,21 @@ class CommandLine:
     problems: list[Problem] = field(default_factory=list)
 
 
-def read_command_line(overrides: list[str], command: AnyCommand) -> CommandLine:
-    """Sort overrides into groups, values and problems; the last override of a key wins."""
+def read_command_line(overrides: Sequence[str | tuple[str, Any]], command: AnyCommand) -> CommandLine:
+    """Sort overrides into groups, values and problems; the last override of a key wins.
+
+    Args:
+        overrides: as written on a command line; or key and value, from Python.
+        command: whose keys they are.
+    """
     line = CommandLine()
     parser = OverridesParser.create()
     for written in overrides:
+        if not isinstance(written, str):
+            key, value = written
+            override = Override(OverrideType.CHANGE, key.lstrip("+"), ValueType.ELEMENT, value)
+            _add(line, override, _shown(f"{key.lstrip('+')}={value}"), command)
+            continue
         text = " ".join(written.splitlines())  # Hydra's grammar knows no line breaks; a long mapping may have some
         try:
             text.encode()  # Python turns bytes that are not UTF-8 into lone surrogates

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.trainer.model_settings import actor_model, critic_model, reference_model
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.preflight import ReadyPrompts, preflight
 from grpo_dist.trainer.record import open_record, say
@@ -18,7 +20,6 @@ from grpo_dist.trainer.run import Job
 from grpo_dist.trainer.run_prompts import new_sampler
 
 if TYPE_CHECKING:
-    from grpo_dist.engines.settings import ModelSettings
     from grpo_dist.trainer.build import Workers
     from grpo_dist.trainer.trainer import GRPOTrainer
 
@@ -55,16 +56,14 @@ def build(
     return trainer, workers
 
 
-def models(config: RunConfig, num_steps: int) -> list[ModelSettings]:
+def models(config: RunConfig) -> list[ModelSettings]:
     """The models of the actor, the teacher and the critic; a reward model is checked by its folder."""
-    from grpo_dist.trainer.settings import critic_settings, policy_settings, reference_settings
-
     place = placement(config)
-    found = [policy_settings(config, place, num_steps).model]
+    found = [actor_model(config, place)]
     if config.has_teacher:
-        found.append(reference_settings(config, place).model)
+        found.append(reference_model(config, place))
     if config.needs_critic:
-        found.append(critic_settings(config, place, num_steps).model)
+        found.append(critic_model(config, place))
     return found
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import GrpoDistError
@@ -12,6 +13,8 @@ from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.workers.event_loop import run
+
+StepCallback = Callable[[int, dict[str, float]], Any]
 
 
 class TrainingLoop:
@@ -24,7 +27,9 @@ class TrainingLoop:
         trackers: where metrics go.
         progress: the display at the terminal.
         preemption: whether SIGTERM has come.
+        metrics: of the step.
         step: the last step that is trained.
+        on_step: called with step and metrics after each one; what is true ends the training there.
     """
 
     config: JobConfig
@@ -33,7 +38,9 @@ class TrainingLoop:
     trackers: Trackers
     progress: Progress
     preemption: Preemption
+    metrics: dict[str, float]
     step: int
+    on_step: StepCallback | None = None
 
     def fit(self) -> None:
         """Train until `total_steps`, validating and saving on the way."""
@@ -59,7 +66,15 @@ class TrainingLoop:
             self.save()
         self.report()
         run(self.saver.poll())  # after the step's metrics are on record
+        if self.on_step is not None and self.on_step(self.step, dict(self.metrics)):
+            self.stop()
         self.preemption.release()
+
+    def stop(self) -> None:
+        """Make the step that has just been trained the last one, with the checkpoint that the last one has."""
+        self.total_steps = self.step
+        if self.save_is_due() and self.saver.step < self.step:
+            self.save()
 
     def holds_state(self, role: str) -> bool:
         """Whether a role holds state that only a checkpoint can restore."""

@@ -27,7 +27,7 @@ from grpo_dist.workers.cluster import connect
 
 if TYPE_CHECKING:
     from grpo_dist.engines.settings import ModelSettings
-    from grpo_dist.trainer.loop import TrainingLoop
+    from grpo_dist.trainer.loop import StepCallback, TrainingLoop
     from grpo_dist.trainer.processes import RoleProcesses
 
 
@@ -41,17 +41,22 @@ class Job(Generic[Config]):
             rehearsal).
         build: start the workers and make the trainer, resumed if there is a checkpoint: (config, run directory, stack
             that ends what is started, preemption, result of `preflight`).
-        models: the models that a dry run builds: (config, number of training steps). It imports Ray.
+        models: the models that a dry run builds.
     """
 
     command: Command[Config]
     preflight: Callable[..., Ready]
     build: Callable[..., tuple[TrainingLoop, RoleProcesses]]
-    models: Callable[[Config, int], list[ModelSettings]]
+    models: Callable[[Config], list[ModelSettings]]
 
 
-def run(config: Config, job: Job[Config]) -> None:
+def run(config: Config, job: Job[Config], on_step: StepCallback | None = None) -> None:
     """Train as the config says, until done or interrupted.
+
+    Args:
+        config: of the run.
+        job: the command's own part.
+        on_step: called with step and metrics after each training step; what is true ends the training there.
 
     Raises:
         GrpoDistError: the run failed; see errors.py.
@@ -59,14 +64,14 @@ def run(config: Config, job: Job[Config]) -> None:
     """
     preemption = Preemption()
     try:
-        _run(config, job, preemption)
+        _run(config, job, preemption, on_step)
     except KeyboardInterrupt:
         if preemption.asked:
             raise Terminated from None
         raise
 
 
-def _run(config: Config, job: Job[Config], preemption: Preemption) -> None:
+def _run(config: Config, job: Job[Config], preemption: Preemption, on_step: StepCallback | None) -> None:
     """Check what can be checked without Ray, then train. Every process is ended, also after an error."""
     started = time.monotonic()
     ready = job.preflight(config, lambda line: None, rehearsal=False)
@@ -81,7 +86,7 @@ def _run(config: Config, job: Job[Config], preemption: Preemption) -> None:
         say(config, message)
         for note in ready.notes:
             say(config, note)
-        first_step = _train(config, job, run_dir, preemption, ready)
+        first_step = _train(config, job, run_dir, preemption, ready, on_step)
     if "console" in config.trainer.logger:
         hf_model = run_dir / "huggingface" if config.trainer.export_hf_model and not config.trainer.val_only else None
         seconds = time.monotonic() - started
@@ -89,7 +94,14 @@ def _run(config: Config, job: Job[Config], preemption: Preemption) -> None:
         sys.stdout.write(format_summary(rows, run_dir=run_dir, seconds=seconds, hf_model=hf_model) + "\n")
 
 
-def _train(config: Config, job: Job[Config], run_dir: Path, preemption: Preemption, ready: Ready) -> int:
+def _train(
+    config: Config,
+    job: Job[Config],
+    run_dir: Path,
+    preemption: Preemption,
+    ready: Ready,
+    on_step: StepCallback | None,
+) -> int:
     """Start workers and train. If a lost worker held what is trained, start all of them again from the last checkpoint.
 
     With `trainer.halve_on_out_of_memory` that is also done if a GPU runs out of memory, with the responsible setting
@@ -111,6 +123,7 @@ def _train(config: Config, job: Job[Config], run_dir: Path, preemption: Preempti
                 trainer, workers = job.build(present, run_dir, stack, preemption, ready)
                 if restarts == 0 and trainer.step > 0 and not config.trainer.val_only:
                     first_step = trainer.step + 1
+                trainer.on_step = on_step
                 trainer.fit()
                 _tell_memory(config, workers)
                 trainer.trackers.close()

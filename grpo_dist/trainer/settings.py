@@ -8,28 +8,22 @@ from pathlib import Path
 
 from grpo_dist.algorithms.kl_control import KLController
 from grpo_dist.algorithms.targets import TargetSettings
-from grpo_dist.assets import CRITIC_KEY, REWARD_MODEL_KEY, TEACHER_KEY, TEACHER_SECTION
 from grpo_dist.config.placement import Placement
 from grpo_dist.config.schema import KLCtrlConfig, RunConfig
 from grpo_dist.config.schema_models import RetrainConfig
-from grpo_dist.config.schema_roles import FSDPConfig, ModelConfig, OptimConfig
-from grpo_dist.config.schema_supervised import SFTModelConfig
+from grpo_dist.config.schema_roles import OptimConfig
 from grpo_dist.data.step_tokens import step_form
-from grpo_dist.engines.room import CRITIC_ROOM, REF_ROOM, REWARD_MODEL_ROOM
 from grpo_dist.engines.settings import (
     AgentSettings,
     EngineSettings,
-    LoraSettings,
-    ModelSettings,
     ObjectiveSettings,
     OptimizerSettings,
     SamplingSettings,
     ValueSettings,
-    choose_layout,
 )
 from grpo_dist.names import TOKEN_SELECTING_LOSSES
 from grpo_dist.registry import absolute
-from grpo_dist.trainer.checks import is_on_the_hub
+from grpo_dist.trainer.model_settings import actor_model, critic_model, lora_settings, reference_model, reward_model
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.policy import PolicySettings
 from grpo_dist.workers.reward import OverlongPenalty, RewardSettings
@@ -40,10 +34,8 @@ def policy_settings(config: RunConfig, place: Placement, num_steps: int) -> Poli
     """What the actor's ranks are built from."""
     actor, rollout, data = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.data
     steps = num_steps * actor.ppo_epochs * (data.train_batch_size // actor.ppo_mini_batch_size)
-    fsdp = actor.fsdp_config
-    model = _model_settings(config, place, fsdp.model_dtype, fsdp.resolved_dtype(config.default_dtype))
     return PolicySettings(
-        model=_sharded(model, fsdp),
+        model=actor_model(config, place),
         device=place.device,
         num_threads=place.num_threads["actor"],
         temperature=rollout.temperature,
@@ -73,24 +65,10 @@ def optimizer_settings(optim: OptimConfig, steps: int) -> OptimizerSettings:
 
 def critic_settings(config: RunConfig, place: Placement, num_steps: int) -> PolicySettings:
     """What the critic's ranks are built from; a model without a head gets one, drawn with the run's seed."""
-    critic, fsdp = config.critic, config.critic.model.fsdp_config
-    model = replace(
-        _model_settings(config, place, fsdp.model_dtype, fsdp.resolved_dtype(config.default_dtype)),
-        path=critic.model.path,
-        key=CRITIC_KEY,
-        room=CRITIC_ROOM,
-        num_labels=1,
-        new_head_seed=config.trainer.seed,
-        small_new_head=True,
-        trust_remote_code=False,
-        override_config=critic.model.override_config,
-        lora=None,
-        gradient_checkpointing=critic.model.enable_gradient_checkpointing,
-        reshard_after_forward=fsdp.reshard_after_forward,
-    )
+    critic = config.critic
     mini_batches = config.data.train_batch_size // critic.ppo_mini_batch_size
     return PolicySettings(
-        model=_sharded(model, fsdp),
+        model=critic_model(config, place),
         device=place.device,
         num_threads=place.num_threads["critic"],
         temperature=1.0,
@@ -171,24 +149,8 @@ def reference_settings(config: RunConfig, place: Placement) -> PolicySettings:
     it moves by small shares, in fp32.
     """
     ref = config.actor_rollout_ref.ref
-    dtype = ref.fsdp_config.resolved_dtype(config.default_dtype)
-    model = replace(
-        _model_settings(config, place, ref.weights_dtype(config.default_dtype), dtype),
-        lora=None,
-        param_offload=ref.fsdp_config.param_offload,
-        room=REF_ROOM,
-    )
-    if ref.model.path is not None:
-        model = replace(
-            model,
-            path=ref.model.path,
-            key=TEACHER_KEY,
-            section=TEACHER_SECTION,
-            trust_remote_code=ref.model.trust_remote_code,
-            override_config=ref.model.override_config,
-        )
     return PolicySettings(
-        model=model,
+        model=reference_model(config, place),
         device=place.device,
         num_threads=place.num_threads["ref"],
         temperature=config.actor_rollout_ref.rollout.temperature,
@@ -209,23 +171,9 @@ def reference_columns(config: RunConfig) -> tuple[str, ...]:
 def reward_model_settings(config: RunConfig, place: Placement) -> RewardModelSettings:
     """What the reward model's ranks are built from."""
     section, policy = config.reward_model, config.actor_rollout_ref.model
-    assert section.model.path is not None, "a rule asks for it"
-    dtype, retrain = section.model.fsdp_config.resolved_dtype(config.default_dtype), section.retrain
+    retrain = section.retrain
     return RewardModelSettings(
-        model=replace(
-            _model_settings(config, place, retrain.model_dtype if section.is_retrained else dtype, dtype),
-            path=section.model.path,
-            key=REWARD_MODEL_KEY,
-            room=REWARD_MODEL_ROOM,
-            num_labels=1,
-            trust_remote_code=section.model.trust_remote_code,
-            override_config={},
-            lora=None,
-            gradient_checkpointing=section.is_retrained and retrain.enable_gradient_checkpointing,
-            optimizer_offload=retrain.optimizer_offload,
-            max_model_len=section.max_length or config.max_model_len,
-            param_offload=section.model.fsdp_config.param_offload,
-        ),
+        model=reward_model(config, place),
         device=place.device,
         num_threads=place.num_threads["reward_model"],
         temperature=1.0,
@@ -270,52 +218,6 @@ def reward_settings(config: RunConfig) -> RewardSettings:
         overlong_penalty=penalty if buffer.enable else None,
         step_separator=config.reward.step_separator if "step_mask" in target_settings(config).needs else None,
         label=config.reward_model.retrain.label if config.reward_model.is_retrained else None,
-    )
-
-
-def _sharded(model: ModelSettings, fsdp: FSDPConfig) -> ModelSettings:
-    """A model that trains, held as its section says."""
-    return replace(
-        model,
-        fsdp_size=fsdp.fsdp_size,
-        param_offload=fsdp.param_offload,
-        optimizer_offload=fsdp.optimizer_offload,
-        defer_grad_sync=fsdp.defer_grad_sync,
-    )
-
-
-def lora_settings(model: ModelConfig | SFTModelConfig) -> LoraSettings | None:
-    """LoRA's factors; None: all weights are trained."""
-    if not model.lora_rank:
-        return None
-    targets = model.target_modules[0] if model.target_modules == ("all-linear",) else model.target_modules
-    return LoraSettings(
-        rank=model.lora_rank,
-        alpha=model.lora_alpha,
-        target_modules=targets,
-        exclude_modules=model.exclude_modules or (),
-        adapter_path=model.lora_adapter_path or "",
-        base_model=model.path if is_on_the_hub(model.path) else "",
-    )
-
-
-def _model_settings(config: RunConfig, place: Placement, model_dtype: str, compute_dtype: str) -> ModelSettings:
-    model = config.actor_rollout_ref.model
-    return ModelSettings(
-        path=model.path,
-        trust_remote_code=model.trust_remote_code,
-        model_dtype=model_dtype,
-        compute_dtype=compute_dtype,
-        gradient_checkpointing=model.enable_gradient_checkpointing,
-        reshard_after_forward=config.actor_rollout_ref.actor.fsdp_config.reshard_after_forward,
-        override_config=model.override_config,
-        lora=lora_settings(model),
-        max_model_len=config.max_model_len,
-        layout=choose_layout(
-            use_remove_padding=model.use_remove_padding,
-            use_prefix_grouper=config.actor_rollout_ref.actor.use_prefix_grouper,
-        ),
-        shares_gpu=bool(place.sharing),
     )
 
 

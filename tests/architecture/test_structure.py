@@ -55,6 +55,7 @@ TESTED_ELSEWHERE = {
     "trainer/checkpoint/change_rules.py": "trainer/checkpoint/test_config_changes.py",  # the rules applied there
     "trainer/checkpoint/finished_groups.py": "trainer/test_staleness.py",  # by a run that samples ahead
     "trainer/grpo.py": "e2e/test_main_job.py",  # the job of the main command
+    "trainer/model_settings.py": "trainer/test_settings.py",  # a part of the ranks' settings
     "trainer/loop.py": "trainer/supervised/test_trainer.py",  # the base of that loop
     "trainer/processes.py": "e2e/test_reward_model_run.py",  # started and ended
     "trainer/rollout/job.py": "trainer/test_trainer.py",  # every rollout there goes through it

@@ -22,7 +22,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import grpo_dist
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file, write_durably
 from grpo_dist.errors import CheckpointError
 
@@ -147,7 +146,7 @@ def versions() -> dict[str, str]:
 @functools.cache
 def git_commit() -> str | None:
     """The git commit of this package's source, with `-dirty` if it has changes; None if it is not in a repository."""
-    folder = Path(grpo_dist.__file__).parent
+    folder = Path(__file__).parents[2]
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]

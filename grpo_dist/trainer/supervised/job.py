@@ -11,6 +11,8 @@ from grpo_dist.assets import TRAINED_MODEL_KEY
 from grpo_dist.config.schema_supervised import SupervisedConfig
 from grpo_dist.config.supervised import REWARD_MODEL, SFT
 from grpo_dist.config.supervised_layout import slots
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.trainer.model_settings import trained_model
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import open_record, say
 from grpo_dist.trainer.run import Job
@@ -19,7 +21,6 @@ from grpo_dist.trainer.supervised.rows import new_sampler
 from grpo_dist.workers.limits import TimeLimits
 
 if TYPE_CHECKING:
-    from grpo_dist.engines.settings import ModelSettings
     from grpo_dist.trainer.processes import RoleProcesses
     from grpo_dist.trainer.supervised.trainer import SupervisedTrainer
     from grpo_dist.workers.supervised import SupervisedGroup
@@ -77,11 +78,9 @@ async def _start(config: SupervisedConfig, model: SupervisedGroup, steps: int, f
         await model.load_checkpoint(folder)
 
 
-def models(config: SupervisedConfig, num_steps: int) -> list[ModelSettings]:
+def models(config: SupervisedConfig) -> list[ModelSettings]:
     """The model that is trained."""
-    from grpo_dist.trainer.supervised.settings import worker_settings
-
-    return [worker_settings(config, num_steps).model]
+    return [trained_model(config)]
 
 
 REWARD_MODEL_JOB = Job(REWARD_MODEL, preflight, build, models)

@@ -1,0 +1,160 @@
+"""GRPO called from Python: a script or a notebook, with functions and rows as objects.
+
+    import grpo_dist
+
+    def short(completions, **columns):
+        return [-len(text) / 100 for text in completions]
+
+    result = grpo_dist.train("Qwen/Qwen3-0.6B", reward_funcs=[short], train_dataset=[{"prompt": "Name a fruit."}])
+
+The run is that of `python -m grpo_dist.main`: the same checks, workers and files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.load import load_command, run_folder
+from grpo_dist.errors import DataError
+from grpo_dist.function_files import function_name, write_function
+
+Rows = str | Path | Iterable[Mapping[str, Any]]
+Callback = Callable[[int, dict[str, float]], Any]
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a run has left.
+
+    Attributes:
+        run_dir: its folder.
+        model_path: the trained policy as a Hugging Face folder; None where the config turns it off.
+        metrics: of each step, as in metrics.jsonl, with `step`; 0 is before the first.
+    """
+
+    run_dir: Path
+    model_path: Path | None
+    metrics: list[dict[str, float]]
+
+
+def train(
+    model: str | Path | None = None,
+    reward_funcs: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] = (),
+    train_dataset: Rows | None = None,
+    eval_dataset: Rows | None = None,
+    config: Mapping[str, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> TrainingResult:
+    """Train a policy by GRPO, or by whatever the config says, and wait until it is done.
+
+    It may be called in any thread, within a running event loop, and several times in a process, one run after the
+    other. Only in the main thread do Ctrl-C and SIGTERM save the run.
+
+    Args:
+        model: folder or hub name (`actor_rollout_ref.model.path`); None: what the config says.
+        reward_funcs: a reward function or a list, whose scores are added: functions, callable objects, or where they
+            are as text (`file.py:function`). In each of the forms of docs/rewards.md. Empty: what the config says.
+        train_dataset: rows: dicts, a `datasets.Dataset`, a pandas DataFrame; or what `data.train_files` takes. None:
+            what the config says.
+        eval_dataset: likewise for validation.
+        config: keys as on the command line, flat or nested: `{"trainer.total_training_steps": 20, "recipe": "dapo"}`.
+        callbacks: each is called after every training step with its number and metrics. If one returns something
+            true, the run ends with this step as with its last.
+
+    Returns:
+        The run's folder, model and metrics.
+
+    Raises:
+        GrpoDistError: of the kinds of errors.py; a ConfigError or DataError before anything starts lists all problems.
+        KeyboardInterrupt: the run was interrupted.
+    """
+    from grpo_dist.workers.cluster import set_local_environment
+
+    set_local_environment()  # before something imports Ray
+    given = dict(config or {})
+    if model is not None:
+        given["actor_rollout_ref.model.path"] = str(model)
+    folder = run_folder([*given.items()], GRPO)
+    given |= _rewards(reward_funcs, folder)
+    for key, rows in (("data.train_files", train_dataset), ("data.val_files", eval_dataset)):
+        if rows is not None:
+            given[key] = _file(rows, folder, key)
+    return _run(given, callbacks)
+
+
+def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingResult:
+    checked, notes = load_command([*given.items()], GRPO)
+    from grpo_dist.tracking.jsonl import FILE_NAME, read_metrics
+    from grpo_dist.trainer.grpo import GRPO_JOB
+    from grpo_dist.trainer.record import say
+    from grpo_dist.trainer.run import run
+
+    for note in notes:
+        say(checked, note)
+
+    def on_step(step: int, metrics: dict[str, float]) -> bool:
+        return any([callback(step, dict(metrics)) for callback in callbacks])  # all are called
+
+    run(checked, GRPO_JOB, on_step)
+    run_dir = checked.trainer.record_dir.absolute()
+    exported = checked.trainer.export_hf_model and not checked.trainer.val_only
+    return TrainingResult(run_dir, run_dir / "huggingface" if exported else None, read_metrics(run_dir / FILE_NAME))
+
+
+def _rewards(given: str | Callable[..., Any] | Sequence[str | Callable[..., Any]], folder: Path) -> dict[str, Any]:
+    """The keys that name these reward functions; objects are written into the run's folder."""
+    functions = [given] if isinstance(given, str) or callable(given) else list(given)
+    specs: dict[str, str] = {}
+    for function in functions:
+        name = function.rpartition(":")[2] if isinstance(function, str) else function_name(function)
+        label = next(each for each in _numbered(name) if each not in specs)
+        specs[label] = (
+            function if isinstance(function, str) else write_function(function, label, folder, "reward_funcs")
+        )
+    parts = [dict(zip(("path", "name"), spec.rsplit(":", 1), strict=True), label=name) for name, spec in specs.items()]
+    if len(parts) < 2:
+        return {f"custom_reward_function.{key}": part[key] for part in parts for key in ("path", "name")}
+    return {
+        "custom_reward_function.path": "grpo_dist.rewards.weighted",
+        "custom_reward_function.reward_kwargs": {"functions": parts},
+    }
+
+
+def _numbered(name: str) -> Iterator[str]:
+    """The name, and if that is taken, the name with a number."""
+    yield name
+    yield from (f"{name}_{number}" for number in itertools.count(2))
+
+
+def _file(rows: Rows, folder: Path, key: str) -> str | list[str]:
+    """Where the rows are: a new file in the run's folder, unless they are in one."""
+    if isinstance(rows, str | Path):
+        return str(rows)
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a pandas DataFrame, which iterates over its columns
+        rows = rows.to_dict("records")
+    path = folder / "rows" / f"{key.removeprefix('data.').removesuffix('_files')}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
+        for number, row in enumerate(rows):
+            try:
+                file.write(json.dumps(dict(row), default=_plain) + "\n")
+            except (TypeError, ValueError) as error:
+                raise DataError(
+                    f"{key}: row {number} must be a dict of texts, numbers, lists and dicts: {error}"
+                ) from None
+    temporary.replace(path)
+    return str(path.absolute())
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of NumPy as JSON has them."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is none of them")

@@ -1,0 +1,98 @@
+"""`grpo_dist.train` before anything starts: what becomes of objects, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import grpo_dist
+from grpo_dist import api
+from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.registry import load_attribute
+from tests.messages import says
+
+SMALL = {"data": "arithmetic", "data.train_batch_size": 2, "actor_rollout_ref.actor.ppo_mini_batch_size": 2}
+ROWS = [{"data_source": "mine", "prompt": "1+1=?", "reward_model": {"ground_truth": "2"}}] * 2
+
+
+def length(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    return float(len(solution_str))
+
+
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the command is given, in the place of a run."""
+    found: dict[str, Any] = {}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(api, "_run", lambda keys, callbacks: found.update(keys))
+    return found
+
+
+def test_nothing_but_what_is_said_is_set(given: dict[str, Any]) -> None:
+    grpo_dist.train()
+    assert given == {}
+    grpo_dist.train("models/mine", "rewards.py:right", "rows.parquet", config={"trainer": {"seed": 3}})
+    assert given == {
+        "actor_rollout_ref.model.path": "models/mine",
+        "custom_reward_function.path": "rewards.py",
+        "custom_reward_function.name": "right",
+        "data.train_files": "rows.parquet",
+        "trainer": {"seed": 3},
+    }
+
+
+def test_functions_and_rows_are_written_into_the_runs_folder(given: dict[str, Any], tmp_path: Path) -> None:
+    rows = [{**ROWS[0], "extra_info": {"number": np.int64(1), "vector": np.ones(2)}}]
+    functions = [length, length, "rewards.py:right"]
+    grpo_dist.train(reward_funcs=functions, train_dataset=rows, config={"trainer.default_local_dir": "mine"})
+    file = Path(given["data.train_files"])
+    assert file == tmp_path / "mine/rows/train.jsonl"
+    assert json.loads(file.read_text()) == {**ROWS[0], "extra_info": {"number": 1, "vector": [1.0, 1.0]}}
+    parts = given["custom_reward_function.reward_kwargs"]["functions"]
+    assert [part["label"] for part in parts] == ["length", "length_2", "right"]
+    assert load_attribute(f"{parts[0]['path']}:{parts[0]['name']}", key="key")("mine", "four", "", {}) == 4.0
+    assert (parts[2]["path"], parts[2]["name"]) == ("rewards.py", "right")
+
+
+def test_a_table_is_read_by_rows(given: dict[str, Any]) -> None:
+    """As pandas has it, whose iteration gives the names of columns."""
+
+    class Table:
+        columns = ("prompt",)
+
+        def to_dict(self, orient: str) -> list[dict[str, str]]:
+            assert orient == "records"
+            return [{"prompt": "1+1=?"}]
+
+    grpo_dist.train(eval_dataset=Table(), config={"trainer.default_local_dir": "mine"})  # type: ignore[arg-type]
+    assert Path(given["data.val_files"]).read_text() == '{"prompt": "1+1=?"}\n'
+
+
+def test_a_row_that_is_no_row_is_named(given: dict[str, Any]) -> None:
+    with pytest.raises(DataError) as refused:
+        grpo_dist.train(train_dataset=[*ROWS, {"prompt": object()}])
+    says(refused, "data.train_files", "row 2", "object")
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        ({"data.train_batchsize": 2}, ["data.train_batchsize", "data.train_batch_size"]),
+        ({"trainer": {"seeds": 2}}, ["trainer.seeds"]),
+        (SMALL | {"actor_rollout_ref.rollout.n": 0}, ["actor_rollout_ref.rollout.n=0"]),
+        (SMALL | {"data.train_files": "gone.jsonl"}, ["gone.jsonl"]),
+    ],
+)
+def test_what_the_command_refuses_is_raised(config: dict[str, Any], parts: list[str], tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, DataError)) as refused:
+        grpo_dist.train(config=config | {"trainer.default_local_dir": str(tmp_path)})
+    says(refused, *parts)
+
+
+def test_names_that_the_package_has_not() -> None:
+    with pytest.raises(AttributeError):
+        grpo_dist.trian  # noqa: B018
