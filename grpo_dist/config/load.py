@@ -81,6 +81,11 @@ def readable_config(config: JobConfig) -> str:
     return yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
 
 
+def default_values(command: AnyCommand) -> dict[str, Any]:
+    """The command's config without groups and overrides."""
+    return _defaults(command.file, command.shared)
+
+
 def _compose(line: CommandLine, problems: list[Problem], command: AnyCommand) -> dict[str, Any] | None:
     """The config as nested dicts with interpolations resolved; None, with a problem added, if Hydra fails."""
     try:

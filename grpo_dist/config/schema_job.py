@@ -53,7 +53,7 @@ class JobTrainerConfig(Section):
     save_interval_minutes: PositiveFloat | None
     max_actor_ckpt_to_keep: Count | None
     keep_best_metric: Text | None
-    resume_mode: Literal["auto", "disable", "resume_path"]
+    resume_mode: Literal["auto", "disable", "resume_path", "force"]
     resume_from_path: Text | None
     max_actor_restarts: NonNegativeInt
     halve_on_out_of_memory: bool

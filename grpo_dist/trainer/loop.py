@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import GrpoDistError
@@ -11,6 +12,7 @@ from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.preemption import Preemption
+from grpo_dist.trainer.record import EXPORTED
 from grpo_dist.workers.event_loop import run
 
 
@@ -60,6 +62,11 @@ class TrainingLoop:
         self.report()
         run(self.saver.poll())  # after the step's metrics are on record
         self.preemption.release()
+
+    @property
+    def model_dir(self) -> Path:
+        """Where the trained model is written."""
+        return Path(self.config.trainer.default_local_dir, EXPORTED)
 
     def holds_state(self, role: str) -> bool:
         """Whether a role holds state that only a checkpoint can restore."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # it imports Ray, which must not be imported before the run c
     from grpo_dist.trainer.checkpoint.resume import Resumed
 
 RESOLVED_CONFIG = "config.yaml"
+EXPORTED = "huggingface"
+"""The folder of the trained model."""
 
 
 def say(config: JobConfig, text: str) -> None:
@@ -75,8 +77,9 @@ def _resume_notes(config: JobConfig, resumed: Resumed | None, steps: int) -> lis
     if resumed.changes:
         notes.append("\n  ".join(["the config has changed since then:", *resumed.changes]))
     if resumed.state.step >= steps and not config.trainer.val_only:
+        exported = "; the model is exported" if config.trainer.export_hf_model else ""
         notes.append(
-            f"nothing to train: it is at step {resumed.state.step} of {steps}. For more, raise "
+            f"nothing to train: it is at step {resumed.state.step} of {steps}{exported}. For more, raise "
             "trainer.total_training_steps; for a new run, set trainer.experiment_name or resume_mode=disable"
         )
     return notes

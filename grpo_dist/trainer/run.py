@@ -19,9 +19,9 @@ from grpo_dist.tracking.jsonl import FILE_NAME as METRICS
 from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.tracking.summary import format_summary
 from grpo_dist.trainer.checkpoint.folder import last_checkpoint
-from grpo_dist.trainer.checks import Ready
+from grpo_dist.trainer.checks import Ready, is_finished, nothing_to_train
 from grpo_dist.trainer.preemption import Preemption
-from grpo_dist.trainer.record import make_run_dir, say, write_config
+from grpo_dist.trainer.record import EXPORTED, make_run_dir, say, write_config
 from grpo_dist.trainer.run_lock import run_lock
 from grpo_dist.workers.cluster import connect
 
@@ -67,6 +67,10 @@ def _run(config: Config, job: Job[Config], preemption: Preemption) -> None:
     """Check what can be checked without Ray, then train. Every process is ended, also after an error."""
     started = time.monotonic()
     ready = job.preflight(config, lambda line: None, rehearsal=False)
+    if is_finished(config, ready.steps):
+        if "console" in config.trainer.logger:
+            sys.stdout.write(nothing_to_train(config, ready.steps) + "\n")
+        return
     run_dir = make_run_dir(config)
     signal.signal(signal.SIGTERM, preemption.handle)
     with ExitStack() as stack:
@@ -80,7 +84,7 @@ def _run(config: Config, job: Job[Config], preemption: Preemption) -> None:
             say(config, note)
         first_step = _train(config, job, run_dir, preemption, ready)
     if "console" in config.trainer.logger:
-        hf_model = run_dir / "huggingface" if config.trainer.export_hf_model and not config.trainer.val_only else None
+        hf_model = run_dir / EXPORTED if config.trainer.export_hf_model and not config.trainer.val_only else None
         seconds = time.monotonic() - started
         rows = [row for row in read_metrics(run_dir / METRICS) if row["step"] >= first_step]
         sys.stdout.write(format_summary(rows, run_dir=run_dir, seconds=seconds, hf_model=hf_model) + "\n")
@@ -146,7 +150,8 @@ def _from_last_checkpoint(config: Config, folder: Path | None) -> Config:
     if folder is None:
         where = {"resume_mode": "disable", "resume_from_path": None}
     elif folder.absolute() == last_checkpoint(run_dir):
-        where = {"resume_mode": "auto", "resume_from_path": None}
+        # the run has been checked at its start, and until it saves, the checkpoint may be one of another config
+        where = {"resume_mode": "force", "resume_from_path": None}
     else:
         where = {"resume_mode": "resume_path", "resume_from_path": str(folder)}
     return config.model_copy(update={"trainer": config.trainer.model_copy(update=where)})

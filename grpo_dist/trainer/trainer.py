@@ -376,7 +376,7 @@ class GRPOTrainer(TrainingLoop):
         await self.saver.finish()
         if self.config.trainer.export_hf_model:
             self.progress.phase("export")
-            await self.roles.actor.export_hf_model(str(self.run_dir / "huggingface"), self.config.export_dtype)
+            await self.roles.actor.export_hf_model(str(self.model_dir), self.config.export_dtype)
 
     # --- parts -------------------------------------------------------------------------------------------------
     def _mini_batches(self, num_rows: int, section: ActorConfig | CriticConfig) -> list[np.ndarray]:

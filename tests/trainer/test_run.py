@@ -102,7 +102,7 @@ def test_it_goes_on_from_the_last_checkpoint_or_if_that_is_damaged_from_the_one_
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     override = f"trainer.default_local_dir={tmp_path}"
     seen = train([trainer(fail(LOST), last), trainer(lambda: None)], override)
-    assert (seen[1].trainer.resume_mode, seen[1].trainer.resume_from_path) == ("auto", None)
+    assert (seen[1].trainer.resume_mode, seen[1].trainer.resume_from_path) == ("force", None)
     seen = train([trainer(fail(LOST)), trainer(lambda: None)], override)
     assert seen[1].trainer.resume_mode == "disable", "what lies there is not of this run"
 

@@ -147,4 +147,4 @@ class SupervisedTrainer(TrainingLoop):
         await self.saver.finish()
         if self.config.trainer.export_hf_model:
             self.progress.phase("export")
-            await self.model.export_hf_model(str(self.run_dir / "huggingface"), self.config.export_dtype)
+            await self.model.export_hf_model(str(self.model_dir), self.config.export_dtype)
