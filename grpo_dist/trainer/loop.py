@@ -1,4 +1,4 @@
-"""What the loops of all trainers have: when to validate and save, and a checkpoint at SIGTERM."""
+"""What the loops of all trainers have: when to validate and save, and a checkpoint when a signal ends the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TrainingLoop:
         saver: writes checkpoints.
         trackers: where metrics go.
         progress: the display at the terminal.
-        preemption: whether SIGTERM has come.
+        preemption: whether a signal has come to end the run.
         step: the last step that is trained.
     """
 
@@ -73,21 +73,25 @@ class TrainingLoop:
         return role in self.saver.holders()
 
     @contextlib.contextmanager
-    def saving_on_sigterm(self) -> Iterator[None]:
-        """Write a checkpoint if SIGTERM ends what is within, and there is something new to keep."""
+    def saving_when_stopped(self) -> Iterator[None]:
+        """Write a checkpoint if a signal ends what is within, and there is something new to keep. One that is being
+        written in the background is completed.
+        """
         try:
             yield
         except KeyboardInterrupt:
-            # a second SIGTERM does not wait, and between two steps there is no state to save
+            # a second signal does not wait, and between two steps there is no state to save
             if self.preemption.asked and not self.preemption.held:
                 try:
                     if self.step > self.saver.step:
-                        self.progress.message("SIGTERM: writing a checkpoint")
+                        self.progress.message(f"{self.preemption.name}: writing a checkpoint")
                         self.save()
                     run(self.saver.finish())
-                except GrpoDistError as error:  # of workers that SIGTERM was sent to as well, say
-                    self.progress.message(f"SIGTERM: no checkpoint could be written: {error}")
+                except GrpoDistError as error:  # of workers that the signal was sent to as well, say
+                    self.progress.message(f"{self.preemption.name}: no checkpoint could be written: {error}")
             raise
+        finally:
+            self.preemption.checkpoint = self.saver.last
 
     def due(self, frequency: int) -> bool:
         """Whether something done every `frequency` steps (-1: never) is due: also after the last step."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic
 from grpo_dist.config.command import Command, Config
 from grpo_dist.config.halved import halved
 from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.errors import OutOfMemory, Terminated, WorkerError, WorkerLost
+from grpo_dist.errors import OutOfMemory, WorkerError, WorkerLost
 from grpo_dist.tracking.jsonl import FILE_NAME as METRICS
 from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.tracking.summary import format_summary
@@ -52,14 +52,14 @@ def run(config: Config, job: Job[Config]) -> None:
 
     Raises:
         GrpoDistError: the run failed; see errors.py.
-        Terminated: SIGTERM. (Ray's calls turn whatever a signal handler raises into a KeyboardInterrupt.)
+        Interrupted: SIGINT or SIGTERM. (Ray's calls turn whatever a signal handler raises into a KeyboardInterrupt.)
     """
     preemption = Preemption()
     try:
         _run(config, job, preemption)
     except KeyboardInterrupt:
         if preemption.asked:
-            raise Terminated from None
+            raise preemption.interrupt() from None
         raise
 
 
@@ -72,13 +72,13 @@ def _run(config: Config, job: Job[Config], preemption: Preemption) -> None:
             sys.stdout.write(nothing_to_train(config, ready.steps) + "\n")
         return
     run_dir = make_run_dir(config)
-    signal.signal(signal.SIGTERM, preemption.handle)
+    preemption.listen()
     with ExitStack() as stack:
         stack.enter_context(run_lock(run_dir))
         write_config(config, run_dir)
         stack.callback(_disconnect)
         message = connect(config.ray_kwargs.ray_init.address, config.ray_kwargs.ray_init.num_cpus)
-        signal.signal(signal.SIGTERM, preemption.handle)  # again: Ray's own, put in its place, aborts the process
+        preemption.listen()  # again: Ray's own handler, put in its place, aborts the process
         say(config, message)
         for note in ready.notes:
             say(config, note)
@@ -127,7 +127,7 @@ def _train(config: Config, job: Job[Config], run_dir: Path, preemption: Preempti
                 # a worker that is lost at the first start would most likely be lost again, if the model is too large
                 goes_on = restarts > 0 if trainer is None else trainer.holds_state(error.role)
                 if preemption.asked:
-                    say(config, f"SIGTERM: no checkpoint could be written: {error}")
+                    say(config, f"{preemption.name}: no checkpoint could be written: {error}")
                     preemption.release()
                 if not goes_on or restarts == config.trainer.max_actor_restarts:
                     raise
