@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -23,9 +22,9 @@ from grpo_dist.trainer.checks import (
     is_on_the_hub,
     nothing_to_train,
 )
-from grpo_dist.trainer.record import EXPORTED, make_run_dir, write_config
+from grpo_dist.trainer.record import EXPORTED
 from tests.messages import refuses, says
-from tests.trainer.checkpoints import names, save, unverified
+from tests.trainer.checkpoints import finished_run, names, save, unverified, written_at
 
 COMMANDS = pytest.mark.parametrize("command", [GRPO, REWARD_MODEL], ids=lambda command: command.module)
 
@@ -136,21 +135,10 @@ LAST = 3
 OTHER_RATE = {GRPO.module: "actor_rollout_ref.actor.optim.lr=0.5", REWARD_MODEL.module: "optim.lr=0.5"}
 
 
-def finished(command: AnyCommand, tmp_path: Path, *overrides: str) -> JobConfig:
-    """A run that is done: record, checkpoint of the last step, and the model that was written after it."""
-    config = load(command, tmp_path, *overrides)
-    unverified(config, LAST)
-    run_dir = make_run_dir(config)
-    write_config(config, run_dir)
-    (run_dir / EXPORTED).mkdir()
-    (run_dir / EXPORTED / "config.json").write_text("{}")
-    written_at(run_dir / LATEST, 1000)
-    written_at(run_dir / EXPORTED / "config.json", 2000)
+def finished(command: AnyCommand, tmp_path: Path) -> JobConfig:
+    config = load(command, tmp_path)
+    finished_run(config, LAST)
     return config
-
-
-def written_at(file: Path, seconds: int) -> None:
-    os.utime(file, (seconds, seconds))
 
 
 @COMMANDS
