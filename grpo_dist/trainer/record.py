@@ -23,7 +23,7 @@ EXPORTED = "huggingface"
 
 def say(config: JobConfig, text: str) -> None:
     """Show a message before and after there is a display."""
-    if "console" in config.trainer.logger:
+    if config.trainer.console:
         sys.stderr.write(text + "\n")
 
 
@@ -48,7 +48,7 @@ def open_record(
 ) -> tuple[Progress, Trackers]:
     """The display and the trackers of this run, or those of the run that it resumes; closed with `stack`."""
     first = resumed.state.step if resumed is not None else 0
-    stream = sys.stderr if "console" in config.trainer.logger else None
+    stream = sys.stderr if config.trainer.console else None
     progress = stack.enter_context(Progress(steps, first, stream))
     resumed_step = None
     if resumed is not None:

@@ -68,7 +68,7 @@ def _run(config: Config, job: Job[Config], preemption: Preemption) -> None:
     started = time.monotonic()
     ready = job.preflight(config, lambda line: None, rehearsal=False)
     if is_finished(config, ready.steps):
-        if "console" in config.trainer.logger:
+        if config.trainer.console:
             sys.stdout.write(nothing_to_train(config, ready.steps) + "\n")
         return
     run_dir = make_run_dir(config)
@@ -83,7 +83,7 @@ def _run(config: Config, job: Job[Config], preemption: Preemption) -> None:
         for note in ready.notes:
             say(config, note)
         first_step = _train(config, job, run_dir, preemption, ready)
-    if "console" in config.trainer.logger:
+    if config.trainer.console:
         hf_model = run_dir / EXPORTED if config.trainer.export_hf_model and not config.trainer.val_only else None
         seconds = time.monotonic() - started
         rows = [row for row in read_metrics(run_dir / METRICS) if row["step"] >= first_step]

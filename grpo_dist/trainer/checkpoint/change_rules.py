@@ -25,6 +25,7 @@ _HARMLESS = (
     "trainer.project_name",
     "trainer.experiment_name",
     "trainer.logger*",
+    "trainer.console",
     "trainer.default_local_dir",
     "trainer.test_freq",
     "trainer.val_*",

@@ -50,6 +50,7 @@ def test_harmless_changes_say_nothing() -> None:
         as_dict(
             "trainer.default_local_dir=/elsewhere",
             "trainer.logger=[]",
+            "trainer.console=false",
             "trainer.total_training_steps=77",
             "trainer.save_freq=1",
             "trainer.save_interval_minutes=5",
