@@ -25,6 +25,7 @@ from grpo_dist.config.command import AnyCommand, Command, Config
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.overrides import CommandLine, read_command_line
 from grpo_dist.config.problems import Problem, config_error, path_of, schema_problems, shown
+from grpo_dist.config.run_folder import keep_run_dir
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.redact import redact, redact_text
@@ -56,6 +57,7 @@ def load_command(overrides: list[str], command: Command[Config]) -> tuple[Config
     raw = _compose(line, problems, command)
     if raw is None:
         raise config_error(problems)
+    line.notes += keep_run_dir(raw)
     if command.lora_section:
         wrong, idle = take_adapter(raw, command.lora_section, line.values)
         problems += wrong

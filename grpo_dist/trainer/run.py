@@ -79,7 +79,7 @@ def _run(config: Config, job: Job[Config], preemption: Preemption) -> None:
         stack.callback(_disconnect)
         message = connect(config.ray_kwargs.ray_init.address, config.ray_kwargs.ray_init.num_cpus)
         preemption.listen()  # again: Ray's own handler, put in its place, aborts the process
-        say(config, message)
+        say(config, f"{message}; run directory: {run_dir}")
         for note in ready.notes:
             say(config, note)
         first_step = _train(config, job, run_dir, preemption, ready)
