@@ -5,15 +5,18 @@ Exit codes: 0 success; 1 the run failed; 2 an error in the config, a file or a m
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_dist.config.command import Command, Config
 from grpo_dist.config.load import load_command
 from grpo_dist.config.usage import usage
 from grpo_dist.errors import GrpoDistError, Terminated, WorkerError
+from grpo_dist.redact import redact_text
 from grpo_dist.registry import load_attribute
 
 if TYPE_CHECKING:
@@ -62,8 +65,20 @@ def run_command(
     except KeyboardInterrupt as interrupt:
         number = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
         sys.stderr.write(f"\nstopped by {number.name}\n")
+        if (checkpoint := getattr(interrupt, "checkpoint", None)) is not None:
+            sys.stderr.write(
+                f"checkpoint: {checkpoint}\nto go on: {_command_to_go_on(command, overrides, checkpoint, config)}\n"
+            )
         return 128 + number
     return 0
+
+
+def _command_to_go_on(command: Command[Config], overrides: list[str], checkpoint: Path, config: Config) -> str:
+    """The command line that resumes from a checkpoint: the same one, without where that run was to start from."""
+    start = ("trainer.resume_mode=disable", "trainer.resume_mode=resume_path", "trainer.resume_from_path=")
+    of_this_run = checkpoint.parent.absolute() == Path(config.trainer.default_local_dir).absolute()
+    kept = [each for each in overrides if not (of_this_run and each.startswith(start))]
+    return redact_text(shlex.join([sys.executable, "-m", command.module, *kept]))
 
 
 def _rehearse(config: Config, job: Job[Config]) -> None:

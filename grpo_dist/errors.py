@@ -14,7 +14,8 @@
     └── WorkerError          a worker process failed; carries role, rank, node, stage and its traceback
         ├── WorkerLost       its process died or does not answer, so the call may be repeated on another one
         └── OutOfMemory      a GPU ran out of memory; carries the key to lower
-    Terminated               SIGTERM, handled like KeyboardInterrupt: exit code 143
+    Interrupted              SIGINT, the Ctrl-C of a terminal (a KeyboardInterrupt): exit code 130
+    └── Terminated           SIGTERM, handled likewise: exit code 143
 
 Every message says what failed, the value, the config key or the rank, and what to do.
 """
@@ -24,10 +25,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from typing import Any
 
 
-class Terminated(KeyboardInterrupt):
+class Interrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM ended the run.
+
+    Attributes:
+        checkpoint: the checkpoint from which the same command goes on; None: there is none.
+    """
+
+    checkpoint: Path | None = None
+
+
+class Terminated(Interrupted):
     """SIGTERM. It ends the run in the same way as Ctrl-C."""
 
 

@@ -49,7 +49,8 @@ A verl script for FSDP and vLLM runs with `verl.trainer.main_ppo` replaced by `g
   trainer.n_gpus_per_node` gives, and have sensible defaults.
 - Defaults are those of a GRPO script where verl's are those of PPO: `algorithm.adv_estimator=grpo`, `rollout.n=8`,
   `actor.use_kl_loss=true`. What a script sets counts as in verl.
-- `trainer.logger` knows console, jsonl, tensorboard and wandb.
+- `trainer.logger` knows console, jsonl, tensorboard and wandb. The console is on whatever it lists, unless
+  `trainer.console=false` (not a key of verl).
 """
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from grpo_dist import main, reward_model, sft
 from grpo_dist.command_line import run_command
 from grpo_dist.config.supervised import REWARD_MODEL
-from grpo_dist.errors import ConfigError, GrpoDistError, Terminated, WorkerError
+from grpo_dist.errors import ConfigError, GrpoDistError, Interrupted, Terminated, WorkerError
 from grpo_dist.trainer import run as run_module
 from tests.messages import says
 
@@ -58,7 +60,7 @@ def test_a_key_of_one_command_is_not_taken_by_another(capsys: pytest.CaptureFixt
 
 
 # --- endings -------------------------------------------------------------------------------------------------------
-def ends(error: BaseException | None, monkeypatch: pytest.MonkeyPatch) -> int:
+def ends(error: BaseException | None, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
     """The exit code of a run that ends so."""
 
     def run(config: Any, job: Any) -> None:
@@ -68,7 +70,7 @@ def ends(error: BaseException | None, monkeypatch: pytest.MonkeyPatch) -> int:
 
     monkeypatch.setattr(run_module, "run", run)
     texts = {name: lambda config, notes, name=name: name for name in ("plan", "summary")}
-    return run_command(REWARD_MODEL, [], "grpo_dist.trainer.supervised.job:REWARD_MODEL_JOB", **texts)  # type: ignore[arg-type]
+    return run_command(REWARD_MODEL, [*overrides], "grpo_dist.trainer.supervised.job:REWARD_MODEL_JOB", **texts)  # type: ignore[arg-type]
 
 
 def test_a_run_begins_with_the_summary(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,6 +89,39 @@ def test_a_run_begins_with_the_summary(monkeypatch: pytest.MonkeyPatch, capsys: 
 )
 def test_exit_codes(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ends(error, monkeypatch) == code
+
+
+@pytest.mark.parametrize("kind", [Interrupted, Terminated])
+def test_a_run_that_was_stopped_names_its_checkpoint_and_the_command_that_goes_on(
+    kind: type[Interrupted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = kind()
+    stopped.checkpoint = tmp_path / "my run/global_step_4"
+    given = (f"trainer.default_local_dir={tmp_path}/my run", "optim.betas=[0.8,0.9]", "trainer.resume_mode=disable")
+    assert ends(stopped, monkeypatch, *given) == 128 + (signal.SIGTERM if kind is Terminated else signal.SIGINT)
+    told = capsys.readouterr().err
+    says(told, stopped.checkpoint)
+    command = shlex.split(told.partition("to go on:")[2])
+    assert command == [sys.executable, "-m", "grpo_dist.reward_model", *given[:2]], "disable would start anew"
+
+
+def test_a_run_that_was_stopped_before_its_first_step_goes_on_from_the_checkpoint_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = Interrupted()
+    stopped.checkpoint = tmp_path
+    given = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
+    ends(stopped, monkeypatch, *given)
+    says(capsys.readouterr().err, *given)
+
+
+def test_a_run_without_a_checkpoint_names_no_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends(Interrupted(), monkeypatch)
+    told = capsys.readouterr().err
+    says(told, "SIGINT")
+    assert "grpo_dist.reward_model" not in told
 
 
 def test_a_workers_traceback_and_notes_are_shown_and_the_drivers_are_not(

@@ -22,7 +22,7 @@ GRPO = Command(
         ("your reward", "custom_reward_function.path=reward.py custom_reward_function.name=compute_score"),
         (
             "no KL term, another group size, log to W&B",
-            "actor_rollout_ref.actor.use_kl_loss=false actor_rollout_ref.rollout.n=16 'trainer.logger=[console,wandb]'",
+            "actor_rollout_ref.actor.use_kl_loss=false actor_rollout_ref.rollout.n=16 trainer.logger=wandb",
         ),
     ),
     file=CONFIG_DIR / "grpo.yaml",

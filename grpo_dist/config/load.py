@@ -25,6 +25,7 @@ from grpo_dist.config.command import AnyCommand, Command, Config
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.overrides import CommandLine, read_command_line
 from grpo_dist.config.problems import Problem, config_error, path_of, schema_problems, shown
+from grpo_dist.config.run_folder import keep_run_dir
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.redact import redact, redact_text
@@ -57,6 +58,7 @@ def load_command(overrides: Sequence[str | tuple[str, Any]], command: Command[Co
     raw = _compose(line, problems, command)
     if raw is None:
         raise config_error(problems)
+    line.notes += keep_run_dir(raw)
     if command.lora_section:
         wrong, idle = take_adapter(raw, command.lora_section, line.values)
         problems += wrong
@@ -94,6 +96,11 @@ def run_folder(overrides: Sequence[str | tuple[str, Any]], command: Command[Conf
 def readable_config(config: JobConfig) -> str:
     """The resolved config as YAML, with secrets replaced by `***`."""
     return yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
+
+
+def default_values(command: AnyCommand) -> dict[str, Any]:
+    """The command's config without groups and overrides."""
+    return _defaults(command.file, command.shared)
 
 
 def _compose(line: CommandLine, problems: list[Problem], command: AnyCommand) -> dict[str, Any] | None:

@@ -158,7 +158,7 @@ def _run_rows(config: RunConfig) -> Rows:
         ("validation data", ", ".join(config.data.val_files) or "none"),
         ("length", limit),
         ("run directory", f"{trainer.default_local_dir} (resume: {trainer.resume_mode})"),
-        ("logs", ", ".join(dict.fromkeys(("jsonl", *trainer.logger)))),
+        ("logs", ", ".join(trainer.records)),
     ]
 
 

@@ -45,6 +45,7 @@ class JobTrainerConfig(Section):
     project_name: Text
     experiment_name: Text
     logger: Annotated[tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...], Names]
+    console: bool
     default_local_dir: Text
     test_freq: CountOrMinusOne
     val_before_train: bool
@@ -53,7 +54,7 @@ class JobTrainerConfig(Section):
     save_interval_minutes: PositiveFloat | None
     max_actor_ckpt_to_keep: Count | None
     keep_best_metric: Text | None
-    resume_mode: Literal["auto", "disable", "resume_path"]
+    resume_mode: Literal["auto", "disable", "resume_path", "force"]
     resume_from_path: Text | None
     max_actor_restarts: NonNegativeInt
     halve_on_out_of_memory: bool
@@ -63,6 +64,12 @@ class JobTrainerConfig(Section):
     n_gpus_per_node: NonNegativeInt
     worker_timeout_s: PositiveFloat
     dry_run: DryRun
+
+    @property
+    def records(self) -> tuple[str, ...]:
+        """Where metrics go, each once: what is always on, and what `logger` lists."""
+        always = ("jsonl", "console") if self.console else ("jsonl",)
+        return tuple(dict.fromkeys((*always, *(name for name in self.logger if name != "console"))))
 
     @property
     def record_dir(self) -> Path:

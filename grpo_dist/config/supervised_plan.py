@@ -45,7 +45,7 @@ def _run_rows(config: SupervisedConfig) -> Rows:
         ("ranks", f"{many(config.world_size, 'rank')} on {where}, weights {engine.model_dtype}, compute {compute}"),
         ("passes", passes),
         ("run directory", f"{trainer.default_local_dir} (resume: {trainer.resume_mode})"),
-        ("logs", ", ".join(dict.fromkeys(("jsonl", *trainer.logger)))),
+        ("logs", ", ".join(trainer.records)),
     ]
 
 

@@ -26,7 +26,7 @@ TRACKERS = {
 
 ALWAYS_ON = "jsonl"
 CONSOLE = "console"
-"""A value of `trainer.logger` that is not a tracker: the trainer shows it itself (`console.Progress`)."""
+"""A value of `trainer.logger` that is not a tracker: `trainer.console` decides about it (`console.Progress`)."""
 
 WANDB_RUN_ID = Path("wandb") / "run_id"
 """File in the run directory with the id of the W&B run, which a resumed run continues."""

@@ -25,7 +25,7 @@ class Progress:
     Args:
         total_steps: step number of the last step.
         initial_step: last step of the checkpoint that this run resumes from; 0 for a fresh start.
-        stream: where to write; None: show nothing (`console` is not in `trainer.logger`).
+        stream: where to write; None: show nothing (`trainer.console=false`).
     """
 
     def __init__(self, total_steps: int, initial_step: int, stream: TextIO | None = sys.stderr) -> None:

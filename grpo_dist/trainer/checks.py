@@ -16,7 +16,8 @@ from grpo_dist.config.adapter import ADAPTER_KEY
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import CheckpointError, ConfigError, GrpoDistError
 from grpo_dist.trainer.checkpoint.config_changes import check_changes, digest_code, read_config
-from grpo_dist.trainer.checkpoint.folder import find_checkpoint, last_checkpoint, read_state
+from grpo_dist.trainer.checkpoint.folder import LATEST, find_checkpoint, last_checkpoint, read_state
+from grpo_dist.trainer.record import EXPORTED
 
 
 @dataclass(frozen=True)
@@ -86,33 +87,81 @@ def check_adapter(section: str, path: str | None, model: ModelFolder) -> str:
     return f"goes on from {path}: rank {adapter.rank}, alpha {adapter.alpha:g}, {len(adapter.layers)} layers"
 
 
-def check_resume(config: JobConfig, identity: Mapping[str, Any], *, verify: bool) -> Path | None:
-    """The checkpoint to resume from, whose config and rows must fit; with `verify` its files are checked too.
+def check_resume(config: JobConfig, identity: Mapping[str, Any], steps: int, *, verify: bool) -> str:
+    """Check that config and rows fit the checkpoint to resume from; with `verify` its files are checked too.
 
     Args:
         config: the run's config.
         identity: number and fingerprint of the training rows.
+        steps: training steps of the run.
         verify: whether to check the files.
+
+    Returns:
+        The checkpoint in a few words, for a dry run; "" if there is none.
 
     Raises:
         CheckpointError: it does not fit, or there are checkpoints but none is intact.
+        ConfigError: the run goes on with another config (resume_mode=force), and no step is left to train with it.
     """
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir).absolute()
     if trainer.resume_mode == "disable":
-        return None
+        return ""
     if verify:
         folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
     else:
         named = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
         folder = Path(named) if named is not None else last_checkpoint(run_dir)
     if folder is None:
-        return None
+        return ""
     try:
         state = read_state(folder)
         read_config(folder)
     except CheckpointError:
         if verify:
             raise
-        return None  # damaged: the run will look for an earlier one
-    check_changes(folder, state, config, identity, digest_code(config))
-    return folder
+        return ""  # damaged: the run will look for an earlier one
+    changes = check_changes(folder, state, config, identity, digest_code(config))
+    if changes and trainer.resume_mode == "force" and state.step >= steps and not trainer.val_only:
+        listed = "\n".join(f"  {line}" for line in changes)
+        raise ConfigError(
+            f"trainer.resume_mode=force: nothing is left to train with these changes, since {folder} is at step "
+            f"{state.step} of {steps}:\n{listed}\nRaise trainer.total_training_steps or trainer.total_epochs"
+        )
+    return nothing_to_train(config, steps) if is_finished(config, steps) else f"checkpoint to resume from: {folder}"
+
+
+def is_finished(config: JobConfig, steps: int) -> bool:
+    """Whether an earlier start of this run has trained all steps, and written the model if that is asked for.
+
+    Args:
+        config: a config that `check_resume` has accepted.
+        steps: training steps of the run.
+    """
+    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir)
+    folder = last_checkpoint(run_dir)
+    if trainer.val_only or trainer.resume_mode not in ("auto", "force") or folder is None:
+        return False
+    try:
+        if read_state(folder).step < steps:
+            return False
+        written = read_config(run_dir)["trainer"]
+    except (CheckpointError, KeyError):
+        return False
+    if not trainer.export_hf_model:
+        return True
+    # the pointer is older than a model that comes from its checkpoint, also where a person has set it to an earlier one
+    model, pointer = run_dir / EXPORTED / "config.json", run_dir / LATEST
+    is_from_it = model.is_file() and model.stat().st_mtime >= pointer.stat().st_mtime
+    return is_from_it and written["export_dtype"] == trainer.export_dtype
+
+
+def nothing_to_train(config: JobConfig, steps: int) -> str:
+    """What a run says that finds itself finished: where its results are, and how to train longer."""
+    trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir).absolute()
+    lines = [f"Nothing to train: this run has finished, its last checkpoint is at step {steps} of {steps}."]
+    lines.append(f"  checkpoint  {last_checkpoint(run_dir)}")
+    if trainer.export_hf_model:
+        lines.append(f"  model       {run_dir / EXPORTED}")
+    key = "trainer.total_epochs" if trainer.total_training_steps is None else "trainer.total_training_steps"
+    lines.append(f"To train longer, raise {key}. For another run, set trainer.experiment_name to another name.")
+    return "\n".join(lines)

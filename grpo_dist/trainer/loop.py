@@ -1,9 +1,10 @@
-"""What the loops of all trainers have: when to validate and save, and a checkpoint at SIGTERM."""
+"""What the loops of all trainers have: when to validate and save, and a checkpoint when a signal ends the run."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from grpo_dist.config.schema_job import JobConfig
@@ -12,6 +13,7 @@ from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.preemption import Preemption
+from grpo_dist.trainer.record import EXPORTED
 from grpo_dist.workers.event_loop import run
 
 StepCallback = Callable[[int, dict[str, float]], Any]
@@ -26,7 +28,7 @@ class TrainingLoop:
         saver: writes checkpoints.
         trackers: where metrics go.
         progress: the display at the terminal.
-        preemption: whether SIGTERM has come.
+        preemption: whether a signal has come to end the run.
         metrics: of the step.
         step: the last step that is trained.
         on_step: called with step and metrics after each one; what is true ends the training there.
@@ -76,26 +78,35 @@ class TrainingLoop:
         if self.save_is_due() and self.saver.step < self.step:
             self.save()
 
+    @property
+    def model_dir(self) -> Path:
+        """Where the trained model is written."""
+        return Path(self.config.trainer.default_local_dir, EXPORTED)
+
     def holds_state(self, role: str) -> bool:
         """Whether a role holds state that only a checkpoint can restore."""
         return role in self.saver.holders()
 
     @contextlib.contextmanager
-    def saving_on_sigterm(self) -> Iterator[None]:
-        """Write a checkpoint if SIGTERM ends what is within, and there is something new to keep."""
+    def saving_when_stopped(self) -> Iterator[None]:
+        """Write a checkpoint if a signal ends what is within, and there is something new to keep. One that is being
+        written in the background is completed.
+        """
         try:
             yield
         except KeyboardInterrupt:
-            # a second SIGTERM does not wait, and between two steps there is no state to save
+            # a second signal does not wait, and between two steps there is no state to save
             if self.preemption.asked and not self.preemption.held:
                 try:
                     if self.step > self.saver.step:
-                        self.progress.message("SIGTERM: writing a checkpoint")
+                        self.progress.message(f"{self.preemption.name}: writing a checkpoint")
                         self.save()
                     run(self.saver.finish())
-                except GrpoDistError as error:  # of workers that SIGTERM was sent to as well, say
-                    self.progress.message(f"SIGTERM: no checkpoint could be written: {error}")
+                except GrpoDistError as error:  # of workers that the signal was sent to as well, say
+                    self.progress.message(f"{self.preemption.name}: no checkpoint could be written: {error}")
             raise
+        finally:
+            self.preemption.checkpoint = self.saver.last
 
     def due(self, frequency: int) -> bool:
         """Whether something done every `frequency` steps (-1: never) is due: also after the last step."""

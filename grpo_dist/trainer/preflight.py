@@ -89,9 +89,9 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
         if model is not None and scorer is not None and ready is not None:
             check_conversations(config, model, scorer, [*ready.prompts.train, *ready.prompts.validation])
     with checks:
-        folder = None if ready is None else check_resume(config, ready.prompts.identity, verify=rehearsal)
-        if folder is not None:
-            tell(f"checkpoint to resume from: {folder}")
+        found = "" if ready is None else check_resume(config, ready.prompts.identity, ready.steps, verify=rehearsal)
+        if found:
+            tell(found)
     checks.end()
     assert ready is not None
     return ready

@@ -17,11 +17,13 @@ if TYPE_CHECKING:  # it imports Ray, which must not be imported before the run c
     from grpo_dist.trainer.checkpoint.resume import Resumed
 
 RESOLVED_CONFIG = "config.yaml"
+EXPORTED = "huggingface"
+"""The folder of the trained model."""
 
 
 def say(config: JobConfig, text: str) -> None:
     """Show a message before and after there is a display."""
-    if "console" in config.trainer.logger:
+    if config.trainer.console:
         sys.stderr.write(text + "\n")
 
 
@@ -46,7 +48,7 @@ def open_record(
 ) -> tuple[Progress, Trackers]:
     """The display and the trackers of this run, or those of the run that it resumes; closed with `stack`."""
     first = resumed.state.step if resumed is not None else 0
-    stream = sys.stderr if "console" in config.trainer.logger else None
+    stream = sys.stderr if config.trainer.console else None
     progress = stack.enter_context(Progress(steps, first, stream))
     resumed_step = None
     if resumed is not None:
@@ -75,8 +77,9 @@ def _resume_notes(config: JobConfig, resumed: Resumed | None, steps: int) -> lis
     if resumed.changes:
         notes.append("\n  ".join(["the config has changed since then:", *resumed.changes]))
     if resumed.state.step >= steps and not config.trainer.val_only:
+        exported = "; the model is exported" if config.trainer.export_hf_model else ""
         notes.append(
-            f"nothing to train: it is at step {resumed.state.step} of {steps}. For more, raise "
+            f"nothing to train: it is at step {resumed.state.step} of {steps}{exported}. For more, raise "
             "trainer.total_training_steps; for a new run, set trainer.experiment_name or resume_mode=disable"
         )
     return notes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -14,14 +13,14 @@ from typing import TYPE_CHECKING, Generic
 from grpo_dist.config.command import Command, Config
 from grpo_dist.config.halved import halved
 from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.errors import OutOfMemory, Terminated, WorkerError, WorkerLost
+from grpo_dist.errors import OutOfMemory, WorkerError, WorkerLost
 from grpo_dist.tracking.jsonl import FILE_NAME as METRICS
 from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.tracking.summary import format_summary
 from grpo_dist.trainer.checkpoint.folder import last_checkpoint
-from grpo_dist.trainer.checks import Ready
+from grpo_dist.trainer.checks import Ready, is_finished, nothing_to_train
 from grpo_dist.trainer.preemption import Preemption
-from grpo_dist.trainer.record import make_run_dir, say, write_config
+from grpo_dist.trainer.record import EXPORTED, make_run_dir, say, write_config
 from grpo_dist.trainer.run_lock import run_lock
 from grpo_dist.workers.cluster import connect
 
@@ -60,14 +59,14 @@ def run(config: Config, job: Job[Config], on_step: StepCallback | None = None) -
 
     Raises:
         GrpoDistError: the run failed; see errors.py.
-        Terminated: SIGTERM. (Ray's calls turn whatever a signal handler raises into a KeyboardInterrupt.)
+        Interrupted: SIGINT or SIGTERM. (Ray's calls turn whatever a signal handler raises into a KeyboardInterrupt.)
     """
     preemption = Preemption()
     try:
         _run(config, job, preemption, on_step)
     except KeyboardInterrupt:
         if preemption.asked:
-            raise Terminated from None
+            raise preemption.interrupt() from None
         raise
 
 
@@ -75,20 +74,25 @@ def _run(config: Config, job: Job[Config], preemption: Preemption, on_step: Step
     """Check what can be checked without Ray, then train. Every process is ended, also after an error."""
     started = time.monotonic()
     ready = job.preflight(config, lambda line: None, rehearsal=False)
+    if is_finished(config, ready.steps):
+        if config.trainer.console:
+            sys.stdout.write(nothing_to_train(config, ready.steps) + "\n")
+        return
     run_dir = make_run_dir(config)
-    signal.signal(signal.SIGTERM, preemption.handle)
     with ExitStack() as stack:
+        stack.callback(preemption.restore)
+        preemption.listen()
         stack.enter_context(run_lock(run_dir))
         write_config(config, run_dir)
-        stack.callback(_disconnect)
+        stack.callback(_disconnect, preemption)
         message = connect(config.ray_kwargs.ray_init.address, config.ray_kwargs.ray_init.num_cpus)
-        signal.signal(signal.SIGTERM, preemption.handle)  # again: Ray's own, put in its place, aborts the process
-        say(config, message)
+        preemption.listen()  # again: Ray's own handler, put in its place, aborts the process
+        say(config, f"{message}; run directory: {run_dir}")
         for note in ready.notes:
             say(config, note)
         first_step = _train(config, job, run_dir, preemption, ready, on_step)
-    if "console" in config.trainer.logger:
-        hf_model = run_dir / "huggingface" if config.trainer.export_hf_model and not config.trainer.val_only else None
+    if config.trainer.console:
+        hf_model = run_dir / EXPORTED if config.trainer.export_hf_model and not config.trainer.val_only else None
         seconds = time.monotonic() - started
         rows = [row for row in read_metrics(run_dir / METRICS) if row["step"] >= first_step]
         sys.stdout.write(format_summary(rows, run_dir=run_dir, seconds=seconds, hf_model=hf_model) + "\n")
@@ -139,7 +143,7 @@ def _train(
                 # a worker that is lost at the first start would most likely be lost again, if the model is too large
                 goes_on = restarts > 0 if trainer is None else trainer.holds_state(error.role)
                 if preemption.asked:
-                    say(config, f"SIGTERM: no checkpoint could be written: {error}")
+                    say(config, f"{preemption.name}: no checkpoint could be written: {error}")
                     preemption.release()
                 if not goes_on or restarts == config.trainer.max_actor_restarts:
                     raise
@@ -162,7 +166,8 @@ def _from_last_checkpoint(config: Config, folder: Path | None) -> Config:
     if folder is None:
         where = {"resume_mode": "disable", "resume_from_path": None}
     elif folder.absolute() == last_checkpoint(run_dir):
-        where = {"resume_mode": "auto", "resume_from_path": None}
+        # the run has been checked at its start, and until it saves, the checkpoint may be one of another config
+        where = {"resume_mode": "force", "resume_from_path": None}
     else:
         where = {"resume_mode": "resume_path", "resume_from_path": str(folder)}
     return config.model_copy(update={"trainer": config.trainer.model_copy(update=where)})
@@ -177,9 +182,8 @@ def _tell_memory(config: JobConfig, workers: RoleProcesses) -> None:
     say(config, "peak memory, GiB: " + ", ".join(f"{k.partition('memory_')[2]} {v:.2f}" for k, v in memory.items()))
 
 
-def _disconnect() -> None:
+def _disconnect(preemption: Preemption) -> None:
     import ray
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # a second one must not cut the clean-up short
-        signal.signal(number, signal.SIG_IGN)
+    preemption.ignore()
     ray.shutdown()

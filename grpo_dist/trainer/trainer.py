@@ -80,7 +80,7 @@ class GRPOTrainer(TrainingLoop):
         saver: writes checkpoints.
         trackers: where metrics go.
         progress: the display at the terminal.
-        preemption: whether SIGTERM has come.
+        preemption: whether a signal has come to end the run.
         retraining: trains the reward model between iterations, if it is asked for.
         step: the last step that is trained.
         weight_version: of the weights that the engines hold; every sync increases it by 1.
@@ -125,10 +125,10 @@ class GRPOTrainer(TrainingLoop):
         """Train until `total_steps`, validating and saving on the way; or only validate (`trainer.val_only`).
 
         Raises:
-            KeyboardInterrupt: SIGINT; or SIGTERM, after a checkpoint was written.
+            KeyboardInterrupt: SIGINT or SIGTERM, after a checkpoint was written.
         """
         # the pump stops first, so that nothing runs in the background while the last checkpoint is completed
-        with self.saver.completing(), self.saving_on_sigterm(), self.pump.stopping():
+        with self.saver.completing(), self.saving_when_stopped(), self.pump.stopping():
             self.sync_weights()
             if self.config.trainer.val_only or (self.config.trainer.val_before_train and self.step == 0):
                 self.validate()
@@ -140,7 +140,7 @@ class GRPOTrainer(TrainingLoop):
                 self.timings, self.metrics = {}, {}
                 started = time.perf_counter()
                 batch = self.rollout()  # prompts, responses, scores, log-probs: N = train_batch_size * n rows
-                self.preemption.hold()  # SIGTERM waits from here on, until the run can be saved again
+                self.preemption.hold()  # a signal waits from here on, until the run can be saved again
                 if self.staleness:  # the actor was at work while these were sampled
                     batch = self.late_log_probs(batch)  # + old_log_probs, values, with LoRA ref_log_probs (N, R_i)
                 batch = self.compute_targets(batch)  # + advantages (N, R_i)
@@ -376,7 +376,7 @@ class GRPOTrainer(TrainingLoop):
         await self.saver.finish()
         if self.config.trainer.export_hf_model:
             self.progress.phase("export")
-            await self.roles.actor.export_hf_model(str(self.run_dir / "huggingface"), self.config.export_dtype)
+            await self.roles.actor.export_hf_model(str(self.model_dir), self.config.export_dtype)
 
     # --- parts -------------------------------------------------------------------------------------------------
     def _mini_batches(self, num_rows: int, section: ActorConfig | CriticConfig) -> list[np.ndarray]:

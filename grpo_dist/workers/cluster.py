@@ -36,7 +36,7 @@ def connect(address: str | None, num_cpus: int | None) -> str:
         A message that says which cluster is used.
 
     Raises:
-        ConfigError: there is no cluster at the address.
+        ConfigError: there is no cluster at the address, or it has another token.
         GrpoDistError: a local cluster cannot be started.
     """
     address = find_cluster(address)
@@ -48,6 +48,10 @@ def connect(address: str | None, num_cpus: int | None) -> str:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError) as error:
         raise _no_cluster(address, error) from None
+    except (ray.exceptions.RayError, RuntimeError) as error:
+        if "authentic" in str(error).lower():
+            raise _other_token(address, error) from None
+        raise
     return f"joined the Ray cluster at {address}"
 
 
@@ -73,6 +77,18 @@ def _no_cluster(address: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"ray_kwargs.ray_init.address={address}: no Ray cluster at this address ({error}). "
         "Start one with `ray start --head`, or set ray_kwargs.ray_init.address=local"
+    )
+
+
+def _other_token(address: str, error: Exception) -> ConfigError:
+    """The error for a cluster that does not take this process's calls."""
+    reason = " ".join(str(error).split())
+    return ConfigError(
+        f"ray_kwargs.ray_init.address={address}: the cluster refused this run: {reason}\n"
+        "`ray start` turns on a token by itself where it finds one (RAY_AUTH_TOKEN, or ~/.ray/auth_token, which an "
+        "earlier local Ray may have made), and the programs that join do not. Set RAY_AUTH_MODE=token here, and in "
+        "front of `ray job submit`, with the token of the cluster's machines; or, inside a network of your own, start "
+        "the cluster with RAY_AUTH_MODE=disabled"
     )
 
 

@@ -15,8 +15,20 @@ from grpo_dist.config.schema import RunConfig
 
 ROOT = Path(grpo_dist.__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md")])
-FOR_USERS = [ROOT / "docs" / f"{name}.md" for name in ("tutorial", "common_keys", "from_trl", "from_verl", "troubleshooting")]
-SECTIONS = ("algorithm", "custom_reward_function", "data", "actor_rollout_ref", "critic", "reward", "trainer", "cluster", "ray_kwargs")
+FOR_USERS = [
+    ROOT / "docs" / f"{name}.md" for name in ("tutorial", "common_keys", "from_trl", "from_verl", "troubleshooting")
+]
+SECTIONS = (
+    "algorithm",
+    "custom_reward_function",
+    "data",
+    "actor_rollout_ref",
+    "critic",
+    "reward",
+    "trainer",
+    "cluster",
+    "ray_kwargs",
+)
 KEY = re.compile(rf"`(?:\+\+?)?((?:{'|'.join(SECTIONS)})\.[\w.]+)")
 
 

@@ -20,7 +20,7 @@ rows = [{"data_source": "mine", "prompt": f"{a}+{b}=?", "reward_model": {"ground
         for a in range(10, 14) for b in range(2)]
 config = {"model": "tiny", "data.train_batch_size": 2, "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
           "actor_rollout_ref.rollout.n": 2, "data.max_prompt_length": 32, "data.max_response_length": 16,
-          "trainer": {"logger": ["console"], "test_freq": 1, "total_epochs": 1},
+          "trainer": {"logger": [], "test_freq": 1, "total_epochs": 1},
           "ray_kwargs.ray_init.address": "local"}
 
 def right(data_source, solution_str, ground_truth, extra_info):

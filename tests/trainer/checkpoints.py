@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from grpo_dist.trainer.checkpoint.folder import (
     publish_checkpoint,
 )
 from grpo_dist.trainer.checkpoint.manifest import MANIFEST, write_manifest
+from grpo_dist.trainer.record import EXPORTED, make_run_dir, write_config
 
 
 def run_state(step: int, metrics: Mapping[str, float] | None = None) -> RunState:
@@ -33,6 +35,22 @@ def unverified(config: JobConfig, step: int = 3) -> Path:
     (folder / STATE).write_text(json.dumps({"step": step, "weight_version": step + 1, "sampler": {}}))
     (run_dir / LATEST).write_text(str(step))
     return folder
+
+
+def finished_run(config: JobConfig, step: int) -> None:
+    """A run that is done: its record, the checkpoint of the last step, and the model that was written after it."""
+    unverified(config, step)
+    run_dir = make_run_dir(config)
+    write_config(config, run_dir)
+    (run_dir / EXPORTED).mkdir()
+    (run_dir / EXPORTED / "config.json").write_text("{}")
+    written_at(run_dir / LATEST, 1000)
+    written_at(run_dir / EXPORTED / "config.json", 2000)
+
+
+def written_at(file: Path, seconds: int) -> None:
+    """Give a file the time at which it was written."""
+    os.utime(file, (seconds, seconds))
 
 
 def save(

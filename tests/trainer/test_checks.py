@@ -13,10 +13,18 @@ from grpo_dist.config.load import load_command
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.config.supervised import REWARD_MODEL
 from grpo_dist.errors import CheckpointError, ConfigError, DataError
-from grpo_dist.trainer.checkpoint.folder import CONFIG
-from grpo_dist.trainer.checks import Checks, check_resume, describe_model, is_on_the_hub
+from grpo_dist.trainer.checkpoint.folder import CONFIG, LATEST
+from grpo_dist.trainer.checks import (
+    Checks,
+    check_resume,
+    describe_model,
+    is_finished,
+    is_on_the_hub,
+    nothing_to_train,
+)
+from grpo_dist.trainer.record import EXPORTED
 from tests.messages import refuses, says
-from tests.trainer.checkpoints import names, save, unverified
+from tests.trainer.checkpoints import finished_run, names, save, unverified, written_at
 
 COMMANDS = pytest.mark.parametrize("command", [GRPO, REWARD_MODEL], ids=lambda command: command.module)
 
@@ -76,7 +84,7 @@ def test_a_model_in_a_few_words(tmp_path: Path) -> None:
 @COMMANDS
 def test_without_a_checkpoint_a_run_begins_anew(command: AnyCommand, tmp_path: Path) -> None:
     for verify in (True, False):
-        assert check_resume(load(command, tmp_path), {}, verify=verify) is None
+        assert check_resume(load(command, tmp_path), {}, 9, verify=verify) == ""
 
 
 @COMMANDS
@@ -85,11 +93,10 @@ def test_a_checkpoint_of_another_config_is_refused_unless_the_run_begins_anew(
 ) -> None:
     folder = unverified(load(command, tmp_path))
     with refuses(CheckpointError, "trainer.seed: 1 -> 7", "trainer.resume_mode=disable"):
-        check_resume(load(command, tmp_path, "trainer.seed=7"), {}, verify=False)
-    assert (
-        check_resume(load(command, tmp_path, "trainer.seed=7", "trainer.resume_mode=disable"), {}, verify=True) is None
-    )
-    assert check_resume(load(command, tmp_path), {}, verify=False) == folder.absolute()
+        check_resume(load(command, tmp_path, "trainer.seed=7"), {}, 9, verify=False)
+    anew = load(command, tmp_path, "trainer.seed=7", "trainer.resume_mode=disable")
+    assert check_resume(anew, {}, 9, verify=True) == ""
+    says(check_resume(load(command, tmp_path), {}, 9, verify=False), str(folder.absolute()))
 
 
 @COMMANDS
@@ -100,7 +107,7 @@ def test_a_run_survives_a_damaged_config_of_its_newest_checkpoint(
     """It goes on from the one before, which it finds when it looks at the files."""
     file = unverified(load(command, tmp_path, "trainer.seed=7")) / CONFIG  # this one would be refused
     file.unlink() if text is None else file.write_text(text)
-    assert check_resume(load(command, tmp_path), {}, verify=False) is None
+    assert check_resume(load(command, tmp_path), {}, 9, verify=False) == ""
 
 
 @COMMANDS
@@ -108,7 +115,7 @@ def test_the_files_are_verified_where_that_is_asked_for(command: AnyCommand, tmp
     config = load(command, tmp_path)
     unverified(config)
     with refuses(CheckpointError, f"{tmp_path}/run", "intact checkpoint"):
-        check_resume(config, {}, verify=True)
+        check_resume(config, {}, 9, verify=True)
 
 
 def test_the_named_checkpoint_is_the_one_that_is_checked(tmp_path: Path) -> None:
@@ -120,4 +127,63 @@ def test_the_named_checkpoint_is_the_one_that_is_checked(tmp_path: Path) -> None
     )
     for verify in (True, False):
         with refuses(CheckpointError, str(named), "trainer.seed: 1 -> 7"):
-            check_resume(config, {}, verify=verify)
+            check_resume(config, {}, 9, verify=verify)
+
+
+# --- runs that are finished ----------------------------------------------------------------------------------------
+LAST = 3
+OTHER_RATE = {GRPO.module: "actor_rollout_ref.actor.optim.lr=0.5", REWARD_MODEL.module: "optim.lr=0.5"}
+
+
+def finished(command: AnyCommand, tmp_path: Path) -> JobConfig:
+    config = load(command, tmp_path)
+    finished_run(config, LAST)
+    return config
+
+
+@COMMANDS
+def test_a_finished_run_says_where_its_model_is_and_how_to_train_longer(command: AnyCommand, tmp_path: Path) -> None:
+    config, run_dir = finished(command, tmp_path), tmp_path / "run"
+    assert is_finished(config, LAST)
+    told = check_resume(config, {}, LAST, verify=False)
+    says(told, "step 3 of 3", run_dir / "global_step_3", run_dir / EXPORTED)
+    for length, key in (("3", "trainer.total_training_steps"), ("null", "trainer.total_epochs")):
+        says(nothing_to_train(load(command, tmp_path, f"trainer.total_training_steps={length}"), 3), key)
+    assert not is_finished(config, LAST + 1), "more steps are more to do"
+
+
+def test_a_run_that_was_stopped_before_its_model_was_written_is_not_finished(tmp_path: Path) -> None:
+    """Nor one whose model comes from an earlier end of it, or was wanted in another dtype, or not at all."""
+    config, run_dir = finished(GRPO, tmp_path), tmp_path / "run"
+    assert not is_finished(load(GRPO, tmp_path, "trainer.export_dtype=bf16"), LAST)
+    written_at(run_dir / LATEST, 3000)
+    assert not is_finished(config, LAST), "the model is older than the checkpoint"
+    (run_dir / EXPORTED / "config.json").unlink()
+    assert not is_finished(config, LAST)
+    without = load(GRPO, tmp_path, "trainer.export_hf_model=false")
+    assert is_finished(without, LAST)
+    assert EXPORTED not in nothing_to_train(without, LAST)
+
+
+@pytest.mark.parametrize(
+    "override", ["trainer.val_only=true", "trainer.resume_mode=disable", "trainer.resume_mode=resume_path"]
+)
+def test_what_is_asked_for_beside_training_is_done(tmp_path: Path, override: str) -> None:
+    finished(GRPO, tmp_path)
+    path = [f"trainer.resume_from_path={tmp_path}"] if override.endswith("resume_path") else []
+    assert not is_finished(load(GRPO, tmp_path, override, *path), LAST)
+
+
+@COMMANDS
+def test_another_experiment_does_not_pass_for_the_finished_run(command: AnyCommand, tmp_path: Path) -> None:
+    """Neither by accident nor on demand: no step is left for it."""
+    finished(command, tmp_path)
+    key, _, value = OTHER_RATE[command.module].partition("=")
+    with refuses(CheckpointError, key, value, "trainer.resume_mode=force"):
+        check_resume(load(command, tmp_path, OTHER_RATE[command.module]), {}, LAST, verify=False)
+    forced = load(command, tmp_path, OTHER_RATE[command.module], "trainer.resume_mode=force")
+    with refuses(ConfigError, "trainer.resume_mode=force", key, "step 3 of 3", "trainer.total_training_steps"):
+        check_resume(forced, {}, LAST, verify=False)
+    says(check_resume(forced, {}, LAST + 1, verify=False), "global_step_3")
+    same = load(command, tmp_path, "trainer.resume_mode=force")
+    says(check_resume(same, {}, LAST, verify=False), "step 3 of 3")

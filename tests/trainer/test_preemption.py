@@ -1,4 +1,4 @@
-"""SIGTERM: when it waits, what is saved, and what is not."""
+"""SIGTERM and Ctrl-C: when they wait, what is saved, and what is not."""
 
 from __future__ import annotations
 
@@ -12,37 +12,51 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.errors import Terminated, WorkerLost
+from grpo_dist.errors import Interrupted, Terminated, WorkerLost
 from grpo_dist.trainer.checkpoint.folder import read_state
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.rollout.sampling import Rollout
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.group import WorkerGroup
+from tests.messages import says
 from tests.trainer.fake_run import make_trainer
 
+SIGNALS = pytest.mark.parametrize(
+    ("number", "ends"), [(signal.SIGTERM, Terminated), (signal.SIGINT, Interrupted)], ids=["SIGTERM", "SIGINT"]
+)
 
-def test_it_ends_the_run_at_once_where_the_state_is_a_finished_steps() -> None:
+
+@SIGNALS
+def test_it_ends_the_run_at_once_where_the_state_is_a_finished_steps(
+    number: signal.Signals, ends: type[Interrupted]
+) -> None:
     preemption = Preemption()
-    with pytest.raises(Terminated):
-        preemption.handle(signal.SIGTERM, None)
+    with pytest.raises(ends) as caught:
+        preemption.handle(number, None)
     assert preemption.asked
+    assert type(caught.value) is ends
 
 
-def test_it_waits_while_the_run_is_held() -> None:
+@SIGNALS
+def test_it_waits_while_the_run_is_held_and_says_so(
+    number: signal.Signals, ends: type[Interrupted], capfd: pytest.CaptureFixture[str]
+) -> None:
     preemption = Preemption()
     preemption.hold()
-    preemption.handle(signal.SIGTERM, None)
+    preemption.handle(number, None)
     assert preemption.asked
-    with pytest.raises(Terminated):
+    says(capfd.readouterr().err, number.name, "checkpoint", f"another {number.name}")
+    with pytest.raises(ends):
         preemption.release()
 
 
-def test_the_second_one_does_not_wait() -> None:
+@SIGNALS
+def test_the_second_one_does_not_wait(number: signal.Signals, ends: type[Interrupted]) -> None:
     preemption = Preemption()
     preemption.hold()
-    preemption.handle(signal.SIGTERM, None)
-    with pytest.raises(Terminated):
-        preemption.handle(signal.SIGTERM, None)
+    preemption.handle(number, None)
+    with pytest.raises(ends):
+        preemption.handle(number, None)
 
 
 def test_without_it_nothing_happens() -> None:
@@ -51,6 +65,19 @@ def test_without_it_nothing_happens() -> None:
         preemption.hold()
         preemption.release()
     assert not preemption.asked
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
+    """A background job of a script, whose terminal is used by another program."""
+    preemption = Preemption()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    preemption.listen()
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == preemption.handle
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    preemption.listen()
+    assert signal.getsignal(signal.SIGINT) == preemption.handle
 
 
 def terminated_in(trainer: GRPOTrainer, method: str, *, step: int, times: int) -> None:
@@ -74,40 +101,48 @@ def trained(run_dir: Path, step: int) -> list[str]:
 
 
 @pytest.fixture
-def sigterm() -> Iterator[None]:
-    """SIGTERM to this process reaches the run that is at work."""
-    before = signal.getsignal(signal.SIGTERM)
+def handlers() -> Iterator[None]:
+    """Signals to this process reach the run that is at work."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-def terminated_in_the_rollout(trainer: GRPOTrainer, *, step: int, num_scored: int) -> None:
-    """Run until SIGTERM comes in a step's rollout, when so many groups are scored."""
+def terminated_in_the_rollout(
+    trainer: GRPOTrainer, *, step: int, num_scored: int, number: signal.Signals = signal.SIGTERM
+) -> None:
+    """Run until a signal comes in a step's rollout, when so many groups are scored."""
     rollout = trainer.sampler.rollout
 
-    async def interrupted(number: int) -> Rollout:
-        sampling = asyncio.ensure_future(rollout(number))
+    async def interrupted(coming: int) -> Rollout:
+        sampling = asyncio.ensure_future(rollout(coming))
         await asyncio.sleep(0)
-        if number == step:
+        if coming == step:
             while len(trainer.sampler.open[step].jobs[0].scores) < num_scored:
                 await asyncio.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return await sampling
 
     trainer.sampler.rollout = interrupted  # type: ignore[method-assign]
-    signal.signal(signal.SIGTERM, trainer.preemption.handle)
-    with pytest.raises(Terminated):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    trainer.preemption.listen()
+    with pytest.raises(KeyboardInterrupt):
         trainer.fit()
+    assert trainer.preemption.number == number
 
 
 @pytest.mark.ray
-@pytest.mark.usefixtures("sigterm")
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_batch_that_is_sampled_and_has_not_trained_is_not_lost(
-    tmp_path: Path, groups: dict[str, WorkerGroup]
+    tmp_path: Path, groups: dict[str, WorkerGroup], number: signal.Signals
 ) -> None:
     overrides = ("trainer.save_freq=100", "trainer.val_before_train=false", "data.val_files=null")
     make_trainer(tmp_path / "a", groups, *overrides).fit()
-    terminated_in_the_rollout(make_trainer(tmp_path / "b", groups, *overrides), step=2, num_scored=4)
+    stopped = make_trainer(tmp_path / "b", groups, *overrides)
+    terminated_in_the_rollout(stopped, step=2, num_scored=4, number=number)
+    assert stopped.preemption.checkpoint == tmp_path / "b/run/global_step_1"
     resumed = make_trainer(tmp_path / "b", groups, *overrides)
     assert resumed.step == 1
     assert len(resumed.sampler.restored) == 4, "nor are its responses"
@@ -117,7 +152,7 @@ def test_a_batch_that_is_sampled_and_has_not_trained_is_not_lost(
 
 
 @pytest.mark.ray
-@pytest.mark.usefixtures("sigterm")
+@pytest.mark.usefixtures("handlers")
 def test_a_draw_is_not_cut_in_two(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """SIGTERM comes when the order has moved on and the prompts are not yet written down."""
     overrides = ("trainer.save_freq=100", "trainer.val_before_train=false", "data.val_files=null")
@@ -143,7 +178,7 @@ def test_a_draw_is_not_cut_in_two(tmp_path: Path, groups: dict[str, WorkerGroup]
 
 
 @pytest.mark.ray
-@pytest.mark.usefixtures("sigterm")
+@pytest.mark.usefixtures("handlers")
 def test_the_checkpoint_knows_the_validation_of_its_step(tmp_path: Path, groups: dict[str, WorkerGroup]) -> None:
     """Also one that is written in the rollout after it: `keep_best_metric` looks there."""
     trainer = make_trainer(tmp_path, groups, "trainer.save_freq=100", "trainer.test_freq=1")
@@ -153,7 +188,7 @@ def test_the_checkpoint_knows_the_validation_of_its_step(tmp_path: Path, groups:
 
 
 @pytest.mark.ray
-@pytest.mark.usefixtures("sigterm")
+@pytest.mark.usefixtures("handlers")
 def test_a_checkpoint_that_cannot_be_written_is_told(
     tmp_path: Path, groups: dict[str, WorkerGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:

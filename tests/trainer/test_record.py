@@ -26,10 +26,25 @@ def load(tmp_path: Path, *overrides: str) -> JobConfig:
     )[0]
 
 
-def test_messages_are_shown_where_there_is_a_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    say(load(tmp_path), "hello")
-    say(load(tmp_path, "trainer.logger=[]"), "nobody")
+@pytest.mark.parametrize("loggers", ["[console]", "[]", "jsonl", "[tensorboard,jsonl]"])
+def test_messages_are_shown_unless_the_console_is_turned_off(
+    loggers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever else records the metrics."""
+    say(load(tmp_path, f"trainer.logger={loggers}"), "hello")
+    say(load(tmp_path, f"trainer.logger={loggers}", "trainer.console=false"), "nobody")
     assert capsys.readouterr() == ("", "hello\n")
+
+
+def test_the_plan_says_where_metrics_go(tmp_path: Path) -> None:
+    assert load(tmp_path, "trainer.logger=wandb").trainer.records == ("jsonl", "console", "wandb")
+    silent = load(tmp_path, "trainer.logger=[console,tensorboard]", "trainer.console=false")
+    assert silent.trainer.records == ("jsonl", "tensorboard")
+
+
+def test_without_a_console_there_is_no_display(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    opened(load(tmp_path, "trainer.console=false"), None)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_the_run_directory_and_that_of_validation_alone(tmp_path: Path) -> None:

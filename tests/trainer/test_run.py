@@ -11,13 +11,18 @@ from typing import Any
 
 import pytest
 
-from grpo_dist.config.load import load_config
+from grpo_dist import main, reward_model, sft
+from grpo_dist.config.command import AnyCommand
+from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.load import load_command, load_config
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.supervised import REWARD_MODEL, SFT
 from grpo_dist.errors import ConfigError, OutOfMemory, Terminated, WorkerLost
 from grpo_dist.trainer import run
 from grpo_dist.trainer.grpo import GRPO_JOB
 from grpo_dist.trainer.preemption import Preemption
 from tests.messages import refuses, says
+from tests.trainer.checkpoints import finished_run
 
 NOTHING: Any = None  # what a start takes from the preflight
 LOST = WorkerLost("its process died", "actor", 0)
@@ -73,6 +78,43 @@ def test_what_gdpo_cannot_compare_is_told_before_ray_starts(monkeypatch: pytest.
     assert not (tmp_path / "run").exists()
 
 
+# --- sessions: a command typed again, or another one, where a run has finished ----------------------------------------
+COMMANDS = pytest.mark.parametrize(
+    ("main", "command", "other"),
+    [
+        (main.main, GRPO, "recipe=dr_grpo"),
+        (sft.main, SFT, "optim.lr=0.5"),
+        (reward_model.main, REWARD_MODEL, "optim.lr=0.5"),
+    ],
+    ids=["main", "sft", "reward_model"],
+)
+Main = Callable[[list[str]], int]
+
+
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "connect", lambda *args: pytest.fail("Ray was started"))
+
+
+@COMMANDS
+@pytest.mark.usefixtures("no_ray")
+def test_the_same_command_again_and_another_experiment(
+    main: Main, command: AnyCommand, other: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["trainer.total_training_steps=3", f"trainer.default_local_dir={tmp_path}/run"]
+    finished_run(load_command(given, command)[0], 3)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    assert main(given) == 0
+    says(capsys.readouterr().out, "step 3 of 3", tmp_path / "run/huggingface", "trainer.total_training_steps")
+    assert main([*given, other]) == 2
+    told = capsys.readouterr()
+    says(told.err, tmp_path / "run/global_step_3", "trainer.default_local_dir", "trainer.resume_mode=force", "->")
+    assert "huggingface" not in told.out, "the model is another experiment's"
+    assert main([*given, other, "trainer.resume_mode=force"]) == 2
+    says(capsys.readouterr().err, "step 3 of 3", "trainer.total_training_steps")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before, "nothing is touched"
+
+
 def test_one_that_is_lost_at_the_first_start_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkerLost):
         train([LOST, trainer(lambda: None)])
@@ -102,7 +144,7 @@ def test_it_goes_on_from_the_last_checkpoint_or_if_that_is_damaged_from_the_one_
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     override = f"trainer.default_local_dir={tmp_path}"
     seen = train([trainer(fail(LOST), last), trainer(lambda: None)], override)
-    assert (seen[1].trainer.resume_mode, seen[1].trainer.resume_from_path) == ("auto", None)
+    assert (seen[1].trainer.resume_mode, seen[1].trainer.resume_from_path) == ("force", None)
     seen = train([trainer(fail(LOST)), trainer(lambda: None)], override)
     assert seen[1].trainer.resume_mode == "disable", "what lies there is not of this run"
 

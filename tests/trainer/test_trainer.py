@@ -310,7 +310,8 @@ def test_the_kl_controller_goes_on_where_it_was(tmp_path: Path, groups: dict[str
     assert trainer.kl_controller.coef == pytest.approx(0.5 * (1 - 0.2 * 16 / 100) ** 3)
     resumed = make_trainer(tmp_path, groups, *overrides)
     assert resumed.kl_controller.coef == trainer.kl_controller.coef
-    fixed = make_trainer(tmp_path, groups, "algorithm.use_kl_in_reward=true", f"{key}.kl_coef=0.25")
+    other = ("algorithm.use_kl_in_reward=true", f"{key}.kl_coef=0.25", "trainer.resume_mode=force")
+    fixed = make_trainer(tmp_path, groups, *other)
     assert fixed.kl_controller.coef == 0.25, "a fixed coefficient is the config's"
 
 

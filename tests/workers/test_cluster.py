@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
-from grpo_dist.workers.cluster import running_cluster
-from tests.messages import says
+from grpo_dist.errors import ConfigError
+from grpo_dist.workers.cluster import connect, running_cluster
+from tests.messages import refuses, says
 from tests.processes import is_loopback
 
 # A process of its own: what counts is that Ray is imported after `connect`, as in the main job.
@@ -85,6 +87,31 @@ def test_a_note_whose_port_answers_is_one(ray_folder: Path) -> None:
         assert running_cluster() is None, "nobody listens yet"
         server.listen()
         assert running_cluster() == address
+
+
+@pytest.mark.parametrize("kind", [ray.exceptions.AuthenticationError, RuntimeError])
+def test_a_cluster_with_another_token_is_named_with_the_way_in(
+    kind: type[Exception], ray_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(**arguments: object) -> None:
+        raise kind("Unauthenticated: no token was found")
+
+    monkeypatch.setattr(ray, "init", refused)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with refuses(ConfigError, f"ray_kwargs.ray_init.address={address}", "RAY_AUTH_MODE=token", "~/.ray/auth_token"):
+            connect(address, None)
+
+
+def test_another_failure_of_ray_stays_what_it_is(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(**arguments: object) -> None:
+        raise RuntimeError("no space left on device")
+
+    monkeypatch.setattr(ray, "init", broken)
+    with pytest.raises(RuntimeError, match="no space left"):
+        connect("auto", None)
 
 
 @pytest.mark.ray

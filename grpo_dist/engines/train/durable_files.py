@@ -35,6 +35,17 @@ def write_durably(path: Path, text: str) -> None:
         os.fsync(stream.fileno())
 
 
+def publish_modes(folder: Path) -> None:
+    """Give all files in a folder the mode of any new file, 0666 without the umask: some writers make private ones."""
+    probe = folder / ".mode"
+    probe.touch()  # asking for the umask would change it for a moment, for all threads
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
+
+
 def flush_path(path: Path) -> None:
     """Wait until a file's contents, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -90,7 +90,7 @@ class FSDPWeights:
         load_training_state(folder, self.model, self.optimizer, self.schedule)
 
     def export_hf_model(self, folder: Path, dtype: str) -> None:
-        """See `export_hf_model`; LoRA's factors come beside it."""
-        export_hf_model(self.model, self.settings, folder, dtype)
+        """See `export_hf_model`; LoRA's factors come beside it, and first: once the model is there, all is written."""
         if self.settings.lora is not None:
             export_adapter(self.model, self.settings, folder.with_name(ADAPTER_FOLDER), dtype)
+        export_hf_model(self.model, self.settings, folder, dtype)

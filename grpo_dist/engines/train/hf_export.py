@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_dist.engines.settings import ModelSettings
-from grpo_dist.engines.train.durable_files import flush_path, flush_tree
+from grpo_dist.engines.train.durable_files import flush_path, flush_tree, publish_modes
 from grpo_dist.engines.train.fsdp_model import full_parameters
 from grpo_dist.engines.train.hf_names import as_in_files
 from grpo_dist.engines.train.model_loading import DTYPES
@@ -116,6 +116,7 @@ def _write(write: Callable[[Path], None], folder: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         write(temporary)
+        publish_modes(temporary)
         flush_tree(temporary)
         _put_in_place(temporary, folder)
     except BaseException:

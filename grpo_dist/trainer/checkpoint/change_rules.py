@@ -1,4 +1,4 @@
-"""What a checkpoint survives, by command: the keys whose change does not matter, and those whose change is refused."""
+"""Which changes of the config a checkpoint survives, by command: the table in code of docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from grpo_dist.config.command import AnyCommand
+from grpo_dist.config.grpo import GRPO as GRPO_COMMAND
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.config.supervised import REWARD_MODEL, SFT
 
 Flat = dict[str, Any]
 
@@ -22,6 +25,7 @@ _HARMLESS = (
     "trainer.project_name",
     "trainer.experiment_name",
     "trainer.logger*",
+    "trainer.console",
     "trainer.default_local_dir",
     "trainer.test_freq",
     "trainer.val_*",
@@ -30,15 +34,19 @@ _HARMLESS = (
     "trainer.max_actor_ckpt_to_keep",
     "trainer.resume_*",
     "trainer.max_*_restarts",
+    "trainer.halve_on_out_of_memory",
     "trainer.export_*",
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
     "trainer.worker_timeout_s",
     "trainer.dry_run",
-    "data.train_files*",  # their content is compared instead, by the rows' fingerprint
+    "data.train_files*",  # the content of the rows is compared instead, by their fingerprint
+    "data.train_max_samples",
     "data.val_*",
 )
-# The length of the run matters only if the learning rate schedule depends on it.
+# How results are computed, to rounding: null means another type on another machine, where the same command goes on.
+_COMPUTATION = ("*.dtype",)
+# The length of the run matters only if the learning rate schedule depends on it, and then it is shown.
 LENGTH = ("trainer.total_training_steps", "trainer.total_epochs")
 # Pattern -> why the checkpoint cannot be used with another value.
 _REFUSED = {
@@ -54,21 +62,28 @@ _OTHER_DTYPE = "weights and optimizer states were saved in another dtype"
 
 @dataclass(frozen=True)
 class ChangeRules:
-    """How configs of a command are compared.
+    """How configs of a command are compared. A change of any key that is not named here is another experiment.
 
     Attributes:
-        harmless: patterns of keys on which results do not depend.
-        refused: pattern -> why the checkpoint cannot be used with another value.
+        harmless: patterns of keys on which results do not depend: nothing is said.
+        shown: patterns of keys that change results, but not the experiment: the run says so and goes on.
+        refused: pattern -> why the checkpoint cannot be used with another value, not even on demand.
         optims: the sections of the optimizers, whose schedules may depend on the length of the run.
         resolved: the config as plain values, with null dtypes replaced by the ones that are used.
         effective: the config by dotted key, without keys that have no effect because of other keys.
     """
 
     harmless: tuple[str, ...]
+    shown: tuple[str, ...]
     refused: Mapping[str, str]
     optims: tuple[str, ...]
     resolved: Callable[[Any], dict[str, Any]]
     effective: Callable[[Flat], Flat] = dict
+
+
+def command_of(config: JobConfig) -> AnyCommand:
+    """The command that this config is of."""
+    return next(each for each in (GRPO_COMMAND, SFT, REWARD_MODEL) if isinstance(config, each.schema))
 
 
 def change_rules(config: JobConfig) -> ChangeRules:
@@ -126,6 +141,7 @@ GRPO = ChangeRules(
         "reward.num_workers",
         "reward.timeout_s",
         "reward.max_failure_rate",
+        "algorithm.filter_groups.max_num_gen_batches",
         f"{_MODEL}.trust_remote_code",
         f"{_MODEL}.lora_adapter_path",  # the checkpoint has the factors that were made of it
         f"{_MODEL}.use_remove_padding",
@@ -173,6 +189,13 @@ GRPO = ChangeRules(
         f"{_ROLLOUT}.val_kwargs.*",
         f"{_ROLLOUT}.agent.timeout_s",
     ),
+    shown=(
+        *_COMPUTATION,
+        f"{_ROLLOUT}.deterministic",
+        f"{_ROLLOUT}.max_model_len",
+        f"{_ROLLOUT}.engine_kwargs.*",
+        f"{_MODEL}.lora.merge",
+    ),
     refused={
         **_REFUSED,
         f"{_MODEL}.path": _OTHER_MODEL,
@@ -218,6 +241,7 @@ SUPERVISED = ChangeRules(
         "engine.fsdp_size",
         "engine.defer_grad_sync",
     ),
+    shown=_COMPUTATION,
     refused={
         **_REFUSED,
         "model.path": _OTHER_MODEL,

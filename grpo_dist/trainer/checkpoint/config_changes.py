@@ -1,7 +1,8 @@
 """Compares the config and data of a checkpoint with those of the run that resumes from it.
 
 A changed key without effect on results is ignored. One that makes the saved weights, optimizer states or positions
-meaningless is refused. All others are allowed and shown.
+meaningless is refused. All others, but for a few that are shown, make it another experiment: that goes on from the
+checkpoint only where the config says so (change_rules.py).
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from grpo_dist.config.load import default_values
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.engines.train.durable_files import digest_file
 from grpo_dist.errors import CheckpointError
 from grpo_dist.redact import redact
-from grpo_dist.trainer.checkpoint.change_rules import LENGTH, ChangeRules, change_rules
+from grpo_dist.trainer.checkpoint.change_rules import LENGTH, ChangeRules, change_rules, command_of
 from grpo_dist.trainer.checkpoint.folder import CONFIG, RunState
 
 if TYPE_CHECKING:
@@ -32,9 +34,16 @@ MISSING = "(not set)"
 
 @dataclass
 class Changes:
-    """Changed keys, as lines "key: old -> new": those that are refused, and those that are shown."""
+    """Changed keys, as lines "key: old -> new".
+
+    Attributes:
+        refused: those with which the checkpoint cannot be used.
+        experiment: those that make it another experiment.
+        shown: those that are only shown.
+    """
 
     refused: list[str] = field(default_factory=list)
+    experiment: list[str] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
 
 
@@ -56,25 +65,47 @@ def check_changes(
         code: `digest_code` of the current config.
 
     Raises:
-        CheckpointError: a change makes the checkpoint unusable, or its config cannot be read.
+        CheckpointError: a change makes the checkpoint unusable, or it is of another experiment and the config does not
+            say to go on; or its config cannot be read.
     """
-    old = read_config(folder)
-    new = yaml.safe_load(saved_config(config))
+    trainer, new = config.trainer, dict(flatten(yaml.safe_load(saved_config(config))))
+    old = _with_later_keys(dict(flatten(read_config(folder))), new, config)
     changes = compare_configs(old, new, change_rules(config))
-    changes.shown += _edited(dict(flatten(old)), dict(flatten(new)), state.code, code)
+    changes.shown += _edited(old, new, state.code, code)
     if state.prompts and state.prompts != prompts:
         if state.prompts["count"] != prompts["count"]:
             what = f"{state.prompts['count']} -> {prompts['count']} training rows"
         else:
             what = f"{prompts['count']} training rows, but different ones or in another order"
         changes.refused.append(f"data.train_files: {what} (the saved positions would refer to other rows)")
+    # validation alone trains nothing, and who names a checkpoint has chosen it
+    allowed = trainer.val_only or trainer.resume_mode in ("force", "resume_path")
+    if changes.refused or (changes.experiment and not allowed):
+        raise CheckpointError(_refusal(folder, config, changes))
+    return changes.experiment + changes.shown
+
+
+def _with_later_keys(old: dict[str, Any], new: Mapping[str, Any], config: JobConfig) -> dict[str, Any]:
+    """A saved config with the defaults of keys that a later version of the command has added."""
+    added = new.keys() - old.keys()
+    defaults = flatten(default_values(command_of(config))) if added else ()
+    return old | {key: value for key, value in defaults if key in added}
+
+
+def _refusal(folder: Path, config: JobConfig, changes: Changes) -> str:
+    """The message: what differs, and the ways on."""
+    trainer = config.trainer
+    by_name = Path(trainer.default_local_dir).parts[-2:] == (trainer.project_name, trainer.experiment_name)
+    new = "trainer.experiment_name to another name" if by_name else "trainer.default_local_dir to another folder"
+    ways = [f"For a run of its own, set {new}."]
     if changes.refused:
-        listed = "\n".join(f"  {line}" for line in changes.refused)
-        raise CheckpointError(
-            f"{folder} cannot be resumed with this config:\n{listed}\nRestore these keys, or start anew with "
-            "trainer.resume_mode=disable or another trainer.default_local_dir"
-        )
-    return changes.shown
+        ways.append("To go on from this checkpoint, restore the keys that have a reason behind them.")
+        ways.append("To start anew in this folder, set trainer.resume_mode=disable.")
+    if changes.experiment:
+        what = "with the other changes" if changes.refused else "from this checkpoint with these changes"
+        ways.append(f"To go on {what}, set trainer.resume_mode=force.")
+    listed = "\n".join(f"  {line}" for line in (*changes.experiment, *changes.refused))
+    return f"{folder} belongs to another experiment. These have changed:\n{listed}\n{' '.join(ways)}"
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
@@ -106,8 +137,10 @@ def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any], rules: Chang
         why = next((why for pattern, why in rules.refused.items() if fnmatch.fnmatchcase(key, pattern)), None)
         if why is not None:
             changes.refused.append(f"{line} ({why})")
-        else:
+        elif key in LENGTH or any(fnmatch.fnmatchcase(key, pattern) for pattern in rules.shown):
             changes.shown.append(line)
+        else:
+            changes.experiment.append(line)
     return changes
 
 

@@ -68,9 +68,9 @@ def preflight(config: SupervisedConfig, tell: Callable[[str], None], *, rehearsa
         if ready is not None:
             require_metric(config.trainer.keep_best_metric, [SUPERVISED_VALIDATION + m for m in ready.rows.metrics])
     with checks:
-        folder = None if ready is None else check_resume(config, ready.rows.identity, verify=rehearsal)
-        if folder is not None:
-            tell(f"checkpoint to resume from: {folder}")
+        found = "" if ready is None else check_resume(config, ready.rows.identity, ready.steps, verify=rehearsal)
+        if found:
+            tell(found)
     checks.end()
     assert ready is not None
     return ready

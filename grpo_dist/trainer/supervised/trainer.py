@@ -37,7 +37,7 @@ class SupervisedTrainer(TrainingLoop):
         saver: writes checkpoints.
         trackers: where metrics go.
         progress: the display at the terminal.
-        preemption: whether SIGTERM has come.
+        preemption: whether a signal has come to end the run.
         step: the last step that is trained.
     """
 
@@ -66,9 +66,9 @@ class SupervisedTrainer(TrainingLoop):
         """Train until `total_steps`, validating and saving on the way; or only validate (`trainer.val_only`).
 
         Raises:
-            KeyboardInterrupt: SIGINT; or SIGTERM, after a checkpoint was written.
+            KeyboardInterrupt: SIGINT or SIGTERM, after a checkpoint was written.
         """
-        with self.saver.completing(), self.saving_on_sigterm():
+        with self.saver.completing(), self.saving_when_stopped():
             if self.config.trainer.val_only or (self.config.trainer.val_before_train and self.step == 0):
                 self.validate()
                 self.report()
@@ -76,7 +76,7 @@ class SupervisedTrainer(TrainingLoop):
                 return
             while self.step < self.total_steps:
                 self.timings, self.metrics, self.validated = {}, {}, {}
-                self.preemption.hold()  # SIGTERM waits from here on, until the run can be saved again
+                self.preemption.hold()  # a signal waits from here on, until the run can be saved again
                 started = time.perf_counter()
                 self.train()
                 self.timings["step"] = time.perf_counter() - started
@@ -147,4 +147,4 @@ class SupervisedTrainer(TrainingLoop):
         await self.saver.finish()
         if self.config.trainer.export_hf_model:
             self.progress.phase("export")
-            await self.model.export_hf_model(str(self.run_dir / "huggingface"), self.config.export_dtype)
+            await self.model.export_hf_model(str(self.model_dir), self.config.export_dtype)

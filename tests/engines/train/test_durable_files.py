@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush_path, flush_tree, write_durably
+from grpo_dist.engines.train.durable_files import (
+    FileDigest,
+    digest_file,
+    flush_path,
+    flush_tree,
+    publish_modes,
+    write_durably,
+)
 
 
 def test_a_digest_is_that_of_the_contents(tmp_path: Path) -> None:
@@ -31,3 +38,19 @@ def test_every_file_and_folder_is_flushed(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(flushed) == [str(tmp_path / part) for part in ("", "a", "a/b", "a/b/file")]
     flush_path(tmp_path / "a")
     assert flushed[-1] == str(tmp_path / "a")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_private_files_get_the_mode_of_new_ones(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        (tmp_path / "sub").mkdir()
+        files = [tmp_path / "model.safetensors", tmp_path / "sub" / "part"]
+        for file in files:
+            file.touch(mode=0o600)
+        publish_modes(tmp_path)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~umask}
+    assert (tmp_path / "sub").stat().st_mode & 0o777 == 0o777 & ~umask
+    assert len(list(tmp_path.rglob("*"))) == 3

@@ -47,6 +47,8 @@ def test_a_full_disk_leaves_the_one_before_and_all_ranks_say_so(random_models: d
     assert (folder / "model.safetensors").stat().st_size > 20_000
     assert {path.name for path in folder.iterdir()} >= {"config.json", "generation_config.json", "tokenizer.json"}
     assert list(tmp_path.iterdir()) == [folder], "nothing half written is left"
+    (neighbour := tmp_path / "metrics.jsonl").touch()
+    assert {path.stat().st_mode for path in folder.iterdir()} == {neighbour.stat().st_mode}, "weights too"
 
 
 def export(rank: int, model: str, folder: Path, lora: LoraSettings | None) -> dict[str, Any]:

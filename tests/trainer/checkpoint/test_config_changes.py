@@ -50,9 +50,13 @@ def test_harmless_changes_say_nothing() -> None:
         as_dict(
             "trainer.default_local_dir=/elsewhere",
             "trainer.logger=[]",
+            "trainer.console=false",
             "trainer.total_training_steps=77",
             "trainer.save_freq=1",
             "trainer.save_interval_minutes=5",
+            "trainer.halve_on_out_of_memory=true",
+            "algorithm.filter_groups.max_num_gen_batches=9",
+            "data.train_max_samples=1000",
             "trainer.keep_best_metric=val-core/x",
             "cluster.actor_world_size=1",
             "ray_kwargs.ray_init.num_cpus=3",
@@ -63,8 +67,7 @@ def test_harmless_changes_say_nothing() -> None:
             "actor_rollout_ref.model.lora_alpha=3",  # idle without a rank
         ),
     )
-    assert changes.refused == []
-    assert changes.shown == []
+    assert changes == Changes()
 
 
 def test_where_the_factors_began_does_not_matter_to_a_checkpoint_that_has_them(tmp_path: Path) -> None:
@@ -75,46 +78,86 @@ def test_where_the_factors_began_does_not_matter_to_a_checkpoint_that_has_them(t
     says(compare_configs(before, as_dict(*same, f"{model}.lora_rank=2")).refused, f"{model}.lora_rank: 4 -> 2")
 
 
-def test_other_changes_are_shown_as_old_and_new() -> None:
+def test_other_changes_are_another_experiment_told_as_old_and_new() -> None:
     now = as_dict(f"{OPTIM}.lr=2e-6", "actor_rollout_ref.rollout.n=4", "trainer.max_staleness=2")
     changes = compare_configs(as_dict(f"{OPTIM}.lr=1e-6"), now)
-    assert changes.refused == []
-    assert sorted(changes.shown) == [
+    assert (changes.refused, changes.shown) == ([], [])
+    assert sorted(changes.experiment) == [
         f"{OPTIM}.lr: 1e-06 -> 2e-06",
         "actor_rollout_ref.rollout.n: 8 -> 4",
         "trainer.max_staleness: 0 -> 2",
     ]
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "algorithm.norm_adv_by_std_in_grpo=false",
+        "algorithm.kl_ctrl.kl_coef=0.5",
+        "data.train_batch_size=512",
+        "data.max_response_length=99",
+        "data.system_prompt=hello",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+        "actor_rollout_ref.actor.kl_loss_coef=0.5",
+        "actor_rollout_ref.rollout.temperature=0.5",
+        "+actor_rollout_ref.rollout.agent.agent_kwargs.tries=3",
+        "+custom_reward_function.reward_kwargs.weight=2",
+        "reward.overlong_buffer.enable=true",
+    ],
+)
+def test_method_data_loss_reward_and_sampling_define_the_experiment(override: str) -> None:
+    key, _, value = override.lstrip("+").partition("=")
+    (line,) = compare_configs(as_dict(), as_dict(override)).experiment
+    says(line, key, value)
+
+
+def test_a_recipe_is_another_experiment() -> None:
+    changes = compare_configs(as_dict(), as_dict("recipe=dr_grpo"))
+    says(changes.experiment, "algorithm.norm_adv_by_std_in_grpo: true -> false")
+    assert changes.refused == []
+
+
+def test_how_the_engine_computes_is_shown() -> None:
+    rollout = "actor_rollout_ref.rollout"
+    changes = compare_configs(
+        as_dict(), as_dict(f"+{rollout}.engine_kwargs.vllm.block_size=32", f"{rollout}.max_model_len=200")
+    )
+    assert (changes.refused, changes.experiment) == ([], [])
+    assert sorted(line.partition(":")[0] for line in changes.shown) == [
+        f"{rollout}.engine_kwargs.vllm.block_size",
+        f"{rollout}.max_model_len",
+    ]
+
+
 def test_a_changed_reward_model_is_told_and_how_it_computes_is_not() -> None:
     enabled = ("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
     computes = ("reward_model.micro_batch_size_per_gpu=1", "reward_model.model.fsdp_config.param_offload=true")
-    assert compare_configs(as_dict(*enabled), as_dict(*enabled, *computes)).shown == []
+    assert compare_configs(as_dict(*enabled), as_dict(*enabled, *computes)) == Changes()
     changes = compare_configs(as_dict(*enabled), as_dict(*enabled, "reward_model.max_length=100"))
-    assert changes.shown == ["reward_model.max_length: null -> 100"]
+    assert changes.experiment == ["reward_model.max_length: null -> 100"]
     idle = compare_configs(as_dict(), as_dict("reward_model.model.path=builtin:tiny-qwen3"))
-    assert (idle.shown, idle.refused) == ([], []), "no effect while it is not enabled"
+    assert idle == Changes(), "no effect while it is not enabled"
 
 
-def test_another_teacher_is_shown() -> None:
+def test_another_teacher_is_another_experiment() -> None:
     """The policy's weights are of use with any; without a teacher its other keys have no effect."""
     key = "actor_rollout_ref.ref.model"
     taught, more = f"{key}.path=builtin:tiny-qwen3", f"+{key}.override_config.rope_theta=5"
     changes = compare_configs(as_dict(), as_dict(taught, more, f"{key}.trust_remote_code=true"))
-    assert (changes.refused, changes.shown[0]) == ([], f"{key}.path: (not set) -> builtin:tiny-qwen3")
-    assert [line.partition(":")[0] for line in changes.shown[1:]] == [f"{key}.override_config.rope_theta"]
-    assert compare_configs(as_dict(), as_dict(more)).shown == []
+    assert (changes.refused, changes.experiment[0]) == ([], f"{key}.path: (not set) -> builtin:tiny-qwen3")
+    assert [line.partition(":")[0] for line in changes.experiment[1:]] == [f"{key}.override_config.rope_theta"]
+    assert compare_configs(as_dict(), as_dict(more)) == Changes()
 
 
 def test_the_keys_of_a_critic() -> None:
     """Some change no result; without a critic none has an effect; and it cannot come or go between two steps."""
     ppo = ("recipe=ppo",)
     computes = ("critic.ppo_micro_batch_size_per_gpu=1", "critic.model.fsdp_config.param_offload=true")
-    assert compare_configs(as_dict(*ppo), as_dict(*ppo, *computes)).shown == []
+    assert compare_configs(as_dict(*ppo), as_dict(*ppo, *computes)) == Changes()
     changes = compare_configs(as_dict(*ppo), as_dict(*ppo, "critic.cliprange_value=0.2", "trainer.critic_warmup=2"))
-    assert sorted(changes.shown) == ["critic.cliprange_value: 0.5 -> 0.2", "trainer.critic_warmup: 0 -> 2"]
+    assert sorted(changes.experiment) == ["critic.cliprange_value: 0.5 -> 0.2", "trainer.critic_warmup: 0 -> 2"]
     idle = compare_configs(as_dict(), as_dict("critic.optim.lr=1e-4"))
-    assert (idle.shown, idle.refused) == ([], []), "no effect without a critic"
+    assert idle == Changes(), "no effect without a critic"
     for before, after in ((ppo, (*ppo, "critic.enable=false")), ((*ppo, "critic.enable=false"), ppo)):
         assert any("critic.enable" in line for line in compare_configs(as_dict(*before), as_dict(*after)).refused)
     cosine = (*ppo, "critic.optim.lr_scheduler_type=cosine")
@@ -133,7 +176,7 @@ def test_what_null_means_on_another_machine_is_shown(move: str, monkeypatch: pyt
         monkeypatch.setattr("grpo_dist.config.schema_job.has_bf16", lambda: True)
         after = as_dict(*model)
     changes = compare_configs(before, after)
-    assert changes.refused == []
+    assert (changes.refused, changes.experiment) == ([], [])
     assert changes.shown == [
         "actor_rollout_ref.actor.fsdp_config.dtype: fp32 -> bf16",
         "actor_rollout_ref.rollout.dtype: float32 -> bfloat16",
@@ -145,6 +188,7 @@ def test_what_null_means_on_another_machine_is_shown(move: str, monkeypatch: pyt
 def test_the_length_of_the_run_matters_where_the_rate_depends_on_it() -> None:
     cosine = f"{OPTIM}.lr_scheduler_type=cosine"
     changes = compare_configs(as_dict(cosine), as_dict(cosine, "trainer.total_training_steps=9"))
+    assert changes.experiment == []
     [line] = changes.shown
     assert line.startswith("trainer.total_training_steps: ")
     assert line.endswith(" -> 9")
@@ -187,9 +231,10 @@ def test_every_pattern_names_a_key() -> None:
         f"+actor_rollout_ref.{override}",
         f"+critic.{override}",
         "trainer.stage_timeout_s.update=60",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
     )  # of empty mappings
     keys = [key for key, _ in flatten(as_dict(*entries))]
-    for pattern in (*GRPO.harmless, *LENGTH, *GRPO.refused):
+    for pattern in (*GRPO.harmless, *LENGTH, *GRPO.shown, *GRPO.refused):
         assert fnmatch.filter(keys, pattern), pattern
 
 
@@ -201,7 +246,7 @@ def supervised_as_dict(*overrides: str, command: Any = supervised.REWARD_MODEL) 
 def test_every_pattern_of_these_commands_names_a_key() -> None:
     entry = "+model.override_config.x=1"
     keys = [key for key, _ in flatten(supervised_as_dict(entry, command=supervised.SFT))]
-    for pattern in (*SUPERVISED.harmless, *LENGTH, *SUPERVISED.refused):
+    for pattern in (*SUPERVISED.harmless, *LENGTH, *SUPERVISED.shown, *SUPERVISED.refused):
         assert fnmatch.filter(keys, pattern), pattern
 
 
@@ -212,23 +257,25 @@ def test_each_config_is_compared_by_the_rules_of_its_command() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "refused", "shown"),
+    ("override", "refused", "experiment", "shown"),
     [
-        ("data.micro_batch_size_per_gpu=3", 0, 0),
-        ("cluster.world_size=1", 0, 0),
-        ("engine.fsdp_size=1", 0, 0),
-        ("data.max_length=60", 0, 1),
-        ("optim.lr=1", 0, 1),
-        ("trainer.total_epochs=3", 0, 1),  # the rate depends on it
-        ("trainer.seed=7", 2, 0),  # of the order too
-        ("data.shuffle=false", 1, 0),
-        ("engine.model_dtype=bf16", 1, 0),
+        ("data.micro_batch_size_per_gpu=3", 0, 0, 0),
+        ("cluster.world_size=1", 0, 0, 0),
+        ("engine.fsdp_size=1", 0, 0, 0),
+        ("data.max_length=60", 0, 1, 0),
+        ("optim.lr=1", 0, 1, 0),
+        ("engine.dtype=bf16", 0, 0, 1),
+        ("trainer.total_epochs=3", 0, 0, 1),  # the rate depends on it
+        ("trainer.seed=7", 2, 0, 0),  # of the order too
+        ("data.shuffle=false", 1, 0, 0),
+        ("engine.model_dtype=bf16", 1, 0, 0),
     ],
 )
-def test_what_a_checkpoint_of_these_commands_survives(override: str, refused: int, shown: int) -> None:
+def test_what_a_checkpoint_of_these_commands_survives(override: str, refused: int, experiment: int, shown: int) -> None:
     changes = config_changes.compare_configs(supervised_as_dict(), supervised_as_dict(override), SUPERVISED)
-    assert (len(changes.refused), len(changes.shown)) == (refused, shown), changes
-    assert all(override.partition("=")[0] in line for line in (*changes.refused[-1:], *changes.shown))
+    assert (len(changes.refused), len(changes.experiment), len(changes.shown)) == (refused, experiment, shown), changes
+    told = (*changes.refused[-1:], *changes.experiment, *changes.shown)
+    assert all(override.partition("=")[0] in line for line in told)
 
 
 def test_the_saved_config_has_no_secrets() -> None:
@@ -275,8 +322,42 @@ def test_a_refusal_names_all_keys_and_what_to_do(tmp_path: Path) -> None:
         checked(tmp_path, prompts("a"), prompts("b"), "trainer.seed=2", "data.shuffle=false", f"{OPTIM}.lr=1")
     text = str(caught.value)
     says(text, "trainer.seed: 1 -> 2", "data.shuffle: true -> false", "data.train_files: 1")
-    says(text, "Restore", "trainer.resume_mode=disable")
-    assert f"{OPTIM}.lr" not in text
+    says(text, "restore", "trainer.resume_mode=disable", f"{OPTIM}.lr: 0.0001 -> 1.0", "trainer.resume_mode=force")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [((), "trainer.experiment_name"), (("trainer.default_local_dir=/elsewhere/mine",), "trainer.default_local_dir")],
+)
+def test_another_experiment_is_refused_with_the_ways_on(tmp_path: Path, overrides: tuple, remedy: str) -> None:
+    with refuses(CheckpointError, f"{OPTIM}.lr: 0.0001 -> 2e-06", remedy, "trainer.resume_mode=force") as caught:
+        checked(tmp_path, prompts("a"), prompts("a"), f"{OPTIM}.lr=2e-6", *overrides)
+    assert "restore" not in str(caught.value), "nothing stands against these changes"
+
+
+@pytest.mark.parametrize("allowed", ["trainer.resume_mode=force", "trainer.val_only=true"])
+def test_another_experiment_goes_on_where_that_is_asked_for_or_nothing_is_trained(tmp_path: Path, allowed: str) -> None:
+    rows = prompts("a"), prompts("a")
+    assert checked(tmp_path, *rows, f"{OPTIM}.lr=2e-6", allowed) == [f"{OPTIM}.lr: 0.0001 -> 2e-06"]
+    with refuses(CheckpointError, "actor_rollout_ref.model.lora_rank: 0 -> 4", "factors"):
+        checked(tmp_path, *rows, "actor_rollout_ref.model.lora_rank=4", allowed)
+
+
+def test_a_named_checkpoint_is_chosen(tmp_path: Path) -> None:
+    named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}")
+    told = checked(tmp_path, prompts("a"), prompts("a"), "actor_rollout_ref.rollout.n=4", *named)
+    assert told == ["actor_rollout_ref.rollout.n: 8 -> 4"]
+
+
+def test_keys_of_a_later_version_count_as_their_defaults(tmp_path: Path) -> None:
+    """The same command goes on after an update."""
+    old = as_dict()
+    del old["algorithm"]["gamma"], old["trainer"]["critic_warmup"], old["actor_rollout_ref"]["rollout"]["min_p"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
+    state = RunState(1, 1, {})
+    assert check_changes(tmp_path, state, config(), {}, {}) == []
+    with refuses(CheckpointError, "algorithm.gamma: 1.0 -> 0.5"):
+        check_changes(tmp_path, state, config("algorithm.gamma=0.5"), {}, {})
 
 
 def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -305,4 +386,5 @@ def test_code_that_was_edited_is_told(tmp_path: Path) -> None:
     reward.write_text("a = 2\n")
     (edited,) = told(*named)
     says(edited, f"{keys[0]}: {reward}", "edited")
-    assert told(f"{keys[0]}={other}", named[1]) == [f"{keys[0]}: {reward} -> {other}"]
+    with refuses(CheckpointError, f"{keys[0]}: {reward} -> {other}"):
+        told(f"{keys[0]}={other}", named[1])

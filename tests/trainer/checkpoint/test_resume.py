@@ -147,7 +147,10 @@ def test_a_retrained_reward_model_is_the_saved_one(tmp_path: Path) -> None:
 
 def test_a_change_of_the_config_is_shown_or_refused(tmp_path: Path) -> None:
     save(make_config(tmp_path))
-    resumed = find_resumed(make_config(tmp_path, "actor_rollout_ref.actor.kl_loss_coef=0.5"), PROMPTS)
+    other = "actor_rollout_ref.actor.kl_loss_coef=0.5"
+    with refuses(CheckpointError, "actor_rollout_ref.actor.kl_loss_coef: 0.001 -> 0.5", "trainer.resume_mode=force"):
+        find_resumed(make_config(tmp_path, other), PROMPTS)
+    resumed = find_resumed(make_config(tmp_path, other, "trainer.resume_mode=force"), PROMPTS)
     assert resumed is not None
     assert list(resumed.changes) == ["actor_rollout_ref.actor.kl_loss_coef: 0.001 -> 0.5"]
     with refuses(CheckpointError, "trainer.seed: 1 -> 2"):

@@ -15,7 +15,7 @@ from grpo_dist.config.load import load_command
 from grpo_dist.config.supervised import REWARD_MODEL
 from grpo_dist.engines.settings import PreferenceSettings, TrainingSettings
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
-from grpo_dist.errors import ConfigError, Terminated, TrainingDiverged
+from grpo_dist.errors import ConfigError, Interrupted, Terminated, TrainingDiverged
 from grpo_dist.protocol import DataProto, Mean, Metric, Sum
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
@@ -130,17 +130,20 @@ def make(tmp_path: Path, *overrides: str, model: Model | None = None) -> tuple[S
     return trainer, trained, told
 
 
-def terminate_in(trainer: SupervisedTrainer, method: str, step: int) -> None:
-    """Run until SIGTERM comes in a method."""
+def terminate_in(
+    trainer: SupervisedTrainer, method: str, step: int, number: signal.Signals = signal.SIGTERM, times: int = 1
+) -> None:
+    """Run until a signal comes in a method."""
     original: Callable[[], None] = getattr(trainer, method)
 
     def interrupted() -> None:
         original()
         if trainer.step == step:
-            trainer.preemption.handle(signal.SIGTERM, None)
+            for _ in range(times):
+                trainer.preemption.handle(number, None)
 
     setattr(trainer, method, interrupted)
-    with pytest.raises(Terminated):
+    with pytest.raises(Terminated if number == signal.SIGTERM else Interrupted):
         trainer.fit()
 
 
@@ -260,3 +263,33 @@ def test_sigterm_saves_nothing_twice(tmp_path: Path) -> None:
     terminate_in(trainer, "measure", step=2)
     assert [each for each in model.log if each.startswith("save")] == ["save global_step_2.tmp"]
     assert (tmp_path / "global_step_2").is_dir()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_saves_the_step_that_is_being_trained(tmp_path: Path, number: signal.Signals) -> None:
+    trainer, _, _ = make(tmp_path, "trainer.save_freq=100")
+    terminate_in(trainer, "train", step=1, number=number)
+    assert trainer.preemption.checkpoint == tmp_path / "global_step_2"
+    assert make(tmp_path)[0].step == 2, "the same command goes on from there"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_signal_leaves_at_once_without_a_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
+    trainer, model, _ = make(tmp_path, "trainer.save_freq=100")
+    terminate_in(trainer, "train", step=1, number=number, times=2)
+    assert (trainer.preemption.checkpoint, model.log[-1]) == (None, "train 2")
+
+
+def test_a_checkpoint_that_is_being_written_is_completed(tmp_path: Path) -> None:
+    """Ctrl-C comes while the ranks write in the background."""
+    trainer, model, _ = make(tmp_path, "trainer.save_freq=2")
+    trainer.saver.async_save = True
+    finished = model.finished_save
+
+    async def later(*, wait: bool) -> dict[str, FileDigest] | None:
+        return await finished(wait=wait) if wait else None
+
+    model.finished_save = later  # type: ignore[method-assign, assignment]
+    terminate_in(trainer, "report", step=2, number=signal.SIGINT)
+    assert trainer.preemption.checkpoint == tmp_path / "global_step_2"
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
