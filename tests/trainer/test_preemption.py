@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,3 +212,35 @@ def test_between_two_steps_nothing_is_saved(tmp_path: Path, groups: dict[str, Wo
     trainer = make_trainer(tmp_path, groups, "trainer.save_freq=100", "data.val_files=null")
     terminated_in(trainer, "update", step=2, times=2)
     assert list((tmp_path / "run").glob("global_step_*")) == []
+
+
+def test_the_handlers_of_before_come_back() -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    preemption = Preemption()
+    preemption.listen()
+    preemption.listen()  # a run does it twice
+    assert [signal.getsignal(number) for number in numbers] == [preemption.handle, preemption.handle]
+    preemption.ignore()
+    assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN, signal.SIG_IGN]
+    preemption.restore()
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_another_thread_has_no_signals_to_handle() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    preemption, failed = Preemption(), []
+
+    def listen() -> None:
+        try:
+            preemption.listen()
+            preemption.ignore()
+            preemption.restore()
+        except ValueError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert failed == []
+    assert signal.getsignal(signal.SIGTERM) == before
