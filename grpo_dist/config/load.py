@@ -76,6 +76,20 @@ def load_command(overrides: list[str], command: Command[Config]) -> tuple[Config
     return config, [redact_text(note) for note in notes + command.notes(config)]
 
 
+def saved_values(values: Mapping[str, Any], command: Command[Config]) -> Config:
+    """A config that a run has saved; keys that have come since then have their defaults. Rules are not checked.
+
+    Raises:
+        ConfigError: it has keys or values that this version does not know.
+    """
+    defaults = OmegaConf.create(_defaults(command.file, command.shared))
+    raw = OmegaConf.to_container(OmegaConf.merge(defaults, OmegaConf.create(dict(values))))
+    try:
+        return command.schema.model_validate(raw)
+    except ValidationError as error:
+        raise config_error(schema_problems(error, command.schema)) from None
+
+
 def readable_config(config: JobConfig) -> str:
     """The resolved config as YAML, with secrets replaced by `***`."""
     return yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)

@@ -48,6 +48,8 @@ ARROWS: dict[str, set[str]] = {
     "trainer": BASE | PARTS | {"agents", "workers"},
     "command_line": BASE | {"trainer"},
     **{command: {"config", "command_line"} for command in COMMANDS},
+    "cli": BASE | {"data", "rewards", "trainer", "command_line"},
+    "__main__": {"cli"},
 }
 MAY_USE_RAY = {"workers", "trainer"}
 # Where Ray actors are made: once, in one file.
@@ -191,6 +193,11 @@ def test_a_command_loads_neither_torch_nor_ray(command: str) -> None:
     loaded = loaded_by(f"import grpo_dist.{command}")
     assert "pydantic" in loaded
     assert loaded.isdisjoint({"torch", "ray", "vllm", "transformers"})
+
+
+def test_help_loads_only_what_tells_of_keys() -> None:
+    loaded = loaded_by("from grpo_dist.cli.entry import main\nassert main(['help', 'lr']) == 0")
+    assert loaded.isdisjoint({"torch", "ray", "vllm", "transformers", "numpy", "hydra"})
 
 
 @pytest.mark.parametrize("job", ["grpo", "supervised.job"])
