@@ -27,6 +27,7 @@ ENTRIES = {
     "train": Entry("grpo_dist.main:main", "train a policy by GRPO, PPO and their kin (python -m grpo_dist.main)"),
     "sft": Entry("grpo_dist.sft:main", "fine-tune a model on conversations (python -m grpo_dist.sft)"),
     "reward-model": Entry("grpo_dist.reward_model:main", "train a reward model (python -m grpo_dist.reward_model)"),
+    "check-reward": Entry("grpo_dist.cli.check_reward:main", "score a few rows' own answers with the reward function"),
     "export": Entry("grpo_dist.cli.export:main", "write the model of a checkpoint as a Hugging Face folder"),
     "data": Entry("grpo_dist.tasks.prepare:main", "write GSM8K, MATH, Countdown or plans as files of rows"),
     "help": Entry("grpo_dist.cli.help:main", "explain a command or a key: grpo-dist help lr"),
