@@ -30,6 +30,7 @@ ENTRIES = {
     "check-reward": Entry("grpo_dist.cli.check_reward:main", "score a few rows' own answers with the reward function"),
     "export": Entry("grpo_dist.cli.export:main", "write the model of a checkpoint as a Hugging Face folder"),
     "data": Entry("grpo_dist.tasks.prepare:main", "write GSM8K, MATH, Countdown or plans as files of rows"),
+    "doctor": Entry("grpo_dist.cli.doctor:main", "what this machine has, and what will not work, with the fix"),
     "help": Entry("grpo_dist.cli.help:main", "explain a command or a key: grpo-dist help lr"),
 }
 

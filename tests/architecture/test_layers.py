@@ -48,7 +48,7 @@ ARROWS: dict[str, set[str]] = {
     "trainer": BASE | PARTS | {"agents", "workers"},
     "command_line": BASE | {"trainer"},
     **{command: {"config", "command_line"} for command in COMMANDS},
-    "cli": BASE | {"data", "rewards", "trainer", "command_line"},
+    "cli": BASE | PARTS | {"workers", "trainer"},
     "__main__": {"cli"},
 }
 MAY_USE_RAY = {"workers", "trainer"}
