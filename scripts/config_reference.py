@@ -5,21 +5,15 @@ python -m scripts.config_reference > docs/config.md
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-
-import yaml
 
 from grpo_dist.config.command import AnyCommand
+from grpo_dist.config.documented import Key, documented_keys
 from grpo_dist.config.foreign_keys import FOREIGN_KEYS, RENAMED
 from grpo_dist.config.grpo import GRPO
-from grpo_dist.config.keys import free_form_keys
 from grpo_dist.config.problems import shown
 from grpo_dist.config.schema_health import RULES, rule_defaults
-from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.config.supervised import REWARD_MODEL, SFT
 from grpo_dist.config.usage import first_comment
 
@@ -54,40 +48,10 @@ A verl script for FSDP and vLLM runs with `verl.trainer.main_ppo` replaced by `g
 """
 
 
-@dataclass(frozen=True)
-class Key:
-    """A key of a YAML file, its default, and the comment above it."""
-
-    name: str
-    default: object
-    comment: str
-
-
-def documented_keys(file: Path = GRPO.file, schema: type[JobConfig] = GRPO.schema) -> Iterator[Key]:
-    """The keys of a YAML file in its order."""
-    text = file.read_text(encoding="utf-8")
-    values = yaml.safe_load(text)
-    path: list[str] = []
-    comment: list[str] = []
-    for line in text.splitlines():
-        stripped = line.strip()
-        if stripped.startswith("#"):
-            comment.append(stripped.lstrip("# "))
-            continue
-        match = re.match(r"( *)(\w+):", line)
-        if match and match[2] != "defaults":
-            path = [*path[: len(match[1]) // 2], match[2]]
-            key = ".".join(path)
-            value = _value(values, path)
-            if not isinstance(value, dict) or key in free_form_keys(schema):
-                yield Key(key, value, " ".join(comment))
-        comment = []
-
-
 def reference() -> str:
     """The text of docs/config.md."""
     blocks = [_HEAD, _groups(GRPO)]
-    for section, table in _tables(list(documented_keys()), "##"):
+    for section, table in _tables(list(documented_keys(GRPO.file, GRPO.schema)), "##"):
         blocks.append(table)
         if section == "trainer.health":
             blocks.append(_health_rules())
@@ -142,14 +106,6 @@ def _foreign() -> Iterator[str]:
     for key, entry in FOREIGN_KEYS.items():
         if entry.refused:
             yield f"| `{key}` | {_cell(entry.why)} |"
-
-
-def _value(values: dict, path: list[str]) -> object:
-    found: object = values
-    for name in path:
-        assert isinstance(found, dict)
-        found = found[name]
-    return found
 
 
 def _default(value: object) -> str:

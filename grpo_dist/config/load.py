@@ -90,7 +90,22 @@ def run_folder(overrides: Sequence[str | tuple[str, Any]], command: Command[Conf
     raw = _compose(line, problems, command)
     if raw is None:
         raise config_error(problems)
+    keep_run_dir(raw)
     return Path(str(raw["trainer"]["default_local_dir"]))
+
+
+def saved_values(values: Mapping[str, Any], command: Command[Config]) -> Config:
+    """A config that a run has saved; keys that have come since then have their defaults. Rules are not checked.
+
+    Raises:
+        ConfigError: it has keys or values that this version does not know.
+    """
+    defaults = OmegaConf.create(_defaults(command.file, command.shared))
+    raw = OmegaConf.to_container(OmegaConf.merge(defaults, OmegaConf.create(dict(values))))
+    try:
+        return command.schema.model_validate(raw)
+    except ValidationError as error:
+        raise config_error(schema_problems(error, command.schema)) from None
 
 
 def readable_config(config: JobConfig) -> str:

@@ -13,13 +13,18 @@ BF16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
 
 
 @cache
-def has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
-    """Whether the CPU has bf16 matrix instructions; without them bf16 is far slower than fp32."""
+def cpu_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
+    """The instruction sets of the CPU, by Linux' names; none where they are not known."""
     try:
         flags = re.search(r"^(?:flags|Features)\s*:(.*)$", Path(cpuinfo).read_text(), re.MULTILINE)
     except OSError:
-        return False
-    return flags is not None and not BF16_FLAGS.isdisjoint(flags[1].split())
+        return frozenset()
+    return frozenset() if flags is None else frozenset(flags[1].split())
+
+
+def has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
+    """Whether the CPU has bf16 matrix instructions; without them bf16 is far slower than fp32."""
+    return not BF16_FLAGS.isdisjoint(cpu_flags(cpuinfo))
 
 
 @cache

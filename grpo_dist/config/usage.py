@@ -11,17 +11,22 @@ def usage(command: AnyCommand) -> str:
     lines = [f"usage: {called} [GROUP=OPTION ...] [KEY=VALUE ...]", ""]
     lines += [f"{command.purpose} Groups change the defaults, and keys change both.", ""]
     lines.append("groups (the default is marked *):")
-    defaults = default_options(command.file)
-    for group, options in command.group_options().items():
-        for option in options:
-            mark = "*" if defaults[group] == option else " "
-            lines.append(f" {mark} {f'{group}={option}':<22} {first_comment(command, group, option)}")
+    lines += [line for group in command.group_options() for line in group_lines(command, group)]
     lines += ["", "examples:"]
     for what, overrides in command.examples:
         lines += [f"  # {what}", f"  {called} {overrides}".rstrip()]
     lines += ["", f"every key, with its meaning and default: {' and '.join(map(str, command.files))}"]
     lines.append("lists are written [a,b], an empty value null, text with = , : [ ] { } as \"key='...'\"")
     return "\n".join(lines)
+
+
+def group_lines(command: AnyCommand, group: str) -> list[str]:
+    """The options of a group with their descriptions; * marks the one that is used where none is chosen."""
+    default = default_options(command.file)[group]
+    return [
+        f" {'*' if default == option else ' '} {f'{group}={option}':<22} {first_comment(command, group, option)}"
+        for option in command.group_options()[group]
+    ]
 
 
 def first_comment(command: AnyCommand, group: str, option: str) -> str:

@@ -50,6 +50,8 @@ ARROWS: dict[str, set[str]] = {
     "command_line": BASE | {"trainer"},
     **{command: {"config", "command_line"} for command in COMMANDS},
     "api": BASE | {"function_files", "tracking", "trainer", "workers"},
+    "cli": BASE | PARTS | {"workers", "trainer"},
+    "__main__": {"cli"},
 }
 MAY_USE_RAY = {"workers", "trainer"}
 # Where Ray actors are made: once, in one file.
@@ -194,6 +196,11 @@ def test_a_command_loads_neither_torch_nor_ray(command: str) -> None:
     loaded = loaded_by(f"import grpo_dist.{command}")
     assert "pydantic" in loaded
     assert loaded.isdisjoint({"torch", "ray", "vllm", "transformers"})
+
+
+def test_help_loads_only_what_tells_of_keys() -> None:
+    loaded = loaded_by("from grpo_dist.cli.entry import main\nassert main(['help', 'lr']) == 0")
+    assert loaded.isdisjoint({"torch", "ray", "vllm", "transformers", "numpy", "hydra"})
 
 
 @pytest.mark.parametrize("job", ["grpo", "supervised.job"])

@@ -23,6 +23,9 @@ TESTED_ELSEWHERE = {
     # one test file for each door
     **{f"algorithms/advantage/{name}.py": "algorithms/test_advantage.py" for name in ADVANTAGE_FILES},
     **{f"algorithms/policy_loss/{name}.py": "algorithms/test_policy_loss.py" for name in POLICY_LOSS_FILES},
+    "__main__.py": "cli/test_entry.py",  # the same command
+    "config/documented.py": "cli/test_help.py",  # what is told of keys
+    "trainer/checkpoint/export.py": "cli/test_export.py",  # by its command
     "config/field_types.py": "config/test_schema.py",  # the types of the schema
     "config/keys.py": "config/test_load.py",  # hints in messages
     "reward_model.py": "test_command_line.py",

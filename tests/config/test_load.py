@@ -8,11 +8,11 @@ import pytest
 
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.keys import nearest_keys
-from grpo_dist.config.load import load_config, readable_config
+from grpo_dist.config.load import load_config, readable_config, saved_values
 from grpo_dist.config.usage import usage
 from grpo_dist.errors import ConfigError
 from tests.config.read_back import read_back
-from tests.messages import says
+from tests.messages import refuses, says
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -201,6 +201,16 @@ def test_round_trip():
     assert read_back(text).trainer.experiment_name == "0123"
     assert read_back(text).actor_rollout_ref.actor.optim.lr == 3e-7
     assert "${" not in text
+
+
+def test_a_config_of_an_older_version_has_the_defaults_of_what_is_new():
+    values = load("trainer.seed=5").model_dump(mode="json")
+    del values["reward"]["step_separator"]
+    config = saved_values(values, GRPO)
+    assert (config.trainer.seed, config.reward.step_separator) == (5, "\n")
+    values["reward"]["gone"] = 3
+    with refuses(ConfigError, "reward.gone"):
+        saved_values(values, GRPO)
 
 
 def test_the_check_loads_no_heavy_module():

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from grpo_dist.config.processor import has_bf16, physical_cores
+from grpo_dist.config.processor import cpu_flags, has_bf16, physical_cores
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,7 @@ def test_bf16_by_its_flag(line, expected, tmp_path):
 
 def test_elsewhere_than_on_linux_there_is_none(tmp_path):
     assert not has_bf16(str(tmp_path / "none"))
+    assert cpu_flags(str(tmp_path / "none")) == frozenset()
 
 
 def test_cores_of_this_machine():

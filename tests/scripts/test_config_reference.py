@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+from grpo_dist.config.documented import documented_keys
+from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.keys import leaf_keys
 from grpo_dist.config.schema_health import RULES, rule_defaults
-from scripts.config_reference import documented_keys, reference
+from scripts.config_reference import reference
 
 DOCS = Path(__file__).parents[2] / "docs/config.md"
 
@@ -14,7 +16,7 @@ def test_the_page_is_fresh() -> None:
 
 
 def test_every_key_is_there_with_its_comment() -> None:
-    keys = {key.name: key for key in documented_keys()}
+    keys = {key.name: key for key in documented_keys(GRPO.file, GRPO.schema)}
     of_rules = {f"trainer.health.{rule}.{name}" for rule in RULES for name in rule_defaults(rule)}
     assert sorted({*keys, *of_rules}) == sorted(leaf_keys())
     assert all(f"| `{rule}` | `action=warn`, `steps=" in reference() for rule in RULES)

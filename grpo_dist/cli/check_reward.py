@@ -1,0 +1,163 @@
+"""`grpo-dist check-reward key=value ...`: scores a few rows' own answers as a run would, without Ray, in seconds.
+
+The rows are read and checked as for a run, and the reward function runs in a process of its own, as in the reward
+processes (rewards/scorer.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+from grpo_dist.config.load import load_config
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.data.prompts import Prompt, add_system_prompt
+from grpo_dist.errors import ConfigError, RewardError
+from grpo_dist.names import REWARD_MODEL_FUNCTION, RM_SCORE
+from grpo_dist.rewards.base import RewardResult
+from grpo_dist.rewards.forms import Failure, Sample
+from grpo_dist.rewards.scorer import Scorer
+from grpo_dist.trainer.run_prompts import read_prompts
+
+# Entries of extra_info in which rows have a whole answer, beside the ground truth that the scorer compares with.
+OWN_ANSWERS = ("completion", "solution", "response", "answer")
+MOST_SHOWN = 160  # characters of a prompt's end and of a response
+_OF_PROMPT = {field.name for field in fields(Prompt)}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response to score, and where it comes from."""
+
+    text: str
+    source: str
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Score answers and show what the reward function says; 1 if it fails on one of them.
+
+    Raises:
+        ConfigError: something is wrong with the config, the rows or the function's file.
+    """
+    options = _parser().parse_intermixed_args(arguments)
+    config, _ = load_config(options.overrides)
+    if config.reward_function == REWARD_MODEL_FUNCTION:
+        raise ConfigError(
+            "reward_model.enable=true: the reward is the score of the reward model, which only a run's workers can "
+            "compute; set custom_reward_function.path to check a function beside it"
+        )
+    prompts = _rows(config, options.row, options.rows)
+    custom = config.custom_reward_function
+    scorer = Scorer(config.reward_function, custom.name, custom.reward_kwargs, timeout_s=config.reward.timeout_s)
+    try:
+        scorer.start()
+    except RewardError as error:
+        raise ConfigError(f"custom_reward_function.path={custom.path}: {error}") from error
+    scores: list[float] = []
+    num_failed = 0
+    try:
+        for prompt in prompts:
+            answers = [Answer(text, "--answer") for text in options.answer] or [own_answer(prompt)]
+            samples = [_sample(config, prompt, answer.text) for answer in answers]
+            results = scorer.score(samples)
+            scores += [result.score for result in results if isinstance(result, RewardResult)]
+            num_failed += sum(isinstance(result, Failure) for result in results)
+            printed, num_more = scorer.printed.take()
+            sys.stdout.write("\n".join(_shown(prompt, answers, results, printed, num_more)) + "\n")
+    finally:
+        scorer.stop()
+    sys.stdout.write("\n".join(_summary(config, scores, num_failed, given=bool(options.answer))) + "\n")
+    return 1 if num_failed else 0
+
+
+def own_answer(prompt: Prompt) -> Answer:
+    """The whole answer that a row has, else its ground truth.
+
+    Raises:
+        ConfigError: it has neither.
+    """
+    for name in OWN_ANSWERS:
+        if isinstance(text := prompt.extra_info.get(name), str) and text:
+            return Answer(text, f"the row's {name}")
+    truth = prompt.ground_truth
+    if truth is None:
+        raise ConfigError(f"{prompt.location}: the row has no answer of its own; give one with --answer TEXT")
+    return Answer(truth if isinstance(truth, str) else json.dumps(truth, default=str), "the row's ground truth")
+
+
+def _rows(config: RunConfig, row: int | None, most: int) -> list[Prompt]:
+    """The rows of data.train_files to score: one, or the first ones."""
+    prompts = read_prompts(config, "data.train_files", config.data.train_files, -1)
+    if config.data.system_prompt is not None:
+        prompts, _ = add_system_prompt(prompts, config.data.system_prompt)
+    if row is None:
+        return prompts[:most]
+    if not 1 <= row <= len(prompts):
+        raise ConfigError(f"--row {row}: data.train_files has rows 1 to {len(prompts)}")
+    return [prompts[row - 1]]
+
+
+def _sample(config: RunConfig, prompt: Prompt, text: str) -> Sample:
+    """The response with what a reward process knows of its row."""
+    row = {field.name: getattr(prompt, field.name) for field in fields(Sample) if field.name in _OF_PROMPT}
+    sample = Sample(solution_str=text, **row)
+    stand_in = {RM_SCORE: 0.0} if config.reward_model.enable else {}
+    return replace(sample, extra_info=sample.extra_info | stand_in)
+
+
+def _shown(
+    prompt: Prompt, answers: Sequence[Answer], results: Sequence[RewardResult | Failure], printed: list[str], more: int
+) -> Iterator[str]:
+    text = prompt.messages[-1]["content"]
+    yield f"{prompt.location}, data_source={prompt.data_source}"
+    yield f"  prompt     {'...' if len(text) > MOST_SHOWN else ''}{text[-MOST_SHOWN:]!r}"
+    for answer, result in zip(answers, results, strict=True):
+        left = "..." if len(answer.text) > MOST_SHOWN else ""
+        yield f"  response   {answer.text[:MOST_SHOWN]!r}{left} ({answer.source})"
+        if isinstance(result, Failure):
+            yield "  FAILED     " + result.text.replace("\n", "\n             ")
+            continue
+        yield f"  score      {result.score:g}"
+        values = {**result.extra, **({} if result.pred is None else {"pred": result.pred})}
+        if result.step_scores is not None:
+            values["step_scores"] = list(result.step_scores)
+        if values:
+            shown = (
+                f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
+            )
+            yield f"  values     {', '.join(shown)}"
+    for line in printed:
+        yield f"  printed    {line}"
+    if more:
+        yield f"  printed    ... and {more} more lines"
+
+
+def _summary(config: RunConfig, scores: Sequence[float], num_failed: int, *, given: bool) -> Iterator[str]:
+    span = f", scores from {min(scores):g} to {max(scores):g}" if scores else ""
+    yield f"\n{len(scores) + num_failed} responses: {len(scores)} scored, {num_failed} failed{span}"
+    if scores and max(scores) <= 0 and not given:
+        form = "a ground truth alone may lack the form that the function looks for, such as '#### 42' or '\\boxed{42}'"
+        yield f"no own answer earned more than 0: {form}; try one with --answer"
+    if config.reward_model.enable:
+        yield f"the reward model was not asked: {RM_SCORE} was 0"
+    if config.reward.overlong_buffer.enable:
+        yield "without the penalty of reward.overlong_buffer, which counts tokens"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="grpo-dist check-reward",
+        description="Score a few rows' own answers, or answers of yours, as a run with this config would. Exit code 1: "
+        "the function failed on one; 2: something is wrong with the config.",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="the config of a run (grpo-dist train --help)"
+    )
+    parser.add_argument("--rows", type=int, default=5, help="how many rows of data.train_files to score (%(default)s)")
+    parser.add_argument("--row", type=int, help="score this one row, counted from 1")
+    answer = "score this response instead; several are scored together, as the group of a prompt is"
+    parser.add_argument("--answer", action="append", default=[], metavar="TEXT", help=answer)
+    return parser

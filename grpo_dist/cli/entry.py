@@ -1,0 +1,70 @@
+"""`grpo-dist NAME ...`: finds the command and runs it. Loads nothing but the command that is asked for.
+
+Exit codes: those of the command; 2 where there is no such command.
+"""
+
+from __future__ import annotations
+
+import difflib
+import signal
+import sys
+from dataclasses import dataclass
+
+import grpo_dist
+from grpo_dist.errors import GrpoDistError
+from grpo_dist.registry import load_attribute
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A command: its main function, which takes the arguments and returns the exit code, and what it is for."""
+
+    function: str
+    purpose: str
+
+
+ENTRIES = {
+    "train": Entry("grpo_dist.main:main", "train a policy by GRPO, PPO and their kin (python -m grpo_dist.main)"),
+    "sft": Entry("grpo_dist.sft:main", "fine-tune a model on conversations (python -m grpo_dist.sft)"),
+    "reward-model": Entry("grpo_dist.reward_model:main", "train a reward model (python -m grpo_dist.reward_model)"),
+    "check-reward": Entry("grpo_dist.cli.check_reward:main", "score a few rows' own answers with the reward function"),
+    "export": Entry("grpo_dist.cli.export:main", "write the model of a checkpoint as a Hugging Face folder"),
+    "data": Entry("grpo_dist.tasks.prepare:main", "write GSM8K, MATH, Countdown or plans as files of rows"),
+    "doctor": Entry("grpo_dist.cli.doctor:main", "what this machine has, and what will not work, with the fix"),
+    "help": Entry("grpo_dist.cli.help:main", "explain a command or a key: grpo-dist help lr"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command that these arguments, or those of the command line, name; returns the exit code."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["help"]
+    if name == "--version":
+        sys.stdout.write(f"grpo_dist {grpo_dist.__version__}\n")
+        return 0
+    name = "help" if name in ("-h", "--help") else name
+    if name not in ENTRIES:
+        sys.stderr.write(_no_such_command(name))
+        return 2
+    try:
+        return int(load_attribute(ENTRIES[name].function, key="command")(rest))
+    except GrpoDistError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def overview() -> str:
+    """The commands, with what they are for."""
+    lines = ["usage: grpo-dist COMMAND ...      (or python -m grpo_dist COMMAND ...)", "", "commands:"]
+    lines += [f"  {name:<13} {entry.purpose}" for name, entry in ENTRIES.items()]
+    lines += ["", "grpo-dist COMMAND --help says more; grpo-dist help KEY explains a key; --version"]
+    return "\n".join(lines) + "\n"
+
+
+def _no_such_command(name: str) -> str:
+    nearest = difflib.get_close_matches(name, ENTRIES, n=1)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    if "=" in name:  # an override, as `python -m grpo_dist.main` takes them
+        hint = f"; did you mean grpo-dist train {name}?"
+    return f"error: grpo-dist {name}: there is no such command{hint}\n\n{overview()}"

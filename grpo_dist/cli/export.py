@@ -1,0 +1,61 @@
+"""`grpo-dist export RUN_DIR`: the model of a checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_dist.errors import ConfigError
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Export a checkpoint.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or the folder to write exists.
+        GrpoDistError: see `export_checkpoint`.
+    """
+    options = _parser().parse_args(arguments)
+    from grpo_dist.trainer.checkpoint.export import export_checkpoint, saved_run, steps_of
+
+    run_dir, step = Path(options.run_dir), options.step
+    if (run_dir / "state.json").is_file() and run_dir.name.startswith("global_step_"):
+        run_dir, step = run_dir.parent, int(run_dir.name.rpartition("_")[2])
+    there = steps_of(run_dir)
+    if not there:
+        raise ConfigError(
+            f"{run_dir}: there is no checkpoint (global_step_N) in this folder; name the run's folder, "
+            "trainer.default_local_dir of the run, which writes checkpoints every trainer.save_freq steps"
+        )
+    step = max(there) if step is None else step
+    steps = ", ".join(map(str, there))
+    if step not in there:
+        raise ConfigError(f"--step {step}: {run_dir} has checkpoints of the steps {steps}; choose one of them")
+    folder = Path(options.to or run_dir / f"huggingface_step_{step}")
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; remove it, or choose another folder with --to")
+    sys.stdout.write(f"checkpoints of {run_dir}: steps {steps}; exporting step {step}\n")
+    sys.stdout.flush()
+    config = saved_run(there[step], options.model)
+    export_checkpoint(there[step], config, folder.absolute(), options.dtype or config.export_dtype)
+    sys.stdout.write(f"wrote {folder}\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="grpo-dist export",
+        description="Write the model of a checkpoint as a Hugging Face folder, on CPU and without Ray. LoRA's factors "
+        "are merged; the adapter itself comes beside it.",
+    )
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", help="trainer.default_local_dir of the run, or a checkpoint in it"
+    )
+    parser.add_argument("--step", type=int, help="of the checkpoint; default: the last one")
+    parser.add_argument("--to", metavar="FOLDER", help="to write; default: RUN_DIR/huggingface_step_N")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], help="of the weights; default: as the run exports")
+    moved = "folder or hub name of the model that the run started from, if it is not where it was"
+    parser.add_argument("--model", metavar="PATH", help=moved)
+    return parser

@@ -1,0 +1,88 @@
+"""`grpo-dist help [COMMAND] [KEY]`: what a command does, or what a key means, its default, and which groups set it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from grpo_dist.cli.entry import ENTRIES, overview
+from grpo_dist.config.command import AnyCommand, default_options
+from grpo_dist.config.documented import Key, all_keys, set_by_groups
+from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.keys import nearest_keys
+from grpo_dist.config.problems import shown
+from grpo_dist.config.supervised import REWARD_MODEL, SFT
+from grpo_dist.config.usage import group_lines
+from grpo_dist.errors import ConfigError
+from grpo_dist.registry import load_attribute
+
+CONFIGS: dict[str, AnyCommand] = {"train": GRPO, "sft": SFT, "reward-model": REWARD_MODEL}
+MOST_EXPLAINED = 3
+MOST_NAMED = 12
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Explain a command, or a key of one; the keys are those of `train` where no command is named.
+
+    Raises:
+        ConfigError: there is no such command or key.
+    """
+    words = [word for word in arguments if not word.startswith("-")]
+    if words in ([], ["help"]):
+        sys.stdout.write(overview())
+    elif len(words) == 1 and words[0] in ENTRIES:
+        return int(load_attribute(ENTRIES[words[0]].function, key="command")(["--help"]))
+    else:
+        command = words.pop(0) if len(words) == 2 and words[0] in CONFIGS else "train"
+        sys.stdout.write(explain(" ".join(words), command))
+    return 0
+
+
+def explain(word: str, command: str) -> str:
+    """What is known of a key, or of the keys that the word may mean.
+
+    Raises:
+        ConfigError: nothing is.
+    """
+    config = CONFIGS[command]
+    word = word.lstrip("+~").partition("=")[0]
+    if word in config.group_options():
+        return "\n".join([f"{word}=OPTION is a group: it changes the defaults", *group_lines(config, word), ""])
+    keys = all_keys(config)
+    found = matches(word, config, keys)
+    if not found:
+        others = [name for name, other in CONFIGS.items() if word in all_keys(other)]
+        hint = (
+            f"; see grpo-dist help {others[0]} {word}" if others else f"; grpo-dist help {command} lists where keys are"
+        )
+        raise ConfigError(f"{word}: grpo-dist {command} has no such key, and none that resembles it{hint}")
+    lines = [line for name in found[:MOST_EXPLAINED] for line in _entry(keys[name], config)]
+    if more := found[MOST_EXPLAINED:]:
+        left = f" and {len(more) - MOST_NAMED} more" if len(more) > MOST_NAMED else ""
+        lines += [f"see also {', '.join(more[:MOST_NAMED])}{left}", ""]
+    return "\n".join(lines)
+
+
+def matches(word: str, config: AnyCommand, keys: dict[str, Key]) -> list[str]:
+    """The names of the keys that a word may mean, the likeliest first; one, if it is the name of a key."""
+    if word in keys:
+        return [word]
+    lower = word.lower()
+    meant = nearest_keys(word, config.schema)
+    containing = [name for name in keys if lower in name.lower()]
+    explaining = [name for name, key in keys.items() if lower in key.comment.lower()] if not meant + containing else []
+    return list(dict.fromkeys([*meant, *containing, *explaining]))
+
+
+def _entry(key: Key, config: AnyCommand) -> Iterator[str]:
+    default = "none: it must be set" if key.default == "???" else shown(key.default)
+    yield key.name
+    yield f"  {key.comment}"
+    yield f"  default: {default}"
+    defaults = default_options(config.file)
+    for (group, option), settings in set_by_groups(config).items():
+        for setting in settings:
+            if setting.name == key.name:
+                used = "   (the option that is used where none is chosen)" if defaults[group] == option else ""
+                yield f"  {group}={option}: {shown(setting.default)}{used}"
+    yield ""

@@ -1,0 +1,75 @@
+"""The keys of the YAML files with their defaults and comments, and what the options of the groups make of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from grpo_dist.config.command import AnyCommand
+from grpo_dist.config.keys import free_form_keys, leaf_keys
+from grpo_dist.config.schema_health import RULES, rule_defaults
+from grpo_dist.config.schema_job import JobConfig
+
+_HEALTH = "trainer.health."
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a YAML file, its default, and the comment above it."""
+
+    name: str
+    default: object
+    comment: str
+
+
+def documented_keys(file: Path, schema: type[JobConfig]) -> Iterator[Key]:
+    """The keys of a YAML file in its order."""
+    text = file.read_text(encoding="utf-8")
+    values = yaml.safe_load(text)
+    path: list[str] = []
+    comment: list[str] = []
+    for line in text.splitlines():
+        stripped = line.strip()
+        if stripped.startswith("#"):
+            comment.append(stripped.lstrip("# "))
+            continue
+        match = re.match(r"( *)(\w+):", line)
+        if match and match[2] != "defaults":
+            path = [*path[: len(match[1]) // 2], match[2]]
+            key = ".".join(path)
+            value = _value(values, path)
+            if not isinstance(value, dict) or key in free_form_keys(schema):
+                yield Key(key, value, " ".join(comment))
+        comment = []
+
+
+def all_keys(command: AnyCommand) -> dict[str, Key]:
+    """All keys of a command by name, with those of the health rules where it has them."""
+    schema: type[JobConfig] = command.schema
+    keys = [key for file in reversed(command.files) for key in documented_keys(file, schema)]
+    for name in leaf_keys(schema):
+        rule, _, setting = name.removeprefix(_HEALTH).partition(".")
+        if rule in RULES:
+            keys.append(Key(name, rule_defaults(rule)[setting], f"Of the health rule {rule} (docs/metrics.md)."))
+    return {key.name: key for key in keys}  # the command's own file comes last and wins
+
+
+def set_by_groups(command: AnyCommand) -> dict[tuple[str, str], list[Key]]:
+    """What each option of each group sets: keys with their values there, by (group, option)."""
+    return {
+        (group, option): list(documented_keys(command.file.parent / group / f"{option}.yaml", command.schema))
+        for group, options in command.group_options().items()
+        for option in options
+    }
+
+
+def _value(values: dict, path: list[str]) -> object:
+    found: object = values
+    for name in path:
+        assert isinstance(found, dict)
+        found = found[name]
+    return found

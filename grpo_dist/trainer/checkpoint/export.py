@@ -1,0 +1,105 @@
+"""The model of a checkpoint as a Hugging Face folder, written by this process alone: on CPU, without Ray."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from grpo_dist.assets import POLICY_KEY, TRAINED_MODEL_KEY, resolve_model_path
+from grpo_dist.config.command import AnyCommand
+from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.load import saved_values
+from grpo_dist.config.placement import placement
+from grpo_dist.config.problems import with_value
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_supervised import SupervisedConfig
+from grpo_dist.config.supervised import REWARD_MODEL, SFT
+from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
+from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.train.adapter_export import ADAPTER_FOLDER, export_adapter
+from grpo_dist.engines.train.checkpoint import load_training_state
+from grpo_dist.engines.train.fsdp_model import load_sharded_model
+from grpo_dist.engines.train.hf_export import export_hf_model
+from grpo_dist.errors import CheckpointError
+from grpo_dist.trainer.checkpoint.config_changes import read_config
+from grpo_dist.trainer.checkpoint.folder import checkpoints
+from grpo_dist.trainer.checkpoint.manifest import damage
+from grpo_dist.trainer.settings import policy_settings
+from grpo_dist.trainer.supervised.settings import worker_settings
+
+TIMEOUT_S = 600.0  # no other rank is waited for
+
+
+def steps_of(run_dir: Path) -> dict[int, Path]:
+    """The checkpoints of a run by step, in the order of steps."""
+    return dict(sorted((int(path.name.rpartition("_")[2]), path) for path in checkpoints(run_dir)))
+
+
+def saved_run(checkpoint: Path, model: str | None = None) -> RunConfig | SupervisedConfig:
+    """The config of the run that wrote a checkpoint.
+
+    Args:
+        checkpoint: its folder.
+        model: where the model is that the run started from; None: where the run found it.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        ConfigError: it has keys or values that this version does not know.
+    """
+    values = read_config(checkpoint)
+    command: AnyCommand = SFT if "messages_key" in values.get("data", {}) else REWARD_MODEL
+    key = TRAINED_MODEL_KEY
+    if "actor_rollout_ref" in values:
+        command, key = GRPO, POLICY_KEY
+    config = saved_values(values, command)
+    return config if model is None else with_value(config, key, model)
+
+
+def export_checkpoint(checkpoint: Path, config: RunConfig | SupervisedConfig, folder: Path, dtype: str) -> None:
+    """Write the policy, or the model of a supervised run, with LoRA's factors merged; the adapter comes beside it.
+
+    Args:
+        checkpoint: the folder of the checkpoint.
+        config: of the run that wrote it.
+        folder: where the files go.
+        dtype: of the weights in the files: "fp32" or "bf16".
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or of another model, or the files cannot be written.
+        DataError: the model that the run started from is not there.
+    """
+    if problems := damage(checkpoint):
+        raise CheckpointError(f"{checkpoint}: not an intact checkpoint: {'; '.join(problems)}. Choose another step")
+    settings, role = _settings(config)
+    store = open_store(LOOPBACK)
+    init_process_group(device="cpu", rank=0, world_size=1, store=store, timeout_s=TIMEOUT_S)
+    try:
+        model = load_sharded_model(settings, "cpu")
+        load_training_state(checkpoint / role, model, None, None)
+        export_hf_model(model, settings, folder, dtype)
+        if settings.lora is not None:
+            export_adapter(model, settings, folder.with_name(f"{folder.name}_{ADAPTER_FOLDER}"), dtype)
+    finally:
+        dist.destroy_process_group()
+
+
+def _settings(config: RunConfig | SupervisedConfig) -> tuple[ModelSettings, str]:
+    """What the model is built from, on CPU and on one rank; and the role whose shards it is in."""
+    if isinstance(config, SupervisedConfig):
+        settings, role = worker_settings(config, 1).model, config.role
+    else:
+        settings, role = policy_settings(config, placement(config), 1).model, "actor"
+    found = resolve_model_path(settings.path, key=settings.key)
+    return (
+        replace(
+            settings,
+            path=found,
+            compute_dtype=settings.model_dtype,
+            fsdp_size=-1,
+            gradient_checkpointing=False,
+            param_offload=False,
+        ),
+        role,
+    )

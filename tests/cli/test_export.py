@@ -1,0 +1,110 @@
+"""`grpo-dist export`: the model of any checkpoint, the same files that a run writes at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.cli.entry import main
+from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.load import load_command
+from grpo_dist.config.supervised import REWARD_MODEL, SFT
+from grpo_dist.engines.settings import LoraSettings, ModelSettings, OptimizerSettings
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.trainer.checkpoint.config_changes import saved_config
+from grpo_dist.trainer.checkpoint.folder import begin_checkpoint, publish_checkpoint
+from tests.messages import says
+from tests.ranks import run_ranks
+from tests.trainer.checkpoints import run_state
+
+TINY = "builtin:tiny-qwen3"
+LORA = LoraSettings(4, 8.0, "all-linear")
+CASES: dict[str, tuple[Any, str, list[str], dict[str, Any]]] = {
+    "grpo": (GRPO, "actor", [], {}),
+    "grpo by LoRA": (GRPO, "actor", ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8"],
+                     {"lora": LORA}),
+    "sft": (SFT, "sft", [], {}),
+    "reward model": (REWARD_MODEL, "reward_model", [], {"num_labels": 1, "new_head_seed": 1}),
+}  # fmt: skip
+
+
+def shards(rank: int, folder: Path, whole: Path, options: dict[str, Any]) -> None:
+    """A model of two ranks that has changed since it was loaded: its checkpoint, and its export at the end of a run."""
+    model = ModelSettings(resolve_model_path(TINY), False, "fp32", "fp32", False, True, **options)
+    optimizer = OptimizerSettings(1e-3, 0.0, (0.9, 0.999), "constant", 0, 10, 0.0)
+    engine = FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer)
+    torch.manual_seed(rank)
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            if parameter.requires_grad:
+                parameter.to_local().add_(0.01)
+    engine.begin_save(folder)
+    engine.finished_save(wait=True)
+    engine.export_hf_model(whole, "fp32")
+
+
+def checkpoint(run_dir: Path, case: str) -> Path:
+    """Write the checkpoints of steps 2 and 4; returns the folder that the run would have exported at step 4."""
+    command, role, overrides, options = CASES[case]
+    config, _ = load_command([f"trainer.default_local_dir={run_dir}", *overrides], command)
+    for step in (2, 4):
+        temporary = begin_checkpoint(run_dir, step)
+        (temporary / role).mkdir()
+        if step == 4:
+            run_ranks(2, shards, temporary / role, run_dir / "at_the_end", options)
+        publish_checkpoint(temporary, run_state(step), saved_config(config))
+    return run_dir / "at_the_end"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_what_the_run_exports(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
+    whole = checkpoint(run_dir, case)
+    assert main(["export", str(run_dir)]) == 0
+    folder = run_dir / "huggingface_step_4"
+    says(capsys.readouterr().out, "steps 2, 4", "step 4", folder)
+    assert {path.name for path in folder.iterdir()} == {path.name for path in whole.iterdir()}
+    mine, theirs = (load_file(path / "model.safetensors") for path in (folder, whole))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    start = load_file(Path(resolve_model_path(TINY), "model.safetensors"))
+    assert any(not torch.equal(mine[name], start[name].float()) for name in mine.keys() & start.keys())
+    if "LoRA" in case:
+        name = "adapter_model.safetensors"
+        mine, theirs = (
+            load_file(run_dir / f"{folder.name}_lora_adapter" / name),
+            load_file(run_dir / "lora_adapter" / name),
+        )
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+    assert main(["export", str(run_dir / "global_step_4")]) == 2  # the folder is there
+    says(capsys.readouterr().err, folder, "--to")
+    assert main(["export", str(run_dir / "global_step_4"), "--to", str(tmp_path / "half"), "--dtype", "bf16"]) == 0
+    half = load_file(tmp_path / "half/model.safetensors")
+    assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
+
+
+def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
+    assert main(["export", str(run_dir)]) == 2
+    says(capsys.readouterr().err, run_dir, "trainer.default_local_dir", "trainer.save_freq")
+    config, _ = load_command([f"trainer.default_local_dir={run_dir}"], GRPO)
+    temporary = begin_checkpoint(run_dir, 2)
+    (temporary / "actor").mkdir()
+    (temporary / "actor/.metadata").write_text("index")
+    folder = publish_checkpoint(temporary, run_state(2), saved_config(config))
+
+    assert main(["export", str(run_dir), "--step", "3"]) == 2
+    says(capsys.readouterr().err, "--step 3", run_dir, "steps 2")
+    assert main(["export", str(run_dir), "--model", str(tmp_path / "gone")]) == 2
+    says(capsys.readouterr().err, f"actor_rollout_ref.model.path={tmp_path / 'gone'}")
+    (folder / "actor/.metadata").write_text("other")
+    assert main(["export", str(run_dir)]) == 1
+    says(capsys.readouterr().err, folder, "actor/.metadata")
+    assert [path.name for path in run_dir.iterdir() if path.name.startswith("huggingface")] == []

@@ -1,0 +1,55 @@
+"""`grpo-dist help KEY`: a key is found by a part of its name, with its default, meaning, and the groups that set it."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_dist.cli.entry import main
+from grpo_dist.cli.help import CONFIGS, explain
+from grpo_dist.config.documented import all_keys
+from grpo_dist.config.keys import leaf_keys
+from tests.messages import says
+
+LR = "actor_rollout_ref.actor.optim.lr"
+
+
+@pytest.mark.parametrize("typed", ["lr", LR, f"{LR}=3", "learning_rate", "optim.lr"])
+def test_a_key_is_told_with_its_default_and_its_groups(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", typed]) == 0
+    told = capsys.readouterr().out.split("\n\n")[0]
+    assert told.startswith(f"{LR}\n  Peak learning rate")
+    says(told, "default: 1e-06", "model=tiny: 0.0001", "model=qwen3_8b: 1e-06")
+
+
+def test_others_that_the_word_may_mean_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "clip"]) == 0
+    told = capsys.readouterr().out
+    says(told, "actor_rollout_ref.actor.clip_ratio", "critic.cliprange_value")
+    says(told, "recipe=dapo: 0.2")
+
+
+def test_keys_of_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "sft", "lr"]) == 0
+    assert capsys.readouterr().out.startswith("optim.lr\n")
+    assert main(["help", "data.messages_key"]) == 2
+    says(capsys.readouterr().err, "data.messages_key", "sft data.messages_key")
+
+
+def test_a_group_is_told_with_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "recipe"]) == 0
+    says(capsys.readouterr().out, "recipe=dapo", "* recipe=grpo")
+
+
+@pytest.mark.parametrize("command", CONFIGS)
+def test_every_key_is_explained(command: str) -> None:
+    config = CONFIGS[command]
+    keys = all_keys(config)
+    assert sorted(keys) == sorted(leaf_keys(config.schema))
+    assert not [name for name, key in keys.items() if not key.comment]
+    for name in keys:
+        assert explain(name, command).startswith(f"{name}\n  {keys[name].comment}\n  default: ")
+
+
+def test_settings_of_health_rules() -> None:
+    says(explain("trainer.health.kl.threshold", "train"), "default: 1.0", "docs/metrics.md")
+    says(explain("trainer.health.kl.action", "train"), "recipe=distill: off")
