@@ -30,7 +30,9 @@ class Curriculum(Protocol):
     def update(self, scores_by_index: Mapping[int, np.ndarray]) -> None:
         """Learn from results: position -> the scores of its n responses, float32.
 
-        Called after each batch is sampled and scored, also for groups that dynamic sampling then drops.
+        Responses without a score are not among them, nor is a prompt without any other response: those that the reward
+        function failed on, unless `reward.failure_score` is set. Called after each batch is sampled and scored, also
+        for groups that dynamic sampling then drops.
         """
 
     def state_dict(self) -> dict[str, Any]:

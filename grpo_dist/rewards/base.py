@@ -51,11 +51,11 @@ class RewardResult:
     """What the reward function said of one response.
 
     Attributes:
-        score: the reward, a finite number.
+        score: the reward, a finite number; nan where the function failed and reward.failure_score is not set.
         extra: the other finite numbers that the function returned; they are logged as metrics.
         step_scores: the finite rewards of the response's steps; None if the function gave none.
         pred: the answer that the function found, for the majority vote of validation; None if it found none.
-        failed: whether the function failed on the response; the score is then reward.failure_score.
+        failure: why the function failed on the response, whose score is then reward.failure_score; "": it did not.
         judged_steps: other finite numbers for the steps, by the NAME of a value `NAME.step_scores`.
     """
 
@@ -63,7 +63,7 @@ class RewardResult:
     extra: dict[str, float]
     step_scores: tuple[float, ...] | None = None
     pred: str | None = None
-    failed: bool = False
+    failure: str = ""
     judged_steps: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 

@@ -7,6 +7,7 @@ are idle while the actor is updated.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from grpo_dist.workers.process import Process
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SAMPLE_COLUMNS = ("uid", "prompts", "responses", "score")
+SAMPLE_COLUMNS = ("uid", "prompts", "responses", "score", "failure")
 TARGET_COLUMNS = ("token_level_scores", "response_mask", "rollout_log_probs")
 
 
@@ -71,6 +72,7 @@ class BatchWork(Process):
             settings,
             index=data["uid"],
             truncated=small["truncated"],
+            scored=~small["score"].isnan(),
             kl_coef=kl_coef,
             reward_baselines=small.get("reward_baseline"),
             reward_components=components,
@@ -102,14 +104,19 @@ class BatchWork(Process):
         return compute_rollout_correction(**{name: data[name].to_padded(0) for name in names}, **correction)[2]
 
     def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """A dict per row: step, uid, input, output, gts (ground truth), score and, if known, advantage."""
+        """A dict per row: step, uid, input, output, gts (ground truth), score and, if known, advantage.
+
+        A response that the reward function failed on has `failure`, which says why; its score may be None.
+        """
         data = batch.fetch(SAMPLE_COLUMNS)
         prompts, responses = self._decode(data["prompts"]), self._decode(data["responses"])
         advantages = batch.small.get("advantage_mean")
         samples = []
         for i, uid in enumerate(data["uid"]):
             row = {"step": step, "uid": uid, "input": prompts[i], "output": responses[i]}
-            row |= {"gts": ground_truths[uid], "score": float(data["score"][i])}
+            score, failure = float(data["score"][i]), data["failure"][i]
+            row |= {"gts": ground_truths[uid], "score": None if math.isnan(score) else score}
+            row |= {"failure": failure} if failure else {}
             row |= {"advantage": float(advantages[i])} if advantages is not None else {}
             samples.append(row)
         return samples

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from grpo_dist.errors import BatchError, ConfigError, DataError, RewardError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.reward import OverlongPenalty, RewardSettings, RewardWorker, on_last_token, pred_ids
-from tests.messages import refuses
-from tests.workers.local_reward import RESPONSES, TASK, Local, put, rows
+from tests.messages import refuses, says
+from tests.workers.local_reward import RESPONSES, SCORER, TASK, Local, put, rows
 
 
 # --- on_last_token -----------------------------------------------------------------------------------------------
@@ -86,6 +87,48 @@ def test_a_response_that_the_function_fails_on(worker: Local) -> None:
     assert re.search(r"data_source='words' raised ValueError: unlucky(.|\n)*w6 w13", failure)
     with pytest.raises(BatchError, match=r"'responses' \(made by rollout\)"):
         worker.score(DataProtoRef(), TASK)
+
+
+class Here:
+    """Stands for the handle of a group, whose columns are in this process."""
+
+    def __init__(self, responses: list[list[int]]) -> None:
+        masks = [[1] * len(response) for response in responses]
+        self.data = DataProto.from_dict(
+            {
+                "responses": Ragged.from_rows(responses, torch.int32),
+                "response_mask": Ragged.from_rows(masks, torch.int8),
+            }
+        )
+
+    def fetch(self, columns: tuple[str, ...]) -> DataProto:
+        return self.data.select(columns)
+
+
+@pytest.mark.parametrize("failure_score", [None, 0.0, -0.5])
+@pytest.mark.parametrize("separator", [None, " "])
+def test_a_failed_response_has_the_score_that_was_set_or_none(
+    random_models: dict[str, str], tmp_path: Path, failure_score: float | None, separator: str | None
+) -> None:
+    """Also where steps have scores, and for validation; the reason is a column."""
+    (tmp_path / "scorer.py").write_text(SCORER)
+    worker = RewardWorker()
+    settings = RewardSettings(random_models["tied"], False, f"{tmp_path}/scorer.py", "compute_score", {"bonus": 10})
+    worker.start(replace(settings, failure_score=failure_score, step_separator=separator))
+    expected = [11, np.nan if failure_score is None else failure_score, 1]
+    try:
+        for validation in (False, True):
+            group: Any = Here([[5, 2], [6, 13], [6, 2]])
+            (label, failures, _), data = worker.score(group, replace(TASK, validation=validation))
+            np.testing.assert_array_equal(label.small["score"], np.array(expected, np.float32))
+            sums = [float(row.sum()) for row in data["token_level_scores"].rows()]
+            np.testing.assert_array_equal(sums, expected)
+            assert "failed" in label.small if validation else "failed" not in label.small
+            assert len(failures) == 1
+            assert data["failure"].tolist() == ["", failures[0], ""]
+            says(failures[0], "'words'", "ValueError: unlucky")
+    finally:
+        worker.scorer.stop()
 
 
 @pytest.mark.ray

@@ -81,7 +81,9 @@ def group() -> DataProtoRef:
 def scored_batch() -> DataProtoRef:
     """With all columns that targets and samples are made of."""
     columns = ("uid", "token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs")
-    data = DataProto.from_dict({name: torch.zeros(2) for name in (*columns, "prompts", "responses", "score")})
+    data = DataProto.from_dict(
+        {name: torch.zeros(2) for name in (*columns, "prompts", "responses", "score", "failure")}
+    )
     return DataProtoRef.put(data, small=())
 
 
