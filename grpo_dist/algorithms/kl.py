@@ -21,11 +21,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from grpo_dist.algorithms.custom_results import kl_fault
 from grpo_dist.algorithms.log_ratio import bounded_log_ratio
 from grpo_dist.errors import BatchError, ConfigError
-from grpo_dist.registry import Registry
+from grpo_dist.registry import Contract, Registry
 
-KL: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry("KL estimator", "actor_rollout_ref.actor.kl_loss_type")
+KL: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry(
+    "KL estimator",
+    "actor_rollout_ref.actor.kl_loss_type",
+    Contract(("log_probs", "ref_log_probs"), kl_fault),
+)
 
 # One token cannot dominate the KL term; verl's bound.
 MAX_K3 = 10.0

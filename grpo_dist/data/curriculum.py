@@ -16,7 +16,7 @@ import numpy as np
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.data.sampler import check_batch_size, check_identity
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.registry import absolute, load_attribute
+from grpo_dist.registry import absolute, load_attribute, traceback_tail
 
 KEY = "data.sampler.class_path/class_name"
 
@@ -156,7 +156,8 @@ class CustomSampler:
             return method(*args, **kwargs)
         except Exception as error:
             name = method.__name__ if not isinstance(method, type) else "__init__"
-            raise DataError(f"{KEY}={self._spec}: {name}() raised {type(error).__name__}: {error}") from error
+            told = f"{KEY}={self._spec}: {name}() raised {type(error).__name__}"
+            raise DataError(f"{told}\n{traceback_tail(error)}") from error
 
     def _problem(self, returned: Any) -> str | None:
         try:

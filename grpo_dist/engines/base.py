@@ -6,6 +6,7 @@ with these methods. Loads neither torch nor vLLM; fakes.py has engines without a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from grpo_dist.engines.settings import (
     TrainingSettings,
 )
 from grpo_dist.errors import ConfigError
-from grpo_dist.registry import load_attribute
+from grpo_dist.registry import described, load_attribute, wrong_return
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from grpo_dist.engines.weights.buckets import Bucket
     from grpo_dist.protocol import DataProto, Metric, Ragged
 
-# Values of actor_rollout_ref.rollout.name -> the class; config/names.py has the names too, and a test compares them.
+ENGINE_KEY = "actor_rollout_ref.rollout.name"
+# Its values -> the class; config/names.py has the names too, and a test compares them.
 ROLLOUT_ENGINES = {"vllm": "grpo_dist.engines.vllm.engine:VLLMEngine"}
 FSDP = "grpo_dist.engines.train.fsdp_engine:FSDPEngine"
 # Columns of a batch that a forward pass reads.
@@ -165,12 +167,37 @@ def rollout_engine(name: str) -> type[RolloutEngine]:
     Raises:
         ConfigError: there is no such class, or it lacks a method of a rollout engine.
     """
-    key = "actor_rollout_ref.rollout.name"
-    found = load_attribute(ROLLOUT_ENGINES.get(name, name), key=key)
+    found = load_attribute(ROLLOUT_ENGINES.get(name, name), key=ENGINE_KEY)
     methods = ("start", "generate", "abort", "shutdown")
     if missing := [method for method in methods if not callable(getattr(found, method, None))]:
-        raise ConfigError(f"{key}={name}: it lacks {', '.join(missing)}; see RolloutEngine in {__name__}")
+        raise ConfigError(f"{ENGINE_KEY}={name}: it lacks {', '.join(missing)}; see RolloutEngine in {__name__}")
     return found
+
+
+def check_responses(engine: RolloutEngine, returned: Any, n: int) -> None:
+    """Check what `generate` of a rollout engine has returned.
+
+    Args:
+        engine: the engine.
+        returned: what it returned, if the request was not aborted.
+        n: responses that it was asked for.
+
+    Raises:
+        ConfigError: they are not so many responses, or their tokens have no log-prob or weight version each.
+    """
+    name = f"{inspect.getfile(type(engine))}:{type(engine).__name__}"
+    expected = f"a list of {n} Response of {__name__}; None for a request that was aborted"
+    if not isinstance(returned, list | tuple) or len(returned) != n:
+        raise wrong_return(ENGINE_KEY, name, "rollout engine", (described(returned), expected))
+    for i, response in enumerate(returned):
+        if not isinstance(response, Response):
+            raise wrong_return(ENGINE_KEY, name, "rollout engine", (f"[{i}] = {described(response)}", expected))
+        numbers: dict[str, list[Any]] = {"token_ids": response.token_ids, "log_probs": response.log_probs}
+        numbers |= {"weight_versions": response.weight_versions, "mask": response.mask or response.token_ids}
+        lengths = {each: len(values) for each, values in numbers.items()}
+        if len(set(lengths.values())) > 1:
+            got = f"response {i} with {', '.join(f'{length} {each}' for each, length in lengths.items())}"
+            raise wrong_return(ENGINE_KEY, name, "rollout engine", (got, f"{expected}; one of each for a token"))
 
 
 # --- training ------------------------------------------------------------------------------------------------------

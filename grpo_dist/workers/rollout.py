@@ -15,7 +15,7 @@ import torch
 from grpo_dist.agents.episode import Episode, Row
 from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.data.tokenize import load_tokenizer
-from grpo_dist.engines.base import EngineLoad, Footprint, Response, RolloutEngine, rollout_engine
+from grpo_dist.engines.base import EngineLoad, Footprint, Response, RolloutEngine, check_responses, rollout_engine
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import Label
@@ -75,6 +75,7 @@ class RolloutWorker(Process):
             responses = await self._run_episodes(self.runner, uid, prompt, sampling, task)
         if responses is None:
             return (None, self.engine.load), None
+        check_responses(self.engine, responses, sampling.n)
         data = group_batch(uid, prompt, responses)
         return (Label.of(data, SMALL_COLUMNS), self.engine.load), data
 

@@ -66,12 +66,20 @@ class Tool(AgentLoop):
         asyncio.get_running_loop().call_soon(task.cancel)
         await task
 
+    async def no_text(self, episode):
+        episode.append(3)  # its line is told, and not ours
+
     async def leave(self, episode):
         raise SystemExit(3)
 
     async def task_leaves(self, episode):
         await asyncio.create_task(self.leave(episode))
 """
+
+
+def line_of(text: str) -> int:
+    """The number of the line of LOOPS with this text."""
+    return 1 + next(number for number, line in enumerate(LOOPS.splitlines()) if text in line)
 
 
 @asynccontextmanager
@@ -139,6 +147,7 @@ def test_sampling_runs_where_run_was_called_and_costs_no_time_of_the_loop(tmp_pa
             30,
             ["run()", "CancelledError", "tool.py:", "catch"],
         ),
+        ("no_text", 30, ["TypeError: episode.append", "3 (int)", f"tool.py:{line_of('its line is told')}"]),
         ("leave", 30, ["run()", "SystemExit: 3", "tool.py:", "step1-prompt9", "episode"]),
         ("task_leaves", 30, ["run()", "SystemExit: 3", "tool.py:", "step1-prompt9", "episode"]),
     ],
