@@ -185,19 +185,22 @@ def check_responses(engine: RolloutEngine, returned: Any, n: int) -> None:
     Raises:
         ConfigError: they are not so many responses, or their tokens have no log-prob or weight version each.
     """
-    name = f"{inspect.getfile(type(engine))}:{type(engine).__name__}"
     expected = f"a list of {n} Response of {__name__}; None for a request that was aborted"
+    fault = None
     if not isinstance(returned, list | tuple) or len(returned) != n:
-        raise wrong_return(ENGINE_KEY, name, "rollout engine", (described(returned), expected))
-    for i, response in enumerate(returned):
+        fault = described(returned), expected
+    for i, response in enumerate(() if fault else returned):
         if not isinstance(response, Response):
-            raise wrong_return(ENGINE_KEY, name, "rollout engine", (f"[{i}] = {described(response)}", expected))
-        numbers: dict[str, list[Any]] = {"token_ids": response.token_ids, "log_probs": response.log_probs}
-        numbers |= {"weight_versions": response.weight_versions, "mask": response.mask or response.token_ids}
-        lengths = {each: len(values) for each, values in numbers.items()}
-        if len(set(lengths.values())) > 1:
-            got = f"response {i} with {', '.join(f'{length} {each}' for each, length in lengths.items())}"
-            raise wrong_return(ENGINE_KEY, name, "rollout engine", (got, f"{expected}; one of each for a token"))
+            fault = f"[{i}] = {described(response)}", expected
+            break
+        tokens, mask = response.token_ids, response.token_ids if response.mask is None else response.mask
+        lengths = [len(each) for each in (tokens, response.log_probs, response.weight_versions, mask)]
+        if len(set(lengths)) > 1:
+            got = f"response {i} with lengths of token_ids, log_probs, weight_versions, mask = {lengths}"
+            fault = got, f"{expected}; one of each for a token"
+    if fault:
+        name = f"{inspect.getfile(type(engine))}:{type(engine).__name__}"
+        raise wrong_return(ENGINE_KEY, name, "rollout engine", fault)
 
 
 # --- training ------------------------------------------------------------------------------------------------------

@@ -356,8 +356,8 @@ class GRPOTrainer(TrainingLoop):
         for failure in self.roles.restarts.failures[self._told_restarts :]:
             self.progress.message(f"replaced a worker; its requests are sent again: {failure}")
         self._told_restarts = len(self.roles.restarts.failures)
-        if printed := self.roles.reward.take_printed():
-            self.progress.message("\n  ".join(["the reward function printed:", *printed]))
+        for printed in run(self.roles.take_printed(self.config)):
+            self.progress.message(printed)
         for name in ("testing", "save_checkpoint"):
             if name in self.timings:
                 self.metrics[f"timing_s/{name}"] = self.timings[name]

@@ -24,6 +24,7 @@ from grpo_dist.errors import CheckpointError, ConfigError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.components import chosen_components
+from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.process import Process
 
@@ -51,11 +52,12 @@ class BatchWork(Process):
 
     def compute_targets(
         self, batch: DataProtoRef, settings: TargetSettings, kl_coef: float, seed: int
-    ) -> tuple[tuple[Label, dict[str, float]], DataProto]:
+    ) -> tuple[tuple[Label, dict[str, float], tuple[list[str], int]], DataProto]:
         """Advantages and the other inputs of the update, from the whole batch; see `algorithms.targets`.
 
         Returns:
-            ((label with `advantage_mean` and `reward` per sequence, metrics), the columns of `algorithms.targets`).
+            ((label with `advantage_mean` and `reward` per sequence, metrics, what custom estimators have printed), the
+            columns of `algorithms.targets`).
         """
         data = batch.fetch(("uid", *TARGET_COLUMNS, *settings.columns))
         lengths = data["token_level_scores"].lengths
@@ -67,23 +69,24 @@ class BatchWork(Process):
                 (len(lengths),), torch.nan
             )  # a declared component may apply to no response of this batch
             components = dict.fromkeys(self.components, absent) | components
-        out, metrics = compute_targets(
-            {name: data[name].to_padded(0.0) for name in (*TARGET_COLUMNS, *settings.columns)},
-            settings,
-            index=data["uid"],
-            truncated=small["truncated"],
-            scored=~small["score"].isnan(),
-            kl_coef=kl_coef,
-            reward_baselines=small.get("reward_baseline"),
-            reward_components=components,
-            generator=torch.Generator().manual_seed(seed),
-        )
+        with printing_to(self.printed):
+            out, metrics = compute_targets(
+                {name: data[name].to_padded(0.0) for name in (*TARGET_COLUMNS, *settings.columns)},
+                settings,
+                index=data["uid"],
+                truncated=small["truncated"],
+                scored=~small["score"].isnan(),
+                kl_coef=kl_coef,
+                reward_baselines=small.get("reward_baseline"),
+                reward_components=components,
+                generator=torch.Generator().manual_seed(seed),
+            )
         out["response_mask"] = out["response_mask"].to(torch.int8)
         columns: dict[str, Any] = {name: Ragged.from_padded(value, lengths) for name, value in out.items()}
         columns["advantage_mean"] = out["advantages"].sum(-1) / out["response_mask"].sum(-1).clamp_min(1)
         columns["reward"] = out["token_level_rewards"].sum(-1)
         found = DataProto.from_dict(columns)
-        return (Label.of(found, ("advantage_mean", "reward")), metrics), found
+        return (Label.of(found, ("advantage_mean", "reward")), metrics, self.take_printed()), found
 
     def _with_components(self, settings: TargetSettings, returned: Iterable[str]) -> TargetSettings:
         """The settings with gdpo's reward keys and weights filled in."""

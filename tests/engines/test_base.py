@@ -79,7 +79,10 @@ def answer(*lengths: int) -> Response:
         ([answer(2, 2, 2)], ["length 1", "2 Response"]),
         ("ab", ["'ab' (str)"]),
         ([answer(2, 2, 2), [5, 6]], ["[1] = list", "length 2"]),
-        ([answer(2, 2, 2), answer(3, 2, 3)], ["response 1", "3 token_ids", "2 log_probs", "3 weight_versions"]),
+        (
+            [answer(2, 2, 2), answer(3, 2, 3)],
+            ["response 1", "token_ids, log_probs, weight_versions, mask = [3, 2, 3, 3]"],
+        ),
     ],
 )
 def test_an_engine_that_returns_something_else(returned: Any, parts: list[str]) -> None:

@@ -94,12 +94,14 @@ class Here:
 
     def __init__(self, responses: list[list[int]]) -> None:
         masks = [[1] * len(response) for response in responses]
-        self.data = DataProto.from_dict(
-            {
-                "responses": Ragged.from_rows(responses, torch.int32),
-                "response_mask": Ragged.from_rows(masks, torch.int8),
-            }
-        )
+        log_probs = [[-1.0] * len(response) for response in responses]
+        columns = {
+            "responses": Ragged.from_rows(responses, torch.int32),
+            "response_mask": Ragged.from_rows(masks, torch.int8),
+            "rollout_log_probs": Ragged.from_rows(log_probs, torch.float32),
+        }
+        self.data = DataProto.from_dict(columns, {"uid": ["a"] * len(responses)})
+        self.small: dict[str, np.ndarray] = {"truncated": np.zeros(len(responses))}
 
     def fetch(self, columns: tuple[str, ...]) -> DataProto:
         return self.data.select(columns)
@@ -129,6 +131,31 @@ def test_a_failed_response_has_the_score_that_was_set_or_none(
             says(failures[0], "'words'", "ValueError: unlucky")
     finally:
         worker.scorer.stop()
+
+
+def test_what_an_estimator_prints_comes_with_its_advantages(tmp_path: Path) -> None:
+    """Of a group of -3, none, -1: mean -2. The reward of the one without a score is none either."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def centred(batch, config):\n"
+        "    print('scores', batch.scores.tolist())\n"
+        "    values = batch.on_tokens(batch.groups.normalise(batch.scores, by_std=False))\n"
+        "    return values, values\n"
+    )
+    batch: Any = Here([[5, 2], [6], [7, 8]])
+    scores = torch.tensor([-3, np.nan, -1])
+    batch.data = batch.data.union(DataProto({"token_level_scores": on_last_token(scores, batch.data["responses"])}))
+    batch.small["score"] = scores.numpy()
+    settings = TargetSettings(f"{file}:centred", old_log_probs_from="rollout")
+    worker = RewardWorker()
+    (label, metrics, printed), data = worker.compute_targets(batch, settings, 0.0, 0)
+    assert printed == (["scores [-3.0, -1.0]"], 0)
+    assert worker.take_printed() == ([], 0)
+    assert rows(data["advantages"]) == [[-1, -1], [0], [1, 1]]
+    assert rows(data["response_mask"]) == [[1, 1], [0], [1, 1]]
+    np.testing.assert_array_equal(label.small["reward"], [-3, np.nan, -1])
+    assert label.small["advantage_mean"].tolist() == [-1, 0, 1]
+    assert metrics["critic/advantages/mean"] == 0
 
 
 @pytest.mark.ray
