@@ -58,7 +58,7 @@ class Registry(Generic[F]):
         self.kind, self.key, self.contract = kind, key, contract
         self._functions: dict[str, F] = {}
         self._needs: dict[str, tuple[str, ...]] = {}
-        self._custom: dict[str, F] = {}
+        self._custom: dict[tuple[str, str], F] = {}
 
     def register(self, *names: str, needs: tuple[str, ...] = ()) -> Callable[[F], F]:
         """Decorator: register a function under one or more names, each of which must be new.
@@ -93,8 +93,9 @@ class Registry(Generic[F]):
         """
         return self._needs[name] if name in self._needs else tuple(getattr(self.get(name), "needs", ()))
 
-    def get(self, name: str) -> F:
-        """The function called `name`, or the attribute that `module:attr` points to.
+    def get(self, name: str, key: str | None = None) -> F:
+        """The function called `name`, or the attribute that `module:attr` points to; `key` names it in place of the
+        registry's.
 
         Custom functions raise a ConfigError where they break their contract.
 
@@ -104,24 +105,27 @@ class Registry(Generic[F]):
         """
         if name in self._functions:
             return self._functions[name]
+        key = key or self.key
         if ":" in name:
             # cached, because the policy looks up its KL estimator in every micro-batch
-            if name not in self._custom:
-                found = load_attribute(name, key=self.key)
-                self._custom[name] = found if self.contract is None else self._held(name, found, self.contract)
-            return self._custom[name]
+            if (name, key) not in self._custom:
+                found = load_attribute(name, key=key)
+                self._custom[name, key] = (
+                    found if self.contract is None else self._held(name, key, found, self.contract)
+                )
+            return self._custom[name, key]
         nearest = difflib.get_close_matches(name, self._functions, n=1)
         hint = f"; did you mean {nearest[0]!r}" if nearest else ""
-        raise ConfigError(f"{self.key}={name}: no such {self.kind}{hint}. Known: {', '.join(self.names())}")
+        raise ConfigError(f"{key}={name}: no such {self.kind}{hint}. Known: {', '.join(self.names())}")
 
-    def _held(self, name: str, function: Any, contract: Contract) -> Any:
+    def _held(self, name: str, key: str, function: Any, contract: Contract) -> Any:
         """The function, held to its contract."""
         wanted = ", ".join(contract.parameters)
         if not callable(function):
-            raise ConfigError(f"{self.key}={name}: must be a function of ({wanted}), is {described(function)}")
+            raise ConfigError(f"{key}={name}: must be a function of ({wanted}), is {described(function)}")
         if not takes(function, *contract.parameters):
             has = inspect.signature(function)
-            raise ConfigError(f"{self.key}={name}: the {self.kind} is called with ({wanted}), and takes {has}")
+            raise ConfigError(f"{key}={name}: the {self.kind} is called with ({wanted}), and takes {has}")
 
         @functools.wraps(function)
         def held(*arguments: Any) -> Any:
@@ -132,10 +136,10 @@ class Registry(Generic[F]):
             except (Exception, SystemExit) as error:
                 if type(error).__name__ == "OutOfMemoryError":  # torch's: the passes are too large, not the code wrong
                     raise
-                text = f"{self.key}={name}: the {self.kind} raised {type(error).__name__}"
+                text = f"{key}={name}: the {self.kind} raised {type(error).__name__}"
                 raise ConfigError(f"{text}\n{traceback_tail(error)}") from error
             if fault := contract.fault(returned, *arguments):
-                raise wrong_return(self.key, name, self.kind, fault)
+                raise wrong_return(key, name, self.kind, fault)
             return returned
 
         held.needs = getattr(function, "needs", ())  # type: ignore[attr-defined]  # one of a class is not copied

@@ -161,7 +161,7 @@ def _targets(
     if settings.adv_estimator in SCORELESS_ADV_ESTIMATORS:
         rewards = torch.zeros_like(rewards)
     if settings.kl_penalty is not None:
-        kl = kl_penalty(settings.kl_penalty, old, columns["ref_log_probs"])
+        kl = kl_penalty(settings.kl_penalty, old, columns["ref_log_probs"], key="algorithm.kl_penalty")
         rewards = rewards - kl_coef * kl.where(mask > 0, 0.0)
         metrics |= {"actor/reward_kl_penalty": _mean_of_responses(kl, mask), "actor/reward_kl_penalty_coeff": kl_coef}
     without_critic = torch.zeros_like(rewards) if "values" in settings.needs else None

@@ -76,11 +76,11 @@ class _Copied:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
-    def write(self, text: str) -> int:
+    def write(self, text: str) -> Any:
         """Write to the stream and the lines."""
         if (lines := _LINES.get()) is not None:
             lines.add(text.encode(errors="replace"))
-        return int(self._stream.write(text))
+        return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

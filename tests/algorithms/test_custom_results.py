@@ -11,6 +11,7 @@ from grpo_dist.algorithms import kl_penalty
 from grpo_dist.algorithms.advantage import ADVANTAGE, compute_advantage
 from grpo_dist.algorithms.custom_results import tensor_fault
 from grpo_dist.algorithms.policy_loss import compute_policy_loss
+from grpo_dist.algorithms.targets import TargetSettings, compute_targets
 from grpo_dist.errors import ConfigError
 from tests.messages import refuses
 
@@ -125,6 +126,14 @@ def test_a_kl_estimator_that_returns_something_else(tmp_path: Path, returned: st
     for form in (name, f"{name}+"):
         with refuses(ConfigError, f"actor_rollout_ref.actor.kl_loss_type={name}", *parts):
             kl_penalty(form, torch.full((N, T), -2.0), torch.full((N, T), -1.0))
+
+
+def test_a_kl_estimator_of_the_reward_is_told_by_the_key_that_names_it(tmp_path: Path) -> None:
+    name = custom(tmp_path, "return None", "p, q")
+    columns = {"token_level_scores": MASK, "response_mask": MASK, "rollout_log_probs": MASK, "ref_log_probs": MASK}
+    settings = TargetSettings("grpo", kl_penalty=name, old_log_probs_from="rollout")
+    with refuses(ConfigError, f"algorithm.kl_penalty={name}", "None"):
+        compute_targets(columns, settings, index=["a", "a"], truncated=torch.zeros(N))
 
 
 def test_numbers_that_do_not_matter_may_be_anything() -> None:

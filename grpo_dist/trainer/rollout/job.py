@@ -113,6 +113,7 @@ def timings(jobs: Sequence[RolloutJob]) -> dict[str, float]:
 
 def describe_failures(failures: Sequence[str], failure_score: float | None) -> str:
     """What is told about responses that could not be scored, of which there is at least one."""
-    what = "null: they train nothing" if failure_score is None else f"{failure_score:g} is their score"
+    left_out = "null: in training they are left out, in validation they are the worst"
+    what = left_out if failure_score is None else f"{failure_score:g} is their score"
     count = f"{len(failures)} responses" if len(failures) > 1 else "1 response"
     return f"{count} could not be scored; reward.failure_score={what}. The first:\n{failures[0]}"
