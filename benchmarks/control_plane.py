@@ -54,7 +54,8 @@ class FakeReward:
 
         responses = group.fetch(("responses",))["responses"]
         scores = torch.arange(len(responses)).float()
-        data = DataProto.from_dict({"score": scores, "token_level_scores": on_last_token(scores, responses)})
+        columns = {"score": scores, "token_level_scores": on_last_token(scores, responses)}
+        data = DataProto.from_dict(columns, {"failure": [""] * len(scores)})
         return (Label.of(data, ("score",)), [], ([], 0)), data
 
 

@@ -2,25 +2,50 @@
 
 A `Registry` holds the built-in functions of one kind, all with the same signature. A name with a colon,
 `pkg.module:attr` or `path/to/file.py:attr`, is imported on demand in each process that uses it, so custom code needs
-neither registration nor a fork.
+neither registration nor a fork. Where custom code raises, or returns what would be an error of the package later, the
+message names it (`Contract`).
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
+import inspect
 import sys
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from grpo_dist.errors import ConfigError
+from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.function_files import ENDING, read_function
 
 FILES = (".py", ENDING)
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+SHOWN_FRAMES = 3  # of a failing function, in messages: where it was called, and the innermost ones
+SHOWN_TRACEBACK = 2000  # characters of those frames and of what was raised
+SHOWN_VALUE = 100  # characters of a value
+
+# (what was returned, what must be), in words.
+Fault = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What custom functions of a kind are held to.
+
+    Attributes:
+        parameters: the arguments that they are called with, by position.
+        fault: from what one returned, and its arguments, what is wrong; None: nothing.
+    """
+
+    parameters: tuple[str, ...]
+    fault: Callable[..., Fault | None]
 
 
 class Registry(Generic[F]):
@@ -29,13 +54,14 @@ class Registry(Generic[F]):
     Args:
         kind: what the functions are, for messages ("advantage estimator").
         key: the config key that names one, for messages ("algorithm.adv_estimator").
+        contract: what custom functions are held to; None: nothing.
     """
 
-    def __init__(self, kind: str, key: str) -> None:
-        self.kind, self.key = kind, key
+    def __init__(self, kind: str, key: str, contract: Contract | None = None) -> None:
+        self.kind, self.key, self.contract = kind, key, contract
         self._functions: dict[str, F] = {}
         self._needs: dict[str, tuple[str, ...]] = {}
-        self._custom: dict[str, F] = {}
+        self._custom: dict[tuple[str, str], F] = {}
 
     def register(self, *names: str, needs: tuple[str, ...] = ()) -> Callable[[F], F]:
         """Decorator: register a function under one or more names, each of which must be new.
@@ -70,22 +96,100 @@ class Registry(Generic[F]):
         """
         return self._needs[name] if name in self._needs else tuple(getattr(self.get(name), "needs", ()))
 
-    def get(self, name: str) -> F:
-        """The function called `name`, or the attribute that `module:attr` points to.
+    def get(self, name: str, key: str | None = None) -> F:
+        """The function called `name`, or the attribute that `module:attr` points to; `key` names it in place of the
+        registry's.
+
+        Custom functions raise a ConfigError where they break their contract.
 
         Raises:
-            ConfigError: there is no such name; the message lists the names and suggests the closest one.
+            ConfigError: there is no such name; the message lists the names and suggests the closest one. Or a custom
+                function does not take the arguments of its kind.
         """
         if name in self._functions:
             return self._functions[name]
+        key = key or self.key
         if ":" in name:
             # cached, because the policy looks up its KL estimator in every micro-batch
-            if name not in self._custom:
-                self._custom[name] = load_attribute(name, key=self.key)
-            return self._custom[name]
+            if (name, key) not in self._custom:
+                found = load_attribute(name, key=key)
+                self._custom[name, key] = (
+                    found if self.contract is None else self._held(name, key, found, self.contract)
+                )
+            return self._custom[name, key]
         nearest = difflib.get_close_matches(name, self._functions, n=1)
         hint = f"; did you mean {nearest[0]!r}" if nearest else ""
-        raise ConfigError(f"{self.key}={name}: no such {self.kind}{hint}. Known: {', '.join(self.names())}")
+        raise ConfigError(f"{key}={name}: no such {self.kind}{hint}. Known: {', '.join(self.names())}")
+
+    def _held(self, name: str, key: str, function: Any, contract: Contract) -> Any:
+        """The function, held to its contract."""
+        wanted = ", ".join(contract.parameters)
+        if not callable(function):
+            raise ConfigError(f"{key}={name}: must be a function of ({wanted}), is {described(function)}")
+        if not takes(function, *contract.parameters):
+            has = inspect.signature(function)
+            raise ConfigError(f"{key}={name}: the {self.kind} is called with ({wanted}), and takes {has}")
+
+        @functools.wraps(function)
+        def held(*arguments: Any) -> Any:
+            try:
+                returned = function(*arguments)
+            except GrpoDistError:
+                raise
+            except (Exception, SystemExit) as error:
+                if type(error).__name__ == "OutOfMemoryError":  # torch's: the passes are too large, not the code wrong
+                    raise
+                text = f"{key}={name}: the {self.kind} raised {type(error).__name__}"
+                raise ConfigError(f"{text}\n{traceback_tail(error)}") from error
+            if fault := contract.fault(returned, *arguments):
+                raise wrong_return(key, name, self.kind, fault)
+            return returned
+
+        held.needs = getattr(function, "needs", ())  # type: ignore[attr-defined]  # one of a class is not copied
+        return held
+
+
+def wrong_return(key: str, name: str, kind: str, fault: Fault) -> ConfigError:
+    """The error of custom code that returned what it must not.
+
+    Args:
+        key: the config key that names it.
+        name: its name there.
+        kind: what it is.
+        fault: what it returned, and what it must.
+    """
+    got, expected = fault
+    return ConfigError(f"{key}={name}: the {kind} returned {got}; it must return {expected}")
+
+
+def takes(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether a function can be called with these arguments; True where it does not say."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # builtins may have no signature
+        return True
+    return True
+
+
+def described(value: Any) -> str:
+    """A value in a few words, for messages: of arrays and tensors dtype and shape."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{type(value).__name__} of {value.dtype}, shape {tuple(value.shape)}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__} of length {len(value)}"
+    text = repr(value)
+    shown = text if len(text) <= SHOWN_VALUE else f"{text[:SHOWN_VALUE]}..."
+    return shown if value is None else f"{shown} ({type(value).__name__})"
+
+
+def traceback_tail(error: BaseException) -> str:
+    """What custom code raised, with its own frames: the first one behind the caller's, and the innermost ones."""
+    tail = traceback.TracebackException.from_exception(error)
+    first, inner = list(tail.stack)[1:2], list(tail.stack)[2:]  # an error in the call itself has none
+    tail.stack = traceback.StackSummary.from_list(first + inner[-(SHOWN_FRAMES - 1) :])
+    return "".join(tail.format(chain=False)).rstrip()[-SHOWN_TRACEBACK:]
 
 
 def absolute(spec: str) -> str:

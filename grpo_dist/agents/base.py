@@ -10,7 +10,7 @@ from typing import Any
 from grpo_dist.agents.episode import Episode
 from grpo_dist.errors import ConfigError
 from grpo_dist.redact import redact
-from grpo_dist.registry import Registry
+from grpo_dist.registry import Registry, takes
 
 KEY = "actor_rollout_ref.rollout.agent.default_agent_loop"
 KWARGS_KEY = "actor_rollout_ref.rollout.agent.agent_kwargs"
@@ -51,18 +51,10 @@ def load_agent_loop(name: str, kwargs: Mapping[str, Any]) -> type[AgentLoop]:
     found = AGENT_LOOP.get(name)
     if not isinstance(found, type) or not issubclass(found, AgentLoop):
         raise ConfigError(f"{KEY}={name}: must be a class derived from grpo_dist.agents.AgentLoop")
-    if inspect.isabstract(found) or not inspect.iscoroutinefunction(found.run) or not _takes(found.run, None, None):
+    if inspect.isabstract(found) or not inspect.iscoroutinefunction(found.run) or not takes(found.run, None, None):
         raise ConfigError(f"{KEY}={name}: {found.__name__} needs `async def run(self, episode)`")
     try:
         inspect.signature(found).bind(**kwargs)
     except TypeError as error:
         raise ConfigError(f"{KWARGS_KEY}={redact(kwargs)}: {found.__name__}: {error}") from None
     return found
-
-
-def _takes(function: Any, *arguments: Any) -> bool:
-    try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError:
-        return False
-    return True

@@ -15,6 +15,7 @@ from typing import Any
 
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.registry import described
 
 # (prompt, sampling) -> the sampled continuation; None: it was aborted.
 Sample = Callable[[list[int], SamplingSettings], Awaitable[Response | None]]
@@ -139,7 +140,13 @@ class Episode:
         return Turn(text, tuple(response.token_ids), response.stop, response.truncated)
 
     def append(self, text: str) -> None:
-        """Put in text that does not train. Special tokens may be written out, such as those of the chat template."""
+        """Put in text that does not train. Special tokens may be written out, such as those of the chat template.
+
+        Raises:
+            TypeError: it is no text.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"episode.append(text): must be text, is {described(text)}")
         self.append_tokens(self.tokenizer.encode(text, add_special_tokens=False))
 
     def append_tokens(self, token_ids: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from grpo_dist.agents.base import KEY, KWARGS_KEY, AgentLoop, load_agent_loop
 from grpo_dist.agents.episode import Episode, Sample
@@ -104,7 +105,9 @@ class EpisodeRunner:
             return loop_class(**self.settings.kwargs)
         except USER_ERRORS as error:
             where = f"{KEY}={self.settings.name} with {KWARGS_KEY}={redact(self.settings.kwargs)}"
-            raise ConfigError(f"{where}: {loop_class.__name__}() raised {type(error).__name__}: {error}") from None
+            line = _last_line(traceback.extract_tb(error.__traceback__), loop_class)
+            problem = f"{loop_class.__name__}() raised {type(error).__name__}: {error}{line}"
+            raise ConfigError(f"{where}: {problem}") from None
 
     async def _run_all(self, episodes: Sequence[Episode], engine: asyncio.AbstractEventLoop) -> list[Response]:
         group = _Group()
@@ -131,12 +134,12 @@ class EpisodeRunner:
         except asyncio.CancelledError as error:
             if group.aborted or group.ending:
                 raise
-            problem = f"run() let a cancellation of its own out, CancelledError{_line_of(error)}; catch it there"
+            problem = f"run() let a cancellation of its own out, CancelledError{self._line_of(error)}; catch it there"
         except USER_ERRORS as error:
             if limit.expired():
                 problem = f"run() did not end within {TIMEOUT_KEY}={self.settings.timeout_s:g} s outside the engine"
             else:
-                problem = f"run() raised {type(error).__name__}: {error}{_line_of(error)}"
+                problem = f"run() raised {type(error).__name__}: {error}{self._line_of(error)}"
         where = f"prompt {episode.row.uid}, episode {episode.index}, after turn {episode.num_turns}"
         raise AgentError(f"agent loop {self._name}: {problem} ({where})")
 
@@ -172,15 +175,19 @@ class EpisodeRunner:
     def _name(self) -> str:
         return self.settings.name
 
+    def _line_of(self, error: BaseException) -> str:
+        """Where an exception was raised, in the files of the user's class if it passes there."""
+        return _last_line(traceback.extract_tb(error.__traceback__), type(self._loop))
+
     def _blocked_line(self) -> str:
         """Where the thread is, in the file of the user's class if it passes there."""
         frame = sys._current_frames().get(self._thread.ident or 0)
-        stack = traceback.extract_stack(frame)
-        own = [entry for entry in stack if entry.filename == inspect.getfile(type(self._loop))]
-        return f", at {(own or stack)[-1].filename}:{(own or stack)[-1].lineno}" if stack else ""
+        return _last_line(traceback.extract_stack(frame), type(self._loop))
 
 
-def _line_of(error: BaseException) -> str:
-    """Where an exception was raised."""
-    entries = traceback.extract_tb(error.__traceback__)
-    return f", at {entries[-1].filename}:{entries[-1].lineno}" if entries else ""
+def _last_line(stack: Sequence[traceback.FrameSummary], loop_class: type) -> str:
+    """The last frame in the folder of the user's class, else the last one at all."""
+    folder = str(Path(inspect.getfile(loop_class)).parent)
+    near = [entry for entry in stack if entry.filename.startswith(folder)]
+    own = [entry for entry in near if "site-packages" not in entry.filename.removeprefix(folder)]
+    return f", at {(own or stack)[-1].filename}:{(own or stack)[-1].lineno}" if stack else ""

@@ -21,11 +21,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from grpo_dist.algorithms.custom_results import kl_fault
 from grpo_dist.algorithms.log_ratio import bounded_log_ratio
 from grpo_dist.errors import BatchError, ConfigError
-from grpo_dist.registry import Registry
+from grpo_dist.registry import Contract, Registry
 
-KL: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry("KL estimator", "actor_rollout_ref.actor.kl_loss_type")
+KL: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry(
+    "KL estimator",
+    "actor_rollout_ref.actor.kl_loss_type",
+    Contract(("log_probs", "ref_log_probs"), kl_fault),
+)
 
 # One token cannot dominate the KL term; verl's bound.
 MAX_K3 = 10.0
@@ -64,13 +69,14 @@ def full(logits: Tensor, ref_logits: Tensor) -> Tensor:
     return (log_p.exp() * difference).sum(-1)
 
 
-def kl_penalty(name: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+def kl_penalty(name: str, log_probs: Tensor, ref_log_probs: Tensor, *, key: str = KL.key) -> Tensor:
     """Per-token KL by the estimator called `name`, float32.
 
     Args:
         name: a name or alias of the table above, with or without `+`, or `pkg.module:function`.
         log_probs: (N, T) log-probs of the sampled tokens, nats; for `full` (..., V) logits or log-softmax.
         ref_log_probs: the same of the reference.
+        key: the config key that names it, for messages.
 
     Raises:
         BatchError: the shapes differ.
@@ -80,8 +86,8 @@ def kl_penalty(name: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         raise BatchError(f"log_probs {tuple(log_probs.shape)} and ref_log_probs {tuple(ref_log_probs.shape)} differ")
     log_probs, ref_log_probs = log_probs.float(), ref_log_probs.float()
     if not name.endswith("+"):
-        return KL.get(name)(log_probs, ref_log_probs)
+        return KL.get(name, key)(log_probs, ref_log_probs)
     if name == "full+":
-        raise ConfigError(f"{KL.key}=full+: the gradient of full is exact already; use full")
-    value, with_gradient = KL.get(name[:-1])(log_probs, ref_log_probs), k2(log_probs, ref_log_probs)
+        raise ConfigError(f"{key}=full+: the gradient of full is exact already; use full")
+    value, with_gradient = KL.get(name[:-1], key)(log_probs, ref_log_probs), k2(log_probs, ref_log_probs)
     return value.detach() + with_gradient - with_gradient.detach()

@@ -1,6 +1,7 @@
 """From scores and log-probs to what the update trains on. Everything here sees the whole batch at once.
 
-response_mask        less truncated responses (`mask_truncated`) and rejected ones (`rollout_correction`)
+response_mask        less truncated responses (`mask_truncated`), rejected ones (`rollout_correction`) and those without
+                     a score, with which no other response is compared
 token_level_rewards  = scores - kl_coef * KL(policy || reference), token by token (`kl_penalty`); distill: no scores
 advantages, returns  by the estimator; advantages are 0 on tokens of low entropy (`top_entropy_quantile`)
 rollout_is_weights   importance weights against the sampler (`rollout_correction`)
@@ -81,6 +82,7 @@ def compute_targets(
     *,
     index: Any,
     truncated: Tensor,
+    scored: Tensor | None = None,
     kl_coef: float = 0.0,
     reward_baselines: Tensor | None = None,
     reward_components: Mapping[str, Tensor] | None = None,
@@ -88,19 +90,61 @@ def compute_targets(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Prepare a batch of N responses of up to T tokens.
 
+    A response without a score is left out before anything is computed, as if it had not been sampled: it is in no
+    mean, deviation or rank of its group and in no statistic of the batch. Its row comes back with mask and advantage 0.
+    Where scores do not train (distill) it is treated like the others.
+
     Args:
         columns: (N, T) tensors: `token_level_scores`, `response_mask`, `rollout_log_probs` and `settings.columns`.
         settings: what to do.
         index: (N,) group of each response.
         truncated: (N,), 1 where the response was cut short.
+        scored: (N,) bool, whether the response has a score; None: all have one.
         kl_coef: weight of the KL penalty in the reward.
-        reward_baselines: (N,) scores of the greedy responses, for estimators that need them.
+        reward_baselines: (N,) scores of the greedy responses, for estimators that need them; nan counts as no score.
         reward_components: (N,) scores by name, nan where a response has none; the same.
         generator: for selections at random.
 
     Returns:
         ((N, T) tensors by name as above, with `old_log_probs` where they are the sampler's; metrics).
     """
+    whole: dict[str, Any] = {"kl_coef": kl_coef, "generator": generator}
+    rows: dict[str, Any] = {"truncated": truncated, "reward_baselines": reward_baselines}
+    if scored is not None and reward_baselines is not None:
+        scored = scored & ~reward_baselines.isnan()
+    if scored is None or bool(scored.all()) or settings.adv_estimator in SCORELESS_ADV_ESTIMATORS:
+        return _targets(columns, settings, index=index, reward_components=reward_components, **rows, **whole)
+    there = scored.nonzero()[:, 0]
+    # without any score nothing can be left out: all are taken, without a token that trains
+    taken = there if len(there) else torch.arange(len(scored))
+    part = {name: values[taken] for name, values in columns.items()}
+    if not len(there):
+        part |= {name: torch.zeros_like(part[name]) for name in ("token_level_scores", "response_mask")}
+    whole |= {name: None if values is None else values[taken].nan_to_num() for name, values in rows.items()}
+    out, metrics = _targets(
+        part,
+        settings,
+        index=[index[row] for row in taken.tolist()],
+        reward_components={name: values[taken] for name, values in (reward_components or {}).items()},
+        **whole,
+    )
+    zeros = torch.zeros(columns["response_mask"].shape)
+    back = {name: columns["token_level_scores"].float() if name == "token_level_rewards" else zeros for name in out}
+    return {name: back[name].index_copy(0, there, out[name][: len(there)].float()) for name in out}, metrics
+
+
+def _targets(
+    columns: Mapping[str, Tensor],
+    settings: TargetSettings,
+    *,
+    index: Any,
+    truncated: Tensor,
+    kl_coef: float,
+    reward_baselines: Tensor | None,
+    reward_components: Mapping[str, Tensor] | None,
+    generator: torch.Generator | None,
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """`compute_targets` of responses that all have a score."""
     rollout = columns["rollout_log_probs"]
     from_actor = settings.old_log_probs_from == "actor"
     old = columns["old_log_probs"] if from_actor else rollout
@@ -117,7 +161,7 @@ def compute_targets(
     if settings.adv_estimator in SCORELESS_ADV_ESTIMATORS:
         rewards = torch.zeros_like(rewards)
     if settings.kl_penalty is not None:
-        kl = kl_penalty(settings.kl_penalty, old, columns["ref_log_probs"])
+        kl = kl_penalty(settings.kl_penalty, old, columns["ref_log_probs"], key="algorithm.kl_penalty")
         rewards = rewards - kl_coef * kl.where(mask > 0, 0.0)
         metrics |= {"actor/reward_kl_penalty": _mean_of_responses(kl, mask), "actor/reward_kl_penalty_coeff": kl_coef}
     without_critic = torch.zeros_like(rewards) if "values" in settings.needs else None

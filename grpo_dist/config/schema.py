@@ -130,7 +130,7 @@ class RewardConfig(Section):
 
     num_workers: Count
     timeout_s: PositiveFloat
-    failure_score: Float
+    failure_score: Float | None
     max_failure_rate: Share
     overlong_buffer: OverlongBufferConfig
     step_separator: Text

@@ -190,8 +190,8 @@ class HealthConfig(Section):
             metrics=("reward/failure_rate",),
             seen="the reward function failed on {value:.2%} of the responses, more than {limit:.2%}",
             cause="it raises on unusual text, is too slow for reward.timeout_s, or a service behind it does not answer",
-            advice="the message about failed responses shows the first one; failed responses train with "
-            "reward.failure_score",
+            advice="the message about failed responses shows the first one, and rollouts/ all of them; they train "
+            "nothing, unless reward.failure_score is set",
         ),
     ] = ShareConfig(threshold=0.005)
 

@@ -16,7 +16,7 @@ import numpy as np
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.data.sampler import check_batch_size, check_identity
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.registry import absolute, load_attribute
+from grpo_dist.registry import absolute, load_attribute, traceback_tail
 
 KEY = "data.sampler.class_path/class_name"
 
@@ -30,7 +30,9 @@ class Curriculum(Protocol):
     def update(self, scores_by_index: Mapping[int, np.ndarray]) -> None:
         """Learn from results: position -> the scores of its n responses, float32.
 
-        Called after each batch is sampled and scored, also for groups that dynamic sampling then drops.
+        Responses without a score are not among them, nor is a prompt without any other response: those that the reward
+        function failed on, unless `reward.failure_score` is set. Called after each batch is sampled and scored, also
+        for groups that dynamic sampling then drops.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,7 +156,8 @@ class CustomSampler:
             return method(*args, **kwargs)
         except Exception as error:
             name = method.__name__ if not isinstance(method, type) else "__init__"
-            raise DataError(f"{KEY}={self._spec}: {name}() raised {type(error).__name__}: {error}") from error
+            told = f"{KEY}={self._spec}: {name}() raised {type(error).__name__}"
+            raise DataError(f"{told}\n{traceback_tail(error)}") from error
 
     def _problem(self, returned: Any) -> str | None:
         try:

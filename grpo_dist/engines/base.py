@@ -6,6 +6,7 @@ with these methods. Loads neither torch nor vLLM; fakes.py has engines without a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from grpo_dist.engines.settings import (
     TrainingSettings,
 )
 from grpo_dist.errors import ConfigError
-from grpo_dist.registry import load_attribute
+from grpo_dist.registry import described, load_attribute, wrong_return
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from grpo_dist.engines.weights.buckets import Bucket
     from grpo_dist.protocol import DataProto, Metric, Ragged
 
-# Values of actor_rollout_ref.rollout.name -> the class; config/names.py has the names too, and a test compares them.
+ENGINE_KEY = "actor_rollout_ref.rollout.name"
+# Its values -> the class; config/names.py has the names too, and a test compares them.
 ROLLOUT_ENGINES = {"vllm": "grpo_dist.engines.vllm.engine:VLLMEngine"}
 FSDP = "grpo_dist.engines.train.fsdp_engine:FSDPEngine"
 # Columns of a batch that a forward pass reads.
@@ -165,12 +167,40 @@ def rollout_engine(name: str) -> type[RolloutEngine]:
     Raises:
         ConfigError: there is no such class, or it lacks a method of a rollout engine.
     """
-    key = "actor_rollout_ref.rollout.name"
-    found = load_attribute(ROLLOUT_ENGINES.get(name, name), key=key)
+    found = load_attribute(ROLLOUT_ENGINES.get(name, name), key=ENGINE_KEY)
     methods = ("start", "generate", "abort", "shutdown")
     if missing := [method for method in methods if not callable(getattr(found, method, None))]:
-        raise ConfigError(f"{key}={name}: it lacks {', '.join(missing)}; see RolloutEngine in {__name__}")
+        raise ConfigError(f"{ENGINE_KEY}={name}: it lacks {', '.join(missing)}; see RolloutEngine in {__name__}")
     return found
+
+
+def check_responses(engine: RolloutEngine, returned: Any, n: int) -> None:
+    """Check what `generate` of a rollout engine has returned.
+
+    Args:
+        engine: the engine.
+        returned: what it returned, if the request was not aborted.
+        n: responses that it was asked for.
+
+    Raises:
+        ConfigError: they are not so many responses, or their tokens have no log-prob or weight version each.
+    """
+    expected = f"a list of {n} Response of {__name__}; None for a request that was aborted"
+    fault = None
+    if not isinstance(returned, list | tuple) or len(returned) != n:
+        fault = described(returned), expected
+    for i, response in enumerate(() if fault else returned):
+        if not isinstance(response, Response):
+            fault = f"[{i}] = {described(response)}", expected
+            break
+        tokens, mask = response.token_ids, response.token_ids if response.mask is None else response.mask
+        lengths = [len(each) for each in (tokens, response.log_probs, response.weight_versions, mask)]
+        if len(set(lengths)) > 1:
+            got = f"response {i} with lengths of token_ids, log_probs, weight_versions, mask = {lengths}"
+            fault = got, f"{expected}; one of each for a token"
+    if fault:
+        name = f"{inspect.getfile(type(engine))}:{type(engine).__name__}"
+        raise wrong_return(ENGINE_KEY, name, "rollout engine", fault)
 
 
 # --- training ------------------------------------------------------------------------------------------------------

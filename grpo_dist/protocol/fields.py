@@ -52,7 +52,10 @@ FIELDS: dict[str, Field] = {
     "token_level_scores": Field(
         "ragged (N, R_i)", "float32", "raw reward; an outcome reward is on the last trained token", "reward"
     ),
-    "score": Field("(N,)", "float32", "raw reward of the sequence: sum of token_level_scores", "reward"),
+    "score": Field(
+        "(N,)", "float32", "raw reward of the sequence: sum of token_level_scores; nan: it has none", "reward"
+    ),
+    "failure": Field("(N,)", "object (str)", "why the reward function failed on it; empty: it did not", "reward"),
     "token_level_rewards": Field("ragged (N, R_i)", "float32", "scores minus the KL penalty", "targets"),
     "old_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the policy before the update; nats", "actor"),
     "ref_log_probs": Field("ragged (N, R_i)", "float32", "log-probs under the reference; nats", "ref"),

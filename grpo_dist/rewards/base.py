@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import math
 import numbers
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from grpo_dist.errors import ConfigError, GrpoDistError, RewardError
+from grpo_dist.registry import traceback_tail
 
 Form = Literal["response", "batch", "trl"]
 
 SHOWN_CHARACTERS = 200  # of a response, in messages
-SHOWN_FRAMES = 3  # innermost frames of a failing function, in messages
-SHOWN_MESSAGE, SHOWN_TRACEBACK = 500, 2000  # characters of what it raised, and of those frames
+SHOWN_MESSAGE = 500  # characters of what a failing function raised
 STEPS_OF = ".step_scores"  # behind the name of another value: the numbers of steps that belong to it
 LARGEST = 3.4028234e38  # what a float32, in which scores travel, can hold
 
@@ -51,11 +50,11 @@ class RewardResult:
     """What the reward function said of one response.
 
     Attributes:
-        score: the reward, a finite number.
+        score: the reward, a finite number; nan where the function failed and reward.failure_score is not set.
         extra: the other finite numbers that the function returned; they are logged as metrics.
         step_scores: the finite rewards of the response's steps; None if the function gave none.
         pred: the answer that the function found, for the majority vote of validation; None if it found none.
-        failed: whether the function failed on the response; the score is then reward.failure_score.
+        failure: why the function failed on the response, whose score is then reward.failure_score; "": it did not.
         judged_steps: other finite numbers for the steps, by the NAME of a value `NAME.step_scores`.
     """
 
@@ -63,7 +62,7 @@ class RewardResult:
     extra: dict[str, float]
     step_scores: tuple[float, ...] | None = None
     pred: str | None = None
-    failed: bool = False
+    failure: str = ""
     judged_steps: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
@@ -103,11 +102,7 @@ def describe_failure(function: RewardFunction, data_source: str, solution_str: s
     """A message with what the user needs to find the fault: function, data source, response, end of the traceback."""
     where = f"reward function {function.name}, data_source={data_source!r}"
     response = shown_response(solution_str)
-    tail = traceback.TracebackException.from_exception(error)
-    # The outermost frame is ours. An error in the call itself has no other.
-    tail.stack = traceback.StackSummary.from_list(list(tail.stack)[1:][-SHOWN_FRAMES:])
-    text = "".join(tail.format(chain=False)).rstrip()
-    return f"{where} raised {type(error).__name__}: {_said(error)}\n{response}\n{text[-SHOWN_TRACEBACK:]}"
+    return f"{where} raised {type(error).__name__}: {_said(error)}\n{response}\n{traceback_tail(error)}"
 
 
 def _said(error: BaseException) -> str:

@@ -1,9 +1,16 @@
-"""The lines that a reward function prints: the first ones are kept to be shown, the others are counted."""
+"""The lines that custom code prints: the first ones are kept to be shown, the others are counted."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
 MOST_LINES = 5
 MOST_LINE_BYTES = 500
+MOST_PRINTED = 10  # lines of one kind of custom code that are shown per step
 
 
 class OutputLines:
@@ -46,3 +53,57 @@ class OutputLines:
         else:
             self._num_more += 1
         self._rest = b""
+
+
+_LINES: ContextVar[OutputLines | None] = ContextVar("printed lines", default=None)
+
+
+@contextlib.contextmanager
+def printing_to(lines: OutputLines) -> Iterator[None]:
+    """Add to `lines` what the block prints, and the tasks and threads that asyncio starts in it; it is printed too."""
+    if not isinstance(sys.stdout, _Copied):
+        sys.stdout = _Copied(sys.stdout)
+    token = _LINES.set(lines)
+    try:
+        yield
+    finally:
+        _LINES.reset(token)
+
+
+class _Copied:
+    """A stream that also adds what is written to it to the lines of the block that writes (`printing_to`)."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> Any:
+        """Write to the stream and the lines."""
+        if (lines := _LINES.get()) is not None:
+            lines.add(text.encode(errors="replace"))
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class PrintedLines:
+    """What all processes of a run have printed, by the kind of custom code: the first lines, and how many more."""
+
+    def __init__(self) -> None:
+        self._printed: dict[str, tuple[list[str], int]] = {}
+
+    def note(self, kind: str, lines: Sequence[str], num_more: int) -> None:
+        """Add lines; `num_more` lines were left out by the process itself."""
+        kept, more = self._printed.get(kind, ([], 0))
+        room = MOST_PRINTED - len(kept)
+        self._printed[kind] = [*kept, *lines[:room]], more + num_more + len(lines[room:])
+
+    def take(self) -> list[str]:
+        """A message for each kind that has printed something since the last call."""
+        printed, self._printed = self._printed, {}
+        told = []
+        for kind, (lines, more) in printed.items():
+            if lines:
+                rest = [f"... and {more} more lines"] if more else []
+                told.append("\n  ".join([f"the {kind} printed:", *lines, *rest]))
+        return told

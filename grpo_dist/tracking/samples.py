@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Sample = Mapping[str, Any]
-"""step, uid, input, output, gts (the ground truth) and score of one response."""
+"""step, uid, input, output, gts (the ground truth) and score (None: it could not be scored) of one response."""
 
 NUMBERS = ("step", "score")
 """The fields of a sample that are numbers; the ground truth may have any type."""
@@ -36,7 +36,8 @@ def as_markdown(sample: Sample) -> str:
 
 
 def _head(sample: Sample, truth: str) -> str:
-    return f"{sample['uid']}: score {sample['score']:.3g}, gts {truth}"
+    score = "none" if sample["score"] is None else f"{sample['score']:.3g}"
+    return f"{sample['uid']}: score {score}, gts {truth}"
 
 
 def _printable(text: str) -> str:

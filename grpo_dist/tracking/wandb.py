@@ -81,9 +81,10 @@ class WandbTracker:
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Log a table with one row per sample; it is sent with the next `log`."""
         if samples:
+            columns = dict.fromkeys(name for sample in samples for name in sample)
             # a column has one type, but ground truths may differ in type
-            rows = [[value if name in NUMBERS else str(value) for name, value in s.items()] for s in samples]
-            self._run.log({SAMPLES: wandb.Table(columns=[*samples[0]], data=rows)}, step=step, commit=False)
+            rows = [[s.get(name) if name in NUMBERS else str(s.get(name, "")) for name in columns] for s in samples]
+            self._run.log({SAMPLES: wandb.Table(columns=[*columns], data=rows)}, step=step, commit=False)
 
     def close(self) -> None:
         """Finish the W&B run; it is marked as failed if an exception is being handled.

@@ -19,7 +19,7 @@ PEAK_MEMORY = {"resident": "max_memory_resident_gb", "gpu": "max_memory_gpu_gb"}
 
 
 def batch_metrics(batch: DataProtoRef) -> dict[str, float]:
-    """Scores, rewards and lengths of a scored batch with advantages."""
+    """Scores, rewards and lengths of a scored batch with advantages; responses without a score are in no score."""
     scores, uids = batch["score"], batch["uid"]
     metrics = {
         **_spread("critic/score", scores),
@@ -137,12 +137,15 @@ def performance_metrics(
 
 
 def zero_variance_share(scores: np.ndarray, uids: np.ndarray) -> float:
-    """Share of groups whose responses all have the same score, which gives them zero advantage."""
-    groups = [scores[uids == uid] for uid in np.unique(uids)]
-    return float(np.mean([np.ptp(group) == 0 for group in groups]))
+    """Share of groups whose scores are all the same, or are fewer than two, which gives them zero advantage."""
+    groups = [scores[(uids == uid) & ~np.isnan(scores)] for uid in np.unique(uids)]
+    return float(np.mean([len(np.unique(group)) < 2 for group in groups]))
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return {}
     return {
         f"{name}/mean": float(values.mean()),
         f"{name}/max": float(values.max()),

@@ -25,7 +25,7 @@ def resolve_names(config: RunConfig) -> None:
     """
     actor, agent = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.agent
     ADVANTAGE.get(config.algorithm.adv_estimator)
-    KL.get(config.algorithm.kl_penalty)
+    KL.get(config.algorithm.kl_penalty, "algorithm.kl_penalty")
     correction = config.algorithm.rollout_correction
     read_bounds(correction.rollout_is_threshold, key=f"{KEY}.rollout_is_threshold")
     read_rejections(correction.rollout_rs, correction.rollout_rs_threshold)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.errors import GrpoDistError
 from grpo_dist.workers.gang import ActorGroup, CriticGroup, Gang, ReferenceGroup
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.restarts import RestartBudget
@@ -52,3 +55,19 @@ class Roles:
         if self.reward_model is not None and self.reward_model.has_moved:
             found["reward_model"] = self.reward_model
         return found
+
+    async def take_printed(self, config: RunConfig) -> list[str]:
+        """What custom code of the config has printed since the last call: a message for each kind that has."""
+        actor, agent = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.agent
+        if ":" in actor.policy_loss.loss_mode or ":" in actor.kl_loss_type:
+            await self._collect("policy loss or KL estimator", self.actor.workers, range(len(self.actor.workers)))
+        if not agent.is_single_turn:
+            workers = self.rollout.workers
+            ranks = [rank for rank in range(len(workers)) if not self.rollout.is_starting(rank)]
+            await self._collect("agent loop", workers, ranks)
+        return self.reward.printed.take()
+
+    async def _collect(self, kind: str, workers: WorkerGroup, ranks: Sequence[int]) -> None:
+        for found in await workers.outcomes([workers.submit(rank, "report", "take_printed") for rank in ranks]):
+            if not isinstance(found, GrpoDistError):  # a lost process is told by its other calls
+                self.reward.printed.note(kind, *found)

@@ -46,6 +46,7 @@ from grpo_dist.trainer.metrics import IdleShares, PeakMemory, batch_metrics, per
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.retraining import Retraining
 from grpo_dist.trainer.roles import Roles
+from grpo_dist.trainer.rollout.job import describe_failures
 from grpo_dist.trainer.rollout.pump import RolloutPump
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from grpo_dist.trainer.rollout.seeds import group_seed
@@ -355,8 +356,8 @@ class GRPOTrainer(TrainingLoop):
         for failure in self.roles.restarts.failures[self._told_restarts :]:
             self.progress.message(f"replaced a worker; its requests are sent again: {failure}")
         self._told_restarts = len(self.roles.restarts.failures)
-        if printed := self.roles.reward.take_printed():
-            self.progress.message("\n  ".join(["the reward function printed:", *printed]))
+        for printed in run(self.roles.take_printed(self.config)):
+            self.progress.message(printed)
         for name in ("testing", "save_checkpoint"):
             if name in self.timings:
                 self.metrics[f"timing_s/{name}"] = self.timings[name]
@@ -395,5 +396,4 @@ class GRPOTrainer(TrainingLoop):
         """Count the responses that could not be scored, and show one of them."""
         self.metrics["reward/failures"] = self.metrics.get("reward/failures", 0.0) + len(failures)
         if failures:
-            earned = f"they earn reward.failure_score={self.config.reward.failure_score:g}"
-            self.progress.message(f"{len(failures)} responses could not be scored; {earned}. The first:\n{failures[0]}")
+            self.progress.message(describe_failures(failures, self.config.reward.failure_score))

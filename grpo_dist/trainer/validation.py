@@ -54,7 +54,8 @@ def validation_metrics(batch: DataProtoRef, data_sources: Mapping[str, str], n: 
     Returns:
         For each data source: statistics of `reward`, and of `acc` if returned: mean@n and, for n > 1, std@n,
         best@k/mean and worst@k/mean for each k of `subset_sizes`, and maj@n/mean if the reward function returns `pred`;
-        means of the reward function's other values, of lengths and of truncation.
+        means of the reward function's other values, of lengths and of truncation; the share of failed responses, if
+        there are any. A response without a score counts as the worst one of its data source.
     """
     sources = np.array([data_sources[uid] for uid in batch["uid"]])
     metrics: dict[str, float] = {}
@@ -65,13 +66,17 @@ def validation_metrics(batch: DataProtoRef, data_sources: Mapping[str, str], n: 
 
 
 def _of_one_source(batch: DataProtoRef, source: str, n: int) -> dict[str, float]:
-    variables, failed = {"reward": batch["score"]}, batch["failed"].astype(bool)
+    variables, failed, scores = {}, batch["failed"].astype(bool), batch["score"]
+    if not np.isnan(scores).all():
+        variables["reward"] = np.where(np.isnan(scores), np.nanmin(scores), scores)
     means = {name: batch[name] for name in ("response_length", "truncated", "num_turns")}
     for name, values in batch.small.items():
         if name == f"{EXTRA}acc" and not np.isnan(values[~failed]).any():
             variables["acc"] = np.where(failed, 0.0, values)  # responses that could not be scored count as wrong
         elif name.startswith(EXTRA) and not np.isnan(values).all():  # all nan: returned only for other data sources
             means[name.removeprefix(EXTRA)] = values
+    if failed.any():
+        means["failed"] = failed
     core = "acc" if "acc" in variables else "reward"
     answers = batch.small.get("pred_id")
     metrics: dict[str, float] = {}

@@ -7,6 +7,7 @@ are idle while the actor is updated.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +24,14 @@ from grpo_dist.errors import CheckpointError, ConfigError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.components import chosen_components
+from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.process import Process
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SAMPLE_COLUMNS = ("uid", "prompts", "responses", "score")
+SAMPLE_COLUMNS = ("uid", "prompts", "responses", "score", "failure")
 TARGET_COLUMNS = ("token_level_scores", "response_mask", "rollout_log_probs")
 
 
@@ -50,11 +52,12 @@ class BatchWork(Process):
 
     def compute_targets(
         self, batch: DataProtoRef, settings: TargetSettings, kl_coef: float, seed: int
-    ) -> tuple[tuple[Label, dict[str, float]], DataProto]:
+    ) -> tuple[tuple[Label, dict[str, float], tuple[list[str], int]], DataProto]:
         """Advantages and the other inputs of the update, from the whole batch; see `algorithms.targets`.
 
         Returns:
-            ((label with `advantage_mean` and `reward` per sequence, metrics), the columns of `algorithms.targets`).
+            ((label with `advantage_mean` and `reward` per sequence, metrics, what custom estimators have printed), the
+            columns of `algorithms.targets`).
         """
         data = batch.fetch(("uid", *TARGET_COLUMNS, *settings.columns))
         lengths = data["token_level_scores"].lengths
@@ -66,22 +69,24 @@ class BatchWork(Process):
                 (len(lengths),), torch.nan
             )  # a declared component may apply to no response of this batch
             components = dict.fromkeys(self.components, absent) | components
-        out, metrics = compute_targets(
-            {name: data[name].to_padded(0.0) for name in (*TARGET_COLUMNS, *settings.columns)},
-            settings,
-            index=data["uid"],
-            truncated=small["truncated"],
-            kl_coef=kl_coef,
-            reward_baselines=small.get("reward_baseline"),
-            reward_components=components,
-            generator=torch.Generator().manual_seed(seed),
-        )
+        with printing_to(self.printed):
+            out, metrics = compute_targets(
+                {name: data[name].to_padded(0.0) for name in (*TARGET_COLUMNS, *settings.columns)},
+                settings,
+                index=data["uid"],
+                truncated=small["truncated"],
+                scored=~small["score"].isnan(),
+                kl_coef=kl_coef,
+                reward_baselines=small.get("reward_baseline"),
+                reward_components=components,
+                generator=torch.Generator().manual_seed(seed),
+            )
         out["response_mask"] = out["response_mask"].to(torch.int8)
         columns: dict[str, Any] = {name: Ragged.from_padded(value, lengths) for name, value in out.items()}
         columns["advantage_mean"] = out["advantages"].sum(-1) / out["response_mask"].sum(-1).clamp_min(1)
         columns["reward"] = out["token_level_rewards"].sum(-1)
         found = DataProto.from_dict(columns)
-        return (Label.of(found, ("advantage_mean", "reward")), metrics), found
+        return (Label.of(found, ("advantage_mean", "reward")), metrics, self.take_printed()), found
 
     def _with_components(self, settings: TargetSettings, returned: Iterable[str]) -> TargetSettings:
         """The settings with gdpo's reward keys and weights filled in."""
@@ -102,14 +107,19 @@ class BatchWork(Process):
         return compute_rollout_correction(**{name: data[name].to_padded(0) for name in names}, **correction)[2]
 
     def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """A dict per row: step, uid, input, output, gts (ground truth), score and, if known, advantage."""
+        """A dict per row: step, uid, input, output, gts (ground truth), score and, if known, advantage.
+
+        A response that the reward function failed on has `failure`, which says why; its score may be None.
+        """
         data = batch.fetch(SAMPLE_COLUMNS)
         prompts, responses = self._decode(data["prompts"]), self._decode(data["responses"])
         advantages = batch.small.get("advantage_mean")
         samples = []
         for i, uid in enumerate(data["uid"]):
             row = {"step": step, "uid": uid, "input": prompts[i], "output": responses[i]}
-            row |= {"gts": ground_truths[uid], "score": float(data["score"][i])}
+            score, failure = float(data["score"][i]), data["failure"][i]
+            row |= {"gts": ground_truths[uid], "score": None if math.isnan(score) else score}
+            row |= {"failure": failure} if failure else {}
             row |= {"advantage": float(advantages[i])} if advantages is not None else {}
             samples.append(row)
         return samples

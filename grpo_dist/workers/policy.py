@@ -23,6 +23,7 @@ from grpo_dist.engines.weights.buckets import check_buckets, pack, unpack
 from grpo_dist.errors import TrainingDiverged
 from grpo_dist.protocol import DataProto, Metric, Ragged
 from grpo_dist.registry import load_attribute
+from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.process import Process, keep_freed_memory, use_threads
 
@@ -244,7 +245,7 @@ class TrainedWorker(PolicyWorker):
         for number, mini_batch in enumerate(mini_batches):
             size, tokens = self.settings.train_micro_batch_size, self.settings.train_max_token_len
             try:
-                with smaller_passes(self.update_keys, size, tokens):
+                with smaller_passes(self.update_keys, size, tokens), printing_to(self.printed):
                     results.append(
                         self.engine.train_mini_batch(
                             data.index(mini_batch), micro_batch_size=size, max_token_len=tokens, objective=objective

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import resource
 import socket
@@ -15,6 +16,7 @@ from grpo_dist.assets import POLICY_KEY, resolve_model_path
 from grpo_dist.assets.paths import is_folder
 from grpo_dist.engines.installed_build import build_problem
 from grpo_dist.errors import ConfigError
+from grpo_dist.rewards.output_lines import OutputLines
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,15 @@ class Process:
                 "a disk that all nodes share, or at the same path on every node, or use a model of the Hugging Face hub"
             )
         return folder
+
+    @functools.cached_property
+    def printed(self) -> OutputLines:
+        """What custom code has printed in this process, where a method collects it with `printing_to`."""
+        return OutputLines()
+
+    def take_printed(self) -> tuple[list[str], int]:
+        """The first lines of it since the last call, and the number of further lines."""
+        return self.printed.take()
 
     def here(self) -> str:
         """This node, for messages."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +44,8 @@ class OverlongPenalty:
 class RewardSettings:
     """What a reward worker is built from: the tokenizer's folder, and the reward function (path None: built-in).
 
-    A call of the function may take `timeout_s` seconds; a response that it fails on earns `failure_score`. With a
+    A call of the function may take `timeout_s` seconds; a response that it fails on earns `failure_score` (None: it has
+    no score, and does not train). With a
     `step_separator` the steps between separators have rewards of their own (rewards/steps.py). `label` names the value
     of the function that says which responses, or which of their steps, are good: for a reward model that is retrained.
     """
@@ -54,7 +56,7 @@ class RewardSettings:
     function_name: str
     reward_kwargs: dict[str, Any]
     timeout_s: float = 60.0
-    failure_score: float = 0.0
+    failure_score: float | None = None
     overlong_penalty: OverlongPenalty | None = None
     step_separator: str | None = None
     label: str | None = None
@@ -95,7 +97,8 @@ class RewardWorker(BatchWork):
         )
         self.overlong_penalty, self.step_separator = settings.overlong_penalty, settings.step_separator
         self.label = settings.label
-        self.failure_score, self.function_name = settings.failure_score, settings.function_name
+        self.failure_score = math.nan if settings.failure_score is None else settings.failure_score
+        self.function_name = settings.function_name
         self.scorer = Scorer(
             settings.function_path, settings.function_name, settings.reward_kwargs, timeout_s=settings.timeout_s
         )
@@ -114,7 +117,8 @@ class RewardWorker(BatchWork):
             failures: why responses could not be scored, one text for each of them.
             printed: the first lines that the function printed, and the number of further lines.
             data: `token_level_scores`, with the score on the last token that trains; or, with step scores, one on the
-                last token of each step, where `step_mask` is 1. With a `label` also `rule_labels`.
+                last token of each step, where `step_mask` is 1. With a `label` also `rule_labels`. `failure`: why the
+                function failed on a response.
 
         Raises:
             RewardError: the function returned step scores that do not fit the steps, or no value of the name `label`.
@@ -122,7 +126,8 @@ class RewardWorker(BatchWork):
         data = group.fetch(("responses", "response_mask"))
         responses, mask = data["responses"], data["response_mask"]
         texts = self._decode(responses)
-        results, failures = self._score_texts(texts, task)
+        results = self._score_texts(texts, task)
+        failures = [result.failure for result in results]
         scores = torch.tensor([result.score for result in results], dtype=torch.float32)
         penalties = torch.zeros_like(scores)
         names = dict.fromkeys(name for result in results for name in result.extra)
@@ -134,7 +139,7 @@ class RewardWorker(BatchWork):
         if task.validation and any(result.pred is not None for result in results):
             extras["pred_id"] = pred_ids([result.pred for result in results])
         if task.validation:
-            extras["failed"] = np.array([result.failed for result in results])
+            extras["failed"] = np.array([bool(failure) for failure in failures])
         columns: dict[str, Any] = {"score": scores + penalties}
         if self.step_separator is None:
             columns["token_level_scores"] = on_last_token(scores + penalties, responses, mask)
@@ -144,12 +149,12 @@ class RewardWorker(BatchWork):
             columns["token_level_scores"] = Ragged(steps.values + penalty.values, steps.offsets)
         if self.label is not None and not task.validation:
             columns["rule_labels"] = self._labels(self.label, texts, results)
-        scored = DataProto.from_dict(columns)
+        scored = DataProto.from_dict(columns, {"failure": failures})
         label = Label.of(scored, ("score",))
         label = Label(label.columns, label.small | extras, label.num_rows)
-        return (label, failures, self.scorer.printed.take()), scored
+        return (label, [failure for failure in failures if failure], self.scorer.printed.take()), scored
 
-    def _score_texts(self, texts: Sequence[str], task: Task) -> tuple[list[RewardResult], list[str]]:
+    def _score_texts(self, texts: Sequence[str], task: Task) -> list[RewardResult]:
         from grpo_dist.rewards.forms import Failure, Sample
 
         said = task.model_scores.items()
@@ -161,14 +166,10 @@ class RewardWorker(BatchWork):
             Sample(text, task.data_source, task.ground_truth, task.extra_info | scores, task.messages)
             for text, scores in zip(texts, model_scores, strict=True)
         ]
-        results: list[RewardResult] = []
-        failures: list[str] = []
-        for result in self.scorer.score(samples):
-            if isinstance(result, Failure):
-                failures.append(result.text)
-                result = RewardResult(self.failure_score, {}, failed=True)
-            results.append(result)
-        return results, failures
+        return [
+            RewardResult(self.failure_score, {}, failure=result.text) if isinstance(result, Failure) else result
+            for result in self.scorer.score(samples)
+        ]
 
     def _labels(self, name: str, texts: Sequence[str], results: Sequence[RewardResult]) -> Ragged:
         """Whether the value `name` is above 0.5, for each step of a response or for the whole one; none of failures."""
@@ -178,7 +179,7 @@ class RewardWorker(BatchWork):
             count = 1 if self.step_separator is None else len(split_steps(text, self.step_separator))
             if self.step_separator is None:
                 found = (result.extra[name],) if name in result.extra else None
-            if not result.failed and (found is None or len(found) != count):
+            if not result.failure and (found is None or len(found) != count):
                 what = f"{name}{STEPS_OF}" if self.step_separator is not None else name
                 given = "none" if found is None else f"{len(found)} of them"
                 raise RewardError(

@@ -15,6 +15,7 @@ import ray
 
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.engines.train.durable_files import FileDigest
+from grpo_dist.rewards.output_lines import PrintedLines
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.batch_work import SAMPLE_COLUMNS, TARGET_COLUMNS
 from grpo_dist.workers.group import Call, WorkerGroup
@@ -22,11 +23,12 @@ from grpo_dist.workers.pool import Pool
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import Task
 
-MOST_PRINTED = 10  # lines printed by the reward function that are shown per step
-
 
 class RewardPool(Pool):
     """The reward processes. Each scores one group at a time: a queued call would use up its time limit while waiting.
+
+    Attributes:
+        printed: what custom code has printed, in these processes and in others of the run.
 
     Args:
         workers: the processes.
@@ -35,8 +37,7 @@ class RewardPool(Pool):
 
     def __init__(self, workers: WorkerGroup, restarts: RestartBudget | None = None) -> None:
         super().__init__(workers, restarts or RestartBudget())
-        self._printed: list[str] = []
-        self._num_more_printed = 0
+        self.printed = PrintedLines()
 
     # --- scores ------------------------------------------------------------------------------------------------
     async def score(self, group: DataProtoRef, task: Task, limit_s: float) -> tuple[DataProtoRef, list[str]]:
@@ -59,24 +60,11 @@ class RewardPool(Pool):
             return self.workers.submit_for_data(rank, "score", "score", inputs, task, limit_s=limit_s)
 
         def take_in(call: Call, answer: Any) -> tuple[DataProtoRef, list[str]]:
-            label, failures, (lines, num_more) = answer
-            self.note_printed(lines, num_more)
+            label, failures, printed = answer
+            self.printed.note("reward function", *printed)
             return call.handle(label), failures
 
         return await self.ask(send, take_in)
-
-    def take_printed(self) -> list[str]:
-        """The first lines that the reward function has printed since the last call, and how many more there were."""
-        more = [f"... and {self._num_more_printed} more lines"] if self._num_more_printed else []
-        lines = self._printed + more
-        self._printed, self._num_more_printed = [], 0
-        return lines
-
-    def note_printed(self, lines: list[str], num_more: int) -> None:
-        """Store lines that the reward function has printed; `num_more` lines were left out by the process itself."""
-        room = MOST_PRINTED - len(self._printed)
-        self._printed += lines[:room]
-        self._num_more_printed += num_more + len(lines[room:])
 
     # --- whole batches: without the queue, so that they do not wait for scores --------------------------------------
     async def compute_targets(
@@ -88,7 +76,12 @@ class RewardPool(Pool):
         def send(rank: int) -> Call:
             return self.workers.submit_for_data(rank, "targets", "compute_targets", *arguments)
 
-        return await self.ask_now(send, lambda call, answer: (call.handle(answer[0]), answer[1]))
+        def take_in(call: Call, answer: Any) -> tuple[DataProtoRef, dict[str, float]]:
+            label, metrics, printed = answer
+            self.printed.note("advantage or KL estimator", *printed)
+            return call.handle(label), metrics
+
+        return await self.ask_now(send, take_in)
 
     async def rollout_diagnostics(self, batch: DataProtoRef, correction: Mapping[str, Any]) -> dict[str, float]:
         """Metrics of the difference between rollout and training policy, and of the importance weights."""

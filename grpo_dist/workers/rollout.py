@@ -15,9 +15,10 @@ import torch
 from grpo_dist.agents.episode import Episode, Row
 from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.data.tokenize import load_tokenizer
-from grpo_dist.engines.base import EngineLoad, Footprint, Response, RolloutEngine, rollout_engine
+from grpo_dist.engines.base import EngineLoad, Footprint, Response, RolloutEngine, check_responses, rollout_engine
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings
 from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.workers.batch_ref import Label
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.reward import Task
@@ -58,7 +59,8 @@ class RolloutWorker(Process):
         self.tokenizer = load_tokenizer(settings.model_path, trust_remote_code=settings.trust_remote_code)
         self.episodes: dict[str, asyncio.Task] = {}  # by group
         self.runner = EpisodeRunner(settings.agent, self.engine.generate)
-        await self.runner.start()
+        with printing_to(self.printed):
+            await self.runner.start()
 
     async def generate(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None = None
@@ -75,6 +77,7 @@ class RolloutWorker(Process):
             responses = await self._run_episodes(self.runner, uid, prompt, sampling, task)
         if responses is None:
             return (None, self.engine.load), None
+        check_responses(self.engine, responses, sampling.n)
         data = group_batch(uid, prompt, responses)
         return (Label.of(data, SMALL_COLUMNS), self.engine.load), data
 
@@ -87,7 +90,8 @@ class RolloutWorker(Process):
             row = replace(row, messages=task.messages, data_source=task.data_source, extra_info=task.extra_info)
         common: dict[str, Any] = {"tokenizer": self.tokenizer, "max_model_len": self.engine.settings.max_model_len}
         episodes = [Episode(row, sampling, index=i, **common) for i in range(sampling.n)]
-        self.episodes[uid] = asyncio.create_task(runner.run(episodes))
+        with printing_to(self.printed):  # the task goes on in it, and so does the loop's thread
+            self.episodes[uid] = asyncio.create_task(runner.run(episodes))
         try:
             return await self.episodes[uid]
         except asyncio.CancelledError:

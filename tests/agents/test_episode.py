@@ -129,7 +129,11 @@ def test_misuse_is_named() -> None:
     async def wrong_id(episode: Episode) -> None:
         episode.append_tokens([5, 128])
 
+    async def no_text(episode: Episode) -> None:
+        episode.append(None)  # type: ignore[arg-type]
+
     for run, error, parts in (
+        (no_text, TypeError, ["episode.append", "None"]),
         (nothing, RuntimeError, ["1 tokens", "19"]),
         (no_room, RuntimeError, ["20 tokens", "0"]),
         (two_at_once, RuntimeError, ["await"]),

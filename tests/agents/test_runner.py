@@ -15,6 +15,7 @@ from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import AgentSettings, SamplingSettings
 from grpo_dist.errors import AgentError, ConfigError, EngineError
+from grpo_dist.rewards.output_lines import OutputLines, printing_to
 from tests.agents.fakes import Characters, Writer
 from tests.messages import refuses
 
@@ -43,6 +44,7 @@ class Tool(AgentLoop):
             Tool.cleaned += 1
 
     async def answer(self, episode):
+        print("episode", episode.index)
         await asyncio.sleep(0.02 * (4 - episode.index))
         episode.append(str(episode.index))
 
@@ -66,12 +68,20 @@ class Tool(AgentLoop):
         asyncio.get_running_loop().call_soon(task.cancel)
         await task
 
+    async def no_text(self, episode):
+        episode.append(3)  # its line is told, and not ours
+
     async def leave(self, episode):
         raise SystemExit(3)
 
     async def task_leaves(self, episode):
         await asyncio.create_task(self.leave(episode))
 """
+
+
+def line_of(text: str) -> int:
+    """The number of the line of LOOPS with this text."""
+    return 1 + next(number for number, line in enumerate(LOOPS.splitlines()) if text in line)
 
 
 @asynccontextmanager
@@ -100,9 +110,12 @@ def test_responses_come_in_order_whoever_is_done_first(tmp_path: Path) -> None:
     async def test() -> list[Response]:
         writer = Writer(*["1+1=" for _ in range(4)])
         async with runner(tmp_path, writer.generate, "answer") as made:
-            return await made.run(episodes())
+            with printing_to(lines):
+                return await made.run(episodes())
 
+    lines = OutputLines()
     responses = in_loop(test)
+    assert lines.take() == ([f"episode {i}" for i in range(4)], 0), "what the loop prints on its thread"
     assert [bytes(r.token_ids) for r in responses] == [f"1+1={i}\0".encode() for i in range(4)]  # type: ignore
     assert [r.mask for r in responses] == [[1, 1, 1, 1, 0, 1]] * 4  # type: ignore[attr-defined]
 
@@ -139,6 +152,7 @@ def test_sampling_runs_where_run_was_called_and_costs_no_time_of_the_loop(tmp_pa
             30,
             ["run()", "CancelledError", "tool.py:", "catch"],
         ),
+        ("no_text", 30, ["TypeError: episode.append", "3 (int)", f"tool.py:{line_of('its line is told')}"]),
         ("leave", 30, ["run()", "SystemExit: 3", "tool.py:", "step1-prompt9", "episode"]),
         ("task_leaves", 30, ["run()", "SystemExit: 3", "tool.py:", "step1-prompt9", "episode"]),
     ],

@@ -62,7 +62,6 @@ TESTED_ELSEWHERE = {
     "trainer/loop.py": "trainer/supervised/test_trainer.py",  # the base of that loop
     "trainer/processes.py": "e2e/test_reward_model_run.py",  # started and ended
     "trainer/rollout/job.py": "trainer/test_trainer.py",  # every rollout there goes through it
-    "trainer/roles.py": "trainer/test_trainer.py",  # plain records
     "trainer/supervised/job.py": "e2e/test_reward_model_run.py",  # started workers
     "trainer/sample_log.py": "trainer/test_trainer.py",  # every step there writes one
     "workers/resources.py": "workers/test_group.py",  # placement group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,14 +13,17 @@ from grpo_dist.engines.base import (
     FSDP,
     ROLLOUT_ENGINES,
     EngineWeights,
+    Response,
     RolloutEngine,
     TrainEngine,
+    check_responses,
     rollout_engine,
 )
 from grpo_dist.engines.fakes import FakeRolloutEngine, FakeTrainEngine, FakeWeights
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.errors import ConfigError
 from grpo_dist.registry import load_attribute
+from tests.messages import refuses
 
 METHODS = {
     protocol: [name for name in vars(protocol) if inspect.isfunction(vars(protocol)[name]) and name[0] != "_"]
@@ -61,3 +65,28 @@ def test_an_engine_of_a_file_of_ones_own(tmp_path: Path) -> None:
         assert part in str(caught.value)
     with pytest.raises(ConfigError, match="'Mine'"):
         rollout_engine(f"{file}:Min")
+
+
+def answer(*lengths: int) -> Response:
+    """A response with so many tokens, log-probs and weight versions."""
+    tokens, log_probs, versions = lengths
+    return Response([5] * tokens, [-1.0] * log_probs, False, [0] * versions)
+
+
+@pytest.mark.parametrize(
+    ("returned", "parts"),
+    [
+        ([answer(2, 2, 2)], ["length 1", "2 Response"]),
+        ("ab", ["'ab' (str)"]),
+        ([answer(2, 2, 2), [5, 6]], ["[1] = list", "length 2"]),
+        (
+            [answer(2, 2, 2), answer(3, 2, 3)],
+            ["response 1", "token_ids, log_probs, weight_versions, mask = [3, 2, 3, 3]"],
+        ),
+    ],
+)
+def test_an_engine_that_returns_something_else(returned: Any, parts: list[str]) -> None:
+    engine: Any = FakeRolloutEngine()
+    check_responses(engine, [answer(2, 2, 2), answer(0, 0, 0)], 2)
+    with refuses(ConfigError, "actor_rollout_ref.rollout.name", "fakes.py:FakeRolloutEngine", *parts):
+        check_responses(engine, returned, 2)

@@ -1,10 +1,14 @@
 """The first lines of an output, whatever pieces it comes in, and the number of the others."""
 
+import asyncio
 import random
+import sys
+import threading
 
 import pytest
 
-from grpo_dist.rewards.output_lines import MOST_LINE_BYTES, OutputLines
+from grpo_dist.rewards.output_lines import MOST_LINE_BYTES, OutputLines, PrintedLines, printing_to
+from tests.messages import says
 
 
 def taken(output: bytes, size: int, most_lines: int = 3) -> tuple[list[str], int]:
@@ -46,3 +50,59 @@ def test_an_endless_line_takes_no_memory() -> None:
     for _ in range(100):
         printed.add(b"x" * 100_000)
     assert printed.take() == (["x" * MOST_LINE_BYTES], 0)
+
+
+def test_what_a_block_prints_is_kept_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = OutputLines()
+    with printing_to(lines):
+        print("seen", 3)
+    print("not in it")
+    with printing_to(lines):
+        print("again", end="")
+    assert lines.take() == (["seen 3", "again"], 0)
+    assert capsys.readouterr().out == "seen 3\nnot in it\nagain"
+    assert sys.stdout.encoding, "it is still a stream"
+
+
+def test_tasks_and_other_threads_of_the_block_print_to_it() -> None:
+    """As an agent loop does, on an event loop of its own; what others print meanwhile is theirs."""
+    lines, others = OutputLines(), asyncio.new_event_loop()
+    thread = threading.Thread(target=others.run_forever)
+    thread.start()
+
+    async def work(name: str) -> None:
+        await asyncio.sleep(0)
+        await asyncio.to_thread(print, name)
+
+    async def main() -> None:
+        with printing_to(lines):
+            mine = [asyncio.create_task(work("task"))]
+        with printing_to(OutputLines()):
+            mine.append(asyncio.create_task(work("another's")))
+        await asyncio.gather(*mine)
+        with printing_to(lines):
+            beside = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work("beside"), others))
+        await beside
+
+    try:
+        asyncio.run(main())
+    finally:
+        others.call_soon_threadsafe(others.stop)
+        thread.join()
+        others.close()
+    assert lines.take() == (["task", "beside"], 0)
+
+
+def test_lines_of_all_processes_are_told_once_and_not_at_length() -> None:
+    printed = PrintedLines()
+    for number in range(2):
+        printed.note("reward function", [f"line {number}"] * 7, 100)
+    printed.note("agent loop", ["one"], 0)
+    printed.note("policy loss", [], 0)
+    first, second = printed.take()
+    lines = first.splitlines()
+    assert lines[1:-1] == ["  line 0"] * 7 + ["  line 1"] * 3
+    says(lines[0], "reward function")
+    says(lines[-1], "204 more")
+    assert second.splitlines()[1:] == ["  one"]
+    assert printed.take() == []

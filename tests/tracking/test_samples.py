@@ -11,6 +11,10 @@ def test_on_the_terminal():
     )
 
 
+def test_a_response_that_could_not_be_scored():
+    assert "val-7: score none, gts 2" in format_samples([SAMPLE | {"score": None, "failure": "it raised"}])
+
+
 def test_escape_sequences_do_not_reach_the_terminal():
     assert "\x1b" not in format_samples([SAMPLE | {"output": "\x1b[2J", "gts": "\x1b[0m"}])
     assert "é\t両" in format_samples([SAMPLE | {"output": "é\t両"}])

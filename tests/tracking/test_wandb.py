@@ -53,16 +53,16 @@ def test_offline_run_needs_no_account_and_holds_the_data(tmp_path, monkeypatch, 
 
 def test_samples_become_a_table_of_their_step(tmp_path):
     trackers = build_trackers(["wandb"], run_dir=tmp_path, config={}, resumed_step=None, **RUN)
-    trackers.log_samples([SAMPLE, SAMPLE | {"gts": [1, 2]}], 0)
+    trackers.log_samples([SAMPLE, SAMPLE | {"gts": [1, 2], "score": None, "failure": "it raised"}], 0)
     trackers.log({"critic/score/mean": 0.375}, 0)
     assert len(trackers.notes) == 2, "none was dropped"
     trackers.close()
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/val/generations_*.table.json")
     content = json.loads(table.read_text())
-    assert content["columns"] == list(SAMPLE)
+    assert content["columns"] == [*SAMPLE, "failure"]
     assert content["data"] == [
-        [0, "val-7", "1+1=?", "#### 2", "2", 1.0],
-        [0, "val-7", "1+1=?", "#### 2", "[1, 2]", 1.0],
+        [0, "val-7", "1+1=?", "#### 2", "2", 1.0, ""],
+        [0, "val-7", "1+1=?", "#### 2", "[1, 2]", None, "it raised"],
     ]
 
 

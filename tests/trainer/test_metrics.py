@@ -11,7 +11,8 @@ import pytest
 import grpo_dist
 from grpo_dist.config.schema_health import RULES
 from grpo_dist.errors import WorkerLost
-from grpo_dist.trainer.metrics import PeakMemory, performance_metrics, zero_variance_share
+from grpo_dist.trainer.metrics import PeakMemory, batch_metrics, performance_metrics, zero_variance_share
+from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.event_loop import run
 from tests.trainer.metrics_page import PAGE, documented_names, undocumented
 
@@ -31,6 +32,26 @@ def metrics_in_code() -> set[str]:
 
 def test_zero_variance_share() -> None:
     assert zero_variance_share(np.array([1, 1, 0, 1, 5.0]), np.array(["a", "a", "b", "b", "c"])) == pytest.approx(2 / 3)
+    with_failed = np.array([1, np.nan, 0, 1, np.nan, np.nan])
+    assert zero_variance_share(with_failed, np.array(["a", "a", "b", "b", "c", "c"])) == pytest.approx(2 / 3)
+
+
+def scored(scores: list[float]) -> DataProtoRef:
+    rows = len(scores)
+    small = {name: np.ones(rows) for name in ("response_length", "prompt_length", "num_turns", "truncated")}
+    values = np.array(scores, np.float32)
+    return DataProtoRef(small=small | {"uid": np.array(["a"] * rows), "score": values, "reward": values}, num_rows=rows)
+
+
+def test_responses_without_a_score_are_in_no_mean() -> None:
+    metrics = batch_metrics(scored([-3, np.nan, -1]))
+    assert metrics["critic/score/mean"] == metrics["critic/rewards/mean"] == -2
+    assert (metrics["critic/score/max"], metrics["critic/score/min"]) == (-1, -3)
+    assert metrics["perf/total_num_tokens"] == 6, "they were sampled"
+    none = batch_metrics(scored([np.nan, np.nan]))
+    assert not any(name.startswith(("critic/score", "critic/rewards")) for name in none)
+    assert none["critic/zero_variance_groups"] == 1
+    assert np.isfinite(list(none.values())).all()
 
 
 class Asked:

@@ -15,6 +15,7 @@ import pytest
 from grpo_dist.errors import BatchError, CheckpointError, ConfigError, HealthError, RewardError, WorkerError
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.trainer.checkpoint.folder import read_state
+from grpo_dist.trainer.metrics import batch_metrics
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.sampling import Rollout
 from grpo_dist.trainer.trainer import GRPOTrainer
@@ -257,11 +258,17 @@ def test_a_few_failures_are_counted_and_shown(groups: dict, tmp_path: Path) -> N
     trainer.progress.message = shown.append  # type: ignore[method-assign]
     trainer.sync_weights()
     batch = trainer.rollout()
-    failed = int(trainer.metrics["reward/failures"])
-    assert failed == 4, "one group"
+    assert trainer.metrics["reward/failures"] == 4, "one group"
     assert trainer.metrics["reward/failure_rate"] == 4 / 16
-    assert sorted(batch["score"].tolist())[:failed] == [0.0] * failed
-    says(shown[0], f"{failed} responses", "reward.failure_score=0", "ValueError: no such")
+    assert np.isnan(batch["score"]).sum() == 4
+    says(shown[0], "4 responses", "reward.failure_score=null", "ValueError: no such")
+    batch = trainer.compute_targets(batch)
+    masks = batch.fetch(("response_mask",))["response_mask"].rows()
+    assert [bool(row.any()) for row in masks] == (~np.isnan(batch["score"])).tolist()
+    metrics = batch_metrics(batch)
+    assert metrics["critic/zero_variance_groups"] == 1 / 4
+    assert metrics["critic/score/min"] > 0
+    assert metrics["critic/rewards/mean"] == metrics["critic/score/mean"]
 
 
 def test_a_reward_process_that_hangs_ends_the_step(

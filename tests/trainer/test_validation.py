@@ -80,6 +80,20 @@ def test_a_response_that_could_not_be_scored_is_wrong_and_does_not_change_what_i
     metrics = metrics_of(1, score=[1, 2, -1], reward_extra__acc=[1, 1, NAN], failed=[0, 0, 1])
     assert metrics["val-core/gsm8k/acc/mean@1"] == 0.5
     assert metrics["val-aux/gsm8k/reward/mean@1"] == 0.0
+    assert metrics["val-aux/gsm8k/failed/mean"] == 0.5
+    assert "val-aux/arithmetic/failed/mean" not in metrics
+
+
+def test_a_response_without_a_score_is_the_worst_of_its_data_source() -> None:
+    """gsm8k: v0 has 3 and 1, v2 has 2 and none, which is 1; leaving it out would give 2 as the mean of the means."""
+    metrics = metrics_of(2, score=[3, 1, -9, -9, 2, NAN], failed=[0, 0, 0, 0, 0, 1])
+    assert metrics["val-core/gsm8k/reward/mean@2"] == (2 + 1.5) / 2
+    assert metrics["val-core/gsm8k/reward/best@2/mean"] == 2.5
+    assert metrics["val-aux/gsm8k/reward/worst@2/mean"] == 1
+    assert metrics["val-aux/gsm8k/failed/mean"] == 0.25
+    alone = metrics_of(1, score=[NAN, 2, NAN], failed=[1, 0, 1])
+    assert alone["val-aux/gsm8k/failed/mean"] == 1
+    assert not any("/gsm8k/reward/" in name for name in alone), "there is nothing to compare them with"
 
 
 def test_every_prompt_has_a_seed_of_its_own_where_there_are_seeds() -> None:

@@ -31,7 +31,7 @@ class Local(RewardWorker):
         return DataProtoRef.stored(ray.put(data), label), failures, printed
 
     def compute_targets(self, *args: Any) -> tuple[DataProtoRef, dict[str, float]]:  # type: ignore[override]
-        (label, metrics), data = super().compute_targets(*args)
+        (label, metrics, _), data = super().compute_targets(*args)
         return DataProtoRef.stored(ray.put(data), label), metrics
 
 

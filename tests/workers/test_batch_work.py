@@ -36,7 +36,8 @@ def scored_batch() -> DataProtoRef:
         {"uid": ["a", "b", "a", "a", "b", "a"]},
     )
     handle = DataProtoRef.put(data, small=("uid",))
-    return replace(handle, small=handle.small | {"truncated": np.array([0, 0, 0, 1, 0, 0])})
+    small = {"truncated": np.array([0, 0, 0, 1, 0, 0]), "score": scores.numpy()}
+    return replace(handle, small=handle.small | small)
 
 
 @pytest.mark.ray
@@ -125,9 +126,9 @@ def sample_batch() -> DataProtoRef:
         {
             "prompts": Ragged.from_rows([[7, 8]] * 3, torch.int32),
             "responses": Ragged.from_rows(RESPONSES, torch.int32),
-            "score": torch.tensor([12.0, 1.0, 11.0]),
+            "score": torch.tensor([12.0, torch.nan, 11.0]),
         },
-        {"uid": ["p0"] * 3},
+        {"uid": ["p0"] * 3, "failure": ["", "it raised", "too slow"]},
     )
     return DataProtoRef.put(data, small=("uid", "score"))
 
@@ -150,6 +151,7 @@ def test_samples_are_written_as_json_lines(worker: Local, tmp_path: Path) -> Non
         "advantage": 0.5,
     }
     assert [line["output"] for line in lines] == ["w5 w6", "w6", "w5"]
+    assert [(line["score"], line.get("failure")) for line in lines[1:]] == [(None, "it raised"), (11.0, "too slow")]
     assert list(path.parent.iterdir()) == [path], "no half-written file is left"
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from grpo_dist.errors import BatchError, ConfigError, DataError, RewardError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.reward import OverlongPenalty, RewardSettings, RewardWorker, on_last_token, pred_ids
-from tests.messages import refuses
-from tests.workers.local_reward import RESPONSES, TASK, Local, put, rows
+from tests.messages import refuses, says
+from tests.workers.local_reward import RESPONSES, SCORER, TASK, Local, put, rows
 
 
 # --- on_last_token -----------------------------------------------------------------------------------------------
@@ -86,6 +87,75 @@ def test_a_response_that_the_function_fails_on(worker: Local) -> None:
     assert re.search(r"data_source='words' raised ValueError: unlucky(.|\n)*w6 w13", failure)
     with pytest.raises(BatchError, match=r"'responses' \(made by rollout\)"):
         worker.score(DataProtoRef(), TASK)
+
+
+class Here:
+    """Stands for the handle of a group, whose columns are in this process."""
+
+    def __init__(self, responses: list[list[int]]) -> None:
+        masks = [[1] * len(response) for response in responses]
+        log_probs = [[-1.0] * len(response) for response in responses]
+        columns = {
+            "responses": Ragged.from_rows(responses, torch.int32),
+            "response_mask": Ragged.from_rows(masks, torch.int8),
+            "rollout_log_probs": Ragged.from_rows(log_probs, torch.float32),
+        }
+        self.data = DataProto.from_dict(columns, {"uid": ["a"] * len(responses)})
+        self.small: dict[str, np.ndarray] = {"truncated": np.zeros(len(responses))}
+
+    def fetch(self, columns: tuple[str, ...]) -> DataProto:
+        return self.data.select(columns)
+
+
+@pytest.mark.parametrize("failure_score", [None, 0.0, -0.5])
+@pytest.mark.parametrize("separator", [None, " "])
+def test_a_failed_response_has_the_score_that_was_set_or_none(
+    random_models: dict[str, str], tmp_path: Path, failure_score: float | None, separator: str | None
+) -> None:
+    """Also where steps have scores, and for validation; the reason is a column."""
+    (tmp_path / "scorer.py").write_text(SCORER)
+    worker = RewardWorker()
+    settings = RewardSettings(random_models["tied"], False, f"{tmp_path}/scorer.py", "compute_score", {"bonus": 10})
+    worker.start(replace(settings, failure_score=failure_score, step_separator=separator))
+    expected = [11, np.nan if failure_score is None else failure_score, 1]
+    try:
+        for validation in (False, True):
+            group: Any = Here([[5, 2], [6, 13], [6, 2]])
+            (label, failures, _), data = worker.score(group, replace(TASK, validation=validation))
+            np.testing.assert_array_equal(label.small["score"], np.array(expected, np.float32))
+            sums = [float(row.sum()) for row in data["token_level_scores"].rows()]
+            np.testing.assert_array_equal(sums, expected)
+            assert "failed" in label.small if validation else "failed" not in label.small
+            assert len(failures) == 1
+            assert data["failure"].tolist() == ["", failures[0], ""]
+            says(failures[0], "'words'", "ValueError: unlucky")
+    finally:
+        worker.scorer.stop()
+
+
+def test_what_an_estimator_prints_comes_with_its_advantages(tmp_path: Path) -> None:
+    """Of a group of -3, none, -1: mean -2. The reward of the one without a score is none either."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def centred(batch, config):\n"
+        "    print('scores', batch.scores.tolist())\n"
+        "    values = batch.on_tokens(batch.groups.normalise(batch.scores, by_std=False))\n"
+        "    return values, values\n"
+    )
+    batch: Any = Here([[5, 2], [6], [7, 8]])
+    scores = torch.tensor([-3, np.nan, -1])
+    batch.data = batch.data.union(DataProto({"token_level_scores": on_last_token(scores, batch.data["responses"])}))
+    batch.small["score"] = scores.numpy()
+    settings = TargetSettings(f"{file}:centred", old_log_probs_from="rollout")
+    worker = RewardWorker()
+    (label, metrics, printed), data = worker.compute_targets(batch, settings, 0.0, 0)
+    assert printed == (["scores [-3.0, -1.0]"], 0)
+    assert worker.take_printed() == ([], 0)
+    assert rows(data["advantages"]) == [[-1, -1], [0], [1, 1]]
+    assert rows(data["response_mask"]) == [[1, 1], [0], [1, 1]]
+    np.testing.assert_array_equal(label.small["reward"], [-3, np.nan, -1])
+    assert label.small["advantage_mean"].tolist() == [-1, 0, 1]
+    assert metrics["critic/advantages/mean"] == 0
 
 
 @pytest.mark.ray

@@ -15,8 +15,6 @@ from grpo_dist.errors import RewardError, WorkerLost
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.probe import process_state
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.restarts import RestartBudget
@@ -51,10 +49,10 @@ class Fragile(Process):
         data = DataProto.from_dict({"score": torch.arange(len(group)).float()})
         return (Label.of(data, ("score",)), [f"by {os.getpid()}"], ([], 0)), data
 
-    def compute_targets(self, *args: object) -> tuple[tuple[Label, dict[str, float]], DataProto]:
+    def compute_targets(self, *args: object) -> tuple[tuple[Label, dict[str, float], tuple], DataProto]:
         self._step_on_trap()
         data = DataProto.from_dict({"advantages": torch.ones(2)})
-        return (Label.of(data, ()), {"pid": float(os.getpid())}), data
+        return (Label.of(data, ()), {"pid": float(os.getpid())}, (["a line"], 0)), data
 
     def write_samples(self, batch: DataProtoRef, path: str, step: int, truths: dict) -> None:
         self._step_on_trap()
@@ -81,7 +79,9 @@ def group() -> DataProtoRef:
 def scored_batch() -> DataProtoRef:
     """With all columns that targets and samples are made of."""
     columns = ("uid", "token_level_scores", "response_mask", "rollout_log_probs", "old_log_probs")
-    data = DataProto.from_dict({name: torch.zeros(2) for name in (*columns, "prompts", "responses", "score")})
+    data = DataProto.from_dict(
+        {name: torch.zeros(2) for name in (*columns, "prompts", "responses", "score", "failure")}
+    )
     return DataProtoRef.put(data, small=())
 
 
@@ -154,6 +154,7 @@ def test_whole_batches_are_asked_again(make: Callable, tmp_path: Path) -> None:
     pool, batch = make(2), scored_batch()
     (tmp_path / "trap").write_text("SIGKILL")
     targets, _ = run(pool.compute_targets(batch, TargetSettings("grpo"), 0.0, 0))
+    assert pool.printed.take() == ["the advantage or KL estimator printed:\n  a line"]
     assert targets.fetch(("advantages",))["advantages"].tolist() == [1, 1]
 
     async def write() -> None:
@@ -171,13 +172,3 @@ def test_the_functions_own_mistake_is_shown_at_once(make: Callable, tmp_path: Pa
     with refuses(RewardError, "own.py, line 7"):
         score(pool)
     assert not pool.restarts.failures
-
-
-def test_what_the_reward_function_prints_is_told_once_and_not_at_length() -> None:
-    pool = RewardPool(WorkerGroup("reward", [None, None], TimeLimits(1.0)))
-    for number in range(2):
-        pool.note_printed([f"line {number}"] * 7, 100)
-    *lines, more = pool.take_printed()
-    assert lines == ["line 0"] * 7 + ["line 1"] * 3
-    says(more, "204 more")
-    assert pool.take_printed() == []

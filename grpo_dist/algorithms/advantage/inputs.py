@@ -16,12 +16,15 @@ from typing import Any
 from torch import Tensor
 
 from grpo_dist.algorithms.advantage.groups import Groups
+from grpo_dist.algorithms.custom_results import advantage_fault
 from grpo_dist.errors import BatchError
-from grpo_dist.registry import Registry
+from grpo_dist.registry import Contract, Registry
 
 Estimator = Callable[..., tuple[Tensor, Tensor]]
 
-ADVANTAGE: Registry[Estimator] = Registry("advantage estimator", "algorithm.adv_estimator")
+ADVANTAGE: Registry[Estimator] = Registry(
+    "advantage estimator", "algorithm.adv_estimator", Contract(("batch", "config"), advantage_fault)
+)
 
 
 @dataclass(frozen=True)

@@ -109,3 +109,11 @@ def timings(jobs: Sequence[RolloutJob]) -> dict[str, float]:
     """Seconds by kind of work, summed over consecutive jobs."""
     names = dict.fromkeys(name for job in jobs for name in job.timings)
     return {name: math.fsum(job.timings.get(name, 0.0) for job in jobs) for name in names}
+
+
+def describe_failures(failures: Sequence[str], failure_score: float | None) -> str:
+    """What is told about responses that could not be scored, of which there is at least one."""
+    left_out = "null: in training they are left out, in validation they are the worst"
+    what = left_out if failure_score is None else f"{failure_score:g} is their score"
+    count = f"{len(failures)} responses" if len(failures) > 1 else "1 response"
+    return f"{count} could not be scored; reward.failure_score={what}. The first:\n{failures[0]}"

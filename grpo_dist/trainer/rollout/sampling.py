@@ -308,10 +308,11 @@ class TrainingSampler:
             )
 
     def _learn(self, scores: Mapping[int, np.ndarray]) -> None:
-        """Tell `order` the scores of a batch, except those that it was told before a resume."""
+        """Tell `order` the scores of a batch, except those that it was told before a resume, and missing ones."""
         known = {i for i in scores if self.learned[i]}
         self.learned -= Counter(known)
-        if new := {i: each for i, each in scores.items() if i not in known}:
+        there = {i: each[~np.isnan(each)] for i, each in scores.items() if i not in known}
+        if new := {i: each for i, each in there.items() if len(each)}:
             self.order.update(new)
 
     def _groups(self, job: RolloutJob, drawn: Sequence[int], late: set[int]) -> dict[int, DataProtoRef]:

@@ -10,10 +10,11 @@ import pytest
 
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.errors import DataError, GrpoDistError, RewardError
+from grpo_dist.trainer.rollout.job import describe_failures
 from grpo_dist.trainer.rollout.sampling import OpenStep, informative, require_metric
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.event_loop import run
-from tests.messages import refuses
+from tests.messages import refuses, says
 from tests.trainer.instant_pump import EQUAL, FILTER, MIXED, N, RecordingOrder, make_sampler, open_steps
 
 
@@ -116,6 +117,26 @@ def test_remax_samples_every_prompt_once_more_greedily() -> None:
     assert len(result.batch) == 2 * N
     greedy = sampler.pump.requests[2:]
     assert [(r.sampling.n, r.sampling.temperature, r.needs_log_probs) for r in greedy] == [(1, 0.0, False)] * 2
+
+
+def test_an_order_is_told_of_the_responses_that_have_a_score() -> None:
+    sampler = make_sampler({0: [1.0, np.nan, 0, 1], 1: [np.nan] * N})
+    order = sampler.order = RecordingOrder([0, 1])  # type: ignore[assignment]
+    run(sampler.rollout(1))
+    assert order.told == [{0: [1, 0, 1]}]
+
+
+def test_dynamic_sampling_compares_the_scores_that_are_there() -> None:
+    nan = np.nan
+    scores = {0: [1.0, nan, 1, 1], 1: [-1.0, nan, -2, -2], 2: [nan, nan, nan, 1], 3: [nan, 0, 1, 1]}
+    result = run(make_sampler(scores, FILTER).rollout(1))
+    assert [request.uid for request in result.requests] == ["step1-prompt1", "step1-prompt3-try2"]
+
+
+@pytest.mark.parametrize(("score", "told"), [(None, "null"), (0.0, "0"), (-1.5, "-1.5")])
+def test_what_is_told_of_failures(score: float | None, told: str) -> None:
+    says(describe_failures(["ValueError: no"] * 3, score), "3 responses", f"reward.failure_score={told}", "ValueError")
+    says(describe_failures(["ValueError: no"], score), "1 response", f"reward.failure_score={told}")
 
 
 def scored(**columns: list[float]) -> DataProtoRef:
