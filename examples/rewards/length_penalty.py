@@ -31,8 +31,8 @@ def penalty_share(length: int, budget: int, limit: int, shape: str = "linear") -
 def compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any],
+    ground_truth: Any = None,
+    extra_info: dict[str, Any] | None = None,
     *,
     budget: int,
     limit: int,

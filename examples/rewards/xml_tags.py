@@ -17,8 +17,8 @@ from grpo_dist.rewards.format import check_tags
 def compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any],
+    ground_truth: Any = None,
+    extra_info: dict[str, Any] | None = None,
     *,
     tags: Sequence[str] = ("think", "answer"),
     per_tag: float = 0.2,

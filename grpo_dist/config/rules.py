@@ -243,6 +243,13 @@ def sampler_class_is_named(config: RunConfig) -> Iterator[Problem]:
         yield problem_between(config, "set both or none", "data.sampler.class_path", "data.sampler.class_name")
 
 
+def the_prompt_is_made_once(config: RunConfig) -> Iterator[Problem]:
+    """A prompt is a column, or a template with columns in it."""
+    if config.data.prompt_template is not None and config.data.prompt_key != "prompt":
+        why = "both say what the prompt is; set the first to null, or leave out the second"
+        yield problem_between(config, why, "data.prompt_template", "data.prompt_key")
+
+
 def model_folders_exist(config: RunConfig) -> Iterator[Problem]:
     """The models are there."""
     paths = {POLICY_KEY: config.actor_rollout_ref.model.path}
@@ -327,6 +334,7 @@ RULES: tuple[Rule, ...] = (
     resume_path_is_set,
     data_files_exist,
     sampler_class_is_named,
+    the_prompt_is_made_once,
     model_folders_exist,
     custom_code_exists,
     vllm_is_installed,

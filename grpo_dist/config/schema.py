@@ -99,6 +99,9 @@ class DataConfig(JobDataConfig):
 
     prompt_key: Text
     reward_fn_key: Text
+    answer_key: Text | None
+    data_source: Text | None
+    prompt_template: Text | None
     system_prompt: Text | None
     gen_batch_size: Count | None
     max_prompt_length: Count

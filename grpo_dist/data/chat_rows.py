@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_dist.data.columns import column_of
 from grpo_dist.data.files import locate_rows, shown
-from grpo_dist.data.prompts import checked_messages, column_of
+from grpo_dist.data.prompts import checked_messages
 from grpo_dist.errors import DataError
 
 Messages = list[dict[str, Any]]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_dist.assets import BUILTIN
-from grpo_dist.config.data_files import DataFile, DataFileProblem, parse_data_file
+from grpo_dist.config.data_files import HUB, DataFile, DataFileProblem, parse_data_file
 from grpo_dist.errors import DataError
 from grpo_dist.registry import load_attribute
 
@@ -63,6 +63,15 @@ def locate_rows(files: Sequence[str], *, key: str) -> Iterator[tuple[str, dict[s
             yield location, row
         if empty:
             raise DataError(f"{key}={file}: the file holds no rows")
+
+
+def source_name(location: str) -> str:
+    """The name of the data set that a row comes from: its file's, without the number of a shard, or its hub name."""
+    entry = location.rpartition(", ")[0]
+    if entry.startswith((HUB, BUILTIN)):
+        return entry.partition(":")[2].partition(":")[0]
+    path = Path(entry)
+    return _SHARD.sub("", path.stem) or path.parent.name or entry
 
 
 def _read(file: str, key: str) -> Located:

@@ -1,7 +1,7 @@
-"""Prompts in verl's schema.
+"""Prompts in verl's schema, or in another one (columns.py).
 
 One row: `data_source` (str), `prompt` (list of chat messages, or a plain string: one user message),
-`ability` (not used), `reward_model` = {"ground_truth": ...}, `extra_info` (dict, optional). Every row is
+`reward_model` = {"ground_truth": ...}, `extra_info` (dict, optional), and any others. Every row is
 checked when it is read, so that a broken row is named by file and row before anything expensive starts. Where a model
 scores, `data_source` and `reward_model` may be missing, as in TRL's tldr rows.
 """
@@ -9,18 +9,18 @@ scores, `data_source` and `reward_model` may be missing, as in TRL's tldr rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from grpo_dist.data.columns import MESSAGES, Columns
 from grpo_dist.data.files import locate_rows, shown
 from grpo_dist.errors import DataError
 
-# Data source of rows without one.
+# Data source of rows without one, where a model scores.
 NO_DATA_SOURCE = "data"
-MOST_COLUMN_TEXT = 300  # characters of a row's column names, in messages
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,12 @@ class Prompt:
         index: position among all rows of the files, from 0, whatever `max_samples` and shuffling choose.
         data_source: name of the data set; picks the built-in scorer and groups validation metrics.
         messages: chat messages, each with "role" and "content" (str).
-        ground_truth: what the scorer compares with, as it stands in the file; None where a model scores a row without.
+        ground_truth: what the scorer compares with, as it stands in the file; None where a row has none and needs none.
         extra_info: anything else for the scorer; {} where the row has none.
         location: file and row, for messages, such as "train.jsonl, line 3".
+        columns: the row's other columns, as far as the reward function takes them.
+        is_text: whether the row's prompt is a text, which became one message of the user.
+        taken: what was found without being named, as config keys and the values that say the same.
     """
 
     index: int
@@ -42,46 +45,35 @@ class Prompt:
     ground_truth: Any
     extra_info: dict[str, Any]
     location: str
+    columns: dict[str, Any] = field(default_factory=dict)
+    is_text: bool = False
+    taken: Mapping[str, str] = field(default_factory=dict)
 
 
 def load_prompts(
     files: Sequence[str],
     *,
     key: str,
-    prompt_key: str,
-    reward_fn_key: str,
     max_samples: int,
     shuffle_seed: int | None,
-    needs_ground_truth: bool = True,
+    **columns: Any,
 ) -> list[Prompt]:
     """Read and check all rows, then choose `max_samples` of them.
 
     Args:
         files: entries in the forms of config/data_files.py.
         key: the config key that names the files, for messages.
-        prompt_key: column of the prompt.
-        reward_fn_key: column of the data source.
         max_samples: how many rows to keep; -1, or more than there are: all.
         shuffle_seed: keep a random subset drawn with this seed; None: keep the first rows. The kept rows stay
             in file order either way.
-        needs_ground_truth: whether a row must have a ground truth and a data source: not where a model scores.
+        **columns: the fields of `columns.Columns`, such as prompt_key.
 
     Raises:
         DataError: a file cannot be read, or a row breaks the schema (the message names file and row).
     """
+    read = Columns(**columns)
     located = locate_rows(files, key=key)
-    prompts = [
-        checked_prompt(
-            row,
-            index,
-            location,
-            key=key,
-            prompt_key=prompt_key,
-            reward_fn_key=reward_fn_key,
-            needs_ground_truth=needs_ground_truth,
-        )
-        for index, (location, row) in enumerate(located)
-    ]
+    prompts = [checked_prompt(row, index, location, key, read) for index, (location, row) in enumerate(located)]
     if max_samples < 0 or max_samples >= len(prompts):
         return prompts
     if shuffle_seed is None:
@@ -106,16 +98,7 @@ def add_system_prompt(prompts: Sequence[Prompt], text: str) -> tuple[list[Prompt
     return changed, num_kept
 
 
-def checked_prompt(
-    row: dict[str, Any],
-    index: int,
-    location: str,
-    *,
-    key: str,
-    prompt_key: str,
-    reward_fn_key: str,
-    needs_ground_truth: bool = True,
-) -> Prompt:
+def checked_prompt(row: dict[str, Any], index: int, location: str, key: str, columns: Columns) -> Prompt:
     """Check one row.
 
     Args:
@@ -123,38 +106,33 @@ def checked_prompt(
         index: its position among all rows.
         location: file and row.
         key: the config key that names the files, for messages.
-        prompt_key: column of the prompt.
-        reward_fn_key: column of the data source.
-        needs_ground_truth: see `load_prompts`.
+        columns: how rows are read.
 
     Raises:
         DataError: it breaks the schema; the message names file, row and column.
     """
-    where = f"{key}: {location}"
-    if not needs_ground_truth and reward_fn_key == "data_source":  # a name that somebody chose is there
-        row = {reward_fn_key: NO_DATA_SOURCE, **{name: value for name, value in row.items() if value is not None}}
-    data_source = column_of(row, reward_fn_key, where, setting=f" (data.reward_fn_key={reward_fn_key})")
-    if not isinstance(data_source, str) or not data_source:
-        raise DataError(f"{where}: {reward_fn_key} must be a non-empty string, got {shown(data_source)}")
-    reward_model = row.get("reward_model", {}) if not needs_ground_truth else column_of(row, "reward_model", where)
-    if not isinstance(reward_model, dict) or (needs_ground_truth and reward_model.get("ground_truth") is None):
-        raise DataError(f"{where}: reward_model must be {{'ground_truth': ...}}, got {shown(reward_model)}")
-    ground_truth = reward_model.get("ground_truth")
-    _check_ground_truth(ground_truth, where)
+    where, taken = f"{key}: {location}", dict[str, str]()
+    data_source = columns.source(row, location, where, taken)
     extra_info = row.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise DataError(f"{where}: extra_info must be an object, got {shown(extra_info)}")
-    column = column_of(row, prompt_key, where, setting=f" (data.prompt_key={prompt_key})")
-    messages = checked_messages(column, f"{where}: {prompt_key}")
-    return Prompt(index, data_source, messages, ground_truth, extra_info or {}, location)
+    name, value = columns.prompt(row, where, taken)
+    messages, turn = checked_messages(value, f"{where}: {name}"), None
+    if name == MESSAGES and messages[-1]["role"] == "assistant":  # the answer, which the policy is to find
+        turn = messages.pop()["content"]
+        if not messages:
+            raise DataError(f"{where}: {name} has nothing but an answer of the assistant; put the question before it")
+    truth_name, truth = columns.answer(row, turn, where, taken)
+    _check_ground_truth(truth, f"{where}: {truth_name}")
+    others = columns.others(row, extra_info or {}, where)
+    is_text = isinstance(value, str)
+    return Prompt(index, data_source, messages, truth, extra_info or {}, location, others, is_text, taken)
 
 
 def _check_ground_truth(value: Any, where: str) -> None:
     """A nan is how a table says that nothing is there, and nothing equals it: no response could be right."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise DataError(
-            f"{where}: reward_model.ground_truth is {value}; write a finite number, or text, or drop the row"
-        )
+        raise DataError(f"{where} is {value}; write a finite number, or text, or drop the row")
 
 
 def checked_messages(value: Any, where: str, role: str = "user") -> list[dict[str, Any]]:
@@ -171,29 +149,19 @@ def checked_messages(value: Any, where: str, role: str = "user") -> list[dict[st
     for number, message in enumerate(value, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"{where}: message {number} must have a role, got {shown(message)}")
-        content = message.get("content")
+        content = _text_of(message.get("content"))
         if not isinstance(content, str):
             raise DataError(f"{where}: the content of message {number} must be text, got {shown(content)}")
         # Parquet gives every message the union of all fields: null stands for "not there".
-        messages.append({name: value for name, value in message.items() if value is not None})
+        messages.append({name: value for name, value in message.items() if value is not None} | {"content": content})
     if not any(message["content"].strip() for message in messages):
         raise DataError(f"{where} is empty")
     return messages
 
 
-def column_of(row: dict[str, Any], name: str, where: str, *, setting: str = "") -> Any:
-    """The value of a row's column.
-
-    Args:
-        row: the row.
-        name: of the column.
-        where: file and row, for the message.
-        setting: the setting that chose the name, if one did.
-
-    Raises:
-        DataError: the row has no such column, or nothing in it.
-    """
-    if row.get(name) is None:
-        columns = ", ".join(map(str, row))[:MOST_COLUMN_TEXT] or "nothing"
-        raise DataError(f"{where}: no column {name!r}{setting}; the row has {columns}")
-    return row[name]
+def _text_of(content: Any) -> Any:
+    """The content of a message; parts of text, OpenAI's form, become one text, a line or more for each part."""
+    parts = content if isinstance(content, list) else []
+    of_text = [part for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [part["text"] for part in of_text if isinstance(part.get("text"), str)]
+    return "\n".join(texts) if texts and len(texts) == len(parts) else content

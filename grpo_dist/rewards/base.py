@@ -30,6 +30,21 @@ LARGEST = 3.4028234e38  # what a float32, in which scores travel, can hold
 
 
 @dataclass(frozen=True)
+class RowNeeds:
+    """What a reward function reads of a row beside its data source, its prompt and extra_info.
+
+    Attributes:
+        ground_truth: whether it needs one: its argument of that name has no default value.
+        needed: columns, or entries of extra_info, that it cannot do without.
+        taken: all columns that it takes; None: whatever columns there are.
+    """
+
+    ground_truth: bool = True
+    needed: frozenset[str] = frozenset()
+    taken: frozenset[str] | None = frozenset()
+
+
+@dataclass(frozen=True)
 class RewardFunction:
     """A scorer, its name in messages, the keyword arguments from custom_reward_function, and its form (forms.py).
 
@@ -43,6 +58,7 @@ class RewardFunction:
     form: Form = "response"
     is_async: bool = False
     components: Mapping[str, float] = field(default_factory=dict)
+    needs: RowNeeds = RowNeeds()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
     response   compute_score(data_source, solution_str, ground_truth, extra_info)                 verl; one call each
     batch      compute_score(data_sources, solution_strs, ground_truths, extra_infos)             verl's batch manager
     trl        reward(prompts, completions, **columns)                                            TRL
-               with the columns data_source, ground_truth and every entry of extra_info, as lists
+               with data_source, ground_truth, the row's other columns and every entry of extra_info, as lists, as far
+               as the function takes them
 
 Each may be `async def`; calls for single responses then run at the same time. The form is told by the names of the
 parameters (`form_of`).
@@ -16,7 +17,7 @@ import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_dist.errors import GrpoDistError, RewardError
@@ -35,6 +36,8 @@ class Sample:
     ground_truth: Any
     extra_info: dict[str, Any]
     messages: list[dict[str, Any]]
+    columns: dict[str, Any] = field(default_factory=dict)
+    is_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ async def _score_at_once(function: RewardFunction, samples: Sequence[Sample]) ->
 
 
 def _score_batch(function: RewardFunction, samples: Sequence[Sample]) -> Iterator[RewardResult | Failure]:
-    arguments = _trl_arguments(samples) if function.form == "trl" else _batch_arguments(samples)
+    arguments = _trl_arguments(function, samples) if function.form == "trl" else _batch_arguments(samples)
     try:
         returned = function.function(**arguments, **function.reward_kwargs)
         found = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
@@ -147,16 +150,24 @@ def _batch_arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     }
 
 
-def _trl_arguments(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """TRL's conversational form: prompts are message lists, a completion is a list of one assistant message."""
+def _trl_arguments(function: RewardFunction, samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """What a TRL function takes of prompts, completions and columns. Both are lists of messages, a completion of one of
+    the assistant's; or texts, where the row's prompt is a text.
+    """
     columns: dict[str, list[Any]] = {
-        "prompts": [list(sample.messages) for sample in samples],
-        "completions": [[{"role": "assistant", "content": sample.solution_str}] for sample in samples],
+        "prompts": [s.messages[-1]["content"] if s.is_text else list(s.messages) for s in samples],
+        "completions": [
+            s.solution_str if s.is_text else [{"role": "assistant", "content": s.solution_str}] for s in samples
+        ],
     }
     rows = [
-        {"data_source": s.data_source, "ground_truth": s.ground_truth} | dict(s.extra_info)
+        s.columns | {"data_source": s.data_source, "ground_truth": s.ground_truth} | dict(s.extra_info)
         | {"extra_info": dict(s.extra_info)}
         for s in samples
     ]  # fmt: skip
     names = dict.fromkeys(str(name) for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names} | columns
+    given = {name: [row.get(name) for row in rows] for name in names} | columns
+    parameters = inspect.signature(function.function).parameters
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    # What the config says stands above a column of that name.
+    return {n: v for n, v in given.items() if (takes_all or n in parameters) and n not in function.reward_kwargs}

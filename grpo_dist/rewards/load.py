@@ -14,7 +14,7 @@ from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.names import OVERLONG_PENALTY
 from grpo_dist.redact import redact
 from grpo_dist.registry import load_attribute
-from grpo_dist.rewards.base import Form, RewardFunction
+from grpo_dist.rewards.base import Form, RewardFunction, RowNeeds
 from grpo_dist.rewards.forms import BATCH_ARGUMENTS, TRL_ARGUMENTS, form_of
 
 PATH_KEY = "custom_reward_function.path"
@@ -42,7 +42,7 @@ MOVED = {
 }
 # Names that mean something else in what a reward function returns, so that no component can have them.
 RESERVED = {"score", "pred", "step_scores", OVERLONG_PENALTY}
-# The arguments that every form is called with. TRL functions get the row's columns too, and may leave them to **kwargs.
+# The arguments that every form is called with. TRL functions get the row's columns too, and take what they name.
 ARGUMENTS: dict[Form, tuple[str, ...]] = {
     "response": ("data_source", "solution_str", "ground_truth", "extra_info"),
     "batch": BATCH_ARGUMENTS,
@@ -88,6 +88,7 @@ def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str
         form,
         is_async=inspect.iscoroutinefunction(function),
         components={} if declare is None else _declared(declare, reward_kwargs),
+        needs=_row_needs(function, form, reward_kwargs),
     )
 
 
@@ -149,6 +150,26 @@ def _declared(declare: Callable[..., Any], reward_kwargs: Mapping[str, Any]) -> 
     return {name: float(weight) for name, weight in found.items()}
 
 
+def _row_needs(function: Callable[..., Any], form: Form, reward_kwargs: Mapping[str, Any]) -> RowNeeds:
+    """What a function reads of a row, told by its parameters."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return RowNeeds()
+    kinds, empty = inspect.Parameter, inspect.Parameter.empty
+    variable = {name for name, each in parameters.items() if each.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)}
+    named = parameters.keys() - variable - reward_kwargs.keys()
+    needed = {name for name in named if parameters[name].default is empty}
+    ground_truth = not needed.isdisjoint(("ground_truth", "ground_truths"))
+    if form != "trl":
+        return RowNeeds(ground_truth)
+    takes_all = any(parameters[name].kind is kinds.VAR_KEYWORD for name in variable)
+    known = ARGUMENTS["trl"]
+    return RowNeeds(
+        ground_truth, frozenset(needed.difference(known)), None if takes_all else frozenset(named.difference(known))
+    )
+
+
 def _check_callable(function: Any, form: Form, spec: str, reward_kwargs: Mapping[str, Any]) -> None:
     where = f"custom_reward_function.path/name={spec}"
     if not callable(function) or inspect.isclass(function):
@@ -158,10 +179,11 @@ def _check_callable(function: Any, form: Form, spec: str, reward_kwargs: Mapping
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some C functions tell nothing; the first call will
         return
-    # What a TRL function asks for beyond these are columns of the rows' extra_info, which are not known here.
+    # What a TRL function asks for beyond these are columns of the rows, which are not known here.
     bind = signature.bind_partial if form == "trl" else signature.bind
+    given = [] if form == "trl" else arguments
     try:
-        bind(**dict.fromkeys(arguments), **reward_kwargs)
+        bind(**dict.fromkeys(given), **reward_kwargs)
     except TypeError as error:
         raise ConfigError(
             f"{where}{signature}: cannot be called with keyword arguments {', '.join(arguments)} and "

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from grpo_dist.errors import GrpoDistError, RewardError
-from grpo_dist.rewards.base import RewardFunction, RewardResult, shown_response
+from grpo_dist.rewards.base import RewardFunction, RewardResult, RowNeeds, shown_response
 from grpo_dist.rewards.forms import Failure, Sample, score_group
 from grpo_dist.rewards.load import load_reward_function
 from grpo_dist.rewards.output_lines import OutputLines
@@ -37,7 +37,7 @@ class Scorer:
     """The parent's side: starts the process, and another one whenever it has ended.
 
     What the function prints (stdout and stderr) is kept in `printed`. Once the function is loaded, `components` holds
-    the reward components that it declares, with their weights.
+    the reward components that it declares, with their weights, and `needs` what it reads of a row.
 
     Args:
         path: `custom_reward_function.path`; None: the built-in scorers.
@@ -51,6 +51,7 @@ class Scorer:
         self.num_starts = 0
         self.printed = OutputLines()
         self.components: dict[str, float] = {}
+        self.needs = RowNeeds()
         self._one_by_one = True
         self._process: subprocess.Popen[bytes] | None = None
         self._output: int | None = None  # file descriptor of what the process prints; None: there will be no more
@@ -85,7 +86,7 @@ class Scorer:
         reply = self._receive(START_TIMEOUT_S)
         if isinstance(reply, Failure):
             raise RewardError(f"the reward function {self._source[0]}:{self._source[1]} cannot be loaded: {reply.text}")
-        self._one_by_one, self.components = reply
+        self._one_by_one, self.components, self.needs = reply
 
     def score(self, samples: Sequence[Sample]) -> list[RewardResult | Failure]:
         """Score the samples; one result for each, in order.
@@ -195,7 +196,7 @@ def serve(pipe: Connection) -> None:
     except GrpoDistError as error:
         pipe.send(error)
         return
-    pipe.send((takes_one(function), dict(function.components)))
+    pipe.send((takes_one(function), dict(function.components), function.needs))
     while True:
         samples = pipe.recv()
         try:

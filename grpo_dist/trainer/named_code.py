@@ -12,6 +12,7 @@ from grpo_dist.data.curriculum import load_sampler_class
 from grpo_dist.engines.base import ROLLOUT_ENGINES, rollout_engine
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards import load_reward_function
+from grpo_dist.rewards.base import RowNeeds
 from grpo_dist.rewards.components import chosen_components
 from grpo_dist.rewards.scorer import Scorer
 
@@ -39,8 +40,11 @@ def resolve_names(config: RunConfig) -> None:
         load_sampler_class(sampler.class_path, sampler.class_name)
 
 
-def import_reward(config: RunConfig) -> None:
+def import_reward(config: RunConfig) -> RowNeeds:
     """Import the reward function; a custom one in a separate process, as the reward processes do.
+
+    Returns:
+        What it reads of a row.
 
     Raises:
         ConfigError: it does not exist, cannot be imported, hangs, exits its process, or lacks the components that gdpo
@@ -48,8 +52,7 @@ def import_reward(config: RunConfig) -> None:
     """
     algorithm, reward = config.algorithm, config.custom_reward_function
     if reward.path is None:
-        load_reward_function(config.reward_function, reward.name, reward.reward_kwargs)
-        return
+        return load_reward_function(config.reward_function, reward.name, reward.reward_kwargs).needs
     scorer = Scorer(reward.path, reward.name, reward.reward_kwargs, timeout_s=config.reward.timeout_s)
     try:
         scorer.start()
@@ -70,3 +73,4 @@ def import_reward(config: RunConfig) -> None:
             declared=scorer.components,
             overlong_penalty=config.reward.overlong_buffer.enable,
         )
+    return scorer.needs

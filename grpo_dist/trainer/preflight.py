@@ -14,6 +14,7 @@ from grpo_dist.config.model_rules import model_problems
 from grpo_dist.config.node_layout import slots
 from grpo_dist.config.problems import config_error
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.rewards.base import RowNeeds
 from grpo_dist.tracking.base import check_trackers
 from grpo_dist.trainer.checks import Checks, Ready, check_adapter, check_resume, describe_model, is_on_the_hub
 from grpo_dist.trainer.critic_check import check_critic
@@ -45,7 +46,8 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
         ConfigError: everything that is wrong, in one message.
     """
     checks = Checks()
-    machine, model, scorer, ready = Machine("", None), None, None, None
+    # Of a reward function that cannot be imported nobody knows what it needs.
+    machine, model, scorer, ready, needs = Machine("", None), None, None, None, RowNeeds(ground_truth=False)
     with checks:
         machine = check_machine(config, slots(config))
         tell(machine.found)
@@ -53,7 +55,7 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
         resolve_names(config)
         tell("functions and classes named in the config: all found")
     with checks:
-        import_reward(config)
+        needs = import_reward(config)
         tell(f"reward: {config.reward_function or 'built-in, by data_source'}")
     with checks:
         check_trackers(config.trainer.logger)
@@ -79,7 +81,7 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
                 tell(f"critic: {path}: {describe_model(critic)}{f'; {head}' if critic.shapes else ''}")
     _check_reference(config, model, checks, tell, rehearsal=rehearsal)
     with checks:
-        ready = _check_data(config, model)
+        ready = _check_data(config, model, needs)
         if ready is not None:
             tell(f"prompts: {len(ready.prompts.train)} for training, {len(ready.prompts.validation)} for validation")
             for note in ready.notes:
@@ -133,13 +135,13 @@ def _check_fit(config: RunConfig, model: ModelFolder, machine: Machine) -> None:
         raise config_error(problems)
 
 
-def _check_data(config: RunConfig, model: ModelFolder | None) -> ReadyPrompts | None:
+def _check_data(config: RunConfig, model: ModelFolder | None, needs: RowNeeds) -> ReadyPrompts | None:
     """Check all rows; without a model only what needs no tokenizer, and return None."""
     data = config.data
     if model is None:
-        read_prompts(config, "data.train_files", data.train_files, data.train_max_samples)
+        read_prompts(config, "data.train_files", data.train_files, data.train_max_samples, needs)
         if data.val_files:
-            read_prompts(config, "data.val_files", data.val_files, data.val_max_samples)
+            read_prompts(config, "data.val_files", data.val_files, data.val_max_samples, needs)
         return None
-    prompts, notes = load_run_prompts(config, model)
+    prompts, notes = load_run_prompts(config, model, needs)
     return ReadyPrompts(notes, total_steps(config, prompts), prompts)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.assets.model_folder import ModelFolder
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.data.columns import SOURCE
 from grpo_dist.data.curriculum import CustomSampler
-from grpo_dist.data.prompts import Prompt, add_system_prompt, load_prompts
+from grpo_dist.data.prompts import NO_DATA_SOURCE, Prompt, add_system_prompt, load_prompts
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, load_tokenizer, named_rows, tokenize_prompts
 from grpo_dist.rewards import check_data_sources
+from grpo_dist.rewards.base import RowNeeds
 from grpo_dist.trainer.checkpoint.config_changes import identify_prompts
 
 
@@ -36,12 +39,13 @@ def model_setting(config: RunConfig) -> str:
     return f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}"
 
 
-def load_run_prompts(config: RunConfig, model: ModelFolder) -> tuple[Prompts, list[str]]:
+def load_run_prompts(config: RunConfig, model: ModelFolder, needs: RowNeeds | None = None) -> tuple[Prompts, list[str]]:
     """Read and tokenize the prompts; returns them, and notes on them for the user.
 
     Args:
         config: the run's config.
         model: the model folder, which has the tokenizer.
+        needs: what the reward function reads of a row; None: what verl's functions read.
 
     Raises:
         DataError: a file, a row or the tokenizer is invalid, or there are fewer prompts than a batch needs.
@@ -49,10 +53,11 @@ def load_run_prompts(config: RunConfig, model: ModelFolder) -> tuple[Prompts, li
     """
     data = config.data
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
-    train, notes = _load(config, "data.train_files", data.train_files, data.train_max_samples, tokenizer)
+    needs = needs or RowNeeds()
+    train, notes = _load(config, "data.train_files", data.train_files, data.train_max_samples, tokenizer, needs)
     validation: list[TokenizedPrompt] = []
     if data.val_files:
-        validation, more = _load(config, "data.val_files", data.val_files, data.val_max_samples, tokenizer)
+        validation, more = _load(config, "data.val_files", data.val_files, data.val_max_samples, tokenizer, needs)
         notes += more
     if model.vocab_size is not None:
         largest = ((each.prompt.location, int(each.token_ids.max())) for each in [*train, *validation])
@@ -61,10 +66,11 @@ def load_run_prompts(config: RunConfig, model: ModelFolder) -> tuple[Prompts, li
 
 
 def _load(
-    config: RunConfig, key: str, files: Sequence[str], most: int, tokenizer: Any
+    config: RunConfig, key: str, files: Sequence[str], most: int, tokenizer: Any, needs: RowNeeds
 ) -> tuple[list[TokenizedPrompt], list[str]]:
     """The tokenized prompts of one config key, and notes on them."""
-    data, prompts, notes = config.data, read_prompts(config, key, files, most), []
+    data, prompts = config.data, read_prompts(config, key, files, most, needs)
+    notes = list(_taken(key, prompts))
     if data.system_prompt is not None:
         prompts, num_kept = add_system_prompt(prompts, data.system_prompt)
         if num_kept:
@@ -88,24 +94,45 @@ def _load(
     return tokenized, notes
 
 
-def read_prompts(config: RunConfig, key: str, files: Sequence[str], most: int) -> list[Prompt]:
-    """The rows of one config key, with all checks that need no tokenizer.
+def _taken(key: str, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """A note on the columns that were found without being named."""
+    counts = Counter(entry for prompt in prompts for entry in prompt.taken.items())
+    if counts:
+        found = (
+            f"{name}={value}" + ("" if count == len(prompts) else f" ({count} of {len(prompts)} rows)")
+            for (name, value), count in counts.items()
+        )
+        yield f"{key}: rows are read as with {', '.join(found)}; set these keys where something else is meant"
+
+
+def read_prompts(
+    config: RunConfig, key: str, files: Sequence[str], most: int, needs: RowNeeds | None = None
+) -> list[Prompt]:
+    """The rows of one config key, with all checks that need no tokenizer; `needs` as in `load_run_prompts`.
 
     Raises:
         DataError: a file or a row is invalid.
         ConfigError: a data source has no scorer.
     """
-    data = config.data
+    data, needs = config.data, needs or RowNeeds()
+    built_in, may_be_unnamed = None in config.reward_paths, data.reward_fn_key == SOURCE
+    unnamed = NO_DATA_SOURCE if may_be_unnamed and not config.needs_ground_truth else None
     prompts = load_prompts(
         files,
         key=key,
-        prompt_key=data.prompt_key,
-        reward_fn_key=data.reward_fn_key,
         max_samples=most,
         shuffle_seed=config.data_seed if data.shuffle and key == "data.train_files" else None,
-        needs_ground_truth=config.needs_ground_truth,
+        prompt_key=data.prompt_key,
+        reward_fn_key=data.reward_fn_key,
+        answer_key=data.answer_key,
+        prompt_template=data.prompt_template,
+        data_source=data.data_source or unnamed,
+        needs_ground_truth=config.needs_ground_truth and needs.ground_truth,
+        needs_source=built_in or not may_be_unnamed,
+        needed=needs.needed,
+        kept=needs.taken,
     )
-    if None in config.reward_paths:
+    if built_in:
         check_data_sources(prompt.data_source for prompt in prompts)
     return prompts
 

@@ -67,7 +67,7 @@ class Task:
     """What the reward function is told about a prompt. In validation there is no overlong penalty.
 
     `model_scores` are the numbers of the reward model by name, (n,) each: they are part of each response's extra_info.
-    Those of steps are an array of lists.
+    Those of steps are an array of lists. `columns` and `is_text` are those of the `Prompt`.
     """
 
     data_source: str
@@ -76,6 +76,8 @@ class Task:
     messages: list[dict[str, Any]] = field(default_factory=list)
     validation: bool = False
     model_scores: Mapping[str, np.ndarray] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+    is_text: bool = False
 
 
 class RewardWorker(BatchWork):
@@ -163,8 +165,8 @@ class RewardWorker(BatchWork):
             for i in range(len(texts))
         ]
         samples = [
-            Sample(text, task.data_source, task.ground_truth, task.extra_info | scores, task.messages)
-            for text, scores in zip(texts, model_scores, strict=True)
+            Sample(text, task.data_source, task.ground_truth, extra, task.messages, task.columns, task.is_text)
+            for text, extra in zip(texts, (task.extra_info | scores for scores in model_scores), strict=True)
         ]
         return [
             RewardResult(self.failure_score, {}, failure=result.text) if isinstance(result, Failure) else result

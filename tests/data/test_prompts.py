@@ -92,14 +92,14 @@ def test_where_a_model_scores_a_row_is_a_prompt(tmp_path: Path) -> None:
         row(),
     ]
     files = write_jsonl(tmp_path / "a.jsonl", *rows)
-    found = load(files, needs_ground_truth=False)
+    found = load(files, needs_ground_truth=False, data_source="data")
     assert [(p.data_source, p.ground_truth) for p in found] == [("data", None), ("hh", None), ("gsm8k", "2")]
     assert found[0].messages == [{"role": "user", "content": "POST: a long story TL;DR:"}]
     with refuses(DataError, "a.jsonl, line 1", "data_source"):
         load(files)
     broken = write_jsonl(tmp_path / "b.jsonl", {"prompt": "What?", "reward_model": "yes"})
     with refuses(DataError, "b.jsonl, line 1", "reward_model"):
-        load(broken, needs_ground_truth=False)
+        load(broken, needs_ground_truth=False, data_source="data")
 
 
 def test_max_samples_first_or_seeded_subset(tmp_path: Path) -> None:

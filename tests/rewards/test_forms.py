@@ -57,6 +57,44 @@ def test_trls_form() -> None:
     }
 
 
+def test_trls_form_gets_the_columns_that_it_takes() -> None:
+    """Those of the row, and of extra_info; not those whose name an argument of the config has."""
+    rows = [Sample(t, "sums", "4", {"index": 7}, MESSAGES, {"answer": "4", "level": 2, "question": "?"}) for t in "45"]
+
+    def correct(completions: list, answer: list, level: int, index: list) -> list[float]:
+        assert (level, index) == (3, [7, 7])
+        return [float(each[0]["content"] == right) for each, right in zip(completions, answer, strict=True)]
+
+    function = RewardFunction("mine", correct, {"level": 3}, form_of(correct))
+    assert [result.score for result in score_group(function, rows)] == [1, 0]
+
+    def columns(completions: list, **columns: Any) -> list[float]:
+        assert columns.pop("extra_info") == [{"index": 7}] * 2
+        assert {name: values[0] for name, values in columns.items()} == {
+            "prompts": MESSAGES,
+            "answer": "4",
+            "level": 2,
+            "question": "?",
+            "data_source": "sums",
+            "ground_truth": "4",
+            "index": 7,
+        }
+        return [1.0, 1.0]
+
+    assert [result.score for result in score_group(RewardFunction("all", columns, {}, "trl"), rows)] == [1, 1]
+
+
+def test_trls_form_gets_texts_where_the_prompt_is_a_text() -> None:
+    messages = [{"role": "system", "content": "Add."}, *MESSAGES]
+    rows = [Sample(text, "sums", None, {}, messages, is_text=True) for text in ("4", "five")]
+
+    def reward(prompts: list, completions: list) -> list[float]:
+        assert prompts == ["2 + 2?", "2 + 2?"]
+        return [float(len(completion)) for completion in completions]
+
+    assert [result.score for result in score_group(RewardFunction("mine", reward, {}, "trl"), rows)] == [1, 4]
+
+
 def test_async_calls_overlap() -> None:
     """The first call waits for the second one: one after the other they would wait for ever."""
     second = asyncio.Event()

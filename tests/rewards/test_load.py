@@ -10,6 +10,7 @@ import pytest
 
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards import RewardFunction, check_data_sources, load_reward_function, score_response
+from grpo_dist.rewards.base import RowNeeds
 from grpo_dist.rewards.load import MOVED, SCORERS
 from tests.messages import refuses, says
 
@@ -29,6 +30,10 @@ async def later(data_source, solution_str, ground_truth, extra_info):
 def group(prompts, completions):
     return [1.0 for _ in completions]
 def named(prompts, completions, ground_truth, a, b, **columns):
+    return [1.0 for _ in completions]
+def optional(data_source, solution_str, ground_truth=None, extra_info=None):
+    return 1.0
+def few(completions, answer, level=1, scale=2.0):
     return [1.0 for _ in completions]
 def batch(data_sources, solution_strs, ground_truths, extra_infos):
     return [1.0 for _ in solution_strs]
@@ -115,7 +120,6 @@ def test_a_scorer_that_has_moved_says_where_it_is(name: str, monkeypatch: pytest
         ("LIMIT", {}, ["function", "int"]),
         ("os", {}, ["function", "module"]),
         ("Scorer", {}, ["function", "type"]),
-        ("group", {}, ["prompts, completions, ", "'data_source'"]),
         ("short", {}, ["short(solution_str, ground_truth)", "keyword argument"]),
         ("needy", {}, ["missing", "'api_key'"]),
         ("compute_score", {"api_key": "SECRET123"}, ["reward_kwargs={'api_key': '***'}", " 'api_key'"]),
@@ -164,6 +168,23 @@ def test_the_form_is_found(file: str) -> None:
     assert (later.form, later.is_async) == ("response", True)
     assert (batch.form, batch.is_async) == ("batch", False)
     assert load_reward_function(file, "named", {}).form == "trl", "a and b may be entries of extra_info"
+
+
+@pytest.mark.parametrize(
+    ("name", "reward_kwargs", "needs"),
+    [
+        ("compute_score", {}, RowNeeds()),
+        ("batch", {}, RowNeeds()),
+        ("optional", {}, RowNeeds(ground_truth=False)),
+        ("anything", {}, RowNeeds(ground_truth=False)),
+        ("group", {}, RowNeeds(ground_truth=False)),
+        ("named", {}, RowNeeds(needed=frozenset("ab"), taken=None)),
+        ("named", {"b": 1}, RowNeeds(needed=frozenset("a"), taken=None)),
+        ("few", {"scale": 1}, RowNeeds(False, frozenset({"answer"}), frozenset({"answer", "level"}))),
+    ],
+)
+def test_what_a_function_reads_of_a_row(file: str, name: str, reward_kwargs: dict, needs: RowNeeds) -> None:
+    assert load_reward_function(file, name, reward_kwargs).needs == needs
 
 
 @pytest.mark.parametrize("data_source", sorted(SCORERS))

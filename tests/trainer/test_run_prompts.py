@@ -10,7 +10,8 @@ import pytest
 from grpo_dist.config.load import load_config
 from grpo_dist.data import PromptSampler
 from grpo_dist.data.curriculum import CustomSampler
-from grpo_dist.errors import DataError
+from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.rewards.base import RowNeeds
 from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.run_prompts import Prompts, load_run_prompts
 from tests.messages import refuses, says
@@ -72,6 +73,62 @@ def test_the_sampler_is_the_one_of_the_config(tmp_path: Path) -> None:
     sampler = load(tmp_path, *keys, contents=contents)[0].sampler
     assert isinstance(sampler, CustomSampler)
     assert sampler.steps_per_epoch == 1
+
+
+def own(tmp_path: Path, needs: RowNeeds, *overrides: str, rows: list[dict]) -> tuple[Prompts, list[str]]:
+    """Prompts of rows with columns of one's own, for a reward function with these needs."""
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sizes = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "data.val_files=null")
+    keys = (*sizes, "data.max_prompt_length=64", "data.max_response_length=64")
+    (tmp_path / "mine.py").touch()
+    reward = f"custom_reward_function.path={tmp_path}/mine.py"
+    config, _ = load_config([f"data.train_files={tmp_path}/own.jsonl", reward, *keys, *overrides])
+    return load_run_prompts(config, check_model(config), needs)
+
+
+SUMS = [{"question": f"{i}+1?", "answer": i + 1} for i in range(3)]
+
+
+def test_the_columns_that_were_found_are_told_with_their_keys(tmp_path: Path) -> None:
+    prompts, (note,) = own(tmp_path, RowNeeds(), rows=[*SUMS, {"prompt": "3+1?", "solution": 4, "data_source": "d"}])
+    assert [each.prompt.ground_truth for each in prompts.train] == [1, 2, 3, 4]
+    says(note, "data.train_files", "data.prompt_key=question (3 of 4 rows)", "data.answer_key=answer (3 of 4 rows)")
+    says(note, "data.answer_key=solution (1 of 4 rows)", "data.data_source=own (3 of 4 rows)")
+    named = ("data.prompt_key=question", "data.answer_key=answer", "data.data_source=sums")
+    prompts, notes = own(tmp_path, RowNeeds(), *named, rows=SUMS)
+    assert notes == []
+    assert prompts.train[0].prompt.data_source == "sums"
+
+
+def test_a_template_and_the_needs_of_the_reward_function(tmp_path: Path) -> None:
+    template = r"data.prompt_template='{question}\nAnswer after ####.'"
+    needs = RowNeeds(ground_truth=False, needed=frozenset({"level"}), taken=None)
+    rows = [{"question": "1+1?", "level": 3}, {"question": "2+2?", "level": 1}]
+    prompts, _ = own(tmp_path, needs, template, rows=rows)
+    first = prompts.train[0].prompt
+    assert first.messages == [{"role": "user", "content": "1+1?\nAnswer after ####."}]
+    assert (first.ground_truth, first.columns) == (None, rows[0])
+    with refuses(DataError, "own.jsonl, line 1", "'level'"):
+        own(tmp_path, needs, template, rows=SUMS)
+    with refuses(DataError, "own.jsonl, line 1", "'reward_model'", "data.answer_key=COLUMN", "ground_truth=None"):
+        own(tmp_path, RowNeeds(), template, rows=rows)
+
+
+def test_where_a_model_scores_rows_without_a_name_are_called_data(tmp_path: Path) -> None:
+    model = ("reward_model.enable=true", "reward_model.model.path=some/model")
+    prompts, notes = own(tmp_path, RowNeeds(), *model, rows=[{"prompt": "1+1?"}, {"prompt": "2+2?"}])
+    assert [(each.prompt.data_source, each.prompt.ground_truth) for each in prompts.train] == [("data", None)] * 2
+    assert notes == []
+
+
+def test_built_in_scorers_go_by_the_data_source(tmp_path: Path) -> None:
+    built_in = "custom_reward_function.path=null"
+    with refuses(DataError, "own.jsonl, line 1", "'data_source'", "data.data_source=", "custom_reward_function.path"):
+        own(tmp_path, RowNeeds(), built_in, rows=SUMS)
+    prompts, _ = own(tmp_path, RowNeeds(), built_in, "data.data_source=gsm8k", rows=SUMS)
+    assert prompts.train[0].prompt.data_source == "gsm8k"
+    with refuses(ConfigError, "'sums'", "custom_reward_function.path"):
+        own(tmp_path, RowNeeds(), built_in, "data.data_source=sums", rows=SUMS)
 
 
 def test_fewer_rows_than_a_batch(tmp_path: Path) -> None:

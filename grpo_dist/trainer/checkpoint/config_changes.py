@@ -20,6 +20,7 @@ import yaml
 
 from grpo_dist.config.load import default_values
 from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.data.columns import SOURCE_KEY
 from grpo_dist.engines.train.durable_files import digest_file
 from grpo_dist.errors import CheckpointError
 from grpo_dist.redact import redact
@@ -182,12 +183,14 @@ def flatten(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def identify_prompts(prompts: Sequence[TokenizedPrompt]) -> dict[str, Any]:
     """The number of training prompts, and a fingerprint of their content and order.
 
-    System messages and the chat template are left out: they do not change the positions.
+    System messages and the chat template are left out: they do not change the positions. Nor does the name of a file
+    that stands for a data source.
     """
     digest = hashlib.blake2b(digest_size=16)
     for prompt in (tokenized.prompt for tokenized in prompts):
         asked = [message for message in prompt.messages if message.get("role") != "system"]
-        digest.update(json.dumps([prompt.data_source, asked, prompt.ground_truth], default=str).encode())
+        source = None if SOURCE_KEY in prompt.taken else prompt.data_source
+        digest.update(json.dumps([source, asked, prompt.ground_truth], default=str).encode())
     return {"count": len(prompts), "fingerprint": digest.hexdigest()}
 
 

@@ -388,5 +388,13 @@ def make_request(
         uid,
         prompt.token_ids,
         sampling,
-        Task(source.data_source, source.ground_truth, source.extra_info, source.messages, validation),
+        Task(
+            source.data_source,
+            source.ground_truth,
+            source.extra_info,
+            source.messages,
+            validation,
+            columns=source.columns,
+            is_text=source.is_text,
+        ),
     )

@@ -1,0 +1,206 @@
+"""Which columns of a row are its prompt, its ground truth and its data source.
+
+verl's schema is read as it is. What it misses is looked for: the prompt in a column `messages`, `question` or
+`problem`, the ground truth in `answer`, `solution` or `ground_truth`, and then in the last turn of `messages`, if that
+is the assistant's. The keys of `data` name other columns. Where two columns could be meant, the row is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_dist.data.files import shown, source_name
+from grpo_dist.errors import DataError
+
+PROMPT, MESSAGES, SOURCE = "prompt", "messages", "data_source"
+PROMPTS = (MESSAGES, "question", "problem")  # where there is no column `prompt`
+ANSWERS = ("answer", "solution", "ground_truth")  # where there is no reward_model.ground_truth
+PROMPT_KEY, ANSWER_KEY, SOURCE_KEY = "data.prompt_key", "data.answer_key", "data.data_source"
+TEMPLATE_KEY = "data.prompt_template"
+# Columns with a place of their own among a reward function's arguments.
+KNOWN = {PROMPT, SOURCE, "reward_model", "extra_info"}
+MOST_COLUMN_TEXT = 300  # characters of a row's column names, in messages
+
+_FIELD = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """How rows are read: what the keys of `data` say, and what the reward function asks for.
+
+    Attributes:
+        prompt_key: column of the prompt.
+        reward_fn_key: column of the data source.
+        answer_key: column of the ground truth; None: reward_model.ground_truth, or else what is found.
+        prompt_template: text with {column} in it, which becomes the prompt; None: the prompt is a column.
+        data_source: of rows that have none; None: see `needs_source`.
+        needs_ground_truth: whether a row without a ground truth is refused.
+        needs_source: whether a row without a data source is refused; else its file's name takes the place.
+        needed: columns, or entries of extra_info, that the reward function cannot do without.
+        kept: other columns that it takes; None: all.
+    """
+
+    prompt_key: str = PROMPT
+    reward_fn_key: str = SOURCE
+    answer_key: str | None = None
+    prompt_template: str | None = None
+    data_source: str | None = None
+    needs_ground_truth: bool = True
+    needs_source: bool = True
+    needed: Collection[str] = ()
+    kept: Collection[str] | None = ()
+
+    def source(self, row: Row, location: str, where: str, taken: dict[str, str]) -> str:
+        """The data source. What is not in the row by the name that the config gives it is noted in `taken`, with the
+        config key and the value that say the same; so do `prompt` and `answer`.
+
+        Raises:
+            DataError: it has none, or it is no text.
+        """
+        value = row.get(self.reward_fn_key)
+        if value is None and self.data_source is not None:
+            value = self.data_source
+        elif value is None and not self.needs_source:
+            value = taken[SOURCE_KEY] = source_name(location)
+        elif value is None:
+            setting = f" (data.reward_fn_key={self.reward_fn_key})"
+            remedy = f"; name it with {SOURCE_KEY}=, or set custom_reward_function.path, which needs none"
+            raise missing(row, self.reward_fn_key, where, setting, remedy)
+        if not isinstance(value, str) or not value:
+            raise DataError(f"{where}: {self.reward_fn_key} must be a non-empty string, got {shown(value)}")
+        return value
+
+    def prompt(self, row: Row, where: str, taken: dict[str, str]) -> tuple[str, Any]:
+        """The name and the value of what the prompt is made of.
+
+        Raises:
+            DataError: there is none, or several.
+        """
+        if self.prompt_template is not None:
+            return TEMPLATE_KEY, filled(self.prompt_template, row, where)
+        name = self.prompt_key
+        if row.get(name) is None and name == PROMPT:
+            found = _present(row, PROMPTS)
+            if len(found) > 1:
+                raise _ambiguous(found, "prompt", PROMPT_KEY, where)
+            name = taken[PROMPT_KEY] = found[0] if found else name
+        return name, column_of(row, name, where, setting=f" ({PROMPT_KEY}={name})")
+
+    def answer(self, row: Row, turn: str | None, where: str, taken: dict[str, str]) -> tuple[str, Any]:
+        """The name and the value of the ground truth; None where there is none and none is needed.
+
+        Args:
+            row: the row.
+            turn: the last turn of its messages, if that is the assistant's.
+            where: file and row, for messages.
+            taken: see `source`.
+
+        Raises:
+            DataError: there is none, or several.
+        """
+        if self.answer_key is not None:
+            setting = f" ({ANSWER_KEY}={self.answer_key})"
+            read = column_of if self.needs_ground_truth else _optional
+            return self.answer_key, read(row, self.answer_key, where, setting=setting)
+        model = row.get("reward_model")
+        if model is not None and not isinstance(model, dict):
+            raise DataError(f"{where}: reward_model must be {{'ground_truth': ...}}, got {shown(model)}")
+        if model and model.get("ground_truth") is not None:
+            return "reward_model.ground_truth", model["ground_truth"]
+        found = _present(row, ANSWERS)
+        if len(found) > 1 and self.needs_ground_truth:
+            raise _ambiguous(found, "ground truth", ANSWER_KEY, where)
+        if len(found) == 1:
+            taken[ANSWER_KEY] = found[0]
+            return found[0], row[found[0]]
+        if turn is not None and not found:
+            taken[ANSWER_KEY] = f"{MESSAGES}[-1]"
+            return f"{MESSAGES}[-1]", turn
+        if self.needs_ground_truth and model is not None:
+            raise DataError(f"{where}: reward_model must be {{'ground_truth': ...}}, got {shown(model)}")
+        if self.needs_ground_truth:
+            remedy = (
+                f", so there is no ground truth; {ANSWER_KEY}=COLUMN names the column that has it, and a reward "
+                "function that needs none is written with ground_truth=None"
+            )
+            raise missing(row, "reward_model", where, remedy=remedy)
+        return ANSWER_KEY, None
+
+    def others(self, row: Row, extra_info: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The other columns that the reward function takes.
+
+        Raises:
+            DataError: it needs one that the row does not have.
+        """
+        for name in self.needed:
+            if name not in row and name not in extra_info:
+                remedy = "; the reward function takes it: add the column, or give the argument a default value"
+                raise missing(row, name, where, remedy=remedy)
+        return {
+            name: value for name, value in row.items() if name not in KNOWN and (self.kept is None or name in self.kept)
+        }
+
+
+def filled(template: str, row: Row, where: str) -> str:
+    r"""A template with the row's values: `{column}` is replaced, `{{column}}` becomes {column}, and `\n`, as it comes
+    from the command line, is a line break. Other braces stay as they are.
+
+    Raises:
+        DataError: the template names no column, or one that the row does not have or that is no text or number.
+    """
+
+    def value_of(match: re.Match[str]) -> str:
+        literal, name = match.groups()
+        if literal is not None:
+            return f"{{{literal}}}"
+        value = column_of(row, name, where, setting=f" ({TEMPLATE_KEY} names it)")
+        if not isinstance(value, str | int | float):
+            raise DataError(f"{where}: {TEMPLATE_KEY} names {name}, which must be text or a number, got {shown(value)}")
+        return str(value)
+
+    if not any(match[2] for match in _FIELD.finditer(template)):
+        raise DataError(
+            f"{TEMPLATE_KEY}={template}: names no column, so all prompts would be the same; write one as {{question}}"
+        )
+    return _FIELD.sub(value_of, template.replace("\\n", "\n"))
+
+
+def column_of(row: Row, name: str, where: str, *, setting: str = "") -> Any:
+    """The value of a row's column.
+
+    Args:
+        row: the row.
+        name: of the column.
+        where: file and row, for the message.
+        setting: the setting that chose the name, if one did.
+
+    Raises:
+        DataError: the row has no such column, or nothing in it.
+    """
+    if row.get(name) is None:
+        raise missing(row, name, where, setting)
+    return row[name]
+
+
+def missing(row: Row, name: str, where: str, setting: str = "", remedy: str = "") -> DataError:
+    """The error that a row has no such column, or nothing in it."""
+    columns = ", ".join(map(str, row))[:MOST_COLUMN_TEXT] or "nothing"
+    return DataError(f"{where}: no column {name!r}{setting}; the row has {columns}{remedy}")
+
+
+def _optional(row: Row, name: str, where: str, *, setting: str) -> Any:
+    return row.get(name)
+
+
+def _present(row: Row, names: Collection[str]) -> list[str]:
+    return [name for name in names if row.get(name) is not None]
+
+
+def _ambiguous(found: list[str], what: str, key: str, where: str) -> DataError:
+    ways = " or ".join(f"{key}={name}" for name in found)
+    return DataError(f"{where}: the {what} may be in the columns {', '.join(found)}; say which: {ways}")
