@@ -22,7 +22,7 @@ from grpo_dist.rewards.forms import Failure, Sample
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.trainer.run_prompts import read_prompts
 
-# Entries of extra_info in which rows have a whole answer, beside the ground truth that the scorer compares with.
+# Columns, and entries of extra_info, in which rows have a whole answer, beside the ground truth that the scorer compares with.
 OWN_ANSWERS = ("completion", "solution", "response", "answer")
 MOST_SHOWN = 160  # characters of a prompt's end and of a response
 _OF_PROMPT = {field.name for field in fields(Prompt)}
@@ -80,7 +80,7 @@ def own_answer(prompt: Prompt) -> Answer:
         ConfigError: it has neither.
     """
     for name in OWN_ANSWERS:
-        if isinstance(text := prompt.extra_info.get(name), str) and text:
+        if isinstance(text := {**prompt.columns, **prompt.extra_info}.get(name), str) and text:
             return Answer(text, f"the row's {name}")
     truth = prompt.ground_truth
     if truth is None:
