@@ -23,6 +23,7 @@ EXTENDING = DOCS / "extending.md"
 
 # A name that leaves this list is a breaking change and belongs in CHANGELOG.md.
 PUBLIC = {
+    "grpo_dist": {"TrainingResult", "__version__", "train"},
     "grpo_dist.algorithms": {
         "agg_loss",
         "compute_advantage",
@@ -53,6 +54,7 @@ PUBLIC = {
 }
 # Signatures that a user's own function has to fit, or that stand for a formula.
 SIGNATURES = {
+    "grpo_dist:train": ["model", "reward_funcs", "train_dataset", "eval_dataset", "config", "callbacks"],
     "grpo_dist.algorithms:compute_advantage": [
         "name",
         "token_level_rewards",
