@@ -19,7 +19,8 @@
 #   - Every node has the same Python, Ray and grpo_dist's packages (make setup DEVICE=gpu, or the Docker image).
 #   - --working-dir sends this folder to all nodes, except what .gitignore names. The job runs in a copy that is
 #     deleted afterwards, so data, models and trainer.default_local_dir are absolute paths on a shared disk (or hub
-#     names); a relative trainer.default_local_dir lies in the home folder of the head. Your own reward or estimator in this folder is sent along.
+#     names); a relative trainer.default_local_dir lies in the home folder of the head. Your own reward or estimator in
+#     this folder is sent along.
 #   - HF_TOKEN, HF_ENDPOINT, WANDB_*, proxies, NCCL_*, TORCH_NCCL_* and GLOO_SOCKET_IFNAME that are set where the run starts
 #     reach its workers on all nodes (a job runs on the head: set them for `ray start` there). What names a folder, such as
 #     HF_HOME, each node sets for itself. Each node downloads a model of the hub once; one that cannot get it, or lacks a

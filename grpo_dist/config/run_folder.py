@@ -18,11 +18,12 @@ def keep_run_dir(raw: dict[str, Any]) -> list[str]:
     Returns:
         A note for the user, if that was done.
     """
-    trainer, here = raw.get("trainer"), Path.cwd()
+    trainer = raw.get("trainer")
     given = trainer.get("default_local_dir") if isinstance(trainer, dict) else None
-    if not isinstance(trainer, dict) or not isinstance(given, str) or WORKING_COPIES not in here.parts:
+    if not isinstance(trainer, dict) or not isinstance(given, str) or not given or Path(given).is_absolute():
         return []
-    if not given or Path(given).is_absolute():
+    here = Path.cwd()
+    if WORKING_COPIES not in here.parts:
         return []
     trainer["default_local_dir"] = str(Path.home() / given)
     return [

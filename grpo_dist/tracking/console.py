@@ -5,22 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Mapping
 from typing import TextIO
 
 from tqdm import tqdm
 
 from grpo_dist.tracking import metric_names
+from grpo_dist.tracking.summary import format_seconds
 
 _BAR = "{n_fmt}/{total_fmt} |{bar:16}| {desc} [{elapsed}<{remaining}{postfix}]"
 _TIMED = {"gen": "timing_s/gen", "update": "timing_s/update_actor"}
+_IN_BAR = ("reward", "zero_variance", "loss", "accuracy", "val", "val_clipped", "clipped", "kl", "speed")
+# From these shares on they are shown (docs/metrics.md): responses that are cut off, and groups that teach nothing.
+_NOTABLE_CLIPPED, _NOTABLE_ZERO_VARIANCE = 0.1, 0.6
 
 
 class Progress:
     """Shows the progress of a run.
 
     On a TTY: a bar with steps done, the current phase, elapsed and remaining time, and the latest reward,
-    validation accuracy, KL and tokens/s. Elsewhere (`ray job logs`, CI, a pipe): one line per step.
+    validation accuracy, KL and tokens/s. Elsewhere (`ray job logs`, CI, a pipe): one line per step, with the time that
+    is left if the coming steps take as long as those so far.
 
     Args:
         total_steps: step number of the last step.
@@ -30,6 +36,7 @@ class Progress:
 
     def __init__(self, total_steps: int, initial_step: int, stream: TextIO | None = sys.stderr) -> None:
         self.total_steps = total_steps
+        self._initial_step, self._started = initial_step, time.monotonic()
         self._stream = stream
         self._latest: dict[str, str] = {}
         self._bar: tqdm | None = None
@@ -52,17 +59,25 @@ class Progress:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step and its metrics; step 0 is the validation before training."""
         if self._bar is None:
-            self.message(format_line(step, self.total_steps, metrics))
+            self.message("  ".join((format_line(step, self.total_steps, metrics), *self._left(step))))
             return
         # Not every step is validated: the last known value stays in the bar.
-        self._latest |= describe(metrics)
-        shown = [
-            self._latest[key] for key in ("reward", "loss", "accuracy", "val", "kl", "speed") if key in self._latest
-        ]
+        pieces = describe(metrics)
+        gone = {"clipped", "zero_variance"} | ({"val_clipped"} if "val" in pieces else set())
+        self._latest = {key: text for key, text in self._latest.items() if key not in gone} | pieces
+        shown = [self._latest[key] for key in _IN_BAR if key in self._latest]
         self._bar.set_postfix_str("  ".join(shown), refresh=False)
         with _survives_lost_terminal():
             self._bar.update(step - self._bar.n)
             self._bar.refresh()
+
+    def _left(self, step: int) -> list[str]:
+        """The time that is left, between the first step and the last."""
+        done = step - self._initial_step
+        if done <= 0 or step >= self.total_steps:
+            return []
+        seconds = (time.monotonic() - self._started) / done * (self.total_steps - step)
+        return [f"left {format_seconds(seconds)}"]
 
     def message(self, text: str) -> None:
         """Print text, above the bar if there is one."""
@@ -109,7 +124,8 @@ def _survives_lost_terminal() -> contextlib.suppress:
 def describe(metrics: Mapping[str, float]) -> dict[str, str]:
     """The parts of a step's line, by name, in order; only those in `metrics`.
 
-    They are reward, kl, loss, accuracy, val, length, speed and time.
+    They are reward, zero_variance, kl, loss, accuracy, val, val_clipped, length, clipped, speed and time. Shares of
+    responses that are cut off and of groups whose responses all score the same are only there where they matter.
 
     `kl` is the KL to the reference (`actor/kl_loss`); without a KL loss it is the KL to the policy before the update
     (`actor/ppo_kl`), labelled `ppo_kl`.
@@ -117,6 +133,7 @@ def describe(metrics: Mapping[str, float]) -> dict[str, str]:
     pieces: dict[str, str] = {}
     if metric_names.REWARD in metrics:
         pieces["reward"] = f"reward {metrics[metric_names.REWARD]:.3g}"
+    pieces |= _notable("zero_variance", metrics.get(metric_names.ZERO_VARIANCE, 0.0), _NOTABLE_ZERO_VARIANCE)
     if metric_names.KL_LOSS in metrics:
         pieces["kl"] = f"kl {metrics[metric_names.KL_LOSS]:.2g}"
     elif metric_names.PPO_KL in metrics:
@@ -128,14 +145,21 @@ def describe(metrics: Mapping[str, float]) -> dict[str, str]:
     accuracy = metric_names.validation_accuracy(metrics)
     if accuracy is not None:
         pieces["val"] = f"val {accuracy:.3g}"
+    pieces |= _notable("val_clipped", metric_names.validation_clipped(metrics), _NOTABLE_CLIPPED)
     if metric_names.RESPONSE_LENGTH in metrics:
         pieces["length"] = f"length {metrics[metric_names.RESPONSE_LENGTH]:.1f}"
+    pieces |= _notable("clipped", metrics.get(metric_names.CLIPPED, 0.0), _NOTABLE_CLIPPED)
     if metric_names.THROUGHPUT in metrics:
         pieces["speed"] = f"{metrics[metric_names.THROUGHPUT]:.0f} tok/s"
     if metric_names.STEP_TIME in metrics:
         parts = ", ".join(f"{label} {metrics[key]:.1f}" for label, key in _TIMED.items() if key in metrics)
         pieces["time"] = f"{metrics[metric_names.STEP_TIME]:.1f} s" + (f" ({parts})" if parts else "")
     return pieces
+
+
+def _notable(name: str, share: float, limit: float) -> dict[str, str]:
+    label = {"zero_variance": "zero-variance", "val_clipped": "val clipped"}.get(name, name)
+    return {name: f"{label} {share:.0%}"} if share > limit else {}
 
 
 def format_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:

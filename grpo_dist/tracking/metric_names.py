@@ -11,6 +11,8 @@ REWARD = "critic/score/mean"
 KL_LOSS = "actor/kl_loss"
 PPO_KL = "actor/ppo_kl"
 RESPONSE_LENGTH = "response_length/mean"
+CLIPPED = "response_length/clip_ratio"
+ZERO_VARIANCE = "critic/zero_variance_groups"
 THROUGHPUT = "perf/tokens_per_s"  # of all devices; verl's perf/throughput is per device
 TIMING = "timing_s/"
 STEP_TIME = "timing_s/step"
@@ -47,6 +49,12 @@ def validation_accuracy(metrics: Mapping[str, float]) -> float | None:
     """Mean of `validation_metrics` over the data sources; None when this step was not validated."""
     values = validation_metrics(metrics).values()
     return sum(values) / len(values) if values else None
+
+
+def validation_clipped(metrics: Mapping[str, float]) -> float:
+    """Share of the validation responses that were cut off, of the data source that has most; 0 without validation."""
+    ends = "/truncated/mean"
+    return max((v for name, v in metrics.items() if name.startswith(AUXILIARY) and name.endswith(ends)), default=0.0)
 
 
 def require_metric(name: str | None, metrics: Collection[str]) -> None:

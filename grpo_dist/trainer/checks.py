@@ -15,7 +15,13 @@ from grpo_dist.assets.paths import is_folder
 from grpo_dist.config.adapter import ADAPTER_KEY
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import CheckpointError, ConfigError, GrpoDistError
-from grpo_dist.trainer.checkpoint.config_changes import check_changes, digest_code, read_config
+from grpo_dist.trainer.checkpoint.config_changes import (
+    another_place,
+    check_changes,
+    digest_code,
+    find_changes,
+    read_config,
+)
 from grpo_dist.trainer.checkpoint.folder import LATEST, find_checkpoint, last_checkpoint, read_state
 from grpo_dist.trainer.record import EXPORTED
 
@@ -101,7 +107,8 @@ def check_resume(config: JobConfig, identity: Mapping[str, Any], steps: int, *, 
 
     Raises:
         CheckpointError: it does not fit, or there are checkpoints but none is intact.
-        ConfigError: the run goes on with another config (resume_mode=force), and no step is left to train with it.
+        ConfigError: the run goes on with another config (resume_mode=force), and no step is left to train with it; or
+            it starts anew, and would replace the model of another experiment.
     """
     trainer, run_dir = config.trainer, Path(config.trainer.default_local_dir).absolute()
     if trainer.resume_mode == "disable":
@@ -112,6 +119,7 @@ def check_resume(config: JobConfig, identity: Mapping[str, Any], steps: int, *, 
         named = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
         folder = Path(named) if named is not None else last_checkpoint(run_dir)
     if folder is None:
+        _check_model(config, run_dir)
         return ""
     try:
         state = read_state(folder)
@@ -128,6 +136,28 @@ def check_resume(config: JobConfig, identity: Mapping[str, Any], steps: int, *, 
             f"{state.step} of {steps}:\n{listed}\nRaise trainer.total_training_steps or trainer.total_epochs"
         )
     return nothing_to_train(config, steps) if is_finished(config, steps) else f"checkpoint to resume from: {folder}"
+
+
+def _check_model(config: JobConfig, run_dir: Path) -> None:
+    """Check that a run that starts anew does not replace the model of another experiment, which has left no checkpoint.
+
+    Raises:
+        ConfigError: it does.
+    """
+    trainer = config.trainer
+    if trainer.resume_mode != "auto" or trainer.val_only or not (run_dir / EXPORTED).is_dir():
+        return
+    try:
+        changes = find_changes(run_dir, config)
+    except CheckpointError:
+        return  # no record of what the model is of
+    if differing := [*changes.experiment, *changes.refused]:
+        listed = "\n".join(f"  {line}" for line in differing)
+        raise ConfigError(
+            f"{run_dir / EXPORTED} is the model of another experiment, and this run would replace it. These have "
+            f"changed:\n{listed}\nFor a run of its own, set {another_place(config)}. To replace the model, set "
+            "trainer.resume_mode=disable."
+        )
 
 
 def is_finished(config: JobConfig, steps: int) -> bool:

@@ -1,9 +1,12 @@
 import io
+import itertools
 import os
 import termios
+from types import SimpleNamespace
 
 import pytest
 
+from grpo_dist.tracking import console
 from grpo_dist.tracking.console import Progress, format_line
 
 METRICS = {
@@ -17,6 +20,7 @@ METRICS = {
     "timing_s/gen": 1.9,
     "timing_s/update_actor": 1.6,
 }
+LEFT = "  left 6 min 10 s"  # 37 steps as long as the one before, on the clock of the fixture
 LINE = "step 3/40  reward 0.41  kl 0.0012  val 0.35  length 31.2  1834 tok/s  4.1 s (gen 1.9, update 1.6)"
 
 
@@ -30,6 +34,13 @@ def real_terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """10 s pass from one look to the next."""
+    looks = itertools.count(step=10.0)
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(looks)))
+
+
 def test_pipe_gets_one_line_per_step():
     stream = io.StringIO()
     with Progress(40, 2, stream) as progress:
@@ -38,7 +49,48 @@ def test_pipe_gets_one_line_per_step():
         progress.phase("update")
         progress.step(4, {"critic/score/mean": 0.5})
         progress.message("checkpoint written")
-    assert stream.getvalue() == f"{LINE}\nstep 4/40  reward 0.5\ncheckpoint written\n"
+    assert stream.getvalue() == f"{LINE}{LEFT}\nstep 4/40  reward 0.5  left 6 min 00 s\ncheckpoint written\n"
+
+
+def test_no_time_is_left_before_the_first_step_and_after_the_last():
+    stream = io.StringIO()
+    with Progress(4, 2, stream) as progress:
+        progress.step(2, {"val-core/a/acc/mean@1": 0.25})
+        progress.step(4, {"critic/score/mean": 0.5})
+    assert stream.getvalue() == "step 2/4  val 0.25\nstep 4/4  reward 0.5\n"
+
+
+def test_what_keeps_a_run_from_learning_is_in_its_line():
+    """Answers that do not fit, and groups that teach nothing; not where that is usual."""
+    stuck = METRICS | {
+        "response_length/clip_ratio": 0.45,
+        "critic/zero_variance_groups": 0.75,
+        "val-aux/arithmetic/truncated/mean": 1.0,
+        "val-aux/other/truncated/mean": 0.0,
+    }
+    usual = METRICS | {
+        "response_length/clip_ratio": 0.1,
+        "critic/zero_variance_groups": 0.6,
+        "val-aux/arithmetic/truncated/mean": 0.05,
+    }
+    line = "step 3/40  reward 0.41  zero-variance 75%  kl 0.0012  val 0.35  val clipped 100%  length 31.2  clipped 45%"
+    assert format_line(3, 40, stuck) == f"{line}  1834 tok/s  4.1 s (gen 1.9, update 1.6)"
+    assert format_line(3, 40, usual) == LINE
+    assert format_line(0, 40, {"val-aux/a/truncated/mean": 0.5}) == "step 0/40  val clipped 50%"
+
+
+def test_the_bar_forgets_what_no_longer_matters():
+    stream = Terminal()
+    progress = Progress(40, 0, stream)
+    accuracy, cut = "val-core/a/acc/mean@1", "val-aux/a/truncated/mean"
+    shares = {"response_length/clip_ratio": 0.5, "critic/zero_variance_groups": 0.9}
+    progress.step(1, {accuracy: 0.0, cut: 1.0, "critic/score/mean": 0.1, **shares})
+    assert "reward 0.1  zero-variance 90%  val 0  val clipped 100%  clipped 50%" in stream.getvalue().split("\r")[-1]
+    progress.step(2, {"critic/score/mean": 0.2})
+    assert "reward 0.2  val 0  val clipped 100%]" in stream.getvalue().split("\r")[-1], "until the next validation"
+    progress.step(3, {"critic/score/mean": 0.3, accuracy: 0.5, cut: 0.0})
+    assert "reward 0.3  val 0.5]" in stream.getvalue().split("\r")[-1]
+    progress.close()
 
 
 def test_line_holds_what_there_is():
@@ -106,7 +158,7 @@ def test_dumb_terminal_gets_lines(monkeypatch):
     stream = Terminal()
     with Progress(40, 0, stream) as progress:
         progress.step(3, METRICS)
-    assert stream.getvalue() == LINE + "\n"
+    assert stream.getvalue() == LINE + "  left 2 min 03 s\n"
 
 
 @pytest.mark.parametrize(("size", "bar"), [((0, 0), False), ((0, 110), False), ((40, 110), True)])
@@ -120,7 +172,7 @@ def test_terminal_without_a_size_gets_lines(size, bar):
         while "3/40" not in shown or not shown.endswith("\n"):  # a read returns one write or several
             shown += os.read(main, 10_000).decode(errors="replace")
     os.close(main)
-    assert (shown == LINE + "\r\n") is not bar
+    assert (shown == LINE + LEFT + "\r\n") is not bar
     assert ("3/40 |" in shown) is bar
 
 

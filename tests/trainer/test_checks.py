@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -187,3 +188,22 @@ def test_another_experiment_does_not_pass_for_the_finished_run(command: AnyComma
     says(check_resume(forced, {}, LAST + 1, verify=False), "global_step_3")
     same = load(command, tmp_path, "trainer.resume_mode=force")
     says(check_resume(same, {}, LAST, verify=False), "step 3 of 3")
+
+
+@COMMANDS
+def test_the_model_of_another_experiment_without_a_checkpoint_is_not_replaced_by_accident(
+    command: AnyCommand, tmp_path: Path
+) -> None:
+    other = OTHER_RATE[command.module]
+    key, _, value = other.partition("=")
+    finished(command, tmp_path)
+    shutil.rmtree(tmp_path / "run/global_step_3")
+    (tmp_path / "run" / LATEST).unlink()
+    for verify in (True, False):
+        with refuses(ConfigError, f"{tmp_path}/run/huggingface", key, value, "trainer.resume_mode=disable"):
+            check_resume(load(command, tmp_path, other), {}, LAST, verify=verify)
+        assert check_resume(load(command, tmp_path), {}, LAST, verify=verify) == "", "the same one begins anew"
+        asked = load(command, tmp_path, other, "trainer.resume_mode=disable")
+        assert check_resume(asked, {}, LAST, verify=verify) == ""
+    (tmp_path / "run" / CONFIG).unlink()
+    assert check_resume(load(command, tmp_path, other), {}, LAST, verify=False) == "", "of whatever it was"

@@ -110,8 +110,9 @@ def test_another_failure_of_ray_stays_what_it_is(ray_folder: Path, monkeypatch: 
         raise RuntimeError("no space left on device")
 
     monkeypatch.setattr(ray, "init", broken)
-    with pytest.raises(RuntimeError, match="no space left"):
+    with pytest.raises(RuntimeError) as caught:
         connect("auto", None)
+    assert type(caught.value) is RuntimeError
 
 
 @pytest.mark.ray

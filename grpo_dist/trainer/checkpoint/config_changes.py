@@ -69,10 +69,8 @@ def check_changes(
         CheckpointError: a change makes the checkpoint unusable, or it is of another experiment and the config does not
             say to go on; or its config cannot be read.
     """
-    trainer, new = config.trainer, dict(flatten(yaml.safe_load(saved_config(config))))
-    old = _with_later_keys(dict(flatten(read_config(folder))), new, config)
-    changes = compare_configs(old, new, change_rules(config))
-    changes.shown += _edited(old, new, state.code, code)
+    trainer, changes = config.trainer, find_changes(folder, config)
+    changes.shown += _edited(dict(flatten(read_config(folder))), dict(flatten(_plain(config))), state.code, code)
     if state.prompts and state.prompts != prompts:
         if state.prompts["count"] != prompts["count"]:
             what = f"{state.prompts['count']} -> {prompts['count']} training rows"
@@ -86,6 +84,22 @@ def check_changes(
     return changes.experiment + changes.shown
 
 
+def find_changes(folder: Path, config: JobConfig) -> Changes:
+    """The changes of the config since one that was written into a folder.
+
+    Raises:
+        CheckpointError: that one cannot be read.
+    """
+    new = dict(flatten(_plain(config)))
+    old = _with_later_keys(dict(flatten(read_config(folder))), new, config)
+    return compare_configs(old, new, change_rules(config))
+
+
+def _plain(config: JobConfig) -> Any:
+    """A config as one that was saved and read."""
+    return yaml.safe_load(saved_config(config))
+
+
 def _with_later_keys(old: dict[str, Any], new: Mapping[str, Any], config: JobConfig) -> dict[str, Any]:
     """A saved config with the defaults of keys that a later version of the command has added."""
     added = new.keys() - old.keys()
@@ -95,10 +109,7 @@ def _with_later_keys(old: dict[str, Any], new: Mapping[str, Any], config: JobCon
 
 def _refusal(folder: Path, config: JobConfig, changes: Changes) -> str:
     """The message: what differs, and the ways on."""
-    trainer = config.trainer
-    by_name = Path(trainer.default_local_dir).parts[-2:] == (trainer.project_name, trainer.experiment_name)
-    new = "trainer.experiment_name to another name" if by_name else "trainer.default_local_dir to another folder"
-    ways = [f"For a run of its own, set {new}."]
+    ways = [f"For a run of its own, set {another_place(config)}."]
     if changes.refused:
         ways.append("To go on from this checkpoint, restore the keys that have a reason behind them.")
         ways.append("To start anew in this folder, set trainer.resume_mode=disable.")
@@ -107,6 +118,13 @@ def _refusal(folder: Path, config: JobConfig, changes: Changes) -> str:
         ways.append(f"To go on {what}, set trainer.resume_mode=force.")
     listed = "\n".join(f"  {line}" for line in (*changes.experiment, *changes.refused))
     return f"{folder} belongs to another experiment. These have changed:\n{listed}\n{' '.join(ways)}"
+
+
+def another_place(config: JobConfig) -> str:
+    """What to set so that a run has a directory of its own."""
+    trainer = config.trainer
+    by_name = Path(trainer.default_local_dir).parts[-2:] == (trainer.project_name, trainer.experiment_name)
+    return "trainer.experiment_name to another name" if by_name else "trainer.default_local_dir to another folder"
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
