@@ -3,7 +3,7 @@
 A `Registry` holds the built-in functions of one kind, all with the same signature. A name with a colon,
 `pkg.module:attr` or `path/to/file.py:attr`, is imported on demand in each process that uses it, so custom code needs
 neither registration nor a fork. Where custom code raises, or returns what would be an error of the package later, the
-message names it (`Contract`).
+message names it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -35,30 +34,25 @@ SHOWN_VALUE = 100  # characters of a value
 Fault = tuple[str, str]
 
 
-@dataclass(frozen=True)
-class Contract:
-    """What custom functions of a kind are held to.
-
-    Attributes:
-        parameters: the arguments that they are called with, by position.
-        fault: from what one returned, and its arguments, what is wrong; None: nothing.
-    """
-
-    parameters: tuple[str, ...]
-    fault: Callable[..., Fault | None]
-
-
 class Registry(Generic[F]):
     """Functions of one kind by name.
 
     Args:
         kind: what the functions are, for messages ("advantage estimator").
         key: the config key that names one, for messages ("algorithm.adv_estimator").
-        contract: what custom functions are held to; None: nothing.
+        parameters: the positional arguments that functions of the kind are called with.
+        fault: from what a custom function returned, and its arguments, what is wrong; None: nothing is. Without `fault`
+            custom code is not looked at.
     """
 
-    def __init__(self, kind: str, key: str, contract: Contract | None = None) -> None:
-        self.kind, self.key, self.contract = kind, key, contract
+    def __init__(
+        self,
+        kind: str,
+        key: str,
+        parameters: tuple[str, ...] = (),
+        fault: Callable[..., Fault | None] | None = None,
+    ) -> None:
+        self.kind, self.key, self.parameters, self.fault = kind, key, parameters, fault
         self._functions: dict[str, F] = {}
         self._needs: dict[str, tuple[str, ...]] = {}
         self._custom: dict[tuple[str, str], F] = {}
@@ -100,7 +94,7 @@ class Registry(Generic[F]):
         """The function called `name`, or the attribute that `module:attr` points to; `key` names it in place of the
         registry's.
 
-        Custom functions raise a ConfigError where they break their contract.
+        A custom function raises a ConfigError where it raises anything else, and where what it returns has a fault.
 
         Raises:
             ConfigError: there is no such name; the message lists the names and suggests the closest one. Or a custom
@@ -113,20 +107,18 @@ class Registry(Generic[F]):
             # cached, because the policy looks up its KL estimator in every micro-batch
             if (name, key) not in self._custom:
                 found = load_attribute(name, key=key)
-                self._custom[name, key] = (
-                    found if self.contract is None else self._held(name, key, found, self.contract)
-                )
+                self._custom[name, key] = found if self.fault is None else self._held(name, key, found, self.fault)
             return self._custom[name, key]
         nearest = difflib.get_close_matches(name, self._functions, n=1)
         hint = f"; did you mean {nearest[0]!r}" if nearest else ""
         raise ConfigError(f"{key}={name}: no such {self.kind}{hint}. Known: {', '.join(self.names())}")
 
-    def _held(self, name: str, key: str, function: Any, contract: Contract) -> Any:
-        """The function, held to its contract."""
-        wanted = ", ".join(contract.parameters)
+    def _held(self, name: str, key: str, function: Any, look: Callable[..., Fault | None]) -> Any:
+        """The function, with a look at what it returns."""
+        wanted = ", ".join(self.parameters)
         if not callable(function):
             raise ConfigError(f"{key}={name}: must be a function of ({wanted}), is {described(function)}")
-        if not takes(function, *contract.parameters):
+        if not takes(function, *self.parameters):
             has = inspect.signature(function)
             raise ConfigError(f"{key}={name}: the {self.kind} is called with ({wanted}), and takes {has}")
 
@@ -141,7 +133,7 @@ class Registry(Generic[F]):
                     raise
                 text = f"{key}={name}: the {self.kind} raised {type(error).__name__}"
                 raise ConfigError(f"{text}\n{traceback_tail(error)}") from error
-            if fault := contract.fault(returned, *arguments):
+            if fault := look(returned, *arguments):
                 raise wrong_return(key, name, self.kind, fault)
             return returned
 

@@ -24,12 +24,13 @@ from torch import Tensor
 from grpo_dist.algorithms.custom_results import kl_fault
 from grpo_dist.algorithms.log_ratio import bounded_log_ratio
 from grpo_dist.errors import BatchError, ConfigError
-from grpo_dist.registry import Contract, Registry
+from grpo_dist.registry import Registry
 
 KL: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry(
     "KL estimator",
     "actor_rollout_ref.actor.kl_loss_type",
-    Contract(("log_probs", "ref_log_probs"), kl_fault),
+    ("log_probs", "ref_log_probs"),
+    kl_fault,
 )
 
 # One token cannot dominate the KL term; verl's bound.

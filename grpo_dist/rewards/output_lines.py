@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from grpo_dist.errors import GrpoDistError
+
 MOST_LINES = 5
 MOST_LINE_BYTES = 500
 MOST_PRINTED = 10  # lines of one kind of custom code that are shown per step
@@ -60,12 +62,19 @@ _LINES: ContextVar[OutputLines | None] = ContextVar("printed lines", default=Non
 
 @contextlib.contextmanager
 def printing_to(lines: OutputLines) -> Iterator[None]:
-    """Add to `lines` what the block prints, and the tasks and threads that asyncio starts in it; it is printed too."""
+    """Add to `lines` what the block prints, and the tasks and threads that asyncio starts in it; it is printed too.
+
+    An error of the package that ends the block gets the lines as notes, as nobody will take them.
+    """
     if not isinstance(sys.stdout, _Copied):
         sys.stdout = _Copied(sys.stdout)
     token = _LINES.set(lines)
     try:
         yield
+    except GrpoDistError as error:
+        for line in lines.take()[0]:
+            error.add_note(f"printed before: {line}")
+        raise
     finally:
         _LINES.reset(token)
 

@@ -1,14 +1,16 @@
 """The first lines of an output, whatever pieces it comes in, and the number of the others."""
 
 import asyncio
+import pickle
 import random
 import sys
 import threading
 
 import pytest
 
+from grpo_dist.errors import ConfigError
 from grpo_dist.rewards.output_lines import MOST_LINE_BYTES, OutputLines, PrintedLines, printing_to
-from tests.messages import says
+from tests.messages import refuses, says
 
 
 def taken(output: bytes, size: int, most_lines: int = 3) -> tuple[list[str], int]:
@@ -62,6 +64,15 @@ def test_what_a_block_prints_is_kept_and_printed(capsys: pytest.CaptureFixture[s
     assert lines.take() == (["seen 3", "again"], 0)
     assert capsys.readouterr().out == "seen 3\nnot in it\nagain"
     assert sys.stdout.encoding, "it is still a stream"
+
+
+def test_what_was_printed_before_an_error_is_told_with_it() -> None:
+    lines = OutputLines()
+    with refuses(ConfigError, "it broke") as caught, printing_to(lines):
+        print("scores", [1, 2])
+        raise ConfigError("it broke")
+    says(pickle.loads(pickle.dumps(caught.value)).__notes__, "scores [1, 2]")
+    assert lines.take() == ([], 0)
 
 
 def test_tasks_and_other_threads_of_the_block_print_to_it() -> None:

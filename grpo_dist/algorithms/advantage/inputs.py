@@ -18,12 +18,12 @@ from torch import Tensor
 from grpo_dist.algorithms.advantage.groups import Groups
 from grpo_dist.algorithms.custom_results import advantage_fault
 from grpo_dist.errors import BatchError
-from grpo_dist.registry import Contract, Registry
+from grpo_dist.registry import Registry
 
 Estimator = Callable[..., tuple[Tensor, Tensor]]
 
 ADVANTAGE: Registry[Estimator] = Registry(
-    "advantage estimator", "algorithm.adv_estimator", Contract(("batch", "config"), advantage_fault)
+    "advantage estimator", "algorithm.adv_estimator", ("batch", "config"), advantage_fault
 )
 
 

@@ -20,14 +20,15 @@ from torch import Tensor
 from grpo_dist.algorithms.custom_results import policy_loss_fault
 from grpo_dist.algorithms.log_ratio import bounded_log_ratio
 from grpo_dist.algorithms.masking import masked_mean
-from grpo_dist.registry import Contract, Registry
+from grpo_dist.registry import Registry
 
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 POLICY_LOSS: Registry[PolicyLoss] = Registry(
     "policy loss",
     "actor_rollout_ref.actor.policy_loss.loss_mode",
-    Contract(("batch", "config"), policy_loss_fault),
+    ("batch", "config"),
+    policy_loss_fault,
 )
 
 
