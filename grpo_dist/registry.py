@@ -1,8 +1,8 @@
 """Looks up functions by name.
 
 A `Registry` holds the built-in functions of one kind, all with the same signature. A name with a colon,
-`pkg.module:attr` or `path/to/file.py:attr`, is imported on demand in each process that uses it, so custom code needs
-neither registration nor a fork.
+`pkg.module:attr` or `path/to/file.py:attr` (`parse_code`), is imported on demand in each process that uses it, so
+custom code needs neither registration nor a fork.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from grpo_dist.code_names import parse_code
 from grpo_dist.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -85,12 +87,6 @@ class Registry(Generic[F]):
         raise ConfigError(f"{self.key}={name}: no such {self.kind}{hint}. Known: {', '.join(self.names())}")
 
 
-def absolute(spec: str) -> str:
-    """Make the path in `path/to/file.py:attr` absolute, because workers run in other folders; others are unchanged."""
-    source, colon, attribute = spec.rpartition(":")
-    return f"{Path(source).absolute()}{colon}{attribute}" if source.endswith(".py") else spec
-
-
 def load_attribute(spec: str, *, key: str) -> Any:
     """Import `pkg.module:attr` or `path/to/file.py:attr`.
 
@@ -101,7 +97,7 @@ def load_attribute(spec: str, *, key: str) -> Any:
     Raises:
         ConfigError: the module cannot be imported or has no such attribute.
     """
-    source, _, attribute = spec.rpartition(":")
+    source, attribute = parse_code(spec)
     try:
         module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:
@@ -118,6 +114,14 @@ def load_attribute(spec: str, *, key: str) -> Any:
 def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path} (looked in {Path.cwd()})")
+    module = _executed(path.absolute(), path.read_bytes())
+    sys.modules[module.__name__] = module
+    return module
+
+
+@cache
+def _executed(path: Path, text: bytes) -> Any:
+    """The module of a file with this text: several functions of one file share it."""
     name = f"grpo_dist_custom_{path.stem}"
     module_spec = importlib.util.spec_from_file_location(name, path)
     assert module_spec is not None

@@ -22,8 +22,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from grpo_dist.errors import GrpoDistError, RewardError
-from grpo_dist.rewards.base import RewardFunction, RewardResult, RowNeeds, shown_response
-from grpo_dist.rewards.forms import Failure, Sample, score_group
+from grpo_dist.rewards.base import RewardResult, RowNeeds, shown_response
+from grpo_dist.rewards.forms import Failure, Sample, score_group, takes_one
 from grpo_dist.rewards.load import load_reward_function
 from grpo_dist.rewards.output_lines import OutputLines
 from grpo_dist.rewards.supervisor import supervised
@@ -204,11 +204,6 @@ def serve(pipe: Connection) -> None:
                 pipe.send(result)
         except GrpoDistError as error:
             pipe.send(error)
-
-
-def takes_one(function: RewardFunction) -> bool:
-    """Whether the function is called for one response after the other."""
-    return function.form == "response" and not function.is_async
 
 
 def main() -> None:
