@@ -288,8 +288,9 @@ class RunConfig(JobConfig):
         custom, path = self.custom_reward_function, self.reward_function
         listed = custom.listed
         if listed is None:
-            code = None if path is None else absolute(path)
-            return RewardCode(code, custom.name, custom.reward_kwargs)
+            if path is None:
+                return RewardCode(None, custom.name, custom.reward_kwargs)
+            return RewardCode(absolute(path), parse_code(path, custom.name).attribute, custom.reward_kwargs)
         functions = [each | {"path": absolute(str(each["path"]))} if each.get("path") else each for each in listed]
         return RewardCode(path, custom.name, {"functions": functions, "key": "custom_reward_function.path"})
 

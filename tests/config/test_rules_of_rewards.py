@@ -31,7 +31,7 @@ def load(*overrides: str) -> RunConfig:
 @pytest.mark.parametrize("prefix", ["", "file://"])
 def test_one_function(prefix: str, file: str) -> None:
     named = load(f"{PATH}={prefix}rewards.py:correct", f"{KWARGS}={{a: 1}}")
-    assert named.reward_code == (f"{file}:correct", "compute_score", {"a": 1})
+    assert named.reward_code == (f"{file}:correct", "correct", {"a": 1})
     verls = load(f"{PATH}={prefix}rewards.py", f"{NAME}=correct")
     assert verls.reward_code == (file, "correct", {})
     assert load(f"{PATH}=my_package.rewards:correct").reward_code[0] == "my_package.rewards:correct"
