@@ -110,20 +110,14 @@ def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingRes
 def _rewards(given: str | Callable[..., Any] | Sequence[str | Callable[..., Any]], folder: Path) -> dict[str, Any]:
     """The keys that name these reward functions; objects are written into the run's folder."""
     functions = [given] if isinstance(given, str) or callable(given) else list(given)
-    specs: dict[str, str] = {}
+    names: list[str] = []
+    specs = []
     for function in functions:
-        name = function.rpartition(":")[2] if isinstance(function, str) else function_name(function)
-        label = next(each for each in _numbered(name) if each not in specs)
-        specs[label] = (
-            function if isinstance(function, str) else write_function(function, label, folder, "reward_funcs")
-        )
-    parts = [dict(zip(("path", "name"), spec.rsplit(":", 1), strict=True), label=name) for name, spec in specs.items()]
-    if len(parts) < 2:
-        return {f"custom_reward_function.{key}": part[key] for part in parts for key in ("path", "name")}
-    return {
-        "custom_reward_function.path": "grpo_dist.rewards.weighted",
-        "custom_reward_function.reward_kwargs": {"functions": parts},
-    }
+        if not isinstance(function, str):
+            names.append(next(name for name in _numbered(function_name(function)) if name not in names))
+            function = write_function(function, names[-1], folder, "reward_funcs")
+        specs.append(function)
+    return {"custom_reward_function.path": specs if len(specs) > 1 else specs[0]} if specs else {}
 
 
 def _numbered(name: str) -> Iterator[str]:

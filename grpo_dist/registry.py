@@ -1,8 +1,8 @@
 """Looks up functions by name.
 
 A `Registry` holds the built-in functions of one kind, all with the same signature. A name with a colon,
-`pkg.module:attr` or `path/to/file.py:attr`, is imported on demand in each process that uses it, so custom code needs
-neither registration nor a fork. Where custom code raises, or returns what would be an error of the package later, the
+`pkg.module:attr` or `path/to/file.py:attr` (`parse_code`), is imported on demand in each process that uses it, so
+custom code needs neither registration nor a fork. Where custom code raises, or returns what would be an error of the package later, the
 message names it.
 """
 
@@ -16,13 +16,13 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from grpo_dist.code_names import parse_code
 from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.function_files import ENDING, read_function
-
-FILES = (".py", ENDING)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -184,12 +184,6 @@ def traceback_tail(error: BaseException) -> str:
     return "".join(tail.format(chain=False)).rstrip()[-SHOWN_TRACEBACK:]
 
 
-def absolute(spec: str) -> str:
-    """Make the path in `path/to/file.py:attr` absolute, because workers run in other folders; others are unchanged."""
-    source, colon, attribute = spec.rpartition(":")
-    return f"{Path(source).absolute()}{colon}{attribute}" if source.endswith(FILES) else spec
-
-
 def load_attribute(spec: str, *, key: str) -> Any:
     """Import `pkg.module:attr` or `path/to/file.py:attr`.
 
@@ -200,7 +194,7 @@ def load_attribute(spec: str, *, key: str) -> Any:
     Raises:
         ConfigError: the module cannot be imported or has no such attribute.
     """
-    source, _, attribute = spec.rpartition(":")
+    source, attribute = parse_code(spec)
     try:
         if source.endswith(ENDING):  # one function, as it was given to grpo_dist.train
             return read_function(Path(source))
@@ -219,6 +213,14 @@ def load_attribute(spec: str, *, key: str) -> Any:
 def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path} (looked in {Path.cwd()})")
+    module = _executed(path.absolute(), path.read_bytes())
+    sys.modules[module.__name__] = module
+    return module
+
+
+@cache
+def _executed(path: Path, text: bytes) -> Any:
+    """The module of a file with this text: several functions of one file share it."""
     name = f"grpo_dist_custom_{path.stem}"
     module_spec = importlib.util.spec_from_file_location(name, path)
     assert module_spec is not None

@@ -38,8 +38,7 @@ def test_nothing_but_what_is_said_is_set(given: dict[str, Any]) -> None:
     grpo_dist.train("models/mine", "rewards.py:right", "rows.parquet", config={"trainer": {"seed": 3}})
     assert given == {
         "actor_rollout_ref.model.path": "models/mine",
-        "custom_reward_function.path": "rewards.py",
-        "custom_reward_function.name": "right",
+        "custom_reward_function.path": "rewards.py:right",
         "data.train_files": "rows.parquet",
         "trainer": {"seed": 3},
     }
@@ -52,10 +51,10 @@ def test_functions_and_rows_are_written_into_the_runs_folder(given: dict[str, An
     file = Path(given["data.train_files"])
     assert file == tmp_path / "mine/rows/train.jsonl"
     assert json.loads(file.read_text()) == {**ROWS[0], "extra_info": {"number": 1, "vector": [1.0, 1.0]}}
-    parts = given["custom_reward_function.reward_kwargs"]["functions"]
-    assert [part["label"] for part in parts] == ["length", "length_2", "right"]
-    assert load_attribute(f"{parts[0]['path']}:{parts[0]['name']}", key="key")("mine", "four", "", {}) == 4.0
-    assert (parts[2]["path"], parts[2]["name"]) == ("rewards.py", "right")
+    specs = given["custom_reward_function.path"]
+    assert [spec.rpartition(":")[2] for spec in specs] == ["length", "length_2", "right"]
+    assert load_attribute(specs[1], key="key")("mine", "four", "", {}) == 4.0
+    assert specs[2] == "rewards.py:right"
 
 
 def test_a_table_is_read_by_rows(given: dict[str, Any]) -> None:

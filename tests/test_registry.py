@@ -82,6 +82,15 @@ def test_files_of_one_name_stay_apart(tmp_path: Path) -> None:
     assert (first(), second()) == ("a", "b")
 
 
+def test_functions_of_one_file_share_its_module_until_it_is_edited(tmp_path: Path) -> None:
+    file = tmp_path / "shared.py"
+    file.write_text("seen = []\ndef a(): return seen\ndef b(): return seen\n")
+    first = load_attribute(f"{file}:a", key="k")()
+    assert load_attribute(f"{file}:b", key="k")() is first
+    file.write_text("seen = [1]\ndef a(): return seen\n")
+    assert load_attribute(f"{file}:a", key="k")() == [1]
+
+
 def test_mistakes_in_custom_code_are_named(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def compute_score():\n    return 1.0\n")

@@ -22,7 +22,7 @@ from grpo_dist.rewards.forms import Failure, Sample
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.trainer.run_prompts import read_prompts
 
-# Columns, and entries of extra_info, in which rows have a whole answer, beside the ground truth that the scorer compares with.
+# Columns, and entries of extra_info, that hold a whole answer, beside the ground truth that it is compared with.
 OWN_ANSWERS = ("completion", "solution", "response", "answer")
 MOST_SHOWN = 160  # characters of a prompt's end and of a response
 _OF_PROMPT = {field.name for field in fields(Prompt)}

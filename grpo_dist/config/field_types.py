@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from grpo_dist.code_names import parse_code
+
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -32,12 +34,13 @@ def _at_least_or_minus_one(least: int) -> Callable[[int], int]:
     return check
 
 
-def _as_tuple(value: Any) -> Any:
+def as_tuple(value: Any) -> Any:
+    """YAML's lists are tuples in a config."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _one_or_more(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else _as_tuple(value)
+    return (value,) if isinstance(value, str) else as_tuple(value)
 
 
 def _none_or_more(value: Any) -> Any:
@@ -55,10 +58,9 @@ def builtin_or_custom(names: Sequence[str]) -> AfterValidator:
     """Accepts a built-in name, or `pkg.module:attr` / `path/to/file.py:attr`."""
 
     def check(value: str) -> str:
-        source, colon, attribute = value.rpartition(":")
-        if value in names or (colon and source and attribute.isidentifier()):
+        if value in names or parse_code(value).attribute:
             return value
-        if colon:
+        if ":" in value:
             raise ValueError("not of the form pkg.module:function or path/to/file.py:function")
         raise ValueError(not_one_of(value, names))
 
@@ -119,10 +121,12 @@ NonNegativeOrMinusOne = Annotated[int, AfterValidator(_at_least_or_minus_one(0))
 
 Text = Annotated[str, Field(min_length=1)]
 Files = Annotated[tuple[Text, ...], BeforeValidator(_one_or_more), Field(min_length=1)]
+# One function, or a list of functions: a name, null for the built-in scorers, or a mapping as weighted.py has them.
+Functions = Annotated[tuple[Text | dict[str, Any] | None, ...], Field(min_length=1)]
 OptionalFiles = Annotated[tuple[Text, ...], BeforeValidator(_none_or_more)]
 Names = BeforeValidator(_one_or_more)
 OptionalNames = BeforeValidator(_none_or_more)
-Pair = BeforeValidator(_as_tuple)
+Pair = BeforeValidator(as_tuple)
 Distinct = AfterValidator(_some_and_distinct)
 
 

@@ -21,6 +21,7 @@ from grpo_dist.assets import (
     resolve_model_path,
 )
 from grpo_dist.assets.paths import expanded, is_file, is_folder
+from grpo_dist.code_names import parse_code
 from grpo_dist.config.adapter import ADAPTER_KEY, engines_take_the_factors
 from grpo_dist.config.data_files import DataFileProblem, parse_data_file
 from grpo_dist.config.model_rules import model_problems
@@ -237,10 +238,37 @@ def data_files_exist(config: JobConfig) -> Iterator[Problem]:
 
 
 def sampler_class_is_named(config: RunConfig) -> Iterator[Problem]:
-    """A sampler of the user's has a file or module, and a name in it."""
-    sampler = config.data.sampler
-    if (sampler.class_path is None) != (sampler.class_name is None):
-        yield problem_between(config, "set both or none", "data.sampler.class_path", "data.sampler.class_name")
+    """A sampler of the user's has a file or module, and one name in it."""
+    sampler, keys = config.data.sampler, ("data.sampler.class_path", "data.sampler.class_name")
+    if sampler.code is None and sampler.class_name is not None:
+        yield problem_between(config, "set both or none", *keys)
+    elif sampler.code is not None and not sampler.code.attribute:
+        yield problem_between(config, "set both or none, or write the first as file.py:Class", *keys)
+    elif sampler.code is not None and sampler.class_name not in (None, sampler.code.attribute):
+        yield problem_between(config, "two names of a class; set the second to null", *keys)
+
+
+def reward_functions_are_named_once(config: RunConfig) -> Iterator[Problem]:
+    """One function has one name; of several, each has its own weight and arguments."""
+    custom, section = config.custom_reward_function, "custom_reward_function"
+    path, weights = f"{section}.path", f"{section}.weights"
+    if custom.listed is None:
+        named = parse_code(custom.path).attribute if isinstance(custom.path, str) else ""
+        if named and custom.name not in ("compute_score", named):
+            yield problem_between(config, "two names of a function; leave out the second", path, f"{section}.name")
+        if custom.weights is not None:
+            yield problem_between(config, "weights are for a list of functions; write path=[...]", weights, path)
+        return
+    if custom.name != "compute_score":
+        why = "write the name of each function behind its file, as file.py:function"
+        yield problem_between(config, why, f"{section}.name", path)
+    if custom.reward_kwargs:
+        why = "write the arguments of a function beside it, as [{path: file.py:function, reward_kwargs: {...}}]"
+        yield problem_between(config, why, f"{section}.reward_kwargs", path)
+    if custom.weights is not None and len(custom.weights) != len(custom.listed):
+        yield problem_between(config, f"write {len(custom.listed)} weights, one for each function", weights, path)
+    if custom.weights is not None and any(isinstance(each, dict) and "weight" in each for each in custom.path or ()):
+        yield problem_between(config, "weights twice; write them in one of the two", weights, path)
 
 
 def the_prompt_is_made_once(config: RunConfig) -> Iterator[Problem]:
@@ -286,18 +314,18 @@ def adapter_folder_exists(section: str, path: str | None) -> Iterator[Problem]:
 
 def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
     """Python files named by the config are there."""
-    agent = config.actor_rollout_ref.rollout.agent
+    agent, custom = config.actor_rollout_ref.rollout.agent, config.custom_reward_function
     named = {
-        "custom_reward_function.path": config.custom_reward_function.path,
         "data.sampler.class_path": config.data.sampler.class_path,
-        "algorithm.adv_estimator": config.algorithm.adv_estimator.rpartition(":")[0],
-        f"{_ROLLOUT}.name": config.actor_rollout_ref.rollout.name.rpartition(":")[0],
-        f"{_ROLLOUT}.agent.default_agent_loop": agent.default_agent_loop.rpartition(":")[0],
-        f"{_ACTOR}.kl_loss_type": config.actor_rollout_ref.actor.kl_loss_type.rpartition(":")[0],
-        f"{_ACTOR}.policy_loss.loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode.rpartition(":")[0],
+        "algorithm.adv_estimator": config.algorithm.adv_estimator,
+        f"{_ROLLOUT}.name": config.actor_rollout_ref.rollout.name,
+        f"{_ROLLOUT}.agent.default_agent_loop": agent.default_agent_loop,
+        f"{_ACTOR}.kl_loss_type": config.actor_rollout_ref.actor.kl_loss_type,
+        f"{_ACTOR}.policy_loss.loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode,
     }
-    for key, named_source in named.items():
-        source = (named_source or "").removeprefix("file://").removeprefix("pkg://")  # verl's forms
+    functions = [custom.path] if custom.listed is None else [each.get("path") for each in custom.listed]
+    for key, name in [*(("custom_reward_function.path", path) for path in functions), *named.items()]:
+        source = parse_code(str(name or "")).source
         if source and (source.endswith(".py") or "/" in source) and not is_file(source):
             yield _missing(key, source, "file")
 
@@ -334,6 +362,7 @@ RULES: tuple[Rule, ...] = (
     resume_path_is_set,
     data_files_exist,
     sampler_class_is_named,
+    reward_functions_are_named_once,
     the_prompt_is_made_once,
     model_folders_exist,
     custom_code_exists,

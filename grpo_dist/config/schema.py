@@ -8,12 +8,17 @@ roles are in schema_roles.py, models beside the policy in schema_models.py, `tra
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
+from pydantic import BeforeValidator
+
+from grpo_dist.code_names import CodeName, absolute, parse_code
 from grpo_dist.config.field_types import (
     Count,
     Distinct,
     Float,
+    Functions,
     Names,
     NonNegativeFloat,
     NonNegativeInt,
@@ -23,6 +28,7 @@ from grpo_dist.config.field_types import (
     Share,
     Text,
     TrainDtype,
+    as_tuple,
     builtin_or_custom,
 )
 from grpo_dist.config.schema_health import HealthConfig
@@ -93,6 +99,11 @@ class SamplerConfig(Section):
     class_path: Text | None
     class_name: Text | None
 
+    @property
+    def code(self) -> CodeName | None:
+        """Where the class is; None: there is none."""
+        return None if self.class_path is None else parse_code(self.class_path, self.class_name or "")
+
 
 class DataConfig(JobDataConfig):
     """`data`: the prompts."""
@@ -115,8 +126,31 @@ class DataConfig(JobDataConfig):
 class CustomRewardFunctionConfig(Section):
     """`custom_reward_function`: your own scorer."""
 
-    path: Text | None
+    path: Annotated[Text | Functions | None, BeforeValidator(as_tuple)]
     name: Text
+    weights: Annotated[tuple[Float, ...] | None, BeforeValidator(as_tuple)]
+    reward_kwargs: dict[str, Any]
+
+    @property
+    def listed(self) -> list[dict[str, Any]] | None:
+        """A list of functions as grpo_dist.rewards.weighted has them; None: `path` is no list."""
+        if not isinstance(self.path, tuple):
+            return None
+        entries = [dict(each) if isinstance(each, Mapping) else _entry(each) for each in self.path]
+        for entry, weight in zip(entries, self.weights or (), strict=False):
+            entry["weight"] = weight
+        return entries
+
+
+def _entry(path: str | None) -> dict[str, Any]:
+    return {"path": None, "label": "built_in"} if path is None else {"path": path}
+
+
+class RewardCode(NamedTuple):
+    """The reward function: path (None: the built-in scorers), name and arguments."""
+
+    path: str | None
+    name: str
     reward_kwargs: dict[str, Any]
 
 
@@ -243,15 +277,31 @@ class RunConfig(JobConfig):
         scores do not train, for rows that these can score.
         """
         built_in = None if self.trains_on_scores else OPTIONAL_FUNCTION
-        return self.custom_reward_function.path or (REWARD_MODEL_FUNCTION if self.reward_model.enable else built_in)
+        path = self.custom_reward_function.path
+        if isinstance(path, tuple):
+            return WEIGHTED_FUNCTION
+        return path or (REWARD_MODEL_FUNCTION if self.reward_model.enable else built_in)
+
+    @property
+    def reward_code(self) -> RewardCode:
+        """The reward function with absolute paths, because workers run in other folders. A list becomes a sum."""
+        custom, path = self.custom_reward_function, self.reward_function
+        listed = custom.listed
+        if listed is None:
+            if path is None:
+                return RewardCode(None, custom.name, custom.reward_kwargs)
+            return RewardCode(absolute(path), parse_code(path, custom.name).attribute, custom.reward_kwargs)
+        functions = [each | {"path": absolute(str(each["path"]))} if each.get("path") else each for each in listed]
+        return RewardCode(path, custom.name, {"functions": functions, "key": "custom_reward_function.path"})
 
     @property
     def reward_paths(self) -> tuple[str | None, ...]:
         """Paths of the functions that make the reward, of a weighted sum those of its parts; None: built-in scorers."""
         custom = self.custom_reward_function
-        functions = custom.reward_kwargs.get("functions") if custom.path == WEIGHTED_FUNCTION else None
+        functions = custom.reward_kwargs.get("functions") if custom.path == WEIGHTED_FUNCTION else custom.listed
         parts = functions if isinstance(functions, list) else []
-        return tuple(part.get("path") for part in parts if isinstance(part, dict)) or (self.reward_function,)
+        paths = [part.get("path") for part in parts if isinstance(part, dict)] or [self.reward_function]
+        return tuple(parse_code(path).source if isinstance(path, str) else path for path in paths)
 
     @property
     def needs_ground_truth(self) -> bool:

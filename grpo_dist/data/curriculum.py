@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from grpo_dist.code_names import absolute, parse_code
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.data.sampler import check_batch_size, check_identity
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.registry import absolute, load_attribute, traceback_tail
+from grpo_dist.registry import load_attribute, traceback_tail
 
 KEY = "data.sampler.class_path/class_name"
 
@@ -176,4 +177,4 @@ class CustomSampler:
 
 
 def _spec(class_path: str, class_name: str) -> str:
-    return absolute(f"{class_path.removeprefix('file://').removeprefix('pkg://')}:{class_name}")
+    return absolute(str(parse_code(class_path, class_name)))

@@ -16,7 +16,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from grpo_dist.errors import ConfigError, GrpoDistError, RewardError
 from grpo_dist.registry import traceback_tail
@@ -50,6 +50,9 @@ class RewardFunction:
 
     `components` are those of its values that are rewards of their own, with their weights, if it declares them: its
     module has `declare_components(**reward_kwargs) -> {name: weight}`. `adv_estimator=gdpo` compares them.
+
+    `parts` are the functions of a weighted sum; `is_part` says of them that they may return None for a response, to
+    which they then do not apply.
     """
 
     name: str
@@ -59,6 +62,16 @@ class RewardFunction:
     is_async: bool = False
     components: Mapping[str, float] = field(default_factory=dict)
     needs: RowNeeds = RowNeeds()
+    parts: tuple[Part, ...] = ()
+    is_part: bool = False
+
+
+class Part(NamedTuple):
+    """A function of a weighted sum, with the name of its score."""
+
+    label: str
+    function: RewardFunction
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,7 @@ class RewardResult:
         step_scores: the finite rewards of the response's steps; None if the function gave none.
         pred: the answer that the function found, for the majority vote of validation; None if it found none.
         failure: why the function failed on the response, whose score is then reward.failure_score; "": it did not.
+        applies: whether a part of a sum has a score for the response; it has none where it returned None.
         judged_steps: other finite numbers for the steps, by the NAME of a value `NAME.step_scores`.
     """
 
@@ -80,6 +94,7 @@ class RewardResult:
     pred: str | None = None
     failure: str = ""
     judged_steps: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    applies: bool = True
 
 
 def score_response(
@@ -141,6 +156,8 @@ def checked_result(returned: Any, function: RewardFunction, data_source: str, so
         RewardError: it is neither a finite number nor a dict with a finite "score"; the message names the function,
             the data source and the response.
     """
+    if returned is None and function.is_part:
+        return RewardResult(0.0, {}, applies=False)
     try:
         return _read_result(returned)
     except Exception as error:  # noqa: BLE001 - the values are the user's objects: looking at them may raise anything

@@ -21,7 +21,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_dist.errors import GrpoDistError, RewardError
-from grpo_dist.rewards.base import Form, RewardFunction, RewardResult, checked_result, describe_failure, score_response
+from grpo_dist.rewards.base import (
+    Form,
+    RewardFunction,
+    RewardResult,
+    checked_result,
+    describe_failure,
+    score_response,
+    shown_response,
+)
+from grpo_dist.rewards.weighted_sum import weighted_sum
 
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 TRL_ARGUMENTS = ("prompts", "completions")
@@ -67,6 +76,9 @@ def score_group(function: RewardFunction, samples: Sequence[Sample]) -> Iterator
         GrpoDistError: a mistake in the config or the data and not in one response, such as a data source without a
             scorer.
     """
+    if function.parts:
+        yield from _score_sum(function, samples)
+        return
     if function.form == "response" and not function.is_async:
         for sample in samples:
             yield _score_one(function, copy.deepcopy(sample))
@@ -76,6 +88,27 @@ def score_group(function: RewardFunction, samples: Sequence[Sample]) -> Iterator
         yield from asyncio.run(_score_at_once(function, samples))
     else:
         yield from _score_batch(function, samples)
+
+
+def takes_one(function: RewardFunction) -> bool:
+    """Whether the function is called for one response after the other."""
+    if function.parts:
+        return all(takes_one(part.function) for part in function.parts)
+    return function.form == "response" and not function.is_async
+
+
+def _score_sum(function: RewardFunction, samples: Sequence[Sample]) -> Iterator[RewardResult | Failure]:
+    """The weighted sum of functions of any forms; a response on which one of them fails has failed."""
+    streams = [score_group(part.function, samples) for part in function.parts]
+    for sample, *found in zip(samples, *streams, strict=True):
+        results = [each for each in found if isinstance(each, RewardResult)]
+        if len(results) < len(found):
+            yield next(each for each in found if isinstance(each, Failure))
+            continue
+        try:
+            yield _check(function, sample, weighted_sum(function.parts, results))
+        except RewardError as error:
+            yield Failure(f"{error}\n{shown_response(sample.solution_str)}")
 
 
 def _score_one(function: RewardFunction, sample: Sample) -> RewardResult | Failure:

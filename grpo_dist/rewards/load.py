@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from grpo_dist.code_names import parse_code
 from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.names import OVERLONG_PENALTY
 from grpo_dist.redact import redact
 from grpo_dist.registry import load_attribute
-from grpo_dist.rewards.base import Form, RewardFunction, RowNeeds
+from grpo_dist.rewards.base import Form, Part, RewardFunction, RowNeeds
 from grpo_dist.rewards.forms import BATCH_ARGUMENTS, TRL_ARGUMENTS, form_of
 
 PATH_KEY = "custom_reward_function.path"
@@ -54,12 +54,13 @@ def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str
     """The reward function of `custom_reward_function`.
 
     Args:
-        path: Python file or importable module; None: the built-in scorer of each row's data source.
-        name: the function in it; not used without a path.
+        path: Python file or importable module, also with `:function`; None: the built-in scorer of each row's data
+            source.
+        name: the function where the path has none.
         reward_kwargs: extra keyword arguments for the function.
 
     Raises:
-        ConfigError: the function cannot be imported, is not a plain function, or does not take these arguments.
+        ConfigError: the function cannot be imported, cannot be called, or does not take these arguments.
     """
     if path is None:
         if reward_kwargs:
@@ -68,27 +69,28 @@ def load_reward_function(path: str | None, name: str, reward_kwargs: Mapping[str
                 f"none; set {PATH_KEY}, or leave it empty"
             )
         return RewardFunction("built-in", score_by_data_source)
-    source = path.removeprefix("file://").removeprefix("pkg://")  # verl's forms
-    if source.endswith(".py"):
-        source = str(Path(source).expanduser())
-    package, _, module_name = source.rpartition(".")
+    code = parse_code(path, name)
+    package, _, module_name = code.source.rpartition(".")
     if package == "grpo_dist.rewards" and module_name in MOVED:
         raise ConfigError(f"{PATH_KEY}={path}: this scorer has moved; set {PATH_KEY}={MOVED[module_name]}")
-    function = load_attribute(f"{source}:{name}", key="custom_reward_function.path/name")
-    form = form_of(function)
-    _check_callable(function, form, f"{path}:{name}", reward_kwargs)
+    function = load_attribute(str(code), key="custom_reward_function.path/name")
+    form, named = form_of(function), path if parse_code(path).attribute else f"{path}:{name}"
+    _check_callable(function, form, named, reward_kwargs)
     module = sys.modules.get(function.__module__)
-    check, declare = (getattr(module, hook, None) for hook in ("check_reward_kwargs", "declare_components"))
+    hooks = ("check_reward_kwargs", "declare_components", "reward_parts")
+    check, declare, split = (getattr(module, hook, None) for hook in hooks)
     if check is not None:  # a module may look at its arguments once, before anything starts
         check(**reward_kwargs)
+    parts = tuple(split(**reward_kwargs)) if split is not None else ()
     return RewardFunction(
-        f"{path}:{name}",
+        named,
         function,
         dict(reward_kwargs),
         form,
-        is_async=inspect.iscoroutinefunction(function),
+        is_async=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__),
         components={} if declare is None else _declared(declare, reward_kwargs),
-        needs=_row_needs(function, form, reward_kwargs),
+        needs=_needs_of_all(parts) if parts else _row_needs(function, form, reward_kwargs),
+        parts=parts,
     )
 
 
@@ -170,10 +172,22 @@ def _row_needs(function: Callable[..., Any], form: Form, reward_kwargs: Mapping[
     )
 
 
+def _needs_of_all(parts: Sequence[Part]) -> RowNeeds:
+    """What the functions of a sum read of a row."""
+    needs = [part.function.needs for part in parts]
+    taken = [each.taken for each in needs if each.taken is not None]
+    return RowNeeds(
+        any(each.ground_truth for each in needs),
+        frozenset().union(*(each.needed for each in needs)),
+        frozenset().union(*taken) if len(taken) == len(needs) else None,
+    )
+
+
 def _check_callable(function: Any, form: Form, spec: str, reward_kwargs: Mapping[str, Any]) -> None:
     where = f"custom_reward_function.path/name={spec}"
     if not callable(function) or inspect.isclass(function):
-        raise ConfigError(f"{where}: must be a function, is {type(function).__name__}")
+        kind = "a class; name an object of it" if inspect.isclass(function) else type(function).__name__
+        raise ConfigError(f"{where}: must be a function or an object that can be called, is {kind}")
     arguments = ARGUMENTS[form]
     try:
         signature = inspect.signature(function)

@@ -21,9 +21,10 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
+from grpo_dist.code_names import parse_code
 from grpo_dist.errors import GrpoDistError, RewardError
-from grpo_dist.rewards.base import RewardFunction, RewardResult, RowNeeds, shown_response
-from grpo_dist.rewards.forms import Failure, Sample, score_group
+from grpo_dist.rewards.base import RewardResult, RowNeeds, shown_response
+from grpo_dist.rewards.forms import Failure, Sample, score_group, takes_one
 from grpo_dist.rewards.load import load_reward_function
 from grpo_dist.rewards.output_lines import OutputLines
 from grpo_dist.rewards.supervisor import supervised
@@ -85,7 +86,9 @@ class Scorer:
         self._pipe.send(self._source)
         reply = self._receive(START_TIMEOUT_S)
         if isinstance(reply, Failure):
-            raise RewardError(f"the reward function {self._source[0]}:{self._source[1]} cannot be loaded: {reply.text}")
+            path, name, _ = self._source
+            named = "built-in" if path is None else str(parse_code(path, name))
+            raise RewardError(f"the reward function {named} cannot be loaded: {reply.text}")
         self._one_by_one, self.components, self.needs = reply
 
     def score(self, samples: Sequence[Sample]) -> list[RewardResult | Failure]:
@@ -204,11 +207,6 @@ def serve(pipe: Connection) -> None:
                 pipe.send(result)
         except GrpoDistError as error:
             pipe.send(error)
-
-
-def takes_one(function: RewardFunction) -> bool:
-    """Whether the function is called for one response after the other."""
-    return function.form == "response" and not function.is_async
 
 
 def main() -> None:

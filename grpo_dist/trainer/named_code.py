@@ -7,6 +7,7 @@ from grpo_dist.algorithms.advantage import ADVANTAGE
 from grpo_dist.algorithms.correction import KEY, read_bounds, read_rejections
 from grpo_dist.algorithms.kl import KL
 from grpo_dist.algorithms.policy_loss import POLICY_LOSS
+from grpo_dist.config.problems import shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.curriculum import load_sampler_class
 from grpo_dist.engines.base import ROLLOUT_ENGINES, rollout_engine
@@ -35,9 +36,8 @@ def resolve_names(config: RunConfig) -> None:
     load_agent_loop(agent.default_agent_loop, agent.agent_kwargs)
     if (engine := config.actor_rollout_ref.rollout.name) not in ROLLOUT_ENGINES:
         rollout_engine(engine)
-    sampler = config.data.sampler
-    if sampler.class_path is not None and sampler.class_name is not None:
-        load_sampler_class(sampler.class_path, sampler.class_name)
+    if config.data.sampler.code is not None:
+        load_sampler_class(*config.data.sampler.code)
 
 
 def import_reward(config: RunConfig) -> RowNeeds:
@@ -50,14 +50,14 @@ def import_reward(config: RunConfig) -> RowNeeds:
         ConfigError: it does not exist, cannot be imported, hangs, exits its process, or lacks the components that gdpo
             needs.
     """
-    algorithm, reward = config.algorithm, config.custom_reward_function
-    if reward.path is None:
-        return load_reward_function(config.reward_function, reward.name, reward.reward_kwargs).needs
-    scorer = Scorer(reward.path, reward.name, reward.reward_kwargs, timeout_s=config.reward.timeout_s)
+    algorithm, named = config.algorithm, config.custom_reward_function.path
+    if named is None:
+        return load_reward_function(*config.reward_code).needs
+    scorer = Scorer(*config.reward_code, timeout_s=config.reward.timeout_s)
     try:
         scorer.start()
     except RewardError as error:
-        raise ConfigError(f"custom_reward_function.path={reward.path}: {error}") from error
+        raise ConfigError(f"custom_reward_function.path={shown(named)}: {error}") from error
     finally:
         scorer.stop()
     label = config.reward_model.retrain.label

@@ -56,7 +56,7 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
         tell("functions and classes named in the config: all found")
     with checks:
         needs = import_reward(config)
-        tell(f"reward: {config.reward_function or 'built-in, by data_source'}")
+        tell(f"reward: {_reward_names(config)}")
     with checks:
         check_trackers(config.trainer.logger)
         check_run_dir(config.trainer.record_dir.absolute())
@@ -97,6 +97,13 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
     checks.end()
     assert ready is not None
     return ready
+
+
+def _reward_names(config: RunConfig) -> str:
+    """The reward function as the config names it; all of a list."""
+    named = config.custom_reward_function.listed
+    paths = [config.reward_function] if named is None else [each.get("path") for each in named]
+    return ", ".join(path or "built-in, by data_source" for path in paths)
 
 
 def _check_reference(

@@ -141,11 +141,10 @@ def new_sampler(config: RunConfig, train: Sequence[TokenizedPrompt]) -> PromptSa
     """The sampler of the training prompts: shuffled, in file order, or a custom class."""
     data = config.data
     batch_size = data.gen_batch_size or data.train_batch_size
-    if data.sampler.class_path is None or data.sampler.class_name is None:
+    if data.sampler.code is None:
         return PromptSampler(len(train), batch_size, shuffle=data.shuffle, seed=config.data_seed)
     prompts = [tokenized.prompt for tokenized in train]
-    names = data.sampler.class_path, data.sampler.class_name
-    return CustomSampler(*names, prompts, batch_size, seed=config.data_seed)
+    return CustomSampler(*data.sampler.code, prompts, batch_size, seed=config.data_seed)
 
 
 def total_steps(config: RunConfig, prompts: Prompts) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 from grpo_dist.algorithms.kl_control import KLController
 from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.code_names import absolute
 from grpo_dist.config.placement import Placement
 from grpo_dist.config.schema import KLCtrlConfig, RunConfig
 from grpo_dist.config.schema_models import RetrainConfig
@@ -22,7 +22,6 @@ from grpo_dist.engines.settings import (
     ValueSettings,
 )
 from grpo_dist.names import TOKEN_SELECTING_LOSSES
-from grpo_dist.registry import absolute
 from grpo_dist.trainer.model_settings import actor_model, critic_model, lora_settings, reference_model, reward_model
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.policy import PolicySettings
@@ -202,17 +201,13 @@ def _retraining(retrain: RetrainConfig) -> OptimizerSettings:
 
 def reward_settings(config: RunConfig) -> RewardSettings:
     """What a reward process is built from."""
-    model, custom = config.actor_rollout_ref.model, config.custom_reward_function
-    path = config.reward_function
-    path = str(Path(path).absolute()) if path and path.endswith(".py") else path
+    model, code = config.actor_rollout_ref.model, config.reward_code
     buffer = config.reward.overlong_buffer
     penalty = OverlongPenalty(config.data.max_response_length, config.overlong_buffer_len, buffer.penalty_factor)
     return RewardSettings(
         model.path,
         model.trust_remote_code,
-        path,
-        custom.name,
-        custom.reward_kwargs,
+        *code,
         timeout_s=config.reward.timeout_s,
         failure_score=config.reward.failure_score,
         overlong_penalty=penalty if buffer.enable else None,

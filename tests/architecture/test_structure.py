@@ -29,6 +29,7 @@ TESTED_ELSEWHERE = {
     "config/field_types.py": "config/test_schema.py",  # the types of the schema
     "config/keys.py": "config/test_load.py",  # hints in messages
     "reward_model.py": "test_command_line.py",
+    "rewards/weighted_sum.py": "rewards/test_weighted.py",  # the maths of weighted.py
     "sft.py": "test_command_line.py",
     "names.py": "config/test_schema.py",  # compared with the registries there
     "sizes.py": "config/test_memory.py",  # counted with there

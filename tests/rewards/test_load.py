@@ -10,7 +10,8 @@ import pytest
 
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.rewards import RewardFunction, check_data_sources, load_reward_function, score_response
-from grpo_dist.rewards.base import RowNeeds
+from grpo_dist.rewards.base import RewardResult, RowNeeds
+from grpo_dist.rewards.forms import Sample, score_group
 from grpo_dist.rewards.load import MOVED, SCORERS
 from tests.messages import refuses, says
 
@@ -38,7 +39,12 @@ def few(completions, answer, level=1, scale=2.0):
 def batch(data_sources, solution_strs, ground_truths, extra_infos):
     return [1.0 for _ in solution_strs]
 class Scorer:
-    pass
+    def __call__(self, data_source, solution_str, ground_truth, extra_info):
+        return 0.25
+class AsyncScorer:
+    async def __call__(self, data_source, solution_str, ground_truth, extra_info):
+        return 0.75
+judge, later_judge = Scorer(), AsyncScorer()
 """
 
 
@@ -119,7 +125,7 @@ def test_a_scorer_that_has_moved_says_where_it_is(name: str, monkeypatch: pytest
         ("compute_scores", {}, ["'compute_scores'", "'compute_score'"]),
         ("LIMIT", {}, ["function", "int"]),
         ("os", {}, ["function", "module"]),
-        ("Scorer", {}, ["function", "type"]),
+        ("Scorer", {}, ["function", "class", "object"]),
         ("short", {}, ["short(solution_str, ground_truth)", "keyword argument"]),
         ("needy", {}, ["missing", "'api_key'"]),
         ("compute_score", {"api_key": "SECRET123"}, ["reward_kwargs={'api_key': '***'}", " 'api_key'"]),
@@ -161,6 +167,22 @@ def test_files_that_cannot_be_imported(tmp_path: Path) -> None:
     ]:
         with refuses(ConfigError, f"custom_reward_function.path/name={path}:compute_score", "import", words):
             load_reward_function(path, "compute_score", {})
+
+
+def test_an_object_that_can_be_called(file: str) -> None:
+    assert score(load_reward_function(f"{file}:judge", "compute_score", {}), "4").score == 0.25
+    later = load_reward_function(file, "later_judge", {})
+    assert (later.form, later.is_async) == ("response", True)
+    (result,) = score_group(later, [Sample("4", "mine", "4", {}, [])])
+    assert isinstance(result, RewardResult)
+    assert result.score == 0.75
+
+
+def test_the_name_behind_the_file_is_the_functions(file: str) -> None:
+    function = load_reward_function(f"file://{file}:anything", "compute_score", {})
+    assert (function.name, score(function, "4").score) == (f"file://{file}:anything", 0.5)
+    with refuses(ConfigError, f"{file}:compute_scores", "'compute_score'"):
+        load_reward_function(f"{file}:compute_scores", "compute_score", {})
 
 
 def test_the_form_is_found(file: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.errors import ConfigError, RewardError
+from grpo_dist.rewards.base import RewardResult, RowNeeds
 from grpo_dist.rewards.forms import Failure, Sample
 from grpo_dist.rewards.scorer import Scorer
 from tests.messages import refuses, says
@@ -223,3 +224,33 @@ def test_a_stopped_supervisor_is_killed(scorer: Scorer, monkeypatch: pytest.Monk
     scorer.stop()
     assert process.returncode == -signal.SIGKILL
     assert outcome(scorer.score(samples("b"))) == [2.0]
+
+
+def test_a_list_of_functions_of_several_forms(tmp_path: Path) -> None:
+    """What the process says of the functions, and their sum: 1 - 0.5 * 2 for "aa"."""
+    file = tmp_path / "several.py"
+    file.write_text(
+        "import os\n"
+        "def right(data_source, solution_str, ground_truth=None, extra_info=None):\n"
+        "    return float(solution_str == 'aa') or None\n"
+        "def short(completions, level, **columns):\n"
+        "    return [-len(text) if 'a' in text else os._exit(3) if text == 'boom' else None for text in completions]\n"
+    )
+    functions = [{"path": f"{file}:right"}, {"path": f"{file}:short", "weight": 0.5}]
+    scorer = Scorer("grpo_dist.rewards.weighted", "compute_score", {"functions": functions}, timeout_s=60)
+    try:
+        scorer.start()
+        assert scorer.components == {"right": 1.0, "short": 0.5}
+        assert scorer.needs == RowNeeds(False, frozenset({"level"}), None)
+        asked = [{"role": "user", "content": "a?"}]
+        rows = [Sample(text, "d", None, {}, asked, {"level": 1}, is_text=True) for text in ("aa", "b", "boom")]
+        first, second = scorer.score(rows[:2])
+        assert isinstance(first, RewardResult)
+        assert (first.score, first.extra) == (0.0, {"right": 1.0, "short": -2.0})
+        assert isinstance(second, Failure)
+        says(second.text, "several.py:right", "several.py:short", "None")
+        lost = scorer.score([rows[0], rows[2]])
+        assert all(isinstance(each, Failure) for each in lost), "a function of a whole group fails on all of it"
+        says(lost[0].text, "exit code 3")  # type: ignore[union-attr]
+    finally:
+        scorer.stop()

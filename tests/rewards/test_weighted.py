@@ -1,18 +1,22 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from grpo_dist.errors import ConfigError, RewardError
-from grpo_dist.rewards import load_reward_function, score_response
-from tests.messages import refuses
+from grpo_dist.rewards import RewardFunction, load_reward_function, score_response
+from grpo_dist.rewards.base import RowNeeds
+from grpo_dist.rewards.forms import Failure, Sample, score_group, takes_one
+from tests.messages import refuses, says
 
 PATH = "grpo_dist.rewards.weighted"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "rewards"
 GRADED, XML_TAGS = (str(EXAMPLES / name) for name in ("graded.py", "xml_tags.py"))
+MESSAGES = [{"role": "user", "content": "2 + 2?"}]
 TEXT = "<think>2 + 2</think><answer>4.0</answer>"
 
 
-def load(functions: list) -> object:
+def load(functions: list) -> RewardFunction:
     return load_reward_function(PATH, "compute_score", {"functions": functions})
 
 
@@ -56,6 +60,92 @@ def test_the_sum_and_its_parts(tmp_path: Path) -> None:
 def test_mistakes_are_told_before_a_run(functions: list, parts: list[str]) -> None:
     with refuses(ConfigError, *parts):
         load(functions)
+
+
+MIXED = """
+import asyncio
+def right(data_source, solution_str, ground_truth, extra_info):
+    return {"score": float(solution_str == ground_truth), "acc": float(solution_str == ground_truth)}
+def short(data_sources, solution_strs, ground_truths, extra_infos):
+    return [-len(text) / 10 for text in solution_strs]
+def polite(completions, level, **columns):
+    return [None if text.isdigit() else float(each) for text, each in zip(completions, level)]
+async def asked(data_source, solution_str, ground_truth, extra_info, bonus):
+    await asyncio.sleep(0)
+    return bonus
+def none(completions):
+    return [None for _ in completions]
+def broken(completions):
+    return [1.0]
+def fails(data_source, solution_str, ground_truth, extra_info):
+    return 1 / (solution_str != "4")
+class Judge:
+    def __call__(self, completions, **columns):
+        return [0.5 for _ in completions]
+judge = Judge()
+"""
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Callable[..., list]:
+    """Scores the responses "4" and "please" to a prompt by functions of the file, with their weights."""
+    (tmp_path / "mixed.py").write_text(MIXED)
+
+    def group(*names: str, **weights: float) -> list:
+        entries = [{"path": f"{tmp_path}/mixed.py:{name}", "weight": weights.get(name, 1.0)} for name in names]
+        for entry in entries:
+            if entry["path"].endswith(":asked"):
+                entry["reward_kwargs"] = {"bonus": 2.0}
+        samples = [Sample(text, "d", "4", {}, MESSAGES, {"level": 3}, is_text=True) for text in ("4", "please")]
+        return list(score_group(load(entries), samples))
+
+    return group
+
+
+def test_functions_of_all_forms_add_up(mixed: Callable[..., list]) -> None:
+    """ "4": 1 - 0.5 * 0.1 + 2 * 2 + 0.5, and polite does not apply; "please": 0 - 0.5 * 0.6 + 0.1 * 3 + 2 * 2 + 0.5."""
+    first, second = mixed("right", "short", "polite", "asked", "judge", short=0.5, polite=0.1, asked=2.0)
+    assert first.score == pytest.approx(1 - 0.05 + 4 + 0.5)
+    assert first.extra == pytest.approx(
+        {"right": 1.0, "right.acc": 1.0, "acc": 1.0, "short": -0.1, "asked": 2.0, "judge": 0.5}
+    )
+    assert second.score == pytest.approx(0 - 0.3 + 0.3 + 4 + 0.5)
+    assert second.extra["polite"] == 3.0
+
+
+def test_one_after_the_other_only_if_all_are(tmp_path: Path, mixed: Callable[..., list]) -> None:
+    file = f"{tmp_path}/mixed.py"
+    assert takes_one(load([{"path": f"{file}:right"}, {"path": f"{file}:fails"}]))
+    assert not takes_one(load([{"path": f"{file}:right"}, {"path": f"{file}:short"}]))
+    assert not takes_one(load([{"path": f"{file}:right"}, {"path": f"{file}:asked", "reward_kwargs": {"bonus": 1}}]))
+
+
+def test_a_response_to_which_no_function_applies_has_failed(mixed: Callable[..., list]) -> None:
+    first, second = mixed("polite", "none")
+    assert isinstance(first, Failure)
+    says(first.text, "mixed.py:polite", "mixed.py:none", "None", "finite", "'4'")
+    assert second.score == 3.0, "only the response that nothing applies to"
+
+
+def test_a_function_that_fails_takes_its_response_with_it(mixed: Callable[..., list]) -> None:
+    first, second = mixed("right", "fails")
+    says(first.text, "mixed.py:fails", "ZeroDivisionError")
+    assert second.score == 1.0
+    first, second = mixed("right", "broken")
+    says(first.text, "mixed.py:broken", "1 scores", "2 responses")
+    assert first == second, "a function of a whole group fails on all of it"
+
+
+def test_what_its_functions_need_of_a_row(tmp_path: Path, mixed: Callable[..., list]) -> None:
+    file = f"{tmp_path}/mixed.py"
+    needs = load([{"path": f"{file}:none"}, {"path": f"{file}:polite"}]).needs
+    assert needs == RowNeeds(False, frozenset({"level"}), None)
+    assert load([{"path": f"{file}:none"}, {"path": f"{file}:right"}]).needs == RowNeeds(True)
+
+
+def test_a_sum_in_a_sum_is_refused() -> None:
+    with refuses(ConfigError, "functions[0]", PATH):
+        load([{"path": PATH, "reward_kwargs": {"functions": [{"path": GRADED}]}}])
 
 
 def test_its_functions_are_the_components() -> None:

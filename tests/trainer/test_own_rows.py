@@ -11,7 +11,7 @@ from grpo_dist.main import main
 from tests.messages import says
 
 ROWS = [{"question": "1+1?", "answer": "2", "level": 1}, {"question": "2+2?", "answer": "4", "level": 2}]
-REWARD = "custom_reward_function.path"
+REWARD, WEIGHTS = "custom_reward_function.path", "custom_reward_function.weights"
 TRL = """
 def correct(completions, answer, **columns):
     return [float(text == right) for text, right in zip(completions, answer)]
@@ -61,6 +61,30 @@ def test_a_function_without_a_ground_truth_needs_no_answers(session) -> None:
     says(said, "sums.jsonl, line 1", "data.answer_key=COLUMN", "ground_truth=None")
     optional = VERL.replace("ground_truth, extra_info", "ground_truth=None, extra_info=None")
     assert session(f"{REWARD}=reward.py", rows=rows, code=optional)[0] == 0
+
+
+MIXED = f"""{VERL}{TRL}
+async def short(completions, **columns):
+    return [-len(text) / 100 for text in completions]
+def leveled(solution_strs, data_sources, ground_truths, extra_infos):
+    return [None for _ in solution_strs]
+"""
+
+
+def test_a_list_of_functions_of_any_forms(session) -> None:
+    named = "[reward.py:correct,reward.py:short,{path: reward.py:leveled, weight: 0.1},reward.py]"
+    status, said = session(f"{REWARD}={named}", code=MIXED)
+    assert status == 0
+    says(said, "reward: reward.py:correct, reward.py:short, reward.py:leveled, reward.py")
+    assert session(f"{REWARD}=[reward.py:correct,reward.py:short]", f"{WEIGHTS}=[1.0,0.5]", code=MIXED)[0] == 0
+    gdpo = "algorithm.adv_estimator=gdpo"
+    assert session(f"{REWARD}=[reward.py:correct,reward.py:short]", gdpo, code=MIXED)[0] == 0
+    status, said = session(f"{REWARD}=[reward.py:correct,reward.py:shirt]", code=MIXED)
+    assert status == 2
+    says(said, "custom_reward_function.path", "reward.py", "'shirt'", "'short'")
+    status, said = session(f"{REWARD}=[reward.py:short,reward.py:short]", code=MIXED)
+    assert status == 2
+    says(said, f"{REWARD}[1]", "'short'", "label")
 
 
 @pytest.mark.parametrize(

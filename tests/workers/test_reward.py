@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,13 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.data import Prompt, TokenizedPrompt
+from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import BatchError, ConfigError, DataError, RewardError
 from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.rewards.base import RewardResult
+from grpo_dist.rewards.forms import Sample
+from grpo_dist.trainer.rollout.sampling import make_request
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.reward import OverlongPenalty, RewardSettings, RewardWorker, on_last_token, pred_ids
 from tests.messages import refuses, says
@@ -245,6 +251,24 @@ def test_the_labels_of_a_reward_model(local_ray: None, random_models: dict[str, 
         worker.step_separator, worker.label = separator, "other"
         with refuses(RewardError, "reward_model.retrain.label=other", name):
             worker.score(put(RESPONSES), TASK)
+
+
+def test_the_function_gets_the_whole_row() -> None:
+    """From the prompt by way of the request to each sample, with the reward model's numbers."""
+    seen: list[Sample] = []
+    worker = object.__new__(RewardWorker)
+    worker.scorer = SimpleNamespace(score=lambda samples: seen.extend(samples) or [RewardResult(1.0, {})] * 2)
+    asked = [{"role": "user", "content": "1+1?"}]
+    prompt = Prompt(0, "d", asked, "2", {"unit": "m"}, "a.jsonl, line 1", {"level": 3}, is_text=True)
+    request = make_request(
+        "u", TokenizedPrompt(prompt, np.array([1], np.int32)), SamplingSettings(2, 1.0, 1.0, -1, 4, 0)
+    )
+    task = replace(request.task, model_scores={"rm_score": np.array([0.5, 1.0])})
+    worker._score_texts(["2", "3"], task)
+    assert seen == [
+        Sample("2", "d", "2", {"unit": "m", "rm_score": 0.5}, asked, {"level": 3}, is_text=True),
+        Sample("3", "d", "2", {"unit": "m", "rm_score": 1.0}, asked, {"level": 3}, is_text=True),
+    ]
 
 
 def test_the_overlong_penalty_by_hand() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from grpo_dist.code_names import parse_code
 from grpo_dist.config.load import default_values
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.data.columns import SOURCE_KEY
@@ -167,10 +167,20 @@ def digest_code(config: JobConfig) -> dict[str, str]:
     """Digests of the Python files that the config names (`file.py` or `file.py:attribute`), by config key."""
     found = {}
     for key, value in flatten(config.model_dump(mode="json")):
-        file = Path(re.sub(r"\.py:\w+$", ".py", value)) if isinstance(value, str) else Path()
-        if file.suffix == ".py" and file.is_file():
-            found[key] = digest_file(file).blake2b
+        named = dict.fromkeys(Path(parse_code(text).source) for text in _texts(value))
+        files = [file for file in named if file.suffix == ".py" and file.is_file()]
+        if files:
+            found[key] = " ".join(digest_file(file).blake2b for file in files)
     return found
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """A text, or the texts in a list of functions."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | Mapping):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(each)
 
 
 def _edited(

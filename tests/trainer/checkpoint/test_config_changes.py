@@ -406,3 +406,14 @@ def test_code_that_was_edited_is_told(tmp_path: Path) -> None:
     says(edited, f"{keys[0]}: {reward}", "edited")
     with refuses(CheckpointError, f"{keys[0]}: {reward} -> {other}"):
         told(f"{keys[0]}={other}", named[1])
+
+
+def test_every_file_of_a_list_of_functions_counts(tmp_path: Path) -> None:
+    first, second = (tmp_path / f"{name}.py" for name in "ab")
+    for file in (first, second):
+        file.write_text("a = 1\n")
+    named = f"custom_reward_function.path=[{first}:f,{{path: {second}:g, weight: 2}}]"
+    before = digest_code(config(named))
+    assert list(before) == ["custom_reward_function.path"]
+    second.write_text("a = 2\n")
+    assert digest_code(config(named)) != before
