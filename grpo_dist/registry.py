@@ -2,8 +2,8 @@
 
 A `Registry` holds the built-in functions of one kind, all with the same signature. A name with a colon,
 `pkg.module:attr` or `path/to/file.py:attr` (`parse_code`), is imported on demand in each process that uses it, so
-custom code needs neither registration nor a fork. Where custom code raises, or returns what would be an error of the package later, the
-message names it.
+custom code needs neither registration nor a fork. Where custom code raises, or returns what would be an error of the
+package later, the message names it.
 """
 
 from __future__ import annotations
