@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from pydantic import model_validator
+
 from grpo_dist.config.field_types import (
     Count,
     Distinct,
@@ -187,6 +189,16 @@ class RunConfig(JobConfig):
     reward: RewardConfig
     trainer: TrainerConfig
     cluster: ClusterConfig
+
+    @model_validator(mode="before")
+    @classmethod
+    def mini_batches_are_batches(cls, raw: Any) -> Any:
+        """Fill in ppo_mini_batch_size where it is null. A batch size that is wrong is reported once, as itself."""
+        size = raw["data"].get("train_batch_size")
+        for section in (raw["actor_rollout_ref"]["actor"], raw["critic"]):
+            if section.get("ppo_mini_batch_size", 0) is None:
+                section["ppo_mini_batch_size"] = size if isinstance(size, int) and size > 0 else 1
+        return raw
 
     @property
     def model_path(self) -> str:
