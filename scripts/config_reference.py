@@ -44,8 +44,8 @@ A verl script for FSDP and vLLM runs with `verl.trainer.main_ppo` replaced by `g
 - Defaults are those of a GRPO script where verl's are those of PPO: `algorithm.adv_estimator=grpo`, `rollout.n=8`,
   `actor.use_kl_loss=true`. What a script sets counts as in verl.
   Without `actor.ppo_mini_batch_size` a batch is one optimizer step (verl: 256 prompts).
-- On CPU, and for the built-in model, batches and lengths are smaller unless they are set (see `cluster=cpu`, `model=tiny`);
-  with `trainer.n_gpus_per_node` or a `cluster=` with GPUs they are verl's 1,024, 512 and 1,024.
+- On CPU, and for the built-in model, batches and lengths are smaller unless they are set (see `cluster=cpu` and
+  `model=tiny`); with `trainer.n_gpus_per_node` or a `cluster=` with GPUs they are verl's 1,024, 512 and 1,024.
 - `trainer.logger` knows console, jsonl, tensorboard and wandb.
 """
 
