@@ -49,7 +49,6 @@ def main(arguments: Sequence[str]) -> int:
             "reward_model.enable=true: the reward is the score of the reward model, which only a run's workers can "
             "compute; set custom_reward_function.path to check a function beside it"
         )
-    prompts = _rows(config, options.row, options.rows)
     custom = config.custom_reward_function
     scorer = Scorer(config.reward_function, custom.name, custom.reward_kwargs, timeout_s=config.reward.timeout_s)
     try:
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     scores: list[float] = []
     num_failed = 0
     try:
-        for prompt in prompts:
+        for prompt in _rows(config, options.row, options.rows):
             answers = [Answer(text, "--answer") for text in options.answer] or [own_answer(prompt)]
             samples = [_sample(config, prompt, answer.text) for answer in answers]
             results = scorer.score(samples)
