@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from grpo_dist.config.command import AnyCommand
-from grpo_dist.config.documented import Key, documented_keys
-from grpo_dist.config.foreign_keys import FOREIGN_KEYS, RENAMED
+from grpo_dist.config.command import AnyCommand, default_options
+from grpo_dist.config.documented import Key, documented_keys, set_by_groups
+from grpo_dist.config.foreign_keys import ELSEWHERE, FOREIGN_KEYS, RENAMED
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.problems import shown
 from grpo_dist.config.schema_health import RULES, rule_defaults
@@ -43,6 +43,9 @@ A verl script for FSDP and vLLM runs with `verl.trainer.main_ppo` replaced by `g
   trainer.n_gpus_per_node` gives, and have sensible defaults.
 - Defaults are those of a GRPO script where verl's are those of PPO: `algorithm.adv_estimator=grpo`, `rollout.n=8`,
   `actor.use_kl_loss=true`. What a script sets counts as in verl.
+  Without `actor.ppo_mini_batch_size` a batch is one optimizer step (verl: 256 prompts).
+- On CPU, and for the built-in model, batches and lengths are smaller unless they are set (see `cluster=cpu` and
+  `model=tiny`); with `trainer.n_gpus_per_node` or a `cluster=` with GPUs they are verl's 1,024, 512 and 1,024.
 - `trainer.logger` knows console, jsonl, tensorboard and wandb. The console is on whatever it lists, unless
   `trainer.console=false` (not a key of verl).
 """
@@ -78,9 +81,11 @@ def _tables(keys: list[Key], heading: str) -> Iterator[tuple[str, str]]:
 
 
 def _groups(command: AnyCommand) -> str:
-    lines = [f"##{'' if command is GRPO else '#'} Groups\n", "| group | what it is |", "|---|---|"]
-    for group, options in command.group_options().items():
-        lines += [f"| `{group}={option}` | {_cell(first_comment(command, group, option))} |" for option in options]
+    lines = [f"##{'' if command is GRPO else '#'} Groups\n", "| group | what it is | what it sets |", "|---|---|---|"]
+    for (group, option), keys in set_by_groups(command).items():
+        used = " (used where none is chosen)" if default_options(command.file)[group] == option else ""
+        sets = ", ".join(f"`{key.name}={shown(key.default)}`" for key in keys) or "nothing"
+        lines.append(f"| `{group}={option}`{used} | {_cell(first_comment(command, group, option))} | {_cell(sets)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -106,6 +111,11 @@ def _foreign() -> Iterator[str]:
     for key, entry in FOREIGN_KEYS.items():
         if entry.refused:
             yield f"| `{key}` | {_cell(entry.why)} |"
+    yield "\n## Names of other libraries\n"
+    yield "What a message advises for the last part of a key that is none here.\n\n| there | here |\n|---|---|"
+    for name, other in ELSEWHERE.items():
+        here = " or ".join(f"`{written}`" for written in other.write)
+        yield f"| `{name}` | {_cell('; '.join(filter(None, (here, other.why))))} |"
 
 
 def _default(value: object) -> str:

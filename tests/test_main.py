@@ -6,6 +6,8 @@ import pytest
 from grpo_dist.main import main
 from tests.messages import says
 
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
+
 
 def test_help(capsys: pytest.CaptureFixture) -> None:
     assert main(["--help"]) == 0
@@ -39,7 +41,7 @@ def test_a_dry_run_of_the_config_asks_nothing_of_this_machine(capsys: pytest.Cap
 
 
 def test_impossible_batch_arithmetic_names_the_keys(capsys: pytest.CaptureFixture) -> None:
-    assert main(["data.train_batch_size=30", "trainer.dry_run=true"]) == 2
+    assert main(["data.train_batch_size=30", f"{MINI}=32", "trainer.dry_run=true"]) == 2
     err = capsys.readouterr().err
     assert "data.train_batch_size" in err
     assert "ppo_mini_batch_size" in err

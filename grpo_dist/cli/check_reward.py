@@ -13,11 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from grpo_dist.config.load import load_config
+from grpo_dist.config.problems import shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import Prompt, add_system_prompt
 from grpo_dist.errors import ConfigError, RewardError
 from grpo_dist.names import REWARD_MODEL_FUNCTION, RM_SCORE
-from grpo_dist.rewards.base import RewardResult
+from grpo_dist.rewards.base import RewardResult, RowNeeds
 from grpo_dist.rewards.forms import Failure, Sample
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.trainer.run_prompts import read_prompts
@@ -49,17 +50,16 @@ def main(arguments: Sequence[str]) -> int:
             "reward_model.enable=true: the reward is the score of the reward model, which only a run's workers can "
             "compute; set custom_reward_function.path to check a function beside it"
         )
-    prompts = _rows(config, options.row, options.rows)
-    custom = config.custom_reward_function
-    scorer = Scorer(config.reward_function, custom.name, custom.reward_kwargs, timeout_s=config.reward.timeout_s)
+    scorer = Scorer(*config.reward_code, timeout_s=config.reward.timeout_s)
     try:
         scorer.start()
     except RewardError as error:
-        raise ConfigError(f"custom_reward_function.path={custom.path}: {error}") from error
+        named = shown(config.custom_reward_function.path)
+        raise ConfigError(f"custom_reward_function.path={named}: {error}") from error
     scores: list[float] = []
     num_failed = 0
     try:
-        for prompt in prompts:
+        for prompt in _rows(config, scorer.needs, options.row, options.rows):
             answers = [Answer(text, "--answer") for text in options.answer] or [own_answer(prompt)]
             samples = [_sample(config, prompt, answer.text) for answer in answers]
             results = scorer.score(samples)
@@ -88,9 +88,9 @@ def own_answer(prompt: Prompt) -> Answer:
     return Answer(truth if isinstance(truth, str) else json.dumps(truth, default=str), "the row's ground truth")
 
 
-def _rows(config: RunConfig, row: int | None, most: int) -> list[Prompt]:
+def _rows(config: RunConfig, needs: RowNeeds, row: int | None, most: int) -> list[Prompt]:
     """The rows of data.train_files to score: one, or the first ones."""
-    prompts = read_prompts(config, "data.train_files", config.data.train_files, -1)
+    prompts = read_prompts(config, "data.train_files", config.data.train_files, -1, needs)
     if config.data.system_prompt is not None:
         prompts, _ = add_system_prompt(prompts, config.data.system_prompt)
     if row is None:

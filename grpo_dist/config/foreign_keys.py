@@ -17,6 +17,24 @@ FLAGS: dict[str, str] = _TABLE["flags"]
 
 
 @dataclass(frozen=True)
+class Elsewhere:
+    """What other libraries call by a name that is none here.
+
+    Attributes:
+        write: what to write here, KEY or KEY=VALUE, of which the first is meant that the command has.
+        why: what else there is to say.
+    """
+
+    write: tuple[str, ...]
+    why: str
+
+
+ELSEWHERE = {
+    name: Elsewhere(tuple(entry.get("write", ())), entry.get("why", "")) for name, entry in _TABLE["elsewhere"].items()
+}
+
+
+@dataclass(frozen=True)
 class ForeignKey:
     """A key of verl, or of an earlier version, that grpo_dist does not have.
 

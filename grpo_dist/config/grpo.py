@@ -29,7 +29,11 @@ GRPO = Command(
     schema=RunConfig,
     rules=RULES,
     notes=config_notes,
-    chosen={"actor_rollout_ref.model.path": ("model", "hf"), "data.train_files": ("data", "files")},
+    chosen={
+        "actor_rollout_ref.model.path": ("model", "hf"),
+        "data.train_files": ("data", "files"),
+        "trainer.n_gpus_per_node": ("cluster", "node8"),
+    },
     needed={
         "actor_rollout_ref.model.path": "Qwen/Qwen3-0.6B, or a folder",
         "data.train_files": "data/gsm8k/train.parquet",

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, TypeGuard
 
 from grpo_dist.config.field_types import Section
+from grpo_dist.config.foreign_keys import ELSEWHERE
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 
@@ -16,36 +17,6 @@ _LEAST_SIMILARITY = 0.65
 # Keys this close to the best one are named beside it.
 _TIE = 0.05
 _MOST_HINTS = 3
-# The last part of a key, as TRL and OpenRLHF call it, and what that is in the commands that have it.
-_SYNONYMS = {
-    "beta": ("actor_rollout_ref.actor.kl_loss_coef",),
-    "epsilon": ("actor_rollout_ref.actor.clip_ratio",),
-    "epsilon_high": ("actor_rollout_ref.actor.clip_ratio_high",),
-    "eval_steps": ("trainer.test_freq",),
-    "init_kl_coef": ("algorithm.kl_ctrl.kl_coef",),
-    "learning_rate": ("actor_rollout_ref.actor.optim.lr", "optim.lr"),
-    "loss_type": ("actor_rollout_ref.actor.loss_agg_mode",),
-    "max_completion_length": ("data.max_response_length",),
-    "grad_clip": ("optim.clip_grad",),
-    "max_grad_norm": ("actor_rollout_ref.actor.grad_clip", "optim.clip_grad"),
-    "max_steps": ("trainer.total_training_steps",),
-    "model_name_or_path": ("actor_rollout_ref.model.path", "model.path"),
-    "n_samples_per_prompt": ("actor_rollout_ref.rollout.n",),
-    "num_generations": ("actor_rollout_ref.rollout.n",),
-    "num_iterations": ("actor_rollout_ref.actor.ppo_epochs",),
-    "num_train_epochs": ("trainer.total_epochs",),
-    "output_dir": ("trainer.default_local_dir",),
-    "per_device_train_batch_size": (
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-        "data.micro_batch_size_per_gpu",
-    ),
-    "report_to": ("trainer.logger",),
-    "rollout_batch_size": ("data.train_batch_size",),
-    "save_steps": ("trainer.save_freq",),
-    "teacher_model_name_or_path": ("actor_rollout_ref.ref.model.path",),
-    "scale_rewards": ("algorithm.norm_adv_by_std_in_grpo",),
-    "warmup_ratio": ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", "optim.lr_warmup_steps_ratio"),
-}
 
 
 @cache
@@ -75,8 +46,8 @@ def nearest_keys(key: str, schema: type[JobConfig] = RunConfig) -> list[str]:
     """The known keys that `key` most likely means, best first; empty if none is similar."""
     matcher = difflib.SequenceMatcher(autojunk=False)
     last = key.rpartition(".")[2]
-    if meant := [known for known in _SYNONYMS.get(last, ()) if known in leaf_keys(schema)]:
-        return meant[:1]
+    if (meant := _meant(last, schema)) is not None:
+        return [written.partition("=")[0] for written in meant]
 
     def similarity(known: str) -> float:
         if f".{known}".endswith(f".{key}"):  # rollout.n, for actor_rollout_ref.rollout.n, is a sure hit
@@ -96,10 +67,26 @@ def nearest_keys(key: str, schema: type[JobConfig] = RunConfig) -> list[str]:
 
 def unknown_key(key: str, schema: type[JobConfig] = RunConfig) -> str:
     """The error message for a key that the schema does not have."""
-    hints = nearest_keys(key, schema)
-    return f"{key}: no such key" + (
-        f"; did you mean {' or '.join(hints)}?" if hints else "; --help says where all keys are listed"
-    )
+    return f"{key}: no such key; {what_to_write(key, schema)}"
+
+
+def what_to_write(key: str, schema: type[JobConfig] = RunConfig) -> str:
+    """What a message advises in the place of an unknown key."""
+    last = key.rpartition(".")[2]
+    meant = _meant(last, schema)
+    hints, why = (nearest_keys(key, schema), "") if meant is None else (meant, ELSEWHERE[last].why)
+    if not hints:
+        return why or "--help says where all keys are listed"
+    return f"did you mean {' or '.join(hints)}?{f' ({why})' if why else ''}"
+
+
+def _meant(name: str, schema: type[JobConfig]) -> list[str] | None:
+    """What to write for a name of other libraries, KEY or KEY=VALUE; []: nothing; None: it is not known here."""
+    entry = ELSEWHERE.get(name)
+    if entry is None:
+        return None
+    here = [written for written in entry.write if written.partition("=")[0] in leaf_keys(schema)]
+    return here[:1] if here or not entry.write else None
 
 
 def _walk(section: type[Section], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from grpo_dist.assets import BUILTIN
 from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.foreign_keys import FLAGS, RENAMED, ForeignKey, foreign_key
-from grpo_dist.config.keys import is_free_form, leaf_keys, nearest_keys, section_keys, unknown_key
+from grpo_dist.config.keys import is_free_form, leaf_keys, nearest_keys, section_keys, unknown_key, what_to_write
 from grpo_dist.config.problems import Problem
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.redact import redact
@@ -57,7 +57,7 @@ def read_command_line(overrides: Sequence[str | tuple[str, Any]], command: AnyCo
             line.problems.append(Problem(f"{text}: not UTF-8", (text.lstrip("+").partition("=")[0],)))
             continue
         except HydraException as error:
-            line.problems.append(_unreadable(_shown(text), error))
+            line.problems.append(_unreadable(_shown(text), error, command.schema))
             continue
         _add(line, override, _shown(text).lstrip("+"), command)
     _choose_groups(line, command)
@@ -96,7 +96,8 @@ def _add(line: CommandLine, override: Override, text: str, command: AnyCommand) 
         if option in options:
             line.groups[key] = option
         else:
-            problem = Problem(_no_such_option(key, option, options), leaf_keys(schema))
+            own = next((known for known, (group, _) in command.chosen.items() if group == key), "")
+            problem = Problem(_no_such_option(key, option, options, own), leaf_keys(schema))
     elif key in section_keys(schema) and not isinstance(override.value(), dict):
         problem = Problem(
             f"{text}: {key} is a section; its keys are {_names_below(key, schema)}", (key, *_keys_below(key, schema))
@@ -128,27 +129,34 @@ def _add_foreign(line: CommandLine, foreign: ForeignKey, text: str) -> None:
 
 def _choose_groups(line: CommandLine, command: AnyCommand) -> None:
     for key, (group, option) in command.chosen.items():
-        if key not in line.values or group in line.groups or BUILTIN in str(line.values[key]):
+        value = line.values.get(key)
+        if value in (None, 0) or group in line.groups or BUILTIN in str(value):  # the default options are for these
             continue
         line.groups[group] = option
         line.notes.append(f"{group}={option} is used, because {key} is set and no {group}= is chosen")
 
 
-def _unreadable(text: str, error: HydraException) -> Problem:
+def _unreadable(text: str, error: HydraException, schema: type[JobConfig]) -> Problem:
     key, equals, _ = text.lstrip("+").partition("=")
     if key in FLAGS:
         return Problem(f"{text}: {FLAGS[key]}; the keys are the same", (key,))
+    if key.startswith("-"):
+        name = key.lstrip("-").replace("-", "_")
+        value = text.partition("=")[2] or "VALUE"
+        advice = f"write {name}={value}" if name in leaf_keys(schema) else what_to_write(name, schema)
+        return Problem(f"{text}: the only flag is --help, and a key is written key=value; {advice}", (key,))
     if not equals:
-        known = " (the only flag is --help)" if text.startswith("-") else ""
-        return Problem(f"{text or repr(text)}: not an override; write key=value{known}", (key,))
+        return Problem(f"{text or repr(text)}: not an override; write key=value", (key,))
     reason = str(error).splitlines()[0]
     advice = f"""quote values with = , : [ ] {{ }} like this: "{key}='...'\""""
     return Problem(f"{text}: cannot be read ({reason}); {advice}", (key,))
 
 
-def _no_such_option(group: str, option: str, options: list[str]) -> str:
+def _no_such_option(group: str, option: str, options: list[str], own: str) -> str:
     nearest = difflib.get_close_matches(option, options, n=1)
     hint = f"; did you mean {group}={nearest[0]}?" if nearest else ""
+    if own and not nearest:
+        hint = f"; for one of your own write {own}={option}"
     return f"{group}={option}: no such option; there are {', '.join(options)}{hint}"
 
 

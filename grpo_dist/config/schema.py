@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, model_validator
 
 from grpo_dist.code_names import CodeName, absolute, parse_code
 from grpo_dist.config.field_types import (
@@ -224,6 +224,16 @@ class RunConfig(JobConfig):
     reward: RewardConfig
     trainer: TrainerConfig
     cluster: ClusterConfig
+
+    @model_validator(mode="before")
+    @classmethod
+    def mini_batches_are_batches(cls, raw: Any) -> Any:
+        """Fill in ppo_mini_batch_size where it is null. A batch size that is wrong is reported once, as itself."""
+        size = raw["data"].get("train_batch_size")
+        for section in (raw["actor_rollout_ref"]["actor"], raw["critic"]):
+            if section.get("ppo_mini_batch_size", 0) is None:
+                section["ppo_mini_batch_size"] = size if isinstance(size, int) and size > 0 else 1
+        return raw
 
     @property
     def model_path(self) -> str:

@@ -6,9 +6,10 @@ import pytest
 
 from grpo_dist.config.foreign_keys import FOREIGN_KEYS, RENAMED, foreign_key
 from grpo_dist.config.keys import is_free_form, leaf_keys, section_keys
-from grpo_dist.config.load import load_config
+from grpo_dist.config.load import load_command, load_config
+from grpo_dist.config.supervised import REWARD_MODEL, SFT
 from grpo_dist.errors import ConfigError
-from tests.messages import says
+from tests.messages import refuses, says
 
 # Keys of 75 GRPO-like example scripts of verl 0.9.1, with how many scripts use each, most used first.
 KEYS = [line.split("\t") for line in (Path(__file__).parents[1] / "golden/verl_grpo_keys.tsv").read_text().splitlines()]
@@ -102,6 +103,75 @@ def test_keys_without_a_meaning_are_said_once(override: str) -> None:
 def test_what_is_not_here_is_refused_by_name(override: str, advice: str) -> None:
     message = refused(override)
     says(message, override, advice)
+
+
+ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{role}" for role in ("actor", "rollout", "model"))
+LOGGER = "trainer.logger=[console,wandb]"
+# What people write who come from TRL, OpenRLHF or elsewhere -> what the message tells them to write.
+TYPED = {
+    "reward_funcs=[mine]": "custom_reward_function.path=reward.py",
+    "reward_weights=[1,2]": "grpo_dist.rewards.weighted",
+    "batch_size=64": "data.train_batch_size",
+    "run_name=first": "trainer.experiment_name",
+    "lora=true": f"{MODEL}.lora_rank=32",
+    "peft_config=lora.json": f"{MODEL}.lora_rank=32",
+    "group_size=16": f"{ROLLOUT}.n",
+    "num_generations=16": f"{ROLLOUT}.n",
+    "n_samples_per_prompt=16": f"{ROLLOUT}.n",
+    "wandb=true": LOGGER,
+    "report_to=wandb": LOGGER,
+    "dataset=rows.jsonl": "data.train_files=rows.jsonl",
+    "train_dataset=rows.jsonl": "data.train_files=rows.jsonl",
+    "eval_dataset=rows.jsonl": "data.val_files=rows.jsonl",
+    "prompt_data=rows.jsonl": "data.train_files=rows.jsonl",
+    "bf16=true": f"{ACTOR}.fsdp_config.dtype=bf16",
+    "learning_rate=1e-6": f"{ACTOR}.optim.lr",
+    "actor_learning_rate=1e-6": f"{ACTOR}.optim.lr",
+    "beta=0.04": f"{ACTOR}.kl_loss_coef",
+    "epsilon=0.2": f"{ACTOR}.clip_ratio",
+    "eps_clip=0.2": f"{ACTOR}.clip_ratio",
+    "max_completion_length=256": "data.max_response_length",
+    "generate_max_len=256": "data.max_response_length",
+    "max_prompt_length=256": "data.max_prompt_length",
+    "pretrain=Qwen/Qwen3-0.6B": f"{MODEL}.path",
+    "model_name_or_path=Qwen/Qwen3-0.6B": f"{MODEL}.path",
+    "per_device_train_batch_size=4": f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+    "micro_train_batch_size=4": f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps=4": f"{ACTOR}.ppo_mini_batch_size",
+    "gradient_checkpointing=true": f"{MODEL}.enable_gradient_checkpointing",
+    "num_train_epochs=3": "trainer.total_epochs",
+    "num_episodes=3": "trainer.total_epochs",
+    "max_steps=100": "trainer.total_training_steps",
+    "output_dir=out": "trainer.default_local_dir",
+    "save_steps=10": "trainer.save_freq",
+    "logging_steps=1": "out",
+    "use_vllm=true": "vLLM",
+    "advantage_estimator=rloo": "algorithm.adv_estimator",
+    "remote_rm_url=http://here": "grpo_dist.rewards.http_reward",
+    "vllm_num_engines=2": "cluster.rollout_world_size",
+    "init_kl_coef=0.01": "algorithm.kl_ctrl.kl_coef",
+    "zero_stage=3": "FSDP2",
+    "trainer.project=mine": "trainer.project_name",
+    "actor.lr=1e-6": f"{ACTOR}.optim.lr",
+    "rollout.tp=2": f"{ROLLOUT}.tensor_model_parallel_size",
+}
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_names_of_other_libraries_are_answered_with_what_to_write(typed: str) -> None:
+    message = refused(typed)
+    says(message, typed.partition("=")[0], TYPED[typed])
+    assert ("did you mean" in message) == (not message.endswith("leave it out"))
+    if TYPED[typed] in leaf_keys():
+        assert f"did you mean {TYPED[typed]}?" in message
+
+
+def test_a_command_is_told_of_its_own_keys() -> None:
+    for command, path in ((SFT, "model.path"), (REWARD_MODEL, "model.path")):
+        with refuses(ConfigError, "pretrain", path, "bf16", "engine.dtype=bf16"):
+            load_command(["pretrain=x", "bf16=true"], command)
+    with refuses(ConfigError, "lora", "model.lora_rank=32"):
+        load_command(["lora=true"], SFT)
 
 
 def test_the_longest_section_answers() -> None:

@@ -176,13 +176,46 @@ def test_naming_the_builtin_model_changes_nothing():
 
 
 def test_your_own_data_leaves_the_arithmetic_settings_behind(parquet):
-    config, notes = load_config([f"data.train_files={parquet}", "model=qwen3_0_6b"])
+    config, notes = load_config([f"data.train_files={parquet}", "model=qwen3_0_6b", "cluster=node8"])
     assert (config.data.train_batch_size, config.data.max_response_length) == (1024, 1024)
     assert config.data.val_files == ()
     assert config.trainer.total_training_steps is None
     says(notes, "data=files")
     chosen = load(f"data.train_files={parquet}", "data=arithmetic")
-    assert chosen.data.train_batch_size == 32
+    assert chosen.data.max_response_length == 64
+
+
+def sizes(config):
+    data = config.data
+    return data.train_batch_size, data.max_prompt_length, data.max_response_length
+
+
+MINI = f"{ACTOR}.ppo_mini_batch_size"
+
+
+def test_defaults_for_own_data_fit_the_machine_and_the_model(parquet, model_folder):
+    """On CPU and for the built-in model they are moderate; on machines with GPUs they are verl's."""
+    own = f"data.train_files={parquet}"
+    model = f"actor_rollout_ref.model.path={model_folder}"
+    for overrides in ([own], [own, model], [own, model, "trainer.n_gpus_per_node=0"], [own, "cluster=single_gpu"]):
+        assert sizes(load(*overrides)) == (32, 256, 256)
+    for machine in ("cluster=node8", "cluster=single_gpu", "trainer.n_gpus_per_node=4", "cluster=multi_node"):
+        assert sizes(load(own, model, machine)) == (1024, 512, 1024)
+    config, notes = load_config([own, model, "trainer.n_gpus_per_node=4"])
+    assert (config.trainer.n_gpus_per_node, config.trainer.nnodes) == (4, 1)
+    says(notes, "cluster=node8", "trainer.n_gpus_per_node")
+    assert sizes(load("data.max_response_length=32", own)) == (32, 256, 32)
+
+
+@pytest.mark.parametrize("batch", [4, 32])
+def test_a_mini_batch_is_the_batch_unless_it_is_set(batch):
+    size = f"data.train_batch_size={batch}"
+    for overrides in ([size], [size, f"{MINI}=null"], [size, "recipe=ppo", "critic.ppo_mini_batch_size=null"]):
+        config = load(*overrides)
+        assert config.actor_rollout_ref.actor.ppo_mini_batch_size == config.critic.ppo_mini_batch_size == batch
+        assert config.on_policy == ("recipe=ppo" not in overrides)
+    assert load(size, f"{MINI}=2").critic.ppo_mini_batch_size == 2
+    assert refused("data.train_batch_size=0").count("\n") == 1, "said once"
 
 
 def test_missing_files_stop_a_run_and_a_dry_run_of_this_machine_but_not_one_of_the_config():

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_dist.config.foreign_keys import ELSEWHERE
 from grpo_dist.config.grpo import GRPO
-from grpo_dist.config.keys import _SYNONYMS, leaf_keys
+from grpo_dist.config.keys import leaf_keys
 from grpo_dist.config.load import load_config
 from grpo_dist.config.supervised import REWARD_MODEL, SFT
 from grpo_dist.errors import ConfigError
@@ -28,6 +29,10 @@ MISTAKES = {
     "a removed key": ("~trainer.seed", "null"),
     # forms
     "dashes": ("--trainer.seed=1", "trainer.seed"),
+    "dashes and another name": ("--learning-rate=1e-6", f"{A}.optim.lr"),
+    "a flag of its own": ("--use_wandb", "trainer.logger=[console,wandb]"),
+    "a model for a group": ("model=Qwen/Qwen3-0.6B", f"{M}.path=Qwen/Qwen3-0.6B"),
+    "a file for a group": ("data=rows.jsonl", "data.train_files=rows.jsonl"),
     "no value": ("trainer.seed", "key=value"),
     "a list without brackets": ("trainer.logger=console,wandb", "trainer.logger=[console,wandb]"),
     "an open bracket": ("trainer.logger=[console", "read"),
@@ -111,6 +116,9 @@ def test_there_are_enough_of_them() -> None:
 
 def test_other_libraries_names_lead_to_keys_that_exist() -> None:
     known = {key for command in (GRPO, REWARD_MODEL, SFT) for key in leaf_keys(command.schema)}
-    assert {key for keys in _SYNONYMS.values() for key in keys} <= known
-    names = {name for name, keys in _SYNONYMS.items() if set(keys) & set(leaf_keys())}
+    assert {each.partition("=")[0] for entry in ELSEWHERE.values() for each in entry.write} <= known
+    assert all(entry.write or entry.why for entry in ELSEWHERE.values())
+    names = {
+        name for name, entry in ELSEWHERE.items() if {each.partition("=")[0] for each in entry.write} & set(leaf_keys())
+    }
     assert not any(key.rpartition(".")[2] in names and key.count(".") == 1 for key in leaf_keys())

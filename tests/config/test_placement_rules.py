@@ -14,11 +14,11 @@ VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
     ("overrides", "parts"),
     [
         (
-            ["data.train_batch_size=48"],
+            ["data.train_batch_size=48", f"{ACTOR}.ppo_mini_batch_size=32"],
             ["data.train_batch_size=48", f"{ACTOR}.ppo_mini_batch_size=32", "ppo_mini_batch_size=24"],
         ),
         (
-            ["data.train_batch_size=16"],
+            ["data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=32"],
             ["data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=32", "ppo_mini_batch_size=16"],
         ),
         (
