@@ -126,17 +126,18 @@ def _numbered(name: str) -> Iterator[str]:
     yield from (f"{name}_{number}" for number in itertools.count(2))
 
 
-def _file(rows: Rows, folder: Path, key: str) -> str | list[str]:
+def _file(rows: Rows, folder: Path, key: str) -> str:
     """Where the rows are: a new file in the run's folder, unless they are in one."""
     if isinstance(rows, str | Path):
         return str(rows)
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a pandas DataFrame, which iterates over its columns
         rows = rows.to_dict("records")
+    listed: Iterable[Any] = rows
     path = folder / "rows" / f"{key.removeprefix('data.').removesuffix('_files')}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     with temporary.open("w") as file:
-        for number, row in enumerate(rows):
+        for number, row in enumerate(listed):
             try:
                 file.write(json.dumps(dict(row), default=_plain) + "\n")
             except (TypeError, ValueError) as error:

@@ -98,7 +98,15 @@ def make_sampler(scores: dict[int, list[float]], *overrides: str) -> TrainingSam
     prompts = [
         SimpleNamespace(
             token_ids=np.array([i]),
-            prompt=SimpleNamespace(index=i, data_source="d", ground_truth="", extra_info={"index": i}, messages=[]),
+            prompt=SimpleNamespace(
+                index=i,
+                data_source="d",
+                ground_truth="",
+                extra_info={"index": i},
+                messages=[],
+                columns={},
+                is_text=False,
+            ),
         )
         for i in scores
     ]

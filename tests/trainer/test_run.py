@@ -62,7 +62,7 @@ def train(starts: list[Any], *overrides: str) -> list[RunConfig]:
             raise start
         return start, SimpleNamespace(peak_memory=dict)
 
-    run._train(load_config(list(overrides))[0], job(build), Path(), Preemption(), NOTHING)
+    run._train(load_config(list(overrides))[0], job(build), Path(), Preemption(), NOTHING, None)
     return seen
 
 
@@ -183,6 +183,6 @@ def test_a_run_that_is_told_to_end_is_not_started_again(
     preemption = Preemption()
     made: Any = (trainer(fit), None)
     with pytest.raises(Terminated):
-        run._train(load_config([])[0], job(lambda *args: made), Path(), preemption, NOTHING)
+        run._train(load_config([])[0], job(lambda *args: made), Path(), preemption, NOTHING, None)
     assert not preemption.held
     says(capsys.readouterr().err, "SIGTERM", "no checkpoint", "actor worker 0")

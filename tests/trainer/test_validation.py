@@ -100,7 +100,9 @@ def test_every_prompt_has_a_seed_of_its_own_where_there_are_seeds() -> None:
     prompts = [
         SimpleNamespace(
             token_ids=np.array([index]),
-            prompt=SimpleNamespace(index=index, data_source="d", ground_truth="", extra_info={}, messages=[]),
+            prompt=SimpleNamespace(
+                index=index, data_source="d", ground_truth="", extra_info={}, messages=[], columns={}, is_text=False
+            ),
         )
         for index in (3, 5)
     ]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
-import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +12,6 @@ import yaml
 from grpo_dist.config import supervised
 from grpo_dist.config.load import load_command, load_config
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.data import Prompt
 from grpo_dist.errors import CheckpointError
 from grpo_dist.trainer.checkpoint import config_changes
 from grpo_dist.trainer.checkpoint.change_rules import GRPO, LENGTH, SUPERVISED, change_rules
@@ -30,6 +26,7 @@ from grpo_dist.trainer.checkpoint.config_changes import (
 from grpo_dist.trainer.checkpoint.folder import RunState
 from tests.adapters import write_adapter
 from tests.messages import refuses, says
+from tests.trainer.checkpoint.test_prompt_identity import prompts
 
 
 def config(*overrides: str) -> RunConfig:
@@ -288,39 +285,6 @@ def test_the_saved_config_has_no_secrets() -> None:
 
 
 # --- prompts ---------------------------------------------------------------------------------------------------------
-def prompts(*questions: str, system: str = "", truth: str = "1") -> list[Any]:
-    rows = []
-    for question in questions:
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": question})
-        rows.append(SimpleNamespace(prompt=Prompt(0, "d", messages, truth, {}, "")))
-    return rows
-
-
-def test_prompts_are_known_by_what_they_ask_and_their_order() -> None:
-    same = identify_prompts(prompts("a", "b"))
-    assert same["count"] == 2
-    assert identify_prompts(prompts("a", "b")) == same
-    assert identify_prompts(prompts("a", "b", system="Be kind.")) == same, "positions mean the same rows"
-    for other in (prompts("b", "a"), prompts("a", "c"), prompts("a", "b", truth="2"), prompts("a", "b", "c")):
-        assert identify_prompts(other) != same
-
-
-def test_the_fingerprint_of_prompts_is_that_of_earlier_checkpoints() -> None:
-    """blake2b, 16 bytes, of [data_source, messages, ground_truth] as JSON."""
-    text = json.dumps(["d", [{"role": "user", "content": "a"}], "1"]).encode()
-    expected = {"count": 1, "fingerprint": hashlib.blake2b(text, digest_size=16).hexdigest()}
-    assert identify_prompts(prompts("a")) == expected
-
-
-def test_a_file_that_stands_for_the_data_source_may_be_renamed() -> None:
-    def named(source: str) -> list[Any]:
-        prompt = Prompt(0, source, [{"role": "user", "content": "a"}], "1", {}, "", taken={"data.data_source": source})
-        return [SimpleNamespace(prompt=prompt)]
-
-    assert identify_prompts(named("old")) == identify_prompts(named("new"))
-
-
 def checked(tmp_path: Path, saved: list[Any], now: list[Any], *overrides: str) -> list[str]:
     (tmp_path / "config.yaml").write_text(saved_config(config()))
     state = RunState(1, 1, {}, prompts=identify_prompts(saved))
