@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import load_command, run_folder
@@ -132,7 +132,7 @@ def _file(rows: Rows, folder: Path, key: str) -> str:
         return str(rows)
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a pandas DataFrame, which iterates over its columns
         rows = rows.to_dict("records")
-    listed: Iterable[Any] = rows
+    listed = cast(Iterable[Any], rows)
     path = folder / "rows" / f"{key.removeprefix('data.').removesuffix('_files')}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")

@@ -146,9 +146,10 @@ def trainable_engine(
     defer_grad_sync: bool = False,
     lora: LoraSettings | None = None,
     gradient_checkpointing: bool = False,
+    reshard: bool = True,
 ) -> FSDPEngine:
     """A CPU engine with AdamW."""
     sharding = {"fsdp_size": fsdp_size, "defer_grad_sync": defer_grad_sync}
-    model = ModelSettings(path, False, "fp32", dtype, gradient_checkpointing, True, layout, lora=lora, **sharding)
+    model = ModelSettings(path, False, "fp32", dtype, gradient_checkpointing, reshard, layout, lora=lora, **sharding)
     optimizer = OptimizerSettings(lr, 0.01, (0.9, 0.999), "constant", 0, 10, 0.0)
     return FSDPEngine(model, device="cpu", temperature=temperature, optimizer=optimizer, grad_clip=1.0)

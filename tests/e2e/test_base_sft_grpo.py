@@ -43,7 +43,7 @@ def test_each_stage_lifts_the_one_before(tmp_path: Path) -> None:
     )
     (base_accuracy,) = accuracies(grpo / "val_only")
     run(
-        *("-m", "grpo_dist.sft", *COMMON, f"model.path={base}", "optim.lr=3e-3", "trainer.total_training_steps=600"),
+        *("-m", "grpo_dist.sft", *COMMON, f"model.path={base}", "optim.lr=3e-3", "trainer.total_training_steps=250"),
         *("trainer.total_epochs=5", "trainer.test_freq=-1", "trainer.val_before_train=false"),
         *("cluster.world_size=2", "cluster.num_threads_per_worker=1", f"trainer.default_local_dir={sft}"),
     )

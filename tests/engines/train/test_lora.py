@@ -146,3 +146,17 @@ def test_a_target_that_is_not_linear(random_models: dict[str, str]) -> None:
 
 def test_settings_without_lora() -> None:
     assert ModelSettings("m", False, "fp32", "fp32", False, True).lora is None
+
+
+def train_after_reference(rank: int, path: str) -> float:
+    """Gathered weights outlive a pass (`reshard_after_forward=false`), and the sync with engines lets go of them."""
+    engine = trainable_engine(path, lora=LORA, reshard=False)
+    data = random_batch(num_groups=2, n=2).index([2 * rank, 2 * rank + 1])
+    engine.compute_reference_columns(data, ("log_probs",), micro_batch_size=2)
+    list(engine.full_parameters("float32"))
+    return engine.train_mini_batch(data, micro_batch_size=2, objective=objective()).metrics["actor/grad_norm"].value
+
+
+def test_factors_train_after_the_reference_whatever_is_gathered(tmp_path: Path) -> None:
+    first, second = run_ranks(2, train_after_reference, random_model("Qwen3", tmp_path / "model"))
+    assert first == second > 0

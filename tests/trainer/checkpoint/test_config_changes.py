@@ -107,8 +107,9 @@ def test_other_changes_are_another_experiment_told_as_old_and_new() -> None:
 )
 def test_method_data_loss_reward_and_sampling_define_the_experiment(override: str) -> None:
     key, _, value = override.lstrip("+").partition("=")
-    (line,) = compare_configs(as_dict(), as_dict(override)).experiment
-    says(line, key, value)
+    lines = compare_configs(as_dict(), as_dict(override)).experiment
+    says(lines, key, value)
+    assert len(lines) == 1 + ("data.train_batch_size" in override), "a mini-batch is the batch unless it is set"
 
 
 def test_a_recipe_is_another_experiment() -> None:
