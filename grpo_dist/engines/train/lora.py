@@ -192,8 +192,8 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Within the block the factors are off: the model is the reference.
 
-    peft's `enable_adapters` would also set `requires_grad` of the factors: of the gathered ones where FSDP2 has those in
-    place at the end of the block, so that the sharded ones, which the next pass is made of, would stay frozen.
+    peft's `enable_adapters` would also set `requires_grad` of the factors: of the gathered ones where FSDP2 has those
+    in place at the end of the block, so that the sharded ones, which the next pass is made of, would stay frozen.
     """
     layers = lora_layers(model).values()
     for layer in layers:
