@@ -26,8 +26,7 @@ from grpo_dist.errors import CheckpointError
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.folder import checkpoints
 from grpo_dist.trainer.checkpoint.manifest import damage
-from grpo_dist.trainer.settings import policy_settings
-from grpo_dist.trainer.supervised.settings import worker_settings
+from grpo_dist.trainer.model_settings import actor_model, trained_model
 
 TIMEOUT_S = 600.0  # no other rank is waited for
 
@@ -88,9 +87,9 @@ def export_checkpoint(checkpoint: Path, config: RunConfig | SupervisedConfig, fo
 def _settings(config: RunConfig | SupervisedConfig) -> tuple[ModelSettings, str]:
     """What the model is built from, on CPU and on one rank; and the role whose shards it is in."""
     if isinstance(config, SupervisedConfig):
-        settings, role = worker_settings(config, 1).model, config.role
+        settings, role = trained_model(config), config.role
     else:
-        settings, role = policy_settings(config, placement(config), 1).model, "actor"
+        settings, role = actor_model(config, placement(config)), "actor"
     found = resolve_model_path(settings.path, key=settings.key)
     return (
         replace(
