@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -26,8 +27,13 @@ class Key:
     comment: str
 
 
-def documented_keys(file: Path, schema: type[JobConfig]) -> Iterator[Key]:
+@cache
+def documented_keys(file: Path, schema: type[JobConfig]) -> tuple[Key, ...]:
     """The keys of a YAML file in its order."""
+    return tuple(_documented(file, schema))
+
+
+def _documented(file: Path, schema: type[JobConfig]) -> Iterator[Key]:
     text = file.read_text(encoding="utf-8")
     values = yaml.safe_load(text)
     path: list[str] = []
@@ -58,10 +64,10 @@ def all_keys(command: AnyCommand) -> dict[str, Key]:
     return {key.name: key for key in keys}  # the command's own file comes last and wins
 
 
-def set_by_groups(command: AnyCommand) -> dict[tuple[str, str], list[Key]]:
+def set_by_groups(command: AnyCommand) -> dict[tuple[str, str], tuple[Key, ...]]:
     """What each option of each group sets: keys with their values there, by (group, option)."""
     return {
-        (group, option): list(documented_keys(command.file.parent / group / f"{option}.yaml", command.schema))
+        (group, option): documented_keys(command.file.parent / group / f"{option}.yaml", command.schema)
         for group, options in command.group_options().items()
         for option in options
     }

@@ -216,6 +216,7 @@ def test_between_two_steps_nothing_is_saved(tmp_path: Path, groups: dict[str, Wo
 
 def test_the_handlers_of_before_come_back() -> None:
     numbers = (signal.SIGINT, signal.SIGTERM)
+    outside = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     before = [signal.getsignal(number) for number in numbers]
     preemption = Preemption()
     preemption.listen()
@@ -225,6 +226,7 @@ def test_the_handlers_of_before_come_back() -> None:
     assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN, signal.SIG_IGN]
     preemption.restore()
     assert [signal.getsignal(number) for number in numbers] == before
+    signal.signal(signal.SIGINT, outside)
 
 
 def test_another_thread_has_no_signals_to_handle() -> None:

@@ -92,7 +92,7 @@ def test_own_model_rows_reward_and_names_are_right(dry_run, file: Path, model: P
     (tmp_path / "mine.py").write_text(
         "from grpo_dist.agents import AgentLoop\n"
         "def score(data_source, solution_str, ground_truth, extra_info): raise ValueError\n"
-        "def advantage(batch): raise ValueError\n"
+        "def advantage(batch, config): raise ValueError\n"
         "class Loop(AgentLoop):\n    async def run(self, episode): pass\n"
     )
     mine = (f"{REWARD}=mine.py", "custom_reward_function.name=score", "algorithm.adv_estimator=mine.py:advantage")
