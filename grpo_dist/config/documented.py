@@ -66,8 +66,9 @@ def all_keys(command: AnyCommand) -> dict[str, Key]:
 
 def set_by_groups(command: AnyCommand) -> dict[tuple[str, str], tuple[Key, ...]]:
     """What each option of each group sets: keys with their values there, by (group, option)."""
+    schema: type[JobConfig] = command.schema
     return {
-        (group, option): documented_keys(command.file.parent / group / f"{option}.yaml", command.schema)
+        (group, option): documented_keys(command.file.parent / group / f"{option}.yaml", schema)
         for group, options in command.group_options().items()
         for option in options
     }
