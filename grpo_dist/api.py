@@ -92,7 +92,7 @@ def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingRes
     checked, notes = load_command([*given.items()], GRPO)
     from grpo_dist.tracking.jsonl import FILE_NAME, read_metrics
     from grpo_dist.trainer.grpo import GRPO_JOB
-    from grpo_dist.trainer.record import say
+    from grpo_dist.trainer.record import EXPORTED, say
     from grpo_dist.trainer.run import run
 
     for note in notes:
@@ -104,7 +104,7 @@ def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingRes
     run(checked, GRPO_JOB, on_step)
     run_dir = checked.trainer.record_dir.absolute()
     exported = checked.trainer.export_hf_model and not checked.trainer.val_only
-    return TrainingResult(run_dir, run_dir / "huggingface" if exported else None, read_metrics(run_dir / FILE_NAME))
+    return TrainingResult(run_dir, run_dir / EXPORTED if exported else None, read_metrics(run_dir / FILE_NAME))
 
 
 def _rewards(given: str | Callable[..., Any] | Sequence[str | Callable[..., Any]], folder: Path) -> dict[str, Any]:

@@ -53,12 +53,7 @@ def load_command(overrides: Sequence[str | tuple[str, Any]], command: Command[Co
     Raises:
         ConfigError: lists every problem, one a line.
     """
-    line = read_command_line(overrides, command)
-    problems = list(line.problems)
-    raw = _compose(line, problems, command)
-    if raw is None:
-        raise config_error(problems)
-    line.notes += keep_run_dir(raw)
+    line, problems, raw = _read(overrides, command)
     if command.lora_section:
         wrong, idle = take_adapter(raw, command.lora_section, line.values)
         problems += wrong
@@ -85,12 +80,7 @@ def run_folder(overrides: Sequence[str | tuple[str, Any]], command: Command[Conf
     Raises:
         ConfigError: the config cannot be composed.
     """
-    line = read_command_line(overrides, command)
-    problems = list(line.problems)
-    raw = _compose(line, problems, command)
-    if raw is None:
-        raise config_error(problems)
-    keep_run_dir(raw)
+    _, _, raw = _read(overrides, command)
     return Path(str(raw["trainer"]["default_local_dir"]))
 
 
@@ -100,7 +90,7 @@ def saved_values(values: Mapping[str, Any], command: Command[Config]) -> Config:
     Raises:
         ConfigError: it has keys or values that this version does not know.
     """
-    defaults = OmegaConf.create(_defaults(command.file, command.shared))
+    defaults = OmegaConf.create(default_values(command))
     raw = OmegaConf.to_container(OmegaConf.merge(defaults, OmegaConf.create(dict(values))))
     try:
         return command.schema.model_validate(raw)
@@ -116,6 +106,23 @@ def readable_config(config: JobConfig) -> str:
 def default_values(command: AnyCommand) -> dict[str, Any]:
     """The command's config without groups and overrides."""
     return _defaults(command.file, command.shared)
+
+
+def _read(
+    overrides: Sequence[str | tuple[str, Any]], command: AnyCommand
+) -> tuple[CommandLine, list[Problem], dict[str, Any]]:
+    """The overrides, what is wrong with them so far, and the composed config with the run's folder in its place.
+
+    Raises:
+        ConfigError: the config cannot be composed.
+    """
+    line = read_command_line(overrides, command)
+    problems = list(line.problems)
+    raw = _compose(line, problems, command)
+    if raw is None:
+        raise config_error(problems)
+    line.notes += keep_run_dir(raw)
+    return line, problems, raw
 
 
 def _compose(line: CommandLine, problems: list[Problem], command: AnyCommand) -> dict[str, Any] | None:
