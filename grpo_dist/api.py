@@ -12,6 +12,7 @@ The run is that of `python -m grpo_dist.main`: the same checks, workers and file
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -133,17 +134,21 @@ def _file(rows: Rows, folder: Path, key: str) -> str:
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a pandas DataFrame, which iterates over its columns
         rows = rows.to_dict("records")
     listed = cast(Iterable[Any], rows)
-    path = folder / "rows" / f"{key.removeprefix('data.').removesuffix('_files')}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w") as file:
+    place, name = folder / "rows", key.removeprefix("data.").removesuffix("_files")
+    place.mkdir(parents=True, exist_ok=True)
+    temporary, digest = place / f"{name}.tmp", hashlib.sha256()
+    with temporary.open("wb") as file:
         for number, row in enumerate(listed):
             try:
-                file.write(json.dumps(dict(row), default=_plain) + "\n")
+                line = (json.dumps(dict(row), default=_plain) + "\n").encode()
             except (TypeError, ValueError) as error:
                 raise DataError(
                     f"{key}: row {number} must be a dict of texts, numbers, lists and dicts: {error}"
                 ) from None
+            file.write(line)
+            digest.update(line)
+    # Rows of another run in this folder, which is about to refuse these, keep their file.
+    path = place / f"{name}-{digest.hexdigest()[:12]}.jsonl"
     temporary.replace(path)
     return str(path.absolute())
 

@@ -49,12 +49,22 @@ def test_functions_and_rows_are_written_into_the_runs_folder(given: dict[str, An
     functions = [length, length, "rewards.py:right"]
     grpo_dist.train(reward_funcs=functions, train_dataset=rows, config={"trainer.default_local_dir": "mine"})
     file = Path(given["data.train_files"])
-    assert file == tmp_path / "mine/rows/train.jsonl"
+    assert file.parent == tmp_path / "mine/rows"
     assert json.loads(file.read_text()) == {**ROWS[0], "extra_info": {"number": 1, "vector": [1.0, 1.0]}}
     specs = given["custom_reward_function.path"]
     assert [spec.rpartition(":")[2] for spec in specs] == ["length", "length_2", "right"]
     assert load_attribute(specs[1], key="key")("mine", "four", "", {}) == 4.0
     assert specs[2] == "rewards.py:right"
+
+
+def test_other_rows_leave_those_of_the_run_in_the_same_folder_as_they_are(given: dict[str, Any]) -> None:
+    files = []
+    for rows in (ROWS, [*ROWS, *ROWS], ROWS):
+        grpo_dist.train(train_dataset=rows, config={"trainer.default_local_dir": "mine"})
+        files.append(Path(given["data.train_files"]))
+    first, second, again = files
+    assert first == again, "the same rows are the same experiment"
+    assert [len(file.read_text().splitlines()) for file in (first, second)] == [len(ROWS), 2 * len(ROWS)]
 
 
 def test_a_table_is_read_by_rows(given: dict[str, Any]) -> None:
