@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -90,12 +90,16 @@ def saved_values(values: Mapping[str, Any], command: Command[Config]) -> Config:
     Raises:
         ConfigError: it has keys or values that this version does not know.
     """
-    defaults = OmegaConf.create(default_values(command))
-    raw = OmegaConf.to_container(OmegaConf.merge(defaults, OmegaConf.create(dict(values))))
     try:
-        return command.schema.model_validate(raw)
+        return command.schema.model_validate(with_later_keys(values, command))
     except ValidationError as error:
         raise config_error(schema_problems(error, command.schema)) from None
+
+
+def with_later_keys(values: Mapping[str, Any], command: AnyCommand) -> dict[str, Any]:
+    """Values that a run has saved, with the defaults of keys that have come since then."""
+    merged = OmegaConf.merge(OmegaConf.create(default_values(command)), OmegaConf.create(dict(values)))
+    return cast(dict[str, Any], OmegaConf.to_container(merged))
 
 
 def readable_config(config: JobConfig) -> str:

@@ -1,6 +1,6 @@
 """Rules between config keys: one small function each, which yields a problem that names keys and values.
 
-`rule_problems` runs them all, so one attempt shows everything. Machines are not asked here: whether a GPU is
+All of them run, so one attempt shows everything. Machines are not asked here: whether a GPU is
 really there is found out when Ray starts.
 """
 
@@ -41,11 +41,6 @@ from grpo_dist.names import (
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _CORRECTION = "algorithm.rollout_correction"
-
-
-def rule_problems(config: RunConfig) -> list[Problem]:
-    """Everything that is wrong between keys, or with files they name."""
-    return [problem for rule in RULES for problem in rule(config)]
 
 
 def groups_need_two_responses(config: RunConfig) -> Iterator[Problem]:

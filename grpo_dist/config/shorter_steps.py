@@ -6,11 +6,11 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.memory import memory_estimate
 from grpo_dist.config.memory_rules import fits
 from grpo_dist.config.placement import placement
 from grpo_dist.config.problems import shown, value_of, with_value
-from grpo_dist.config.rules import rule_problems
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.step_estimate import GPU_GIB, step_estimate
 
@@ -67,7 +67,7 @@ def _best(
         if estimate is None or estimate.total > now * (1 - LEAST_SAVING):
             continue
         unsized = with_value(changed, "cluster.gpu_memory_gib", None)  # skips the search for memory remedies
-        if not rule_problems(unsized) and fits(changed, memory, gib):
+        if not GRPO.problems(unsized) and fits(changed, memory, gib):
             new = [f"{key}={shown(value)}" for key, value in changes.items() if value != value_of(config, key)]
             found.append((estimate.total, " and ".join(new)))
     return sorted(found)[:1]

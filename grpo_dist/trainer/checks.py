@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,8 +13,10 @@ from grpo_dist.assets.adapter_folder import check_base, read_adapter_folder
 from grpo_dist.assets.model_folder import ModelFolder
 from grpo_dist.assets.paths import is_folder
 from grpo_dist.config.adapter import ADAPTER_KEY
+from grpo_dist.config.node_layout import Slot
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import CheckpointError, ConfigError, GrpoDistError
+from grpo_dist.tracking.base import check_trackers
 from grpo_dist.trainer.checkpoint.config_changes import (
     another_place,
     check_changes,
@@ -23,7 +25,9 @@ from grpo_dist.trainer.checkpoint.config_changes import (
     read_config,
 )
 from grpo_dist.trainer.checkpoint.folder import LATEST, find_checkpoint, last_checkpoint, read_state
+from grpo_dist.trainer.machine import Machine, check_machine
 from grpo_dist.trainer.record import EXPORTED
+from grpo_dist.trainer.run_lock import check_run_dir
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,29 @@ class Checks:
         if self.found:
             listed = "\n  ".join(str(error) for error in self.found)
             raise ConfigError(f"the run has {len(self.found)} problems:\n  {listed}")
+
+
+def check_place(config: JobConfig, slots: Sequence[Slot], checks: Checks, tell: Callable[[str], None]) -> Machine:
+    """Check the machine, the trackers and the run's folder.
+
+    Args:
+        config: the run's config.
+        slots: what the run takes of the machine.
+        checks: collects what is wrong.
+        tell: called with a line for each check that passed.
+
+    Returns:
+        The machine or cluster; without figures if it is not usable.
+    """
+    machine = Machine("", None)
+    with checks:
+        machine = check_machine(config, slots)
+        tell(machine.found)
+    with checks:
+        check_trackers(config.trainer.logger)
+        check_run_dir(config.trainer.record_dir.absolute())
+        tell(f"run directory: {config.trainer.record_dir}")
+    return machine
 
 
 def is_on_the_hub(path: str) -> bool:

@@ -15,13 +15,19 @@ from grpo_dist.config.node_layout import slots
 from grpo_dist.config.problems import config_error
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.rewards.base import RowNeeds
-from grpo_dist.tracking.base import check_trackers
-from grpo_dist.trainer.checks import Checks, Ready, check_adapter, check_resume, describe_model, is_on_the_hub
+from grpo_dist.trainer.checks import (
+    Checks,
+    Ready,
+    check_adapter,
+    check_place,
+    check_resume,
+    describe_model,
+    is_on_the_hub,
+)
 from grpo_dist.trainer.critic_check import check_critic
-from grpo_dist.trainer.machine import Machine, check_machine
+from grpo_dist.trainer.machine import Machine
 from grpo_dist.trainer.named_code import import_reward, resolve_names
 from grpo_dist.trainer.reward_model_check import check_conversations, check_reward_model
-from grpo_dist.trainer.run_lock import check_run_dir
 from grpo_dist.trainer.run_prompts import Prompts, load_run_prompts, model_setting, read_prompts, total_steps
 from grpo_dist.trainer.teacher_check import check_teacher
 
@@ -47,20 +53,14 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
     """
     checks = Checks()
     # Of a reward function that cannot be imported nobody knows what it needs.
-    machine, model, scorer, ready, needs = Machine("", None), None, None, None, RowNeeds(ground_truth=False)
-    with checks:
-        machine = check_machine(config, slots(config))
-        tell(machine.found)
+    model, scorer, ready, needs = None, None, None, RowNeeds(ground_truth=False)
+    machine = check_place(config, slots(config), checks, tell)
     with checks:
         resolve_names(config)
         tell("functions and classes named in the config: all found")
     with checks:
         needs = import_reward(config)
         tell(f"reward: {_reward_names(config)}")
-    with checks:
-        check_trackers(config.trainer.logger)
-        check_run_dir(config.trainer.record_dir.absolute())
-        tell(f"run directory: {config.trainer.record_dir}")
     with checks:
         model = check_model(config, weights=not (rehearsal and is_on_the_hub(config.actor_rollout_ref.model.path)))
         _check_fit(config, model, machine)

@@ -18,6 +18,7 @@ from grpo_dist.assets import resolve_model_path
 from grpo_dist.config.load import load_config
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.main import main
+from grpo_dist.trainer import checks
 from grpo_dist.trainer import preflight as module
 from grpo_dist.trainer.machine import Machine
 from grpo_dist.trainer.preflight import check_model
@@ -275,7 +276,7 @@ def test_a_damaged_model_and_a_tokenizer_of_another_one(dry_run, file: Path, mod
 
 def test_memory_that_this_machine_does_not_have(dry_run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four processes of half a GiB each, the built-in model and its cache."""
-    monkeypatch.setattr(module, "check_machine", lambda *args: Machine("a small one", None, 2.0))
+    monkeypatch.setattr(checks, "check_machine", lambda *args: Machine("a small one", None, 2.0))
     message = dry_run(code=2)[1]
     says(message, f"{PATH}=builtin:tiny-qwen3", "CPU memory", "2 GiB", "smaller model")
 

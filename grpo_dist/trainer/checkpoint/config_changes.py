@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from grpo_dist.code_names import parse_code
-from grpo_dist.config.load import default_values
+from grpo_dist.config.load import with_later_keys
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.data.columns import SOURCE_KEY
 from grpo_dist.engines.train.durable_files import digest_file
@@ -91,20 +91,13 @@ def find_changes(folder: Path, config: JobConfig) -> Changes:
         CheckpointError: that one cannot be read.
     """
     new = dict(flatten(_plain(config)))
-    old = _with_later_keys(dict(flatten(read_config(folder))), new, config)
+    old = dict(flatten(with_later_keys(read_config(folder), command_of(config))))
     return compare_configs(old, new, change_rules(config))
 
 
 def _plain(config: JobConfig) -> Any:
     """A config as one that was saved and read."""
     return yaml.safe_load(saved_config(config))
-
-
-def _with_later_keys(old: dict[str, Any], new: Mapping[str, Any], config: JobConfig) -> dict[str, Any]:
-    """A saved config with the defaults of keys that a later version of the command has added."""
-    added = new.keys() - old.keys()
-    defaults = flatten(default_values(command_of(config))) if added else ()
-    return old | {key: value for key, value in defaults if key in added}
 
 
 def _refusal(folder: Path, config: JobConfig, changes: Changes) -> str:

@@ -12,11 +12,17 @@ from grpo_dist.config.schema_supervised import SFTConfig, SupervisedConfig
 from grpo_dist.config.supervised import is_valid
 from grpo_dist.config.supervised_layout import slots
 from grpo_dist.config.supervised_memory import memory_problems
-from grpo_dist.tracking.base import check_trackers
 from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION, require_metric
-from grpo_dist.trainer.checks import Checks, Ready, check_adapter, check_resume, describe_model, is_on_the_hub
-from grpo_dist.trainer.machine import Machine, check_machine
-from grpo_dist.trainer.run_lock import check_run_dir
+from grpo_dist.trainer.checks import (
+    Checks,
+    Ready,
+    check_adapter,
+    check_place,
+    check_resume,
+    describe_model,
+    is_on_the_hub,
+)
+from grpo_dist.trainer.machine import Machine
 from grpo_dist.trainer.supervised.rows import Rows, total_steps
 from grpo_dist.trainer.supervised.tasks import TASKS, load_rows, read_rows
 
@@ -41,14 +47,8 @@ def preflight(config: SupervisedConfig, tell: Callable[[str], None], *, rehearsa
         ConfigError: everything that is wrong, in one message.
     """
     checks, task = Checks(), TASKS[config.role]
-    machine, model, ready = Machine("", None), None, None
-    with checks:
-        machine = check_machine(config, slots(config))
-        tell(machine.found)
-    with checks:
-        check_trackers(config.trainer.logger)
-        check_run_dir(config.trainer.record_dir.absolute())
-        tell(f"run directory: {config.trainer.record_dir}")
+    model, ready = None, None
+    machine = check_place(config, slots(config), checks, tell)
     with checks:
         model = check_model(config, machine, weights=not (rehearsal and is_on_the_hub(config.model.path)))
         remark = task.check_model(model, f"{TRAINED_MODEL_KEY}={config.model.path}")

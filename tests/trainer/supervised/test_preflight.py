@@ -15,6 +15,7 @@ from grpo_dist.assets import resolve_model_path
 from grpo_dist.config.load import load_command
 from grpo_dist.config.supervised import REWARD_MODEL
 from grpo_dist.errors import ConfigError
+from grpo_dist.trainer import checks
 from grpo_dist.trainer.machine import Machine
 from grpo_dist.trainer.supervised import preflight as module
 from tests.adapters import write_adapter
@@ -141,7 +142,7 @@ def test_a_model_with_another_head_or_a_damaged_file(dry_run: DryRun, file: Path
 
 
 def test_memory_that_this_machine_does_not_have(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "check_machine", lambda *args: Machine("a small one", None, 0.5))
+    monkeypatch.setattr(checks, "check_machine", lambda *args: Machine("a small one", None, 0.5))
     says(dry_run(code=2)[1], "model.path=builtin:tiny-qwen3", "2 ranks", "0.5 GiB")
 
 
