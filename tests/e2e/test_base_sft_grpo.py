@@ -1,5 +1,8 @@
 """From random weights to solved sums by the commands alone: base, supervised fine-tuning, GRPO on its model.
 
+The written answers are of two kinds, as in the built-in model's warm start: most forget the carries, some show the
+work. So the fine-tuned model answers hastily and is mostly wrong, and GRPO finds out that showing the work pays.
+
 Margins are wide: processors round differently, and hundreds of steps of that make another model.
 """
 
@@ -9,10 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from grpo_dist.tasks import arithmetic
 from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.tracking.metric_names import validation_accuracy
+from scripts.make_tiny_model import direct_response, operands
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1800)]
 
@@ -34,8 +41,19 @@ def accuracies(run_dir: Path) -> list[float]:
     return [accuracy for accuracy in found if accuracy is not None]
 
 
+def write_answers(path: Path) -> None:
+    """Two of three answers are hasty, each third is worked out."""
+    rows = []
+    for number, row in enumerate(arithmetic.rows("train")):
+        answer = (direct_response if number % 3 else arithmetic.worked_answer)(*operands(row))
+        rows.append({"messages": [*row["prompt"], {"role": "assistant", "content": answer}]})
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
 def test_each_stage_takes_what_the_one_before_has_made(tmp_path: Path) -> None:
     base, sft, grpo = tmp_path / "base", tmp_path / "sft", tmp_path / "grpo"
+    answers = tmp_path / "answers.parquet"
+    write_answers(answers)
     run("scripts/make_tiny_model.py", "--untrained", str(base))
     run(
         *("-m", "grpo_dist.main", *COMMON, f"actor_rollout_ref.model.path={base}", "trainer.val_only=true"),
@@ -44,8 +62,13 @@ def test_each_stage_takes_what_the_one_before_has_made(tmp_path: Path) -> None:
     (base_accuracy,) = accuracies(grpo / "val_only")
     run(
         *("-m", "grpo_dist.sft", *COMMON, f"model.path={base}", "optim.lr=3e-3", "trainer.total_training_steps=600"),
-        *("trainer.total_epochs=5", "trainer.test_freq=-1", "trainer.val_before_train=false"),
-        *("cluster.world_size=2", "cluster.num_threads_per_worker=1", f"trainer.default_local_dir={sft}"),
+        *(f"data.train_files={answers}", "trainer.total_epochs=5", "trainer.val_before_train=false"),
+        *(
+            "trainer.test_freq=-1",
+            "cluster.world_size=2",
+            "cluster.num_threads_per_worker=1",
+            f"trainer.default_local_dir={sft}",
+        ),
     )
     run(
         *("-m", "grpo_dist.main", *COMMON, f"actor_rollout_ref.model.path={sft}/huggingface"),
@@ -53,4 +76,4 @@ def test_each_stage_takes_what_the_one_before_has_made(tmp_path: Path) -> None:
     )
     sft_accuracy, grpo_accuracy = accuracies(grpo)
     assert sft_accuracy > base_accuracy + MARGIN
-    assert grpo_accuracy > sft_accuracy - MARGIN, "there is nothing left to learn, and nothing is forgotten"
+    assert grpo_accuracy > sft_accuracy + MARGIN
