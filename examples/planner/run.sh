@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Plans for a team of agents on a laptop: the built-in model learns their form by supervised fine-tuning, then GRPO makes
-# the plans right. See README.md here; run_qwen3-0.6b.sh is the same for a real model.
+# Plans for a team of agents on a laptop: the built-in model learns their form by supervised fine-tuning, then GRPO puts
+# their steps in order. See README.md here; run_qwen3-0.6b.sh is the same for a real model.
 #
 #   bash examples/planner/run.sh [key=value ...]             the arguments go to GRPO
 #
@@ -15,27 +15,18 @@ source "$(dirname "${BASH_SOURCE[0]}")/../python.sh"
 data=${PLANNER_DATA:-data/planner_small}
 start=${PLANNER_START:-outputs/grpo_dist/planner_sft/huggingface}
 
-prepare() { "$python" -m grpo_dist.tasks.prepare planner --size small --sft_size 4000 "$@"; }
-
-# sft STEPS [key=value ...]
-sft() {
-  "$python" -m grpo_dist.sft model=tiny data.train_batch_size=32 data.max_length=256 trainer.total_epochs=4 \
-    trainer.total_training_steps="$1" trainer.test_freq=-1 cluster.num_threads_per_worker=1 "${@:2}"
-}
-
-[[ -f $data/test.parquet ]] || prepare --local_save_dir "$data"
-
-# Right answers first: to copy what a request says takes the model hundreds of steps. Then a few hasty ones.
+# Seven of ten answers name the steps in the order of the request, which is wrong for two of its four forms. To copy what a
+# request says takes the model most of the 1,500 steps; the habit of the wrong order is what GRPO is for.
+if [[ ! -f $data/test.parquet ]]; then
+  "$python" -m grpo_dist.tasks.prepare planner --size small --sft_size 5600 --hasty_share 0.7 --local_save_dir "$data"
+fi
 if [[ ! -f $start/config.json ]]; then
-  runs=$(dirname "$start")
-  prepare --hasty_share 0.7 --local_save_dir "$data/hasty"
-  sft 500 data.train_files="$data/sft.parquet" optim.lr=2e-3 trainer.default_local_dir="$runs/right"
-  sft 120 data.train_files="$data/hasty/sft.parquet" optim.lr=1e-3 trainer.default_local_dir="$runs" \
-    model.path="$runs/right/huggingface"
+  "$python" -m grpo_dist.sft model=tiny data.train_files="$data/sft.parquet" data.val_files=null \
+    data.train_batch_size=32 data.max_length=256 optim.lr=2e-3 trainer.total_epochs=9 trainer.total_training_steps=1500 \
+    cluster.num_threads_per_worker=1 trainer.default_local_dir="$(dirname "$start")"
 fi
 
-# The order alone is paid: slips in copying, which a model this small makes, would drown it in groups that all have it.
-plan='{path: grpo_dist.tasks.planner, label: plan, weight: 0.9, reward_kwargs: {tag: plan, weights: {order: 1.0}}}'
+plan='{path: grpo_dist.tasks.planner, label: plan, weight: 0.9, reward_kwargs: {tag: plan}}'
 form='{path: grpo_dist.rewards.format, label: form, weight: 0.1, reward_kwargs: {tags: [plan], format_score: 1.0}}'
 
 "$python" -m grpo_dist.main \
@@ -45,12 +36,11 @@ form='{path: grpo_dist.rewards.format, label: form, weight: 0.1, reward_kwargs: 
   data.train_files="$data/train.parquet" \
   data.val_files="$data/test.parquet" \
   data.train_batch_size=32 \
-  actor_rollout_ref.actor.ppo_mini_batch_size=32 \
   data.max_prompt_length=96 \
   data.max_response_length=104 \
   custom_reward_function.path=grpo_dist.rewards.weighted \
   "custom_reward_function.reward_kwargs={functions: [$plan, $form]}" \
-  trainer.total_training_steps=24 \
+  trainer.total_training_steps=40 \
   trainer.test_freq=4 \
   trainer.experiment_name=planner \
   cluster.num_threads_per_worker=1 \
