@@ -38,7 +38,7 @@ class FakeRolloutWorker(RolloutWorker):
     """Answers at once with responses of one length."""
 
     def __init__(self) -> None:
-        self.engine = FakeRolloutEngine(growth=0)
+        self.engine: Any = FakeRolloutEngine(growth=0)
 
     async def set_length(self, length: int) -> None:
         """Of the responses to come."""
@@ -54,7 +54,7 @@ class FakeReward:
 
         responses = group.fetch(("responses",))["responses"]
         scores = torch.arange(len(responses)).float()
-        columns = {"score": scores, "token_level_scores": on_last_token(scores, responses)}
+        columns: dict[str, Any] = {"score": scores, "token_level_scores": on_last_token(scores, responses)}
         data = DataProto.from_dict(columns, {"failure": [""] * len(scores)})
         return (Label.of(data, ("score",)), [], ([], 0)), data
 

@@ -128,9 +128,9 @@ class Offline:
         if settings.device == "cpu":  # as our engine has it there
             options = {"block_size": 32, "kv_cache_memory_bytes": 1 << 30}
             options |= {"enforce_eager": True, "enable_chunked_prefill": False}
+        options["dtype"] = settings.dtype
         self.llm = LLM(
             model=settings.model_path,
-            dtype=settings.dtype,
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -144,7 +144,7 @@ class Offline:
 
     def run(self) -> float:
         """Seconds of all prompts."""
-        prompts = [{"prompt_token_ids": prompt} for prompt in self.load.token_ids()]
+        prompts: Any = [{"prompt_token_ids": prompt} for prompt in self.load.token_ids()]
         started = time.perf_counter()
         self.llm.generate(prompts, self.sampling, use_tqdm=False)
         return time.perf_counter() - started
@@ -158,7 +158,7 @@ class HuggingFace:
         import transformers
 
         torch.set_num_threads(threads)
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     def run(self) -> float:
         """Seconds of all prompts."""

@@ -118,10 +118,10 @@ def _sync(work: Work, config: RunConfig, workers: Workers, started: Roles) -> No
         workers_per_engine=workers.place.tensor_parallel,
         collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
     )
-    times = []
+    actor, times = workers.groups["actor"], []
     for version in range(ROUNDS + 1):  # the first one warms up
         begun = time.perf_counter()
-        run(sync_weights(workers.actor, started.rollout, version=version, dtype=settings.dtype, transport=way))
+        run(sync_weights(actor, started.rollout, version=version, dtype=settings.dtype, transport=way))
         times.append(time.perf_counter() - begun)
     seconds = sorted(times[1:])[ROUNDS // 2]
     size = num_bytes(work.model) * (2 if settings.dtype == "float32" else 1)  # its files are bfloat16
@@ -144,7 +144,7 @@ def _kill_engine(work: Work, config: RunConfig, workers: Workers) -> None:
     """SIGKILL the rollout worker, and see what its processes and the GPU's memory do."""
     import psutil
 
-    process = psutil.Process(workers.rollout.call(0, "report", "address").pid)
+    process = psutil.Process(workers.groups["rollout"].call(0, "report", "address").pid)
     family = [process, *process.children(recursive=True)]
     before, begun = used_gib(), time.perf_counter()
     process.send_signal(signal.SIGKILL)
