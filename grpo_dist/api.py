@@ -58,7 +58,8 @@ def train(
     other. Only in the main thread do Ctrl-C and SIGTERM save the run.
 
     Args:
-        model: folder or hub name (`actor_rollout_ref.model.path`); None: what the config says.
+        model: folder or hub name (`actor_rollout_ref.model.path`), or an option of the config group `model`, such as
+            "tiny"; None: what the config says.
         reward_funcs: a reward function or a list, whose scores are added: functions, callable objects, or where they
             are as text (`file.py:function`). In each of the forms of docs/rewards.md. Empty: what the config says.
         train_dataset: rows: dicts, a `datasets.Dataset`, a pandas DataFrame; or what `data.train_files` takes. None:
@@ -75,13 +76,10 @@ def train(
         GrpoDistError: of the kinds of errors.py; a ConfigError or DataError before anything starts lists all problems.
         KeyboardInterrupt: the run was interrupted.
     """
-    from grpo_dist.workers.cluster import set_local_environment
-
-    set_local_environment()  # before something imports Ray
     given = dict(config or {})
     if model is not None:
-        given["actor_rollout_ref.model.path"] = str(model)
-    folder = run_folder([*given.items()], GRPO)
+        given["model" if _is_option(model) else "actor_rollout_ref.model.path"] = str(model)
+    folder = run_folder([*given.items()], GRPO)  # and with a typo nothing is written
     given |= _rewards(reward_funcs, folder)
     for key, rows in (("data.train_files", train_dataset), ("data.val_files", eval_dataset)):
         if rows is not None:
@@ -89,7 +87,15 @@ def train(
     return _run(given, callbacks)
 
 
+def _is_option(model: str | Path) -> bool:
+    """Whether this names an option of the config group `model`, and no folder."""
+    return str(model) in GRPO.group_options()["model"] and not Path(model).is_dir()
+
+
 def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingResult:
+    from grpo_dist.workers.cluster import set_local_environment
+
+    set_local_environment()  # before something imports Ray
     checked, notes = load_command([*given.items()], GRPO)
     from grpo_dist.tracking.jsonl import FILE_NAME, read_metrics
     from grpo_dist.trainer.grpo import GRPO_JOB
@@ -148,7 +154,8 @@ def _file(rows: Rows, folder: Path, key: str) -> str:
             file.write(line)
             digest.update(line)
     # Rows of another run in this folder, which is about to refuse these, keep their file.
-    path = place / f"{name}-{digest.hexdigest()[:12]}.jsonl"
+    path = place / digest.hexdigest()[:12] / f"{name}.jsonl"
+    path.parent.mkdir(exist_ok=True)
     temporary.replace(path)
     return str(path.absolute())
 

@@ -44,12 +44,29 @@ def test_nothing_but_what_is_said_is_set(given: dict[str, Any]) -> None:
     }
 
 
+def test_a_model_may_be_an_option_of_its_group(given: dict[str, Any], tmp_path: Path) -> None:
+    grpo_dist.train("tiny")
+    assert given == {"model": "tiny"}
+    given.clear()
+    (tmp_path / "tiny").mkdir()
+    grpo_dist.train("tiny")
+    assert given == {"actor_rollout_ref.model.path": "tiny"}
+
+
+def test_a_typo_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        grpo_dist.train(reward_funcs=length, train_dataset=ROWS, config={"trainer.total_steps": 5})
+    says(refused.value, "trainer.total_steps", "trainer.total_training_steps")
+    assert not list(tmp_path.iterdir())
+
+
 def test_functions_and_rows_are_written_into_the_runs_folder(given: dict[str, Any], tmp_path: Path) -> None:
     rows = [{**ROWS[0], "extra_info": {"number": np.int64(1), "vector": np.ones(2)}}]
     functions = [length, length, "rewards.py:right"]
     grpo_dist.train(reward_funcs=functions, train_dataset=rows, config={"trainer.default_local_dir": "mine"})
     file = Path(given["data.train_files"])
-    assert file.parent == tmp_path / "mine/rows"
+    assert (file.parents[1], file.name) == (tmp_path / "mine/rows", "train.jsonl"), "metrics name the file"
     assert json.loads(file.read_text()) == {**ROWS[0], "extra_info": {"number": 1, "vector": [1.0, 1.0]}}
     specs = given["custom_reward_function.path"]
     assert [spec.rpartition(":")[2] for spec in specs] == ["length", "length_2", "right"]

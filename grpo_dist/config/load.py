@@ -75,12 +75,14 @@ def load_command(overrides: Sequence[str | tuple[str, Any]], command: Command[Co
 
 
 def run_folder(overrides: Sequence[str | tuple[str, Any]], command: Command[Config]) -> Path:
-    """The run's folder that such a config names; nothing else of it is checked.
+    """The run's folder that such a config names; of the config itself only the names of keys and options are checked.
 
     Raises:
-        ConfigError: the config cannot be composed.
+        ConfigError: there are no such keys or options.
     """
-    _, _, raw = _read(overrides, command)
+    _, problems, raw = _read(overrides, command)
+    if problems:
+        raise config_error(problems)
     return Path(str(raw["trainer"]["default_local_dir"]))
 
 

@@ -124,11 +124,12 @@ class Columns:
         if self.needs_ground_truth and model is not None:
             raise DataError(f"{where}: reward_model must be {{'ground_truth': ...}}, got {shown(model)}")
         if self.needs_ground_truth:
+            others = f" (nor {', '.join(map(repr, ANSWERS[1:]))} or 'reward_model')"
             remedy = (
-                f", so there is no ground truth; {ANSWER_KEY}=COLUMN names the column that has it, and a reward "
-                "function that needs none is written with ground_truth=None"
+                f". Add one of them to this row, or name the column that has the answer: {ANSWER_KEY}=COLUMN. If the "
+                "reward function needs no answer, write it with ground_truth=None"
             )
-            raise missing(row, "reward_model", where, remedy=remedy)
+            raise missing(row, ANSWERS[0], where, others, remedy)
         return ANSWER_KEY, None
 
     def others(self, row: Row, extra_info: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -145,8 +145,16 @@ def _said(error: BaseException) -> str:
 
 def shown_response(solution_str: str) -> str:
     """The beginning of a response, as messages show it."""
-    more = "..." if len(solution_str) > SHOWN_CHARACTERS else ""
-    return f"response: {solution_str[:SHOWN_CHARACTERS]!r}{more}"
+    return f"response: {_beginning(solution_str)}"
+
+
+def shown_prompt(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The beginning of a prompt's last message, as messages show it."""
+    return f"prompt: {_beginning(str(messages[-1].get('content', '')) if messages else '')}"
+
+
+def _beginning(text: str) -> str:
+    return f"{text[:SHOWN_CHARACTERS]!r}{'...' if len(text) > SHOWN_CHARACTERS else ''}"
 
 
 def checked_result(returned: Any, function: RewardFunction, data_source: str, solution_str: str) -> RewardResult:

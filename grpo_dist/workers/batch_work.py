@@ -109,11 +109,13 @@ class BatchWork(Process):
     def read_samples(self, batch: DataProtoRef, step: int, ground_truths: Mapping[str, Any]) -> list[dict[str, Any]]:
         """A dict per row: step, uid, input, output, gts (ground truth), score and, if known, advantage.
 
-        A response that the reward function failed on has `failure`, which says why; its score may be None.
+        Beside them stands what the reward function has returned besides the score, such as the score of each function
+        of several. A response that it failed on has `failure`, which says why; its score may be None.
         """
         data = batch.fetch(SAMPLE_COLUMNS)
         prompts, responses = self._decode(data["prompts"]), self._decode(data["responses"])
         advantages = batch.small.get("advantage_mean")
+        extras = {name.removeprefix(EXTRA): each for name, each in batch.small.items() if name.startswith(EXTRA)}
         samples = []
         for i, uid in enumerate(data["uid"]):
             row = {"step": step, "uid": uid, "input": prompts[i], "output": responses[i]}
@@ -121,7 +123,8 @@ class BatchWork(Process):
             row |= {"gts": ground_truths[uid], "score": None if math.isnan(score) else score}
             row |= {"failure": failure} if failure else {}
             row |= {"advantage": float(advantages[i])} if advantages is not None else {}
-            samples.append(row)
+            values = {name: float(each[i]) for name, each in extras.items() if name not in row}
+            samples.append(row | {name: value for name, value in values.items() if not math.isnan(value)})
         return samples
 
     def write_samples(self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from grpo_dist.errors import RewardError
 from grpo_dist.names import OVERLONG_PENALTY, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA
-from grpo_dist.rewards.base import STEPS_OF, RewardResult
+from grpo_dist.rewards.base import STEPS_OF, RewardResult, shown_prompt
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.batch_work import BatchWork
 from grpo_dist.workers.process import use_threads
@@ -168,10 +168,13 @@ class RewardWorker(BatchWork):
             Sample(text, task.data_source, task.ground_truth, extra, task.messages, task.columns, task.is_text)
             for text, extra in zip(texts, (task.extra_info | scores for scores in model_scores), strict=True)
         ]
-        return [
-            RewardResult(self.failure_score, {}, failure=result.text) if isinstance(result, Failure) else result
-            for result in self.scorer.score(samples)
-        ]
+        asked = shown_prompt(task.messages)
+        results: list[RewardResult] = []
+        for found in self.scorer.score(samples):
+            if isinstance(found, Failure):
+                found = RewardResult(self.failure_score, {}, failure=f"{found.text}\n{asked}")
+            results.append(found)
+        return results
 
     def _labels(self, name: str, texts: Sequence[str], results: Sequence[RewardResult]) -> Ragged:
         """Whether the value `name` is above 0.5, for each step of a response or for the whole one; none of failures."""

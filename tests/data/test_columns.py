@@ -75,7 +75,7 @@ def test_keys_stand_above_what_is_found(tmp_path: Path) -> None:
     [
         ({"question": "a", "problem": "b", "answer": "2"}, {}, ["data.prompt_key=question", "data.prompt_key=problem"]),
         ({"prompt": "a", "answer": "2", "solution": "3"}, {}, ["data.answer_key=answer", "data.answer_key=solution"]),
-        ({"prompt": "a"}, {}, ["'reward_model'", "data.answer_key=COLUMN", "ground_truth=None"]),
+        ({"prompt": "a"}, {}, ["'answer'", "'reward_model'", "data.answer_key=COLUMN", "ground_truth=None"]),
         ({"prompt": "a", "answer": "2"}, {"answer_key": "label"}, ["'label'", "data.answer_key=label"]),
         ({"prompt": "a", "answer": "2"}, {"prompt_key": "text"}, ["'text'", "data.prompt_key=text"]),
         ({"text": "a", "answer": "2"}, {}, ["'prompt'", "data.prompt_key=prompt", "text, answer"]),

@@ -135,9 +135,12 @@ def sample_batch() -> DataProtoRef:
 
 @pytest.mark.ray
 def test_samples_are_written_as_json_lines(worker: Local, tmp_path: Path) -> None:
-    advantages = DataProtoRef.put(
-        DataProto.from_dict({"advantage_mean": torch.tensor([0.5, -1, 0.5])}), ("advantage_mean",)
-    )
+    small = {
+        "advantage_mean": torch.tensor([0.5, -1, 0.5]),
+        "reward_extra/short": torch.tensor([2.0, torch.nan, 1.0]),
+        "reward_extra/output": torch.ones(3),  # a function's name that stands for something else here
+    }
+    advantages = DataProtoRef.put(DataProto.from_dict(small), tuple(small))
     path = tmp_path / "rollouts" / "4.jsonl"
     worker.write_samples(sample_batch().union(advantages), str(path), 4, {"p0": "w5"})
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -149,7 +152,9 @@ def test_samples_are_written_as_json_lines(worker: Local, tmp_path: Path) -> Non
         "gts": "w5",
         "score": 12.0,
         "advantage": 0.5,
+        "short": 2.0,
     }
+    assert ["short" in line for line in lines] == [True, False, True]
     assert [line["output"] for line in lines] == ["w5 w6", "w6", "w5"]
     assert [(line["score"], line.get("failure")) for line in lines[1:]] == [(None, "it raised"), (11.0, "too slow")]
     assert list(path.parent.iterdir()) == [path], "no half-written file is left"

@@ -87,10 +87,12 @@ def test_groups_with_different_extra_values_join(worker: Local) -> None:
 @pytest.mark.ray
 def test_a_response_that_the_function_fails_on(worker: Local) -> None:
     """It earns `failure_score`, the others what they earn; why is told."""
-    handle, (failure,), _ = worker.score(put([[5, 2], [6, 13], [6, 2]]), TASK)
+    task = replace(TASK, messages=[{"role": "user", "content": "Two words?"}])
+    handle, (failure,), _ = worker.score(put([[5, 2], [6, 13], [6, 2]]), task)
     assert handle["score"].tolist() == [11, -0.5, 1]
     assert np.array_equal(handle["reward_extra/hit"], [1, np.nan, 0], equal_nan=True)
     assert re.search(r"data_source='words' raised ValueError: unlucky(.|\n)*w6 w13", failure)
+    says(failure, "prompt: 'Two words?'")
     with pytest.raises(BatchError, match=r"'responses' \(made by rollout\)"):
         worker.score(DataProtoRef(), TASK)
 

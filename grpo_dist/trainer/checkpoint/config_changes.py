@@ -104,11 +104,11 @@ def _refusal(folder: Path, config: JobConfig, changes: Changes) -> str:
     """The message: what differs, and the ways on."""
     ways = [f"For a run of its own, set {another_place(config)}."]
     if changes.refused:
-        ways.append("To go on from this checkpoint, restore the keys that have a reason behind them.")
-        ways.append("To start anew in this folder, set trainer.resume_mode=disable.")
+        ways.append("To go on from this checkpoint, undo the changes that have a reason in brackets.")
     if changes.experiment:
         what = "with the other changes" if changes.refused else "from this checkpoint with these changes"
         ways.append(f"To go on {what}, set trainer.resume_mode=force.")
+    ways.append("To start anew in this folder, set trainer.resume_mode=disable.")
     listed = "\n".join(f"  {line}" for line in (*changes.experiment, *changes.refused))
     return f"{folder} belongs to another experiment. These have changed:\n{listed}\n{' '.join(ways)}"
 

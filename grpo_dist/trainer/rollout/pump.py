@@ -193,8 +193,9 @@ class RolloutPump:
         total, rate = sum(request.sampling.n for request in job.requests), self.max_failure_rate
         if len(job.failures) > rate * total:
             raise RewardError(
-                f"{len(job.failures)} of {total} responses could not be scored, more than "
-                f"reward.max_failure_rate={rate:g} allows; the first of them:\n{job.failures[0]}"
+                f"at least {len(job.failures)} of {total} responses could not be scored, more than "
+                f"reward.max_failure_rate={rate:g} allows; `grpo-dist check-reward` tries the function in seconds. The "
+                f"first of them:\n{job.failures[0]}"
             )
 
     # --- background --------------------------------------------------------------------------------------------

@@ -305,7 +305,7 @@ def test_a_refusal_names_all_keys_and_what_to_do(tmp_path: Path) -> None:
         checked(tmp_path, prompts("a"), prompts("b"), "trainer.seed=2", "data.shuffle=false", f"{OPTIM}.lr=1")
     text = str(caught.value)
     says(text, "trainer.seed: 1 -> 2", "data.shuffle: true -> false", "data.train_files: 1")
-    says(text, "restore", "trainer.resume_mode=disable", f"{OPTIM}.lr: 0.0001 -> 1.0", "trainer.resume_mode=force")
+    says(text, "undo", "trainer.resume_mode=disable", f"{OPTIM}.lr: 0.0001 -> 1.0", "trainer.resume_mode=force")
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_a_refusal_names_all_keys_and_what_to_do(tmp_path: Path) -> None:
 def test_another_experiment_is_refused_with_the_ways_on(tmp_path: Path, overrides: tuple, remedy: str) -> None:
     with refuses(CheckpointError, f"{OPTIM}.lr: 0.0001 -> 2e-06", remedy, "trainer.resume_mode=force") as caught:
         checked(tmp_path, prompts("a"), prompts("a"), f"{OPTIM}.lr=2e-6", *overrides)
-    assert "restore" not in str(caught.value), "nothing stands against these changes"
+    assert "undo" not in str(caught.value), "nothing stands against these changes"
 
 
 @pytest.mark.parametrize("allowed", ["trainer.resume_mode=force", "trainer.val_only=true"])
