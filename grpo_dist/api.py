@@ -103,7 +103,7 @@ def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingRes
     from grpo_dist.trainer.run import run
 
     for note in notes:
-        say(checked, note)
+        say(checked, f"note: {note}")
 
     def on_step(step: int, metrics: dict[str, float]) -> bool:
         return any([callback(step, dict(metrics)) for callback in callbacks])  # all are called

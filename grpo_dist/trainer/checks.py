@@ -56,7 +56,7 @@ class Checks:
         """Raise all collected errors as one."""
         if len(self.found) == 1:
             (error,) = self.found
-            raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
+            raise (error if isinstance(error, ConfigError) else ConfigError(str(error))) from None
         if self.found:
             listed = "\n  ".join(str(error) for error in self.found)
             raise ConfigError(f"the run has {len(self.found)} problems:\n  {listed}")
