@@ -118,7 +118,7 @@ def test_a_killed_engine_is_waited_for_and_its_memory_counted(
     rollout = SimpleNamespace(gpu_memory_utilization=0.35)
     config: Any = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
     address = SimpleNamespace(pid=engine.pid)
-    workers: Any = SimpleNamespace(rollout=SimpleNamespace(call=lambda rank, stage, method: address))
+    workers: Any = SimpleNamespace(groups={"rollout": SimpleNamespace(call=lambda rank, stage, method: address)})
     try:
         roles._kill_engine(work := on_gpu(tmp_path), config, workers)
     finally:
