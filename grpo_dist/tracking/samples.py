@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Sample = Mapping[str, Any]
-"""step, uid, input, output, gts (the ground truth) and score (None: it could not be scored) of one response."""
+"""step, uid, input, output, gts (the ground truth) and score (None: it could not be scored) of one response, and the
+numbers that the reward function has returned besides the score."""
 
-NUMBERS = ("step", "score")
-"""The fields of a sample that are numbers; the ground truth may have any type."""
+TEXTS = ("uid", "input", "output", "gts", "failure")
+"""The fields of a sample that are no numbers; the ground truth may have any type."""
 
 SAMPLES = "val/generations"
 """The name of the samples in trackers, as in verl."""

@@ -15,7 +15,7 @@ import wandb
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import WANDB_RUN_ID, RunInfo
-from grpo_dist.tracking.samples import NUMBERS, SAMPLES, Sample
+from grpo_dist.tracking.samples import SAMPLES, TEXTS, Sample
 
 _DEFAULT_URL = "https://api.wandb.ai"
 _INIT_TIMEOUT_S = 30.0  # W&B itself retries for 90 s before it gives up on a server
@@ -83,7 +83,7 @@ class WandbTracker:
         if samples:
             columns = dict.fromkeys(name for sample in samples for name in sample)
             # a column has one type, but ground truths may differ in type
-            rows = [[s.get(name) if name in NUMBERS else str(s.get(name, "")) for name in columns] for s in samples]
+            rows = [[str(s.get(name, "")) if name in TEXTS else s.get(name) for name in columns] for s in samples]
             self._run.log({SAMPLES: wandb.Table(columns=[*columns], data=rows)}, step=step, commit=False)
 
     def close(self) -> None:

@@ -137,7 +137,8 @@ def test_samples_and_checkpoints_are_written(finished: tuple) -> None:
     _, run_dir, _ = finished
     rows = [json.loads(line) for line in (run_dir / "rollouts/1.jsonl").read_text().splitlines()]
     assert len(rows) == 16
-    assert rows[0].keys() == {"step", "uid", "input", "output", "gts", "score", "advantage"}
+    assert rows[0].keys() == {"step", "uid", "input", "output", "gts", "score", "advantage", "half"}
+    assert [row["half"] for row in rows] == [row["score"] / 2 for row in rows], "what the function says besides"
     assert sum(row["advantage"] for row in rows[:4]) == pytest.approx(0, abs=1e-6)
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert sorted(p.name for p in run_dir.glob("global_step_*")) == ["global_step_2", "global_step_3"]
@@ -369,7 +370,7 @@ def test_validation_samples_in_its_own_way(tmp_path: Path, groups: dict[str, Wor
         first, second = shown.samples
         assert first == second
         assert len(first) == 2
-        assert first[0].keys() == {"step", "uid", "input", "output", "gts", "score"}
+        assert first[0].keys() == {"step", "uid", "input", "output", "gts", "score", "half"}
 
 
 class TextTracker:
