@@ -93,10 +93,10 @@ def _is_option(model: str | Path) -> bool:
 
 
 def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingResult:
+    checked, notes = load_command([*given.items()], GRPO)
     from grpo_dist.workers.cluster import set_local_environment
 
     set_local_environment()  # before something imports Ray
-    checked, notes = load_command([*given.items()], GRPO)
     from grpo_dist.tracking.jsonl import FILE_NAME, read_metrics
     from grpo_dist.trainer.grpo import GRPO_JOB
     from grpo_dist.trainer.record import EXPORTED, say
