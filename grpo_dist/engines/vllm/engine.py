@@ -1,4 +1,5 @@
-"""The rollout engine on vLLM's AsyncLLM, the same on CPU and GPU. It works on token ids, without Ray and tokenizer.
+"""The rollout engine on vLLM: AsyncLLM, or on CPU LocalLLM (local_llm.py). It works on token ids, without Ray and
+tokenizer.
 
 New weights come while requests run (weight_update.py), and each token has the version that sampled it. A call into vLLM
 ends when the engine dies, and has a time limit. Calls that last as long as responses do have the driver's limit.
@@ -21,8 +22,9 @@ from grpo_dist.engines.rendezvous import stay_on_loopback
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.vllm.adapter import adapter_request
 from grpo_dist.engines.vllm.arguments import engine_args, quiet_environment
-from grpo_dist.engines.vllm.core_process import inproc_core, knows_core, tied_core
+from grpo_dist.engines.vllm.core_process import knows_internals, tied_core
 from grpo_dist.engines.vllm.gpu_memory import GPU, footprint, gpus, wait_until_free
+from grpo_dist.engines.vllm.local_llm import LocalLLM
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.engines.weights.bucket_files import clear_left_behind, note_segments, remove
 from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError
@@ -39,12 +41,17 @@ class VLLMEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
-        self.load = EngineLoad()
+        self._load = EngineLoad()
         self._running: dict[str | None, set[str]] = {}  # ours -> vLLM's ids
         self._llm: Any = None
         self._segments: Path | None = None
         self._vocab_size = 0
         self._stop_token_ids: list[int] = []
+
+    @property
+    def load(self) -> EngineLoad:
+        """See `RolloutEngine.load`."""
+        return self._llm.load if isinstance(self._llm, LocalLLM) else self._load
 
     async def start(self) -> Footprint | None:
         """Load the model; on GPUs once there is enough free memory.
@@ -97,9 +104,10 @@ class VLLMEngine:
         params = _sampling_params(sampling, self._stop_token_ids)
         # as long as it takes: the limit is the driver's, who knows how long a group may wait and run
         output = await self._call(self._final_output(list(prompt), params, request_id), timeout_s=None)
-        if any(r.finish_reason in (None, "abort") for r in output.outputs) or len(output.outputs) < sampling.n:
+        done = [] if output is None else [r for r in output.outputs if r.finish_reason not in (None, "abort")]
+        if len(done) < sampling.n:
             return None
-        return [_response(r) for r in sorted(output.outputs, key=lambda r: r.index)]
+        return [_response(r) for r in sorted(done, key=lambda r: r.index)]
 
     async def abort(self, request_id: str) -> None:
         """See `RolloutEngine.abort`."""
@@ -116,12 +124,13 @@ class VLLMEngine:
                 remove(self._segments)  # vLLM may not have come to it yet
 
     def _start_llm(self, async_llm: Any) -> Any:
-        """Start vLLM's AsyncLLM and its processes; see `start`."""
-        core = inproc_core if self.settings.device == "cpu" else tied_core
-        stats = [self._stat_logger()]
+        """Start vLLM and its processes; see `start`."""
+        local = self.settings.device == "cpu" and self.settings.tensor_parallel_size == 1
         try:
-            with core() if knows_core() else contextlib.nullcontext():
-                return async_llm.from_engine_args(engine_args(self.settings), stat_loggers=stats)
+            if local and knows_internals():
+                return LocalLLM(engine_args(self.settings))
+            with tied_core() if knows_internals() else contextlib.nullcontext():
+                return async_llm.from_engine_args(engine_args(self.settings), stat_loggers=[self._stat_logger()])
         except ConfigError:
             raise
         except ValueError as error:  # pydantic's ValidationError is one too
@@ -152,7 +161,7 @@ class VLLMEngine:
             running.discard(vllm_id)
             if not running:
                 self._running.pop(request_id, None)
-        return outputs[-1]
+        return outputs[-1] if outputs else None
 
     def _stat_logger(self) -> Any:
         """The class that vLLM calls after each step; it keeps `load` up to date."""
@@ -165,7 +174,7 @@ class VLLMEngine:
 
             def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
                 if scheduler_stats is not None:
-                    engine.load = EngineLoad(scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs)
+                    engine._load = EngineLoad(scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs)
 
             def log_engine_initialized(self) -> None: ...
 

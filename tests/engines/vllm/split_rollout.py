@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.engines.vllm import engine, weight_backend
+from grpo_dist.engines.vllm import weight_backend
 from grpo_dist.engines.vllm.weight_backend import WorkerExtension
 from grpo_dist.engines.weights.bucket_files import read_bucket
 from grpo_dist.workers.rollout import RolloutWorker
@@ -18,11 +17,6 @@ from grpo_dist.workers.rollout import RolloutWorker
 
 class SplitRolloutWorker(RolloutWorker):
     """Reaches into the processes of its engine, which must have `SpoiledWorker` as their `worker_extension_cls`."""
-
-    async def start_as_on_gpus(self, settings: EngineSettings) -> None:
-        """The engine's core is a process too, between this one and those that hold the weights."""
-        engine.inproc_core = engine.tied_core
-        await self.start(settings)
 
     async def damage(self, rank: int, bucket: int) -> None:
         await self.engine._llm.collective_rpc("damage", args=(rank, bucket))

@@ -187,7 +187,7 @@ def test_a_core_of_its_own_ends_with_the_engine_too(
     local_ray: None, random_models: dict[str, str], tmp_path: Path
 ) -> None:
     with spawned("rollout", SplitRolloutWorker, [()], env={"OMP_NUM_THREADS": "1"}) as rollout:
-        rollout.call(0, "start", "start_as_on_gpus", split_settings(random_models["tied"], "broadcast"))
+        rollout.call(0, "start", "start", split_settings(random_models["tied"], "broadcast"))
         run(rollout.call_home())
         assert any("EngineCore" in command_line(p) for p in psutil.Process(rollout.addresses[0].pid).children())
         assert len(engine_processes(rollout)) == SIZE

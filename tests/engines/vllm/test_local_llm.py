@@ -1,0 +1,182 @@
+"""The thread that runs vLLM's engine on CPU, on an engine of a token a step; test_engine.py has vLLM's own."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_dist.engines.base import EngineLoad
+from grpo_dist.engines.vllm.local_llm import LocalLLM
+
+
+class Scheduler:
+    """Requests by id, and the tokens they still want."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, int] = {}
+        self.waiting: dict[str, int] = {}
+        self.state = "unpaused"
+
+    def set_pause_state(self, state: str) -> None:
+        self.state = state
+
+    def has_requests(self) -> bool:
+        return self.state != "all" and bool(self.running or (self.waiting and self.state == "unpaused"))
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return len(self.running), len(self.waiting)
+
+
+class Engine:
+    """Has what LocalLLM uses of vLLM's LLMEngine."""
+
+    def __init__(self) -> None:
+        self.vllm_config = "config"
+        self.scheduler = Scheduler()
+        core = SimpleNamespace(scheduler=self.scheduler, pause_scheduler=self.pause, resume_scheduler=self.resume)
+        self.engine_core = SimpleNamespace(engine_core=core, shutdown=lambda: self.calls.append("shutdown"))
+        self.calls: list[Any] = []
+        self.breaks = self.stands = False
+
+    def add_request(self, request_id: str, request: Any, params: int, lora_request: Any) -> None:
+        if params < 0:
+            raise ValueError("no such params")
+        self.scheduler.waiting[request_id] = params
+
+    def abort_request(self, ids: list[str]) -> None:
+        for each in ids:
+            self.scheduler.running.pop(each, None)
+            self.scheduler.waiting.pop(each, None)
+
+    def step(self) -> list[Any]:
+        if self.breaks:
+            raise RuntimeError("out of luck")
+        if self.scheduler.state == "unpaused":
+            self.scheduler.running |= self.scheduler.waiting
+            self.scheduler.waiting = {}
+        if self.stands:
+            return []
+        running = self.scheduler.running = {name: left - 1 for name, left in self.scheduler.running.items()}
+        done = [name for name, left in running.items() if left == 0]
+        self.scheduler.running = {name: left for name, left in running.items() if left}
+        return [SimpleNamespace(request_id=name, finished=name in done) for name in running]
+
+    def pause(self, mode: str, clear_cache: bool) -> None:
+        self.calls.append((mode, clear_cache, dict(self.scheduler.running)))
+        self.scheduler.state = "all"
+
+    def resume(self) -> None:
+        self.scheduler.state = "unpaused"
+
+    def collective_rpc(self, method: str, args: tuple, kwargs: Any) -> list[Any]:
+        self.calls.append((method, args, kwargs))
+        return ["answer"]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    engine = Engine()
+    fake = SimpleNamespace(LLMEngine=SimpleNamespace(from_engine_args=lambda arguments: engine))
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.llm_engine", fake)
+    pauses = SimpleNamespace(PauseState=SimpleNamespace(PAUSED_NEW="new"))
+    monkeypatch.setitem(sys.modules, "vllm.v1.core.sched.interface", pauses)
+    yield engine
+    assert engine.calls[-1] == "shutdown"
+
+
+async def final(llm: LocalLLM, name: str, tokens: int) -> list[Any]:
+    return [output async for output in llm.generate({}, tokens, name)]
+
+
+def test_final_outputs_reach_those_who_asked(engine: Engine) -> None:
+    async def scenario() -> None:
+        llm = LocalLLM(None)
+        found = await asyncio.gather(*(final(llm, name, tokens) for name, tokens in (("a", 5), ("b", 1))))
+        assert [[output.request_id for output in each] for each in found] == [["a"], ["b"]]
+        assert await llm.collective_rpc("method", (1,)) == ["answer"]
+        assert llm.load == EngineLoad(0, 0)
+        with pytest.raises(ValueError, match="no such params"):
+            await final(llm, "c", -1)
+        assert not llm.errored
+        llm.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_an_aborted_or_cancelled_request_leaves_the_engine(engine: Engine) -> None:
+    async def scenario() -> None:
+        llm = LocalLLM(None)
+        aborted, cancelled = (asyncio.ensure_future(final(llm, name, 10**9)) for name in ("a", "b"))
+        while len(engine.scheduler.running) < 2:
+            await asyncio.sleep(0)
+        await llm.abort("a")
+        assert await aborted == []
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        await llm.abort("not there")
+        assert not engine.scheduler.running
+        llm.shutdown()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+def test_a_pause_holds_requests_or_lets_them_end(engine: Engine, mode: str) -> None:
+    async def scenario() -> None:
+        llm = LocalLLM(None)
+        engine.stands = True
+        first = asyncio.ensure_future(final(llm, "first", 10**9 if mode == "keep" else 3))
+        while not engine.scheduler.running:
+            await asyncio.sleep(0)
+        pause = asyncio.ensure_future(llm.pause_generation(mode=mode, clear_cache=True))
+        await asyncio.sleep(0)
+        engine.stands = False
+        await pause
+        late = asyncio.ensure_future(final(llm, "late", 1))
+        kind, clear, held = engine.calls[-1]
+        assert (kind, clear, list(held)) == ("keep", True, ["first"] if mode == "keep" else [])
+        assert await llm.collective_rpc("load weights") == ["answer"], "the thread answers meanwhile"
+        assert not late.done()
+        await llm.resume_generation()
+        assert len(await late) == 1
+        if mode == "wait":
+            assert len(await first) == 1
+        else:
+            await llm.abort("first")
+            assert await first == []
+        await llm.pause_generation(mode=mode, clear_cache=False)  # an idle engine pauses at once
+        llm.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_a_step_that_fails_ends_all_requests(engine: Engine) -> None:
+    async def scenario() -> None:
+        llm = LocalLLM(None)
+        asked = asyncio.ensure_future(final(llm, "a", 10**9))
+        while not engine.scheduler.running:
+            await asyncio.sleep(0)
+        engine.breaks = True
+        with pytest.raises(RuntimeError, match="out of luck"):
+            await asked
+        assert llm.errored
+        with pytest.raises(RuntimeError, match="failed before"):
+            await final(llm, "b", 1)
+        llm.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_does_not_start_says_why(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(arguments: Any) -> None:
+        engine.calls.append("shutdown")
+        raise ValueError("max_model_len")
+
+    monkeypatch.setattr(sys.modules["vllm.v1.engine.llm_engine"].LLMEngine, "from_engine_args", refuse)
+    with pytest.raises(ValueError, match="max_model_len"):
+        LocalLLM(None)
