@@ -79,10 +79,10 @@ class DataProtoRef:
         return cls.stored(ray.put(data), Label.of(data, small))
 
     @classmethod
-    def stored(cls, data: ray.ObjectRef, label: Label) -> DataProtoRef:
-        """Handle to a batch that is already in the object store."""
+    def stored(cls, data: ray.ObjectRef, label: Label, first_row: int = 0) -> DataProtoRef:
+        """Handle to a batch that is already in the object store, in the rows of an object from `first_row` on."""
         rows = label.num_rows
-        frame = Frame(label.columns, (data,), np.zeros(rows, np.int64), np.arange(rows))
+        frame = Frame(label.columns, (data,), np.zeros(rows, np.int64), np.arange(first_row, first_row + rows))
         return cls((frame,), label.small, rows)
 
     @property
@@ -174,7 +174,7 @@ class DataProtoRef:
 
 
 def _concat_frames(frames: Sequence[Frame]) -> Frame:
-    blocks = tuple(block for frame in frames for block in frame.blocks)
-    starts = np.cumsum([0, *(len(frame.blocks) for frame in frames)])
-    block = np.concatenate([frame.block + start for frame, start in zip(frames, starts, strict=False)])
-    return Frame(frames[0].columns, blocks, block, np.concatenate([frame.row for frame in frames]))
+    number: dict[ray.ObjectRef, int] = {}  # several frames may be rows of the same block
+    new = [np.array([number.setdefault(block, len(number)) for block in frame.blocks], np.int64) for frame in frames]
+    block = np.concatenate([numbers[frame.block] for numbers, frame in zip(new, frames, strict=True)])
+    return Frame(frames[0].columns, tuple(number), block, np.concatenate([frame.row for frame in frames]))

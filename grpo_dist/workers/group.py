@@ -38,6 +38,7 @@ from grpo_dist.workers.busy import BusyClock
 from grpo_dist.workers.environment import with_environment
 from grpo_dist.workers.event_loop import blocking
 from grpo_dist.workers.limits import TimeLimits
+from grpo_dist.workers.mailbox import Postbox, Posted
 from grpo_dist.workers.probe import LOST, probe
 from grpo_dist.workers.process import Address
 from grpo_dist.workers.resources import Bundle
@@ -61,7 +62,7 @@ class Call:
     """A call that was sent to a worker.
 
     Attributes:
-        ref: Ray's reference to the answer.
+        ref: Ray's reference to the answer; None for what was posted.
         group: the worker's group.
         rank: the worker's rank.
         stage: the stage that the call belongs to, for messages.
@@ -69,9 +70,10 @@ class Call:
         limit_s: seconds that it may take.
         process: the actor handle of the process that was called.
         data: reference to the data returned besides the answer; see `WorkerGroup.submit_for_data`.
+        posted: the request, if it was posted; see `WorkerGroup.post`.
     """
 
-    ref: ray.ObjectRef
+    ref: ray.ObjectRef | None
     group: WorkerGroup
     rank: int
     stage: str
@@ -79,6 +81,7 @@ class Call:
     limit_s: float
     process: Any = None
     data: ray.ObjectRef | None = None
+    posted: Posted | None = None
 
     async def answer(self) -> Any:
         """Wait for the answer.
@@ -92,10 +95,11 @@ class Call:
         except TimeoutError:
             raise await self.group.late([self], self.limit_s) from None
 
-    def handle(self, label: Label) -> DataProtoRef:
-        """A handle to the data that was returned with the answer."""
-        assert self.data is not None, "only `submit_for_data` asks for data"
-        return DataProtoRef.stored(self.data, label)
+    def handle(self, label: Label, row: int = 0) -> DataProtoRef:
+        """A handle to the data that was returned with the answer, or to its rows from `row` on."""
+        data, first = (self.data, 0) if self.posted is None else self.posted.answered.result()[1:]
+        assert data is not None, "only `submit_for_data` and `post` ask for data"
+        return DataProtoRef.stored(data, label, first + row)
 
     @property
     def is_current(self) -> bool:
@@ -122,6 +126,7 @@ class WorkerGroup:
         self._make = list(make)
         self._waits: list[set[asyncio.Future[Any]]] = [set() for _ in self.handles]  # for answers, by rank
         self._busy = [BusyClock() for _ in self.handles]
+        self._postboxes: dict[int, Postbox] = {}
 
     @classmethod
     def spawn(
@@ -223,8 +228,22 @@ class WorkerGroup:
         answer, data = getattr(handle, method).options(num_returns=2).remote(*args)
         return Call(answer, self, rank, stage, time.monotonic(), limit, handle, data)
 
+    def post(self, rank: int, stage: str, method: str, *args: Any) -> Call:
+        """Have a `Mailbox` worker call a method that returns (answer, data), without waiting.
+
+        What is posted to a worker in the same turn of the loop, and what it answers at about the same time, share a
+        call and an object in the store, owned by this process. All that is posted to one worker has the same stage.
+        """
+        box = self._postboxes.get(rank)
+        if box is None or box.process is not self.handles[rank]:
+            box = self._postboxes[rank] = Postbox(self, rank, stage)
+        limit = self.limits.of(stage)
+        return Call(None, self, rank, stage, time.monotonic(), limit, box.process, posted=box.post(method, args))
+
     def tell(self, rank: int, method: str, *args: Any) -> None:
-        """Call a method without ever waiting for its answer."""
+        """Call a method, after all that was posted before, without ever waiting for its answer."""
+        if rank in self._postboxes:
+            self._postboxes[rank].flush()
         getattr(self.handles[rank], method).remote(*args)
 
     def submit_all(self, stage: str, method: str, *args: Any) -> list[Call]:
@@ -282,6 +301,13 @@ class WorkerGroup:
 
     async def value(self, call: Call) -> Any:
         """Wait for the answer of a call without a time limit; raises as `Call.answer` does."""
+        if call.posted is not None:
+            try:
+                return (await call.posted.answered)[0]
+            except WorkerError as error:
+                error.locate(self.role, call.rank, self._node(call.rank), call.stage)
+                raise
+        assert call.ref is not None
         loop = asyncio.get_running_loop()
         wait = loop.create_future()
         self._waits[call.rank].add(wait)

@@ -108,15 +108,20 @@ class RewardWorker(BatchWork):
         self.components = self.scorer.components
 
     def score(
-        self, group: DataProtoRef, task: Task
-    ) -> tuple[tuple[Label, list[str], tuple[list[str], int]], DataProto]:
-        """Score the responses to one prompt.
+        self, batch: DataProtoRef, sizes: Sequence[int], tasks: Sequence[Task]
+    ) -> tuple[tuple[list[tuple[Label, list[str]]], tuple[list[str], int]], DataProto]:
+        """Score the responses to some prompts.
+
+        Args:
+            batch: the groups, one after another.
+            sizes: responses of each.
+            tasks: what the reward function is told of each; all of training, or all of validation.
 
         Returns:
-            ((label, failures, printed), data).
-            label: `score`, the numbers of the reward model and the function's other values as `reward_extra/NAME`, and
-                for validation `failed` and, if the function finds answers, `pred_id`.
-            failures: why responses could not be scored, one text for each of them.
+            ((found, printed), data).
+            found: (label, failures) of each group. The label has `score`, the numbers of the reward model and the
+                function's other values as `reward_extra/NAME`, and for validation `failed` and, if the function finds
+                answers, `pred_id`. Failures say why responses could not be scored, one text for each of them.
             printed: the first lines that the function printed, and the number of further lines.
             data: `token_level_scores`, with the score on the last token that trains; or, with step scores, one on the
                 last token of each step, where `step_mask` is 1. With a `label` also `rule_labels`. `failure`: why the
@@ -125,7 +130,16 @@ class RewardWorker(BatchWork):
         Raises:
             RewardError: the function returned step scores that do not fit the steps, or no value of the name `label`.
         """
-        data = group.fetch(("responses", "response_mask"))
+        data = batch.fetch(("responses", "response_mask"))
+        ends = np.cumsum(sizes)
+        parts = [
+            self._score_group(data.index(np.arange(end - size, end)), task)
+            for size, end, task in zip(sizes, ends, tasks, strict=True)
+        ]
+        found = [(label, failures) for label, failures, _ in parts]
+        return (found, self.scorer.printed.take()), DataProto.concat([scored for *_, scored in parts])
+
+    def _score_group(self, data: DataProto, task: Task) -> tuple[Label, list[str], DataProto]:
         responses, mask = data["responses"], data["response_mask"]
         texts = self._decode(responses)
         results = self._score_texts(texts, task)
@@ -154,7 +168,7 @@ class RewardWorker(BatchWork):
         scored = DataProto.from_dict(columns, {"failure": failures})
         label = Label.of(scored, ("score",))
         label = Label(label.columns, label.small | extras, label.num_rows)
-        return (label, [failure for failure in failures if failure], self.scorer.printed.take()), scored
+        return label, [failure for failure in failures if failure], scored
 
     def _score_texts(self, texts: Sequence[str], task: Task) -> list[RewardResult]:
         from grpo_dist.rewards.forms import Failure, Sample

@@ -7,7 +7,11 @@ it.
 from __future__ import annotations
 
 import asyncio
+import functools
+import math
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,7 @@ import ray
 
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.engines.train.durable_files import FileDigest
+from grpo_dist.errors import GrpoDistError
 from grpo_dist.rewards.output_lines import PrintedLines
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.batch_work import SAMPLE_COLUMNS, TARGET_COLUMNS
@@ -23,9 +28,23 @@ from grpo_dist.workers.pool import Pool
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import Task
 
+# Groups that come together are scored in one call, as many as take about this long, and at most so many: a Ray call
+# takes as long as a quick reward function needs for some groups.
+SCORED_AT_ONCE_S, SCORED_AT_ONCE = 0.05, 32
+
+
+@dataclass(eq=False)
+class _Unscored:
+    """A group that waits for its scores."""
+
+    group: DataProtoRef
+    task: Task
+    limit_s: float
+    scored: asyncio.Future[tuple[DataProtoRef, list[str]]]
+
 
 class RewardPool(Pool):
-    """The reward processes. Each scores one group at a time: a queued call would use up its time limit while waiting.
+    """The reward processes. Each has one call at a time: a queued one would use up its time limit while waiting.
 
     Attributes:
         printed: what custom code has printed, in these processes and in others of the run.
@@ -38,6 +57,8 @@ class RewardPool(Pool):
     def __init__(self, workers: WorkerGroup, restarts: RestartBudget | None = None) -> None:
         super().__init__(workers, restarts or RestartBudget())
         self.printed = PrintedLines()
+        self._unscored: list[_Unscored] = []
+        self._seconds = math.inf  # that a group takes, lately
 
     # --- scores ------------------------------------------------------------------------------------------------
     async def score(self, group: DataProtoRef, task: Task, limit_s: float) -> tuple[DataProtoRef, list[str]]:
@@ -55,16 +76,50 @@ class RewardPool(Pool):
             GrpoDistError: an error that would occur in every process, or the restart budget is used up.
         """
         inputs = group.select(("responses", "response_mask"))
+        loop = asyncio.get_running_loop()
+        if not self._unscored:
+            loop.call_soon(self._score_waiting)
+        self._unscored.append(_Unscored(inputs, task, limit_s, loop.create_future()))
+        return await self._unscored[-1].scored
+
+    def _score_waiting(self) -> None:
+        """Share the groups that have come in this turn of the loop among the processes."""
+        waiting = [each for each in self._unscored if not each.scored.cancelled()]
+        self._unscored = []
+        for validation in (False, True):  # the two have different columns
+            groups = [each for each in waiting if each.task.validation == validation]
+            share = math.ceil(len(groups) / len(self.workers))
+            size = max(min(share, int(SCORED_AT_ONCE_S / self._seconds), SCORED_AT_ONCE), 1)
+            for start in range(0, len(groups), size):
+                part = groups[start : start + size]
+                scoring = self.spawn(self._score_together(part))
+                for each in part:
+                    each.scored.add_done_callback(functools.partial(_unwanted, part, scoring))
+
+    async def _score_together(self, groups: Sequence[_Unscored]) -> None:
+        """Have one process score some groups."""
+        inputs = DataProtoRef.concat([each.group for each in groups])
+        tasks, sizes = [each.task for each in groups], [len(each.group) for each in groups]
+        limit_s = sum(each.limit_s for each in groups)
 
         def send(rank: int) -> Call:
-            return self.workers.submit_for_data(rank, "score", "score", inputs, task, limit_s=limit_s)
+            return self.workers.submit_for_data(rank, "score", "score", inputs, sizes, tasks, limit_s=limit_s)
 
-        def take_in(call: Call, answer: Any) -> tuple[DataProtoRef, list[str]]:
-            label, failures, printed = answer
+        def take_in(call: Call, answer: Any) -> list[tuple[DataProtoRef, list[str]]]:
+            self._seconds = (time.monotonic() - call.started) / len(groups)
+            found, printed = answer
             self.printed.note("reward function", *printed)
-            return call.handle(label), failures
+            rows = np.cumsum([0, *sizes])
+            return [(call.handle(label, row), failures) for (label, failures), row in zip(found, rows, strict=False)]
 
-        return await self.ask(send, take_in)
+        try:
+            found = await self.ask(send, take_in)
+        except GrpoDistError as error:
+            for each in groups:
+                _set(each.scored, error)
+        else:
+            for each, one in zip(groups, found, strict=True):
+                _set(each.scored, one)
 
     # --- whole batches: without the queue, so that they do not wait for scores --------------------------------------
     async def compute_targets(
@@ -125,3 +180,17 @@ class RewardPool(Pool):
             return self.workers.submit(rank, stage, method, *arguments)
 
         return await self.ask_now(send, lambda call, answer: answer)
+
+
+def _unwanted(groups: Sequence[_Unscored], scoring: asyncio.Task[None], *_: Any) -> None:
+    """Do not ask for scores that nobody waits for any more."""
+    if all(each.scored.cancelled() for each in groups):
+        scoring.cancel()
+
+
+def _set(future: asyncio.Future[Any], value: Any) -> None:
+    """Give a result or an error to one who may not wait any more."""
+    if not future.done() and isinstance(value, Exception):
+        future.set_exception(value)
+    elif not future.done():
+        future.set_result(value)

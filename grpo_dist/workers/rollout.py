@@ -20,6 +20,7 @@ from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSet
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.workers.batch_ref import Label
+from grpo_dist.workers.mailbox import Mailbox
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.reward import Task
 
@@ -35,7 +36,7 @@ SMALL_COLUMNS = (
 )
 
 
-class RolloutWorker(Process):
+class RolloutWorker(Mailbox, Process):
     """Generates responses, of one turn or of an agent loop's episodes, and loads new weights."""
 
     engine: RolloutEngine

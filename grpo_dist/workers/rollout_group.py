@@ -132,7 +132,7 @@ class RolloutGroup(Pool):
 
         def send(rank: int) -> Call:
             on_sent()
-            return self.workers.submit_for_data(rank, "generate", "generate", uid, prompt, sampling, request.task)
+            return self.workers.post(rank, "generate", "generate", uid, prompt, sampling, request.task)
 
         def take_in(call: Call, answer: Any) -> DataProtoRef | None:
             label, load = answer

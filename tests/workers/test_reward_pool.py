@@ -2,7 +2,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,13 @@ class Fragile(Process):
                 raise RewardError("own.py, line 7: mistake")
             os.kill(os.getpid(), signal.Signals[what])
 
-    def score(self, group: DataProtoRef, task: Task) -> tuple[tuple, DataProto]:
+    def score(self, batch: DataProtoRef, sizes: Sequence[int], tasks: Sequence[Task]) -> tuple[tuple, DataProto]:
         self._step_on_trap()
         while self.trap.with_name("hold").exists():
             time.sleep(0.01)
-        data = DataProto.from_dict({"score": torch.arange(len(group)).float()})
-        return (Label.of(data, ("score",)), [f"by {os.getpid()}"], ([], 0)), data
+        parts = [DataProto.from_dict({"score": torch.arange(size).float()}) for size in sizes]
+        found = [(Label.of(part, ("score",)), [f"by {os.getpid()}"]) for part in parts]
+        return (found, ([], 0)), DataProto.concat(parts)
 
     def compute_targets(self, *args: object) -> tuple[tuple[Label, dict[str, float], tuple], DataProto]:
         self._step_on_trap()
@@ -123,7 +124,7 @@ def test_a_process_that_hangs_is_replaced_once(make: Callable, tmp_path: Path) -
     assert len(pool.restarts.failures) == 1
 
 
-def test_each_process_has_one_group_at_a_time_and_a_cancelled_one_keeps_its_process_busy(
+def test_each_process_has_one_call_at_a_time_and_a_cancelled_one_keeps_its_process_busy(
     make: Callable, tmp_path: Path
 ) -> None:
     """The process is at work on it until it answers, whether anybody wants that or not."""
@@ -134,7 +135,8 @@ def test_each_process_has_one_group_at_a_time_and_a_cancelled_one_keeps_its_proc
 
     async def scenario() -> None:
         tasks = [asyncio.create_task(pool.score(group(), TASK, 240.0)) for _ in range(4)]
-        await asyncio.sleep(0)
+        while len(sent) < 2:
+            await asyncio.sleep(0)
         assert sorted(call.rank for call in sent) == [0, 1]
         tasks[0].cancel()
         tasks[2].cancel()

@@ -15,14 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
 
 from grpo_dist.engines.base import EngineLoad, Footprint
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.errors import ConfigError, EngineError, GrpoDistError, WeightSyncError, WorkerError
+from grpo_dist.protocol import DataProto
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.group import Call
 from grpo_dist.workers.limits import TimeLimits
+from grpo_dist.workers.mailbox import Mailbox
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import Task
@@ -37,7 +40,7 @@ pytestmark = pytest.mark.ray
 SAMPLING = SamplingSettings(4, 1.0, 1.0, -1, 8, None)
 
 
-class Worker(Process):
+class Worker(Mailbox, Process):
     """Answers with its process id and the weights it holds; a prompt's name says what happens to it."""
 
     version, load, hangs = -1, EngineLoad(), False
@@ -46,7 +49,7 @@ class Worker(Process):
 
     async def generate(
         self, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: object
-    ) -> tuple[tuple[Label, EngineLoad], np.ndarray]:
+    ) -> tuple[tuple[Label, EngineLoad], DataProto]:
         if uid.startswith("slow"):
             await asyncio.sleep(1.0)
         if self.hangs:
@@ -56,7 +59,7 @@ class Worker(Process):
         if uid == "user's mistake":
             raise ConfigError("vLLM: temperature=10")
         label = Label(("pid",), {"uid": uid, "pid": os.getpid(), "version": self.version}, 1)
-        return (label, self.load), np.full(100_000, os.getpid())
+        return (label, self.load), DataProto.from_dict({"pid": torch.full((1, 100_000), os.getpid())})
 
     async def load_weights(self, buckets: list, version: int) -> int:
         if buckets == ["damaged"]:
@@ -132,18 +135,18 @@ def in_flight(group: RolloutGroup, *requests: GroupRequest) -> Iterator[list[int
         await asyncio.gather(*tasks, return_exceptions=True)
 
     ranks: list[int] = []
-    submit = group.workers.submit_for_data
+    post = group.workers.post
 
     def note(rank: int, *args: Any) -> Call:
         ranks.append(rank)
-        return submit(rank, *args)
+        return post(rank, *args)
 
-    group.workers.submit_for_data = note  # type: ignore[method-assign]
+    group.workers.post = note  # type: ignore[method-assign]
     tasks = run(begin())
     try:
         yield ranks
     finally:
-        group.workers.submit_for_data = submit  # type: ignore[method-assign]
+        group.workers.post = post  # type: ignore[method-assign]
         run(cancel(tasks))
 
 
@@ -194,7 +197,7 @@ def test_what_a_worker_has_answered_outlives_it(make: Callable) -> None:
     (answer,) = generate(group, "answered")
     group.workers.kill()
     (block,) = answer.frames[0].blocks
-    assert (ray.get(block, timeout=30) == answer.small["pid"]).all()
+    assert (ray.get(block, timeout=30)["pid"] == answer.small["pid"]).all()
 
 
 def test_an_engine_that_fails_is_replaced_and_one_that_fails_too_often_stops_the_run(make: Callable) -> None:

@@ -139,7 +139,7 @@ class RolloutPump:
         except WorkerLost as error:
             raise RewardError(
                 f"the reward process did not answer for prompt {request.uid} (data_source "
-                f"{request.task.data_source!r}): {error}"
+                f"{request.task.data_source!r}), or for another that it scored together with it: {error}"
             ) from None
 
     def _model_passes(
