@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -48,15 +49,21 @@ class FakeRolloutWorker(RolloutWorker):
 class FakeReward:
     """Every response scores its position."""
 
-    def score(self, group: DataProtoRef, task: Task) -> tuple[tuple[Label, list[str], tuple], DataProto]:
-        """Scores of a group."""
+    def score(
+        self, batch: DataProtoRef, sizes: Sequence[int], tasks: Sequence[Task]
+    ) -> tuple[tuple[list[tuple[Label, list[str]]], tuple], DataProto]:
+        """Scores of some groups."""
         import torch
 
-        responses = group.fetch(("responses",))["responses"]
-        scores = torch.arange(len(responses)).float()
-        columns: dict[str, Any] = {"score": scores, "token_level_scores": on_last_token(scores, responses)}
-        data = DataProto.from_dict(columns, {"failure": [""] * len(scores)})
-        return (Label.of(data, ("score",)), [], ([], 0)), data
+        responses = batch.fetch(("responses",))["responses"]
+        parts = []
+        for end, size in zip(np.cumsum(sizes), sizes, strict=True):
+            scores = torch.arange(size).float()
+            rows = responses[np.arange(end - size, end)]
+            columns: dict[str, Any] = {"score": scores, "token_level_scores": on_last_token(scores, rows)}
+            parts.append(DataProto.from_dict(columns, {"failure": [""] * size}))
+        found: list[tuple[Label, list[str]]] = [(Label.of(part, ("score",)), []) for part in parts]
+        return (found, ([], 0)), DataProto.concat(parts)
 
 
 class FakeActor:
