@@ -135,7 +135,7 @@ def main() -> None:
             smollm2 = workload.write_llama(Path(folder) / "smollm2", workload.SMOLLM2_135M)
             models = {
                 "builtin": ("builtin:tiny-qwen3", resolve_model_path("builtin:tiny-qwen3"), device, 32, 5),
-                "smollm2": ("SmolLM2-135M (random)", smollm2, device, arguments.groups, 2),
+                "smollm2": ("SmolLM2-135M (random)", smollm2, device, arguments.groups, 3),
             }
             dtypes = arguments.dtype or ["bf16" if device == "cuda" else "fp32"]
             found = [efficiency(*models[model], compute) for model in arguments.models for compute in dtypes]
