@@ -1,6 +1,7 @@
 """The update: `python -m benchmarks.update` prints three tables and writes JSON. A few minutes on two cores.
 
-(a) tokens per second, and useful operations per second against a large matrix product on the same machine;
+(a) tokens per second, and useful operations per second against a large matrix product on the same machine, and against
+    the products of the model's own shapes; where the seconds go, beside what each part would take at its own rate;
 (b) padded, packed and shared micro-batches over group sizes and lengths, and padded ones with plain logits;
 (c) memory and time of the output layer against plain logits.
 
@@ -19,29 +20,52 @@ from typing import Any
 
 import torch
 
-from benchmarks import head, record, workload
+from benchmarks import floor, head, record, workload
 from grpo_dist.assets import resolve_model_path
+from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.protocol import DataProto
 from grpo_dist.workers.process import keep_freed_memory
 
+# Tokens of a micro-batch in (a).
+BUDGET = 2048
 LAYOUTS = ("padded", "packed", "shared")
 GRID = [(n, prompt, response, False) for n in (4, 16, 8) for prompt, response in ((64, 32), (32, 64), (64, 64))][:-1]
 GRID += [(8, 64, 64, True), (8, 64, 64, False)]
 
 
-def efficiency(name: str, path: str, device: str, groups: int, rounds: int) -> dict[str, Any]:
-    """(a): updates of a batch of n=8, P:R = 64:64, between measurements of the matmul rate."""
-    engine = workload.engine(path, "shared", device)
+def efficiency(
+    name: str, path: str, device: str, groups: int, rounds: int, compute: str
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(a): updates of a batch of n=8, P:R = 64:64, between measurements of the matmul rate; and its phases."""
+    engine = workload.engine(path, "shared", device, compute=compute)
+    dtype = DTYPES[compute]
     data = workload.batch(groups, 8, 64, 64, engine.model.config.vocab_size)
+    run = partial(update, engine, data, BUDGET)
     update(engine, data.index(list(range(8))), 16_384)
-    rates, times = [workload.matmul_rate(device)], []
+    rates, times = [workload.matmul_rate(device, dtype)], []
     for _ in range(rounds):
-        times.append(workload.seconds(lambda: update(engine, data, 2048), device))
-        rates.append(workload.matmul_rate(device))
+        times.append(workload.seconds(run, device))
+        rates.append(workload.matmul_rate(device, dtype))
     operations, rate = workload.useful_flops(engine.model, data), sum(rates) / len(rates)
     tokens = int(data["prompts"].lengths.sum() + data["responses"].lengths.sum())
+    shared = tokens - 7 * 64 * groups
+    micro_batch = shared // -(-shared // BUDGET)
+    parts = floor.floors(engine.model, data, micro_batch, device, dtype)
+    products = ("linear layers", "output layer")
+    shapes = sum(parts[part]["work"] for part in products) / sum(parts[part]["floor"] for part in products)
+    measured = floor.phase_seconds(run)
+    phases = [
+        {
+            "model": f"{name} {compute}",
+            "phase": phase,
+            "GFLOP, GB": parts.get(phase, {}).get("work", 0.0),
+            "floor s": parts.get(phase, {}).get("floor", 0.0),
+            "measured s": seconds,
+        }
+        for phase, seconds in measured.items()
+    ]
     return {
-        "model": name,
+        "model": f"{name} {compute}",
         "sequences": len(data),
         "tokens": tokens,
         "seconds": min(times),
@@ -50,7 +74,9 @@ def efficiency(name: str, path: str, device: str, groups: int, rounds: int) -> d
         "matmul GFLOP/s": rate / 1e9,
         "ratio": operations / min(times) / rate,
         "ratio of the mean time": operations / (sum(times) / len(times)) / rate,
-    }
+        "same shapes GFLOP/s": shapes,
+        "ratio to them": operations / min(times) / shapes / 1e9,
+    }, phases
 
 
 def layouts(path: str, device: str, cases: list[tuple[int, int, int, bool]], groups: int) -> list[dict[str, Any]]:
@@ -93,6 +119,8 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=4, help="groups of 8 in (a)")
     parser.add_argument("--cases", type=int, default=len(GRID), help="of (b), from the last")
     parser.add_argument("--parts", default="abc", help="which of a, b and c")
+    parser.add_argument("--dtype", nargs="+", choices=("fp32", "bf16"), help="compute types in (a)")
+    parser.add_argument("--models", nargs="+", default=["builtin", "smollm2"], help="of these two, in (a)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()  # as policy workers do
@@ -105,11 +133,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if "a" in arguments.parts:
             smollm2 = workload.write_llama(Path(folder) / "smollm2", workload.SMOLLM2_135M)
-            result["efficiency"] = [
-                efficiency("builtin:tiny-qwen3", resolve_model_path("builtin:tiny-qwen3"), device, 32, 5),
-                efficiency("SmolLM2-135M (random)", smollm2, device, arguments.groups, 2),
-            ]
+            models = {
+                "builtin": ("builtin:tiny-qwen3", resolve_model_path("builtin:tiny-qwen3"), device, 32, 5),
+                "smollm2": ("SmolLM2-135M (random)", smollm2, device, arguments.groups, 3),
+            }
+            dtypes = arguments.dtype or ["bf16" if device == "cuda" else "fp32"]
+            found = [efficiency(*models[model], compute) for model in arguments.models for compute in dtypes]
+            result["efficiency"], phases = [row for row, _ in found], [row for _, rows in found for row in rows]
+            result["phases"] = phases
             print(record.table("(a) update, shared prompts", result["efficiency"]))
+            print(record.table("(a) by phase, wall time under the profiler", phases))
         if "b" in arguments.parts:
             part = workload.write_llama(Path(folder) / "slice", workload.SMOLLM2_SLICE)
             result["layouts"] = layouts(part, device, GRID[-arguments.cases :], groups=2)

@@ -94,10 +94,10 @@ def batch(groups: int, n: int, prompt: int, response: int, vocab: int, *, equal:
     )
 
 
-def useful_flops(model: Any, data: DataProto) -> float:
-    """Operations of forward and backward with shared prompts: nothing repeated, padded or recomputed.
+def useful_operations(model: Any, data: DataProto) -> dict[str, float]:
+    """Operations of forward and backward with shared prompts, by phase: nothing repeated, padded or recomputed.
 
-    Six a weight and token in the layers, six a weight and response token in the output layer, and attention's
+    Six a weight and token in the layers, six a weight and response token in the output layer ("head"), and attention's
     pairs: 12 * head_dim * heads each and layer.
     """
     config = model.config
@@ -110,14 +110,21 @@ def useful_flops(model: Any, data: DataProto) -> float:
     width = config.num_attention_heads * (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
-    attention = 12 * width * config.num_hidden_layers * pairs
-    return float(6 * layers * tokens + 6 * head * responses.sum() + attention)
+    return {
+        "layers": float(6 * layers * tokens),
+        "head": float(6 * head * responses.sum()),
+        "attention": float(12 * width * config.num_hidden_layers * pairs),
+    }
 
 
-def matmul_rate(device: str, size: int = 0) -> float:
-    """FLOP/s of a large square matrix product in the compute type, the best of several."""
+def useful_flops(model: Any, data: DataProto) -> float:
+    """The sum of `useful_operations`."""
+    return sum(useful_operations(model, data).values())
+
+
+def matmul_rate(device: str, dtype: torch.dtype, size: int = 0) -> float:
+    """FLOP/s of a large square matrix product, the best of several."""
     size = size or (8192 if device == "cuda" else 1536)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     a = torch.randn(size, size, device=device, dtype=dtype)
     return 2 * size**3 / min(seconds(lambda: a @ a, device) for _ in range(5))
 

@@ -29,8 +29,8 @@ WAYS: dict[str, tuple[str, int, int | None]] = {
     "shared": ("shared", 100, None),
     "shared, 3 rows at a time": ("shared", 3, None),
     "shared, 40 tokens at a time": ("shared", 1, 40),
-    "packed, attention by segments": ("packed", 100, None),
-    "shared, attention by segments": ("shared", 5, None),
+    "packed, each segment alone": ("packed", 100, None),
+    "shared, each segment alone": ("shared", 5, None),
 }
 
 
@@ -50,9 +50,8 @@ def one_way(rank: int, path: str, shards: list[list[int]], way: str) -> dict[str
     engine.grad_clip = float("inf")
     engine.optimizer = torch.optim.SGD(engine.model.parameters(), lr=LR)  # its step is the gradient
     data = batch().index(shards[rank])
-    if "by segments" in way:  # as in long rows
-        engine.compute_log_probs(data, **limits)  # the check
-        engine.forward.dense_tokens = 0
+    if "alone" in way:  # as long ones are
+        engine.forward.batched_tokens = 0
     before = {name: tensor.clone() for name, tensor in engine.full_parameters("float32")}
     columns = engine.compute_columns(data, ("log_probs", "entropies"), **limits)
     metrics = engine.train_mini_batch(data, objective=objective(), **limits).metrics

@@ -1,5 +1,5 @@
-"""Which token sees which, for every attention kernel: a dense mask for SDPA, segments for long rows on CPU, a block
-mask for FlexAttention.
+"""Which token sees which, for every attention kernel: segments on CPU, a block mask for FlexAttention, a dense mask for
+SDPA.
 
 A token sees the tokens before it that belong to its own segment, or to its prompt's.
 """
@@ -19,14 +19,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
-from grpo_dist.engines.train.segment_attention import segment_attention_forward, segment_runs
+from grpo_dist.engines.train.segment_attention import BATCHED_TOKENS, plan_segments, segment_attention_forward
 from grpo_dist.errors import ConfigError
 
 FLEX = "grpo_dist_flex"
 FLASH = "flash_attention_2"
 SEGMENTS = "grpo_dist_segments"
-# Rows on CPU up to this long take one call under a dense mask, which costs less than a call for each segment.
-DENSE_TOKENS = 192
 # FlexAttention works on blocks of so many tokens.
 FLEX_BLOCK = 128
 # Its gradients are compared on so many tokens with those of SDPA; the largest difference that rounding explains,
@@ -53,7 +51,7 @@ def why_padded(config: Any) -> str:
 def attention_implementation(config: Any, layout: str, device: str) -> str:
     """The `attn_implementation` that a model is loaded with.
 
-    CPU: SDPA, in long rows one call for each segment. GPU: FlashAttention (varlen) for packed where it is installed,
+    CPU: by segments. GPU: FlashAttention (varlen) for packed where it is installed,
     else FlexAttention; SDPA for padded.
     """
     if getattr(getattr(config, "text_config", config), "attn_logit_softcapping", None):
@@ -100,7 +98,7 @@ def block_mask(segments: Tensor) -> BlockMask:
 
 
 def attention_inputs(
-    segments: Tensor | None, position_ids: Tensor, implementation: str, dense_tokens: int = DENSE_TOKENS
+    segments: Tensor | None, position_ids: Tensor, implementation: str, batched_tokens: int = BATCHED_TOKENS
 ) -> dict[str, Any]:
     """The model's keyword arguments that say who sees whom; none are needed for padded sequences.
 
@@ -108,15 +106,15 @@ def attention_inputs(
         segments: (2, B, L), see `MicroBatch`.
         position_ids: (B, L).
         implementation: of `attention_implementation`.
-        dense_tokens: rows on CPU up to this long get a dense mask.
+        batched_tokens: segments on CPU up to this long are batched.
     """
     if segments is None:
         return {}
     if implementation == FLASH:
         return varlen_inputs(position_ids)
-    if implementation == SEGMENTS and segments.shape[2] > dense_tokens:
+    if implementation == SEGMENTS:
         unused = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # any mask of four axes keeps the model from making its own
-        return {"attention_mask": unused, "segments": segment_runs(segments)}
+        return {"attention_mask": unused, "segments": plan_segments(segments, batched_tokens)}
     mask = block_mask(segments) if implementation == FLEX else dense_mask(segments)
     return {"attention_mask": mask}
 

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from grpo_dist.algorithms.masking import token_entropy, token_log_probs
-from grpo_dist.engines.train.attention import DENSE_TOKENS, FLEX, attention_inputs, flex_backward_fault, why_padded
+from grpo_dist.engines.train.attention import FLEX, attention_inputs, flex_backward_fault, why_padded
 from grpo_dist.engines.train.exact_kl import exact_kl_error
 from grpo_dist.engines.train.lm_head import HeadRequest, HeadValues, ReferenceHead, ResponseHead
 from grpo_dist.engines.train.micro_batch import MicroBatch, make_micro_batch
 from grpo_dist.engines.train.micro_batch_plan import group_rows
+from grpo_dist.engines.train.segment_attention import BATCHED_TOKENS
 from grpo_dist.protocol import DataProto, Ragged
 
-# Packed rows on CPU grow to this many tokens: SDPA computes all pairs of a row, masked or not.
-CPU_ROW_TOKENS = 256
 # The check compares so many responses of so many prompts, cut to so many tokens, and the last tokens of the longest.
 CHECKED_PROMPTS, CHECKED_RESPONSES, CHECKED_TOKENS = 2, 2, 128
 # Largest mean difference of log-probs, in nats, that rounding explains, by compute type.
@@ -48,7 +47,7 @@ class PolicyForward:
     Attributes:
         layout: the one in use; "alone": each sequence in a pass of its own.
         report: one sentence for the user on the layout and why; "" before the check.
-        dense_tokens: rows on CPU up to this long take their attention under a dense mask.
+        batched_tokens: segments on CPU up to this long take their attention in batches.
     """
 
     computes, unit = "log-probs", " nats"
@@ -65,15 +64,13 @@ class PolicyForward:
         self.layout = "padded" if self._unfit else layout
         self.wanted = layout
         self.report = ""
-        self.dense_tokens = DENSE_TOKENS
+        self.batched_tokens = BATCHED_TOKENS
 
     # --- forward -----------------------------------------------------------------------------------------------
     def micro_batch(self, data: DataProto, columns: Sequence[str], *, min_width: int = 0) -> MicroBatch:
         """The rows of `data` in the layout, in tensor rows of at least `min_width` tokens where they are not padded."""
         width = min_width
-        if self.layout == "packed" and self.device.type == "cpu":
-            width = max(width, CPU_ROW_TOKENS)
-        elif self.device.type == "cuda" and len(data):  # one row: the kernels skip pairs that are masked
+        if len(data):  # one row, without padding: the kernels skip pairs that are masked
             width = max(width, int(data["prompts"].lengths.sum() + data["responses"].lengths.sum()))
         layout = "padded" if self.layout == "alone" else self.layout
         made = make_micro_batch(data, columns, self.padding_id, layout=layout, row_width=width, min_width=min_width)
@@ -107,7 +104,7 @@ class PolicyForward:
 
     def _run(self, micro_batch: MicroBatch, **options: Any) -> Any:
         implementation = self.model.config._attn_implementation
-        mask = attention_inputs(micro_batch.segments, micro_batch.position_ids, implementation, self.dense_tokens)
+        mask = attention_inputs(micro_batch.segments, micro_batch.position_ids, implementation, self.batched_tokens)
         return self.model(
             input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids, use_cache=False, **mask, **options
         )
@@ -139,7 +136,6 @@ class PolicyForward:
             width: tokens of the widest tensor row that this layout makes of the data.
             agree: the largest of all ranks' differences, from this rank's, so that all ranks decide alike.
         """
-        self.dense_tokens = 0  # the few are short: long rows' attention is what may not fit the model
         few = _sample_rows(data)
         alone = self._alone(few)
         reasons = [self._unfit] if self._unfit else []
@@ -155,7 +151,6 @@ class PolicyForward:
                 break
             what = "the chunked output layer" if layout == "padded" and head is not None else LAYOUT_NAMES[layout]
             reasons.append(f"{what}: {fault or f'{self.computes} differ by {difference:.2g}{self.unit} on average'}")
-        self.dense_tokens = DENSE_TOKENS
         self.report = self._report(reasons, difference)
 
     def _difference(self, data: DataProto, alone: Tensor, width: int) -> tuple[float, str]:

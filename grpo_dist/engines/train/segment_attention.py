@@ -1,39 +1,119 @@
-"""Attention on CPU over the segments of packed rows, one call for each segment.
+"""Attention on CPU over the segments of packed rows: the short ones in batches, each long one by itself.
 
 SDPA under a mask computes every pair of a row, also those that the mask forbids: with n responses to a shared prompt,
 n^2 times what one response costs. A segment's queries only ever meet its own keys and its prompt's, so here each
 segment gets just those.
+
+SDPA's kernel is slow over short segments, most of all backward and in bf16, and is called for each of them. So short
+segments of like lengths are gathered, padded to the longest, and their scores are a few matrix products, in float32
+whatever the compute type. The backward pass computes the scores again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+# Segments of up to so many tokens are batched: beyond, scores leave the cache, where SDPA's kernel keeps its own.
+BATCHED_TOKENS = 160
+# The shortest in a batch, and its prompt, have at least this share of the longest's tokens, less a few.
+LIKE, FEW = 0.8, 4
+# A batch has at most so many pairs of tokens, unless one segment has more.
+BATCH_PAIRS = 1 << 17
 
-@dataclass(frozen=True)
-class Run:
+
+class Run(NamedTuple):
     """Consecutive tokens of one segment.
 
     Attributes:
+        start: the number of the first one among the B * L tokens.
         length: how many.
-        parent: the run that its tokens see besides their own: its number; -1: none; None: padding, which sees nothing.
-        mask: (length, parent's length + length) bool, True where a query (first axis) sees a key; None: causal.
+        parent: number of the run that its tokens see besides their own; -1: none; None: padding, which sees nothing.
     """
 
+    start: int
     length: int
     parent: int | None
-    mask: Tensor | None = None
+
+
+class Rows(NamedTuple):
+    """A batch's tokens as rows of (tokens * heads, D) tensors, those of one segment and head together.
+
+    Attributes:
+        queries: (N * heads * R,) int64, padding included.
+        keys: (N * key heads * K,) int64.
+        real: those of `queries` that are not padding.
+        inside: where `real` are among `queries`.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    real: Tensor
+    inside: Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N segments, padded to R tokens, with their P prompt tokens in front of the keys: K = P + R.
+
+    Attributes:
+        queries: (N, R) int64, which of all tokens; padding repeats a segment's last one.
+        keys: (N, K) int64.
+        mask: (N, 1, R, K) float32, 0 where a query sees a key, else -inf. Padding sees its own segment.
+        real: (N, R) bool, False on padding.
+        made: what `rows` has made, by heads.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    mask: Tensor
+    real: Tensor
+    made: dict[tuple[int, int], Rows] = field(default_factory=dict)
+
+    def rows(self, heads: int, key_heads: int) -> Rows:
+        """The rows of tensors with so many heads: the same in every layer."""
+        if (heads, key_heads) not in self.made:
+            queries, keys = (
+                (tokens.unsqueeze(1) * count + torch.arange(count).view(-1, 1)).flatten()
+                for tokens, count in ((self.queries, heads), (self.keys, key_heads))
+            )
+            inside = self.real.unsqueeze(1).expand(-1, heads, -1).flatten().nonzero().flatten()
+            self.made[heads, key_heads] = Rows(queries, keys, queries[inside], inside)
+        return self.made[heads, key_heads]
+
+
+class Alone(NamedTuple):
+    """A segment with a call of its own: the number of its run, and the (R, P + R) mask; None: causal."""
+
+    run: int
+    mask: Tensor | None
+
+
+class SegmentPlan:
+    """Who attends together, for every layer of a forward and backward pass.
+
+    No dataclass and no tuple: FSDP2 would copy one for every layer, with the tensors in it in the compute type.
+
+    Args:
+        runs: all runs of a micro-batch, in order; together they have B * L tokens.
+        batches: short segments.
+        alone: long ones, in order.
+    """
+
+    def __init__(self, runs: list[Run], batches: list[Batch], alone: list[Alone]) -> None:
+        self.runs, self.batches, self.alone = runs, batches, alone
 
 
 def segment_runs(segments: Tensor) -> list[Run]:
-    """The runs of all rows of a micro-batch, in order; together they have B * L tokens.
+    """The runs of all rows of a micro-batch, in order.
 
     Args:
         segments: (2, B, L), see `MicroBatch`; negative: padding.
@@ -42,21 +122,42 @@ def segment_runs(segments: Tensor) -> list[Run]:
     rows = torch.arange(segments.shape[1]).repeat_interleave(segments.shape[2])
     starts = torch.nonzero((own.diff() != 0) | (rows.diff() != 0)).flatten() + 1
     bounds = [0, *starts.tolist(), len(own)]
-    number = {int(own[start]): i for i, start in enumerate(bounds[:-1])}
-    runs: list[Run] = []
-    masks: dict[tuple[int, int], Tensor] = {}
-    for start, end in pairwise(bounds):
-        segment, parent, length = int(own[start]), int(parents[start]), end - start
-        if segment < 0:
-            runs.append(Run(length, None))
-        elif segment == parent:
-            runs.append(Run(length, -1))
-        else:
-            before = runs[number[parent]].length
-            if (length, before) not in masks:
-                masks[length, before] = torch.ones(length, before + length, dtype=torch.bool).tril(before)
-            runs.append(Run(length, number[parent], masks[length, before]))
+    firsts = torch.tensor(bounds[:-1])
+    owns, seen = own[firsts].tolist(), parents[firsts].tolist()
+    number = {segment: i for i, segment in enumerate(owns)}
+    runs = []
+    for (start, end), segment, parent in zip(pairwise(bounds), owns, seen, strict=True):
+        other = -1 if segment == parent else number[parent]
+        runs.append(Run(start, end - start, None if segment < 0 else other))
     return runs
+
+
+def plan_segments(segments: Tensor, batched_tokens: int = BATCHED_TOKENS) -> SegmentPlan:
+    """Deal the segments of a micro-batch into batches of like lengths.
+
+    Args:
+        segments: (2, B, L), see `MicroBatch`.
+        batched_tokens: longer ones are alone.
+    """
+    runs = segment_runs(segments)
+    prompts = [runs[run.parent].length if run.parent is not None and run.parent >= 0 else 0 for run in runs]
+    short = [i for i, run in enumerate(runs) if run.parent is not None and run.length <= batched_tokens]
+    batches = [
+        _batch([(runs[i], runs[runs[i].parent or 0], prompts[i]) for i in part])
+        for like in _alike(short, lambda i: prompts[i])
+        for members in _alike(like, lambda i: runs[i].length)
+        for part in _parts(members, runs[members[0]].length, max(prompts[i] for i in members))
+    ]
+    masks: dict[tuple[int, int], Tensor] = {}
+    alone = []
+    for i, run in enumerate(runs):
+        if run.parent is None or run.length <= batched_tokens:
+            continue
+        shape = (run.length, prompts[i])
+        if prompts[i] and shape not in masks:
+            masks[shape] = torch.ones(run.length, sum(shape), dtype=torch.bool).tril(prompts[i])
+        alone.append(Alone(i, masks.get(shape)))
+    return SegmentPlan(runs, batches, alone)
 
 
 def segment_attention_forward(
@@ -66,30 +167,127 @@ def segment_attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    segments: list[Run] | None = None,
+    segments: SegmentPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over runs, SDPA without them; in the form transformers calls: (B, heads, L, D) tensors.
+    """Attention over segments, SDPA without them; in the form transformers calls: (B, heads, L, D) tensors.
 
     Returns:
         ((B, L, heads, D), None); zeros on padding.
     """
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    lengths = [run.length for run in segments]
-    # (heads, tokens, D) of all rows one after another, cut into runs
-    queries, keys, values = (x.transpose(0, 1).flatten(1, 2).split(lengths, 1) for x in (query, key, value))
-    options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    parts = []
-    for i, run in enumerate(segments):
-        if run.parent is None:
-            parts.append(torch.zeros_like(queries[i]))
-            continue
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    tokens = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # (B * L, heads, D)
+    if segments.batches:
+        out = _BatchedAttention.apply(*tokens, segments.batches, scale)
+    else:
+        out = value.new_zeros(len(tokens[0]), query.shape[1], value.shape[-1])
+    if segments.alone:
+        out = _with_long(out, tokens, segments, scale)
+    return out.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def _with_long(out: Tensor, tokens: list[Tensor], plan: SegmentPlan, scale: float) -> Tensor:
+    """`out` (tokens, heads, D), with SDPA's results in the places of long segments."""
+    lengths = [run.length for run in plan.runs]
+    parts = list(out.split(lengths))
+    queries, keys, values = (x.split(lengths) for x in tokens)
+    for i, mask in plan.alone:
+        parent = plan.runs[i].parent
         k, v = keys[i], values[i]
-        if run.parent >= 0:
-            k, v = torch.cat([keys[run.parent], k], 1), torch.cat([values[run.parent], v], 1)
-        q, k, v = (x.unsqueeze(0) for x in (queries[i], k, v))
-        found = F.scaled_dot_product_attention(q, k, v, attn_mask=run.mask, is_causal=run.mask is None, **options)
-        parts.append(found[0])
-    out = torch.cat(parts, 1).unflatten(1, (query.shape[0], query.shape[2]))
-    return out.permute(1, 2, 0, 3), None
+        if mask is not None and parent is not None:
+            k, v = torch.cat([keys[parent], k]), torch.cat([values[parent], v])
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (queries[i], k, v))
+        grouped = q.shape[1] != k.shape[1]
+        found = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
+        parts[i] = found[0].transpose(0, 1)
+    return torch.cat(parts)
+
+
+class _BatchedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, batches: list[Batch], scale: float) -> Tensor:
+        """(tokens, heads, D) -> the same of attention; heads of keys and values are shared by several queries'."""
+        heads = query.shape[1]
+        ctx.save_for_backward(query, key, value)
+        ctx.batches, ctx.scale = batches, scale
+        q, k, v = (_flat(x) for x in (query, key, value))
+        out = v.new_zeros(len(q), v.shape[1])
+        for batch in batches:
+            rows = batch.rows(heads, key.shape[1])
+            _, _, values, p = _probabilities(q, k, v, batch, rows, scale)
+            out.index_copy_(0, rows.real, torch.bmm(p, values).flatten(0, 1).index_select(0, rows.inside))
+        return out.unflatten(0, (-1, heads)).to(query.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        saved = ctx.saved_tensors
+        heads, key_heads = saved[0].shape[1], saved[1].shape[1]
+        q, k, v, grad = (_flat(x) for x in (*saved, grad))
+        grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (q, k, v))
+        for batch in ctx.batches:
+            rows = batch.rows(heads, key_heads)
+            queries, keys, values, p = _probabilities(q, k, v, batch, rows, ctx.scale)
+            upstream = grad.index_select(0, rows.queries).unflatten(0, (-1, heads, batch.real.shape[1]))
+            upstream = upstream.mul_(batch.real[:, None, :, None]).view(*p.shape[:2], -1)
+            grad_v.index_add_(0, rows.keys, torch.bmm(p.transpose(1, 2), upstream).flatten(0, 1))
+            s = torch._softmax_backward_data(torch.bmm(upstream, values.transpose(1, 2)), p, -1, p.dtype)
+            grad_k.index_add_(0, rows.keys, torch.bmm(s.transpose(1, 2), queries).flatten(0, 1), alpha=ctx.scale)
+            found = torch.bmm(s, keys).flatten(0, 1).index_select(0, rows.inside)
+            grad_q.index_copy_(0, rows.real, found.mul_(ctx.scale))
+        grads = (x.view(like.shape).to(like.dtype) for x, like in zip((grad_q, grad_k, grad_v), saved, strict=True))
+        return (*grads, None, None)
+
+
+def _probabilities(
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch, rows: Rows, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries (C, G * R, D), keys and values (C, K, D), and probabilities (C, G * R, K) of C = N * key heads.
+
+    The G query heads that share a head of keys are one matrix.
+    """
+    _, _, length, width = batch.mask.shape
+    keys, values = (x.index_select(0, rows.keys).unflatten(0, (-1, width)) for x in (k, v))
+    queries = q.index_select(0, rows.queries).view(len(keys), -1, q.shape[1])
+    heads = len(rows.queries) // batch.queries.numel()
+    scores = batch.mask.expand(-1, heads, length, width).clone(memory_format=torch.contiguous_format)
+    scores = scores.view(len(keys), -1, width).baddbmm_(queries, keys.transpose(1, 2), alpha=scale)
+    return queries, keys, values, torch.softmax(scores, -1)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """(tokens, heads, D) -> (tokens * heads, D) float32."""
+    return x.float().reshape(-1, x.shape[-1])
+
+
+def _alike(members: Iterable[int], length: Callable[[int], int]) -> list[list[int]]:
+    """Members whose lengths differ little, the longest first."""
+    parts: list[list[int]] = []
+    for i in sorted(members, key=length, reverse=True):
+        if parts and length(i) >= LIKE * length(parts[-1][0]) - FEW:
+            parts[-1].append(i)
+        else:
+            parts.append([i])
+    return parts
+
+
+def _parts(members: list[int], length: int, prompt: int) -> list[list[int]]:
+    size = max(1, BATCH_PAIRS // (length * (prompt + length)))
+    return [members[start : start + size] for start in range(0, len(members), size)]
+
+
+def _batch(members: list[tuple[Run, Run, int]]) -> Batch:
+    """Of segments, each with its prompt's run and that one's tokens; 0: it sees only itself."""
+    starts, lengths, before, seen = torch.tensor(
+        [(run.start, run.length, parent.start, prompt) for run, parent, prompt in members]
+    ).T.unsqueeze(-1)
+    own, prompt = torch.arange(int(lengths.max())), torch.arange(int(seen.max()))
+    queries = starts + torch.minimum(own, lengths - 1)
+    keys = before + torch.minimum(prompt, (seen - 1).clamp(min=0))
+    causal = (own.view(-1, 1) >= own).expand(len(members), -1, -1)
+    sees = torch.cat([(prompt < seen).unsqueeze(1).expand(-1, len(own), -1), causal], 2)
+    mask = torch.zeros(sees.shape).masked_fill_(~sees, -math.inf).unsqueeze(1)
+    return Batch(queries, torch.cat([keys, queries], 1), mask, own < lengths)

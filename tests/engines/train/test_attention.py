@@ -112,9 +112,9 @@ def test_inputs_of_each_kernel() -> None:
     assert attention_inputs(None, positions, "sdpa") == {}
     assert attention_inputs(ROWS, positions, "sdpa")["attention_mask"].dtype == torch.bool
     assert isinstance(attention_inputs(ROWS, positions, FLEX)["attention_mask"], BlockMask)
-    short, long = (attention_inputs(ROWS, positions, SEGMENTS, limit) for limit in (11, 10))
-    assert short["attention_mask"].shape == (2, 1, 11, 11)
-    assert len(long["segments"]) == 8
+    assert attention_inputs(ROWS, positions, "sdpa")["attention_mask"].shape == (2, 1, 11, 11)
+    alone = [attention_inputs(ROWS, positions, SEGMENTS, limit)["segments"].alone for limit in (3, 2, 0)]
+    assert [len(each) for each in alone] == [0, 1, 6]
     assert "cu_seq_lens_k" in attention_inputs(ROWS, positions[:1], FLASH)
 
 
@@ -138,7 +138,7 @@ def test_kernel_by_device_and_layout(
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_model_runs_with_the_registered_kernel(device: str, random_models: dict[str, str]) -> None:
-    """transformers hands the block mask, or the runs, through to it."""
+    """transformers hands the block mask, or the segments, through to it."""
     name = attention_implementation(transformers.Qwen3Config(), "shared", device)
     ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13, 3, 3]])
     positions = torch.tensor([[0, 1, 2, 3, 4, 3, 0, 1, 2, 9, 10]])
@@ -147,7 +147,7 @@ def test_a_model_runs_with_the_registered_kernel(device: str, random_models: dic
     for kernel in ("sdpa", name):
         model = transformers.AutoModelForCausalLM.from_pretrained(random_models["tied"], attn_implementation=kernel)
         with torch.no_grad():
-            mask = attention_inputs(segments, positions, kernel, dense_tokens=0)
+            mask = attention_inputs(segments, positions, kernel)
             logits[kernel] = model(input_ids=ids, position_ids=positions, **mask).logits
     torch.testing.assert_close(logits["sdpa"][:, :9], logits[name][:, :9], atol=1e-4, rtol=0)  # two of padding
 

@@ -7,12 +7,29 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from grpo_dist.engines.train import segment_attention
 from grpo_dist.engines.train.attention import dense_mask
-from grpo_dist.engines.train.segment_attention import Run, segment_attention_forward, segment_runs
+from grpo_dist.engines.train.segment_attention import (
+    SegmentPlan,
+    plan_segments,
+    segment_attention_forward,
+    segment_runs,
+)
 from tests.engines.train.test_attention import ROWS
 
 MODULE = SimpleNamespace(num_key_value_groups=2, is_causal=True)
 VISIBLE = ROWS[0] >= 0
+
+
+def rows_of(groups: list[tuple[int, list[int]]]) -> torch.Tensor:
+    """Segments of one row of groups, (tokens of the prompt, of each response), and two tokens of padding."""
+    own, parents = [], []
+    for prompt, responses in groups:
+        first = len(set(own))
+        for segment, length in enumerate([prompt, *responses]):
+            own += [first + segment] * length
+            parents += [first] * length
+    return torch.tensor([[[*own, -1, -1]], [[*parents, -1, -1]]], dtype=torch.int32)
 
 
 def test_runs_by_hand() -> None:
@@ -20,39 +37,97 @@ def test_runs_by_hand() -> None:
 
     A row's first run is its own, even where the row before ends in the same padding.
     """
-    runs = segment_runs(ROWS)
-    found = [(run.length, run.parent) for run in runs]
-    assert found == [(3, -1), (2, 0), (1, 0), (2, -1), (1, 3), (2, None), (1, -1), (10, None)]
-    mask = runs[1].mask
+    found = [(run.start, run.length, run.parent) for run in segment_runs(ROWS)]
+    starts, lengths = (0, 3, 5, 6, 8, 9, 11, 12), (3, 2, 1, 2, 1, 2, 1, 10)
+    assert found == list(zip(starts, lengths, (-1, 0, 0, -1, 3, None, -1, None), strict=True))
+
+
+def test_batches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 3 with responses of 2 and 1, which are one batch."""
+    monkeypatch.setattr(segment_attention, "FEW", 1)
+    plan = plan_segments(ROWS[:, :1, :6])
+    assert not plan.alone
+    responses, prompts = plan.batches
+    assert responses.queries.tolist() == [[3, 4], [5, 5]]
+    assert responses.keys.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 5, 5]]
+    assert responses.real.tolist() == [[True, True], [True, False]]
+    assert (responses.mask[0, 0] == 0).tolist() == [[True] * 4 + [False], [True] * 5]
+    assert prompts.queries.tolist() == prompts.keys.tolist() == [[0, 1, 2]]
+    rows = responses.rows(2, 1)
+    assert rows.queries.tolist() == [6, 8, 7, 9, 10, 10, 11, 11]
+    assert rows.real.tolist() == [6, 8, 7, 9, 10, 11]
+    assert rows.inside.tolist() == [0, 1, 2, 3, 4, 6]
+
+
+def test_a_long_segment_is_alone() -> None:
+    plan = plan_segments(ROWS[:, :1, :6], batched_tokens=1)
+    assert [batch.queries.tolist() for batch in plan.batches] == [[[5]]]
+    (prompt, none), (response, mask) = plan.alone
+    assert (prompt, none, response) == (0, None, 1)
     assert mask is not None
-    assert mask.tolist() == [[True] * 3 + [True, False], [True] * 5]
+    assert mask.tolist() == [[True] * 4 + [False], [True] * 5]
 
 
-@pytest.mark.parametrize("key_heads", [4, 2])
-def test_it_equals_the_dense_mask(key_heads: int) -> None:
+def test_a_batch_is_cut_where_its_scores_would_be_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten responses of 8 tokens to a prompt of 8 tokens: 8 * 16 pairs each."""
+    segments = rows_of([(8, [8] * 10)])
+    assert [len(batch.real) for batch in plan_segments(segments).batches] == [10, 1]
+    monkeypatch.setattr(segment_attention, "BATCH_PAIRS", 8 * 16 * 4)
+    assert [len(batch.real) for batch in plan_segments(segments).batches] == [4, 4, 2, 1]
+
+
+MIXED = rows_of([(30, [40, 38, 7, 1]), (3, [12]), (9, []), (28, [3, 37])])
+
+
+@pytest.mark.parametrize("batched_tokens", [0, 20, 100])
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("segments", [ROWS, MIXED], ids=["rows", "mixed"])
+def test_it_equals_the_dense_mask(key_heads: int, batched_tokens: int, segments: torch.Tensor) -> None:
+    """In float32 to rounding, values and gradients, with heads of values that are wider than those of keys."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, heads, 11, 8) for heads in (4, key_heads, key_heads)]
-    inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
-    weights = torch.randn(2, 11, 4, 8, generator=generator) * VISIBLE[..., None, None]  # padding is not looked at
+    _, rows, width = segments.shape
+    visible = segments[0] >= 0
+    inputs = [
+        torch.randn(rows, heads, width, size, generator=generator, requires_grad=True)
+        for heads, size in ((4, 8), (key_heads, 8), (key_heads, 6))
+    ]
+    weights = torch.randn(rows, width, 4, 6, generator=generator) * visible[..., None, None]  # padding is not looked at
     results = []
-    for mask, runs in ((None, segment_runs(ROWS)), (dense_mask(ROWS), None)):
+    for mask, plan in ((None, plan_segments(segments, batched_tokens)), (dense_mask(segments), None)):
         module = SimpleNamespace(num_key_value_groups=4 // key_heads, is_causal=True)
-        out, _ = segment_attention_forward(module, *inputs, mask, scaling=0.3, segments=runs)  # type: ignore[arg-type]
-        results.append([out[VISIBLE], *torch.autograd.grad((out * weights).sum(), inputs)])
+        out, _ = segment_attention_forward(module, *inputs, mask, scaling=0.3, segments=plan)  # type: ignore[arg-type]
+        assert plan is None or not out[~visible].any()
+        results.append([out[visible], *torch.autograd.grad((out * weights).sum(), inputs)])
     for mine, dense in zip(*results, strict=True):
         torch.testing.assert_close(mine, dense, atol=1e-5, rtol=1e-5)
 
 
-def test_a_token_out_of_sight_changes_nothing() -> None:
+def test_in_bf16_only_what_goes_in_and_out_is_rounded() -> None:
+    """Closer to float32 of the same inputs than the least that bf16 can tell apart."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, heads, MIXED.shape[2], 8, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    plan = plan_segments(MIXED)
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out = segment_attention_forward(MODULE, *leaves, None, segments=plan)[0]  # type: ignore[arg-type]
+        results.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    for mine, exact in zip(*results, strict=True):
+        assert mine.dtype == torch.bfloat16
+        torch.testing.assert_close(mine.float(), exact, atol=1e-6, rtol=2**-8)
+
+
+@pytest.mark.parametrize("batched_tokens", [0, 2, 100])
+def test_a_token_out_of_sight_changes_nothing(batched_tokens: int) -> None:
     """Response 2 of the first group does not see response 1; the last prompt does not see the group before it."""
     query, key, value = (torch.randn(2, 2, 11, 8) for _ in range(3))
-    runs: list[Run] = segment_runs(ROWS)
+    plan: SegmentPlan = plan_segments(ROWS, batched_tokens)
 
     def attend(values: torch.Tensor) -> torch.Tensor:
-        return segment_attention_forward(MODULE, query, key, values, None, segments=runs)[0]  # type: ignore[arg-type]
+        return segment_attention_forward(MODULE, query, key, values, None, segments=plan)[0]  # type: ignore[arg-type]
 
     changed = value.clone()
-    changed[0, :, 3:5] += 1.0
+    changed[0, :, 3:5] = float("nan")
     same = (attend(value) == attend(changed)).flatten(2).all(-1)
     assert same[0].tolist() == [True] * 3 + [False] * 2 + [True] * 6
     assert same[1].all()
