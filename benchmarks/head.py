@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,27 @@ from grpo_dist.algorithms.masking import token_log_probs
 from grpo_dist.engines.train.lm_head import HeadRequest, response_values
 
 
-def compare(vocab: int, hidden: int, tokens: int, threads: int) -> list[dict[str, Any]]:
-    """Forward and backward of the log-probs of `tokens` tokens, all ways, on CPU."""
+def compare(
+    vocab: int, hidden: int, tokens: int, threads: int, *, rounds: int = 1, ways: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Forward and backward of the log-probs of `tokens` tokens on CPU, by all ways or some, in turns: the best each."""
+    ways = ways or tuple(WAYS)
     context = multiprocessing.get_context("spawn")
     with context.Pool(1, maxtasksperchild=1) as pool:
-        jobs = [(way, vocab, hidden, tokens, threads) for way in WAYS]
+        jobs = [(way, vocab, hidden, tokens, threads) for way in ways] * rounds
         rows = pool.starmap(measure, jobs, chunksize=1)
+    best = [{name: min(row[name] for row in rows[i :: len(ways)]) for name in rows[0]} for i in range(len(ways))]
     return [
         {"head": way, "vocabulary": vocab, "hidden": hidden, "tokens": tokens, **row}
-        for way, row in zip(WAYS, rows, strict=True)
+        for way, row in zip(ways, best, strict=True)
     ]
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Plain logits over chunked ones, in seconds and memory."""
+    found = {row["head"]: row for row in rows}
+    names = {"seconds": "time", "peak_mib": "memory"} if rows else {}
+    return {f"head/{name} of plain logits": found[PLAIN][key] / found[CHUNKED][key] for key, name in names.items()}
 
 
 def measure(way: str, vocab: int, hidden: int, tokens: int, threads: int) -> dict[str, float]:
@@ -59,7 +71,8 @@ def torchs_own(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return -nn.functional.linear_cross_entropy(states[0], weight, targets, reduction="sum", options=options)
 
 
-WAYS = {"plain logits": plain, "chunked": chunked, "torch linear_cross_entropy": torchs_own}
+PLAIN, CHUNKED = "plain logits", "chunked"
+WAYS = {PLAIN: plain, CHUNKED: chunked, "torch linear_cross_entropy": torchs_own}
 
 
 def _reset_peak() -> None:
