@@ -31,7 +31,7 @@ PARTS = {
     "weight_sync": ("benchmarks.rollout", "--parts", "b", "--rounds", "6"),
     "control_plane": (
         *("benchmarks.rollout", "--parts", "c"),
-        *("--samples", "4000", "--workers", "16", "--control-rounds", "3"),
+        *("--samples", "4000", "--workers", "16", "--control-rounds", "8"),
     ),
 }
 WORSE, GONE, BETTER, NEW = "REGRESSION", "NOT MEASURED", "better", "new"
