@@ -94,3 +94,9 @@ def test_wrong_arguments_are_refused_before_anything_is_measured(
     with pytest.raises(SystemExit) as caught:
         regressions.main()
     assert caught.value.code == 2
+
+
+def test_the_committed_baselines_hold_ratios_of_the_parts() -> None:
+    for kind, baseline in json.loads(regressions.BASELINE.read_text()).items():
+        assert {name.partition("/")[0] for name in baseline["ratios"]} == set(regressions.PARTS), kind
+        assert all(value > 0 for value in baseline["ratios"].values()), kind
