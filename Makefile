@@ -5,6 +5,8 @@
 # make smollm2      train SmolLM2-135M-Instruct for a few steps on GSM8K and on arithmetic
 # make gpu-check    what a machine with one NVIDIA GPU shows: kernels, updates, memory, the main job (under 9 minutes; what
 #                   was cut off goes on). CHECK='--layer engine' and other arguments: docs/performance.md
+# make bench        has something become slower? Short benchmarks against benchmarks/baseline.json (a few minutes, on a
+#                   quiet machine); make bench-baseline makes the figures this kind of processor's baseline
 # make check        what every change must pass: format, lint, types, layers, fast tests
 # make format       let ruff format and fix; make clean removes caches and builds
 #
@@ -19,7 +21,7 @@ CODE := $(wildcard grpo_dist tests scripts benchmarks examples)
 
 export PYTHON DEVICE CUDA
 
-.PHONY: help constraints setup quickstart smollm2 test test-long chaos gpu-check check format clean
+.PHONY: help constraints setup quickstart smollm2 test test-long chaos gpu-check bench bench-baseline check format clean
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
@@ -51,6 +53,12 @@ chaos: setup
 # Sets nothing up: a part that lacks something says so.
 gpu-check:
 	$$(grep -qs '^gpu' .venv/.setup && echo $(BIN)/python || echo $(PYTHON)) -m benchmarks.gpu_check $(CHECK)
+
+bench: setup
+	$(BIN)/python -m benchmarks.regressions
+
+bench-baseline: setup
+	$(BIN)/python -m benchmarks.regressions --write
 
 check: setup
 	$(BIN)/ruff format --check $(CODE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,34 @@ from grpo_dist.algorithms.masking import token_log_probs
 from grpo_dist.engines.train.lm_head import HeadRequest, response_values
 
 
-def compare(vocab: int, hidden: int, tokens: int, threads: int) -> list[dict[str, Any]]:
-    """Forward and backward of the log-probs of `tokens` tokens, all ways, on CPU."""
+def compare(
+    vocab: int, hidden: int, tokens: int, threads: int, *, rounds: int = 1, ways: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Forward and backward of the log-probs of `tokens` tokens on CPU, by all ways or some: the best of each.
+
+    The ways take turns, `rounds` processes each, every one of which does it as many times.
+    """
+    ways = ways or tuple(WAYS)
     context = multiprocessing.get_context("spawn")
     with context.Pool(1, maxtasksperchild=1) as pool:
-        jobs = [(way, vocab, hidden, tokens, threads) for way in WAYS]
+        jobs = [(way, vocab, hidden, tokens, threads, rounds) for way in ways] * rounds
         rows = pool.starmap(measure, jobs, chunksize=1)
+    best = [{name: min(row[name] for row in rows[i :: len(ways)]) for name in rows[0]} for i in range(len(ways))]
     return [
         {"head": way, "vocabulary": vocab, "hidden": hidden, "tokens": tokens, **row}
-        for way, row in zip(WAYS, rows, strict=True)
+        for way, row in zip(ways, best, strict=True)
     ]
 
 
-def measure(way: str, vocab: int, hidden: int, tokens: int, threads: int) -> dict[str, float]:
-    """Peak resident memory above the inputs and gradients' own, MiB, and seconds."""
+def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Plain logits over chunked ones, in seconds and memory."""
+    found = {row["head"]: row for row in rows}
+    names = {"seconds": "time", "peak_mib": "memory"} if rows else {}
+    return {f"head/{name} of plain logits": found[PLAIN][key] / found[CHUNKED][key] for key, name in names.items()}
+
+
+def measure(way: str, vocab: int, hidden: int, tokens: int, threads: int, times: int) -> dict[str, float]:
+    """Peak resident memory above the inputs and gradients' own, MiB, and the least seconds of some times."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     states = torch.randn(1, tokens, hidden, requires_grad=True)
@@ -37,9 +52,12 @@ def measure(way: str, vocab: int, hidden: int, tokens: int, threads: int) -> dic
     weight.grad.add_(1e-30)  # the pages are there from now on
     _reset_peak()
     before = _peak_mib()
-    start = time.perf_counter()
-    WAYS[way](states, weight, targets).backward()
-    return {"peak_mib": _peak_mib() - before, "seconds": time.perf_counter() - start}
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        WAYS[way](states, weight, targets).backward()
+        seconds.append(time.perf_counter() - start)
+    return {"peak_mib": _peak_mib() - before, "seconds": min(seconds)}
 
 
 def plain(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -59,7 +77,8 @@ def torchs_own(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return -nn.functional.linear_cross_entropy(states[0], weight, targets, reduction="sum", options=options)
 
 
-WAYS = {"plain logits": plain, "chunked": chunked, "torch linear_cross_entropy": torchs_own}
+PLAIN, CHUNKED = "plain logits", "chunked"
+WAYS = {PLAIN: plain, CHUNKED: chunked, "torch linear_cross_entropy": torchs_own}
 
 
 def _reset_peak() -> None:

@@ -1,10 +1,18 @@
-"""What every benchmark writes besides its figures: machine, versions, arguments; and how it prints a table."""
+"""What every benchmark writes besides its tables, and how it prints them.
+
+A record is a JSON object: `machine`, `commit`, `dirty`, `command`, the benchmark's own tables, and `ratios`, numbers by
+name. Seconds differ between machines and hours, ratios of things that were measured in turns much less: only ratios are
+compared with those of other commits (regressions.py), and of all of them higher is better.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import shlex
+import subprocess
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +20,9 @@ from typing import Any
 
 import torch
 
+from grpo_dist.config.processor import cpu_flags, has_bf16
+
+ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers")
 
 
@@ -32,10 +43,36 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write(path: Path, record: dict[str, Any]) -> None:
-    """The record as JSON."""
+def capability() -> str:
+    """What ratios depend on most: the instructions that the processor has, and the GPU."""
+    kind = torch.backends.cpu.get_cpu_capability()
+    kind += "_AMX" if "amx_bf16" in cpu_flags() else "_BF16" if has_bf16() else ""
+    return f"{kind}, {torch.cuda.get_device_name(0)}" if torch.cuda.is_available() else kind
+
+
+def begun() -> dict[str, Any]:
+    """The head of a record, taken before anything is measured, since it tells the machine's load."""
+    commit = _git("rev-parse", "HEAD")
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    command = shlex.join(["python", *sys.orig_argv[1:]])
+    return {
+        "machine": machine(),
+        "commit": commit,
+        "dirty": None if changes is None else bool(changes),
+        "command": command,
+    }
+
+
+def write(path: Path, record: dict[str, Any], ratios: dict[str, float]) -> None:
+    """The record as JSON.
+
+    Args:
+        path: of the file; its folder is made.
+        record: what `begun` returned, and the benchmark's tables.
+        ratios: by names that no other benchmark uses; higher is better.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    path.write_text(json.dumps(record | {"ratios": ratios}, indent=2) + "\n")
 
 
 def table(title: str, rows: Sequence[dict[str, Any]]) -> str:
@@ -54,3 +91,13 @@ def _shown(value: Any) -> str:
         if isinstance(value, int | float)
         else str(value)
     )
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of this checkout; None where there is no git or no checkout."""
+    try:
+        return subprocess.run(
+            ["git", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -111,6 +111,18 @@ def update(engine: Any, data: DataProto, max_token_len: int | None) -> None:
     engine.train_mini_batch(data, micro_batch_size=16, objective=workload.OBJECTIVE, max_token_len=max_token_len)
 
 
+def ratios(result: dict[str, Any]) -> dict[str, float]:
+    """What is compared with other commits."""
+    found = {f"update/{row['model']}, of a product's rate": row["ratio"] for row in result.get("efficiency", [])}
+    for row in result.get("layouts", []):
+        case = f"layouts/n={row['n']} {row['P:R']}"
+        found |= {f"{case}, {way}": row[way] for way in ("packed x", "shared x", "x of plain")}
+    found |= {
+        f"update/{row['model']}, of its shapes' rate": row["ratio to them"] for row in result.get("efficiency", [])
+    }
+    return found | head.ratios(result.get("head", []))
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -120,16 +132,16 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=len(GRID), help="of (b), from the last")
     parser.add_argument("--parts", default="abc", help="which of a, b and c")
     parser.add_argument("--dtype", nargs="+", choices=("fp32", "bf16"), help="compute types in (a)")
-    parser.add_argument("--models", nargs="+", default=["builtin", "smollm2"], help="of these two, in (a)")
+    parser.add_argument("--models", nargs="+", default=["builtin", "smollm2"], help="in (a)")
+    parser.add_argument(
+        "--short", action="store_true", help="(a) in fp32 on the built-in model only, (c) without torch's own"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()  # as policy workers do
     device = "cuda" if torch.cuda.is_available() else "cpu"
     workload.join_process_group(device)
-    result: dict[str, Any] = {
-        "machine": record.machine(),
-        "arguments": vars(arguments) | {"output": str(arguments.output)},
-    }
+    result = record.begun()
     with tempfile.TemporaryDirectory() as folder:
         if "a" in arguments.parts:
             smollm2 = workload.write_llama(Path(folder) / "smollm2", workload.SMOLLM2_135M)
@@ -138,7 +150,8 @@ def main() -> None:
                 "smollm2": ("SmolLM2-135M (random)", smollm2, device, arguments.groups, 3),
             }
             dtypes = arguments.dtype or ["bf16" if device == "cuda" else "fp32"]
-            found = [efficiency(*models[model], compute) for model in arguments.models for compute in dtypes]
+            names = ["builtin"] if arguments.short else arguments.models
+            found = [efficiency(*models[model], compute) for model in names for compute in dtypes]
             result["efficiency"], phases = [row for row, _ in found], [row for _, rows in found for row in rows]
             result["phases"] = phases
             print(record.table("(a) update, shared prompts", result["efficiency"]))
@@ -148,9 +161,16 @@ def main() -> None:
             result["layouts"] = layouts(part, device, GRID[-arguments.cases :], groups=2)
             print(record.table("(b) layouts, SmolLM2-135M with 4 of its 30 layers", result["layouts"]))
     if "c" in arguments.parts:
-        result["head"] = head.compare(vocab=151_936, hidden=512, tokens=512, threads=arguments.threads)
+        result["head"] = head.compare(
+            vocab=151_936,
+            hidden=512,
+            tokens=512,
+            threads=arguments.threads,
+            rounds=3 if arguments.short else 1,
+            ways=(head.PLAIN, head.CHUNKED) if arguments.short else (),
+        )
         print(record.table("(c) output layer, forward and backward", result["head"]))
-    record.write(arguments.output, result)
+    record.write(arguments.output, result, ratios(result))
     print(f"written to {arguments.output}")
 
 
