@@ -21,15 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 import ray
-from ray.exceptions import (
-    NodeDiedError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-    UnserializableException,
-    WorkerCrashedError,
-)
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_dist.errors import GrpoDistError, OutOfMemory, WorkerError, WorkerLost
@@ -37,14 +29,13 @@ from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.busy import BusyClock
 from grpo_dist.workers.environment import with_environment
 from grpo_dist.workers.event_loop import blocking
+from grpo_dist.workers.failures import failure
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.mailbox import Postbox, Posted
 from grpo_dist.workers.probe import LOST, probe
 from grpo_dist.workers.process import Address
 from grpo_dist.workers.resources import Bundle
 
-# A RayTaskError's text holds the remote traceback; this much of its end is kept.
-TRACEBACK_CHARS = 4000
 # Ray returns results of up to 100 kB inline, into the driver's memory. With this in its environment a worker leaves all
 # results but short ones in the object store, since the driver does not need the data.
 DATA_STAYS_IN_STORE = {"RAY_max_direct_call_object_size": "4096"}
@@ -316,7 +307,7 @@ class WorkerGroup:
             done: concurrent.futures.Future[Any] = await wait
             return done.result()
         except RayError as error:
-            raise self._failure(call, error) from None
+            raise failure(error, self.role, call.rank, self._node(call.rank), call.stage) from None
         finally:
             self._waits[call.rank].discard(wait)
 
@@ -327,24 +318,6 @@ class WorkerGroup:
             wait.set_result(done)
 
     # --- failures ----------------------------------------------------------------------------------------------
-    def _failure(self, call: Call, error: RayError) -> GrpoDistError:
-        """Convert the error that Ray returned for a call."""
-        if isinstance(error, RayTaskError):
-            cause = error.cause
-            if isinstance(cause, WorkerError):
-                cause.locate(self.role, call.rank, self._node(call.rank), call.stage)
-            if isinstance(cause, GrpoDistError):
-                return cause
-            text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
-            return self.error(call.rank, call.stage, text, str(error)[-TRACEBACK_CHARS:])
-        if isinstance(error, RayActorError | WorkerCrashedError | NodeDiedError | OutOfMemoryError):
-            tell = self.error if getattr(error, "actor_init_failed", False) else self.lost  # it would fail again
-            return tell(call.rank, call.stage, f"its process died ({_cause_of_death(error)})")
-        if isinstance(error, UnserializableException):  # its text ends with the original traceback
-            text = str(error).strip()
-            return self.error(call.rank, call.stage, text.splitlines()[-1], text[-TRACEBACK_CHARS:])
-        return self.error(call.rank, call.stage, f"{type(error).__name__}: {str(error).splitlines()[0]}")
-
     def error(self, rank: int, stage: str, message: str, remote_traceback: str = "") -> WorkerError:
         """A WorkerError of one of these workers."""
         return WorkerError(message, self.role, rank, self._node(rank), stage, remote_traceback)
@@ -410,12 +383,3 @@ class WorkerGroup:
                 wait.cancel()
 
     kill = blocking(end)
-
-
-def _cause_of_death(error: RayError) -> str:
-    """Why a process died: the exit detail of Ray's report, without its general advice."""
-    if getattr(error, "actor_init_failed", False):  # the report ends with the constructor's traceback
-        return str(error).strip().splitlines()[-1]
-    report = " ".join(str(error).split())
-    _, _, detail = report.rpartition("Worker exit detail: ")
-    return (detail or report).partition("Some common causes")[0].strip()[:300]

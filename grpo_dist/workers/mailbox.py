@@ -14,21 +14,18 @@ import traceback
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from grpo_dist.errors import GrpoDistError, WorkerError
 from grpo_dist.protocol import DataProto
 from grpo_dist.workers.event_loop import in_background
+from grpo_dist.workers.failures import TRACEBACK_CHARS
 
 if TYPE_CHECKING:
     import ray
 
-    from grpo_dist.workers.group import Call, WorkerGroup
-
 # After the first answer a worker waits this long for further ones.
 LINGER_S = 0.005
-# The end of a remote traceback that is kept.
-TRACEBACK_CHARS = 4000
 
 
 @dataclass(frozen=True)
@@ -124,6 +121,24 @@ class Posted:
     answered: asyncio.Future[tuple[Any, ray.ObjectRef | None, int]]
 
 
+class Workers(Protocol):
+    """What a postbox needs of a `WorkerGroup`."""
+
+    handles: list[Any]
+
+    def submit(self, rank: int, stage: str, method: str, *args: Any) -> Any:
+        """See `WorkerGroup`, here and below."""
+
+    def submit_for_data(self, rank: int, stage: str, method: str, *args: Any) -> Any:
+        """For an answer with data."""
+
+    async def value(self, call: Any) -> Any:
+        """The answer."""
+
+    def lost(self, rank: int, stage: str, message: str) -> GrpoDistError:
+        """The error of a lost worker."""
+
+
 class Postbox:
     """Posts requests to one process, and receives the answers.
 
@@ -133,7 +148,7 @@ class Postbox:
         stage: the stage of the requests, for messages.
     """
 
-    def __init__(self, group: WorkerGroup, rank: int, stage: str) -> None:
+    def __init__(self, group: Workers, rank: int, stage: str) -> None:
         self.group, self.rank, self.stage = group, rank, stage
         self.process = group.handles[rank]
         self.id = uuid.uuid4().hex
@@ -167,16 +182,16 @@ class Postbox:
             self._collecting = True
             in_background(self._receive(self._collect(new)), self._tasks)
 
-    def _collect(self, requests: list[Request]) -> Call:
+    def _collect(self, requests: list[Request]) -> Any:
         return self.group.submit_for_data(self.rank, self.stage, "collect", self.id, requests)
 
-    async def _taken(self, call: Call, requests: list[Request]) -> None:
+    async def _taken(self, call: Any, requests: list[Request]) -> None:
         try:
             await self.group.value(call)
         except GrpoDistError as error:
             self._fail([request.number for request in requests], error)
 
-    async def _receive(self, call: Call) -> None:
+    async def _receive(self, call: Any) -> None:
         """Take in answers until there are no open requests."""
         try:
             while True:

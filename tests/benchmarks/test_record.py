@@ -66,8 +66,9 @@ def test_of_every_ratio_higher_is_better() -> None:
     ]
     assert head.ratios(heads) == {"head/time of plain logits": 1.5, "head/memory of plain logits": 3.0}
     assert head.ratios([]) == {}
-    result = {"efficiency": [{"model": "m", "ratio": 0.25}], "head": heads}
+    result = {"efficiency": [{"model": "m", "ratio": 0.25, "ratio to them": 0.3}], "head": heads}
     assert update.ratios(result)["update/m, of a product's rate"] == 0.25
+    assert update.ratios(result)["update/m, of its shapes' rate"] == 0.3
     rows = {
         "throughput": [{"model": "m", "of vllm": 0.6, "of hf": 1.1}],
         "weight_sync": [{"model": "m", "transport": "broadcast", "of a copy": 0.02}],
