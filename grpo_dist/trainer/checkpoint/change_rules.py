@@ -40,6 +40,7 @@ _HARMLESS = (
     "trainer.n_gpus_per_node",
     "trainer.worker_timeout_s",
     "trainer.dry_run",
+    "trainer.expected_response_length",
     "data.train_files*",  # the content of the rows is compared instead, by their fingerprint
     "data.train_max_samples",
     "data.val_*",
