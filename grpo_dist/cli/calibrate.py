@@ -1,7 +1,7 @@
 """`grpo-dist doctor --calibrate`: measures how fast this machine is, for the dry run's estimate of a step.
 
 Processes of their own (probe.py) measure small random models, with the threads and types that roles have. The rates are
-those with which `config/step_estimate.py` counts the same work: fitted by least squares of relative errors, none of them
+those with which `config/step_estimate.py` counts the same work: fitted by least squares of relative errors, none is
 negative. A short run shows what a step takes besides.
 """
 

@@ -1,8 +1,8 @@
 """An estimate of how long each phase of a step takes, and of which role waits.
 
 The FLOPs, bytes and calls of each phase are divided by the machine's rates (step_rates.py). Responses have the length
-that is expected (`trainer.expected_response_length`), or their maximum; prompts half of theirs. What the reward function
-takes is not counted.
+that is expected (`trainer.expected_response_length`), or their maximum; prompts half of theirs. The reward function is
+not counted.
 """
 
 from __future__ import annotations
