@@ -45,7 +45,7 @@ SAMPLED = {
 # (groups, responses, prompt tokens, response tokens) of passes: small, with many sequences, large, and with long ones.
 PASSES = ((1, 2, 8, 8), (8, 16, 8, 2), (4, 8, 32, 32), (1, 4, 64, 448))
 # (groups, responses, prompt tokens) that are sampled: one alone, some, many, and some with a long prompt.
-SAMPLES = ((1, 1, 32), (4, 8, 32), (8, 8, 32), (1, 16, 448))
+SAMPLES = ((1, 1, 32), (4, 8, 32), (16, 8, 32), (1, 16, 448))
 FEW, MANY = 4, 24  # tokens of responses: what many take more is decoding
 EXCHANGES = (1 << 8, 1 << 24)  # bytes
 BANDWIDTH_BYTES = 1 << 28
@@ -151,7 +151,7 @@ async def _sampling(engine: Any, groups: int, n: int, prompt: int, tokens: int) 
     sampling = SamplingSettings(n, 1.0, 1.0, -1, tokens, 0, ignore_eos=True)
     times = []
     for turn in range(2):
-        rng = np.random.default_rng(turn)  # other prompts each time, which no cache knows
+        rng = np.random.default_rng([turn, tokens])  # other prompts each time, which no cache knows
         prompts = [[int(i) for i in rng.integers(3, 250, prompt)] for _ in range(groups)]
         started = time.perf_counter()
         await asyncio.gather(*(engine.generate(each, sampling, f"{turn}-{i}") for i, each in enumerate(prompts)))
