@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,7 @@ def main(device: str, dtype: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trained = TRAINED[device][: 3 if torch.get_num_threads() == 1 else None]  # one thread: for small models
         found["passes"] = [point for sizes in trained for point in passes(_model(folder, sizes), device, dtype)]
-        with contextlib.suppress(ImportError):
-            import vllm  # noqa: F401
-
+        if find_spec("vllm") is not None:
             found["decoding"], found["syncs"] = asyncio.run(_sampled(folder, device, dtype))
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
@@ -105,21 +103,13 @@ def passes(path: str, device: str, dtype: str) -> Iterator[dict[str, float]]:
     optimizer = OptimizerSettings(1e-6, 0.0, (0.9, 0.999), "constant", 0, 1, 0.0)
     engine = FSDPEngine(settings, device=device, temperature=1.0, optimizer=optimizer, grad_clip=1.0)
     sizes = json.loads(Path(path, "config.json").read_text())
+    named = {"hidden": sizes["hidden_size"], "layers": sizes["num_hidden_layers"], "vocabulary": sizes["vocab_size"]}
     for groups, n, prompt, response in PASSES:
         data, limits = _batch(groups, n, prompt, response), {"micro_batch_size": groups * n}
         forward = _best(partial(engine.compute_log_probs, data, **limits), device)
         update = _best(partial(engine.train_mini_batch, data, objective=OBJECTIVE, **limits), device)
-        yield {
-            "hidden": sizes["hidden_size"],
-            "layers": sizes["num_hidden_layers"],
-            "vocabulary": sizes["vocab_size"],
-            "prompts": groups,
-            "sequences": groups * n,
-            "prompt": prompt,
-            "response": response,
-            "forward": forward,
-            "update": update,
-        }
+        lengths = {"prompts": groups, "sequences": groups * n, "prompt": prompt, "response": response}
+        yield {**named, **lengths, "forward": forward, "update": update}
 
 
 async def _sampled(folder: str, device: str, dtype: str) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
@@ -184,13 +174,9 @@ def _model(folder: str, sizes: tuple[int, int, int]) -> str:
         torch.manual_seed(0)
         shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
         heads = {"num_attention_heads": max(1, hidden // 64), "num_key_value_heads": max(1, hidden // 128)}
-        rest = {
-            "vocab_size": vocabulary,
-            "max_position_embeddings": 4096,
-            "tie_word_embeddings": True,
-            "pad_token_id": 0,
-        }
-        config = transformers.LlamaConfig(**shape, **heads, **rest, eos_token_id=2, bos_token_id=1)
+        rest = {"vocab_size": vocabulary, "max_position_embeddings": 4096, "tie_word_embeddings": True}
+        sizes_by_name: dict[str, Any] = {**shape, **heads, **rest, "pad_token_id": 0, "eos_token_id": 2}
+        config = transformers.LlamaConfig(**sizes_by_name)
         transformers.LlamaForCausalLM(config).save_pretrained(path)
     return str(path)
 

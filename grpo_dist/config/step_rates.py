@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import exp, log
 from pathlib import Path
@@ -68,6 +68,11 @@ class PassRates:
         below = known[known.index(above) - 1]
         share = log(hidden / below) / log(above / below)
         return exp((1 - share) * log(self.flops[below]) + share * log(self.flops[above]))
+
+    def slower(self, share: float) -> PassRates:
+        """With a share of the processors."""
+        flops = {size: share * rate for size, rate in self.flops.items()}
+        return replace(self, flops=flops, attention=share * self.attention)
 
     def seconds(
         self, hidden: int, layers: int, passes: float, sequences: float, products: float, attention: float
@@ -138,11 +143,13 @@ class MachineRates:
     driver_s: float = 0.0
 
     def of(self, threads: int, dtype: str) -> Rates:
-        """Those of the type, or of any, with the number of threads that is nearest."""
+        """Those of the type, or of any, with the number of threads that is nearest; fewer threads compute less."""
         known = {kind: kind.split() for kind in self.kinds}
-        return self.kinds[
-            min(known, key=lambda kind: (known[kind][1] != dtype, abs(log(int(known[kind][0]) / threads))))
-        ]
+        kind = min(known, key=lambda kind: (known[kind][1] != dtype, abs(log(int(known[kind][0]) / threads))))
+        rates, share = self.kinds[kind], threads / int(known[kind][0])
+        if share >= 1:
+            return rates
+        return replace(rates, forward=rates.forward.slower(share), update=rates.update.slower(share))
 
 
 def machine_rates(device: Device, gpu: str | None = None) -> MachineRates | None:

@@ -45,8 +45,11 @@ def test_the_nearest_number_of_threads_of_the_same_type() -> None:
     kinds = {"1 fp32": RATES, "8 fp32": Rates(2e10, PASSES, PASSES, RATES.decode, {}), "8 bf16": RATES}
     machine = MachineRates("", kinds)
     assert machine.of(1, "fp32") is kinds["1 fp32"]
-    assert machine.of(4, "fp32") is kinds["8 fp32"]
-    assert machine.of(1, "bf16") is kinds["8 bf16"], "of the same type, whatever the threads"
+    assert machine.of(16, "fp32") is kinds["8 fp32"]
+    half = machine.of(4, "fp32")
+    assert (half.bandwidth, half.update.rate(64), half.forward.attention) == (2e10, 0.5e9, 1e9), "of those with 8"
+    assert machine.of(8, "bf16") is kinds["8 bf16"]
+    assert machine.of(1, "bf16").forward.rate(1024) == 2e9, "of the same type, whatever the threads"
     assert MachineRates("", {"1 fp32": RATES}).of(16, "bf16") is RATES
 
 
