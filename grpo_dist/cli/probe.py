@@ -92,7 +92,7 @@ def exchanges() -> list[dict[str, float]]:
         def both(size: int) -> None:
             list(threads.map(lambda group: gather(group, size), ranks))
 
-        return [{"bytes": size, "seconds": _best(lambda size=size: both(size), "cpu")} for size in EXCHANGES]
+        return [{"bytes": size, "seconds": _best(partial(both, size), "cpu")} for size in EXCHANGES]
 
 
 def passes(path: str, device: str, dtype: str) -> Iterator[dict[str, float]]:
