@@ -40,7 +40,6 @@ _HARMLESS = (
     "trainer.n_gpus_per_node",
     "trainer.worker_timeout_s",
     "trainer.dry_run",
-    "trainer.expected_response_length",
     "data.train_files*",  # the content of the rows is compared instead, by their fingerprint
     "data.train_max_samples",
     "data.val_*",
@@ -136,6 +135,7 @@ GRPO = ChangeRules(
     harmless=(
         *_HARMLESS,
         "trainer.health.*",
+        "trainer.expected_response_length",
         "trainer.log_*",
         "trainer.stage_timeout_s.*",
         "actor_rollout_ref.nccl_timeout",
