@@ -48,7 +48,19 @@ def main(arguments: Sequence[str]) -> int:
         "will not work on the device.",
     )
     parser.add_argument("--device", choices=["cpu", "gpu"], help="default: what the installed torch was built for")
-    device = parser.parse_args(arguments).device or _installed_device()
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="instead: measure how fast this machine is, in a minute or two and with nothing else running, for the "
+        "estimate of a step that trainer.dry_run shows",
+    )
+    asked = parser.parse_args(arguments)
+    device = asked.device or _installed_device()
+    if asked.calibrate:
+        from grpo_dist.cli.calibrate import calibrate
+
+        calibrate(device, _tell)
+        return 0
     sys.stdout.write(f"this machine, for runs on {device}:\n")
     faults = 0
     for check in CHECKS:
@@ -59,6 +71,11 @@ def main(arguments: Sequence[str]) -> int:
             sys.stdout.flush()
     sys.stdout.write(f"{faults} faults\n" if faults else "nothing stands in the way of a run\n")
     return 1 if faults else 0
+
+
+def _tell(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def processor(device: str) -> Iterator[Finding]:

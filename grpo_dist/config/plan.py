@@ -16,6 +16,7 @@ from grpo_dist.config.problems import shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.shorter_steps import shorter_steps
 from grpo_dist.config.step_estimate import step_estimate
+from grpo_dist.config.step_rates import CALIBRATE, machine_rates
 
 
 def batch_arithmetic(config: RunConfig) -> Rows:
@@ -103,7 +104,7 @@ def format_plan(config: RunConfig, notes: list[str]) -> str:
         ),
     ]
     if rows := _step_rows(config, model):
-        blocks.append("a step (rough estimate, for H100s)\n" + table(rows))
+        blocks.append("a step (estimate)\n" + table(rows))
     if notes:
         blocks.append("notes\n" + indent(notes))
     return "\n\n".join(blocks)
@@ -261,30 +262,34 @@ def _memory_rows(memory: list[RoleMemory] | None, kv_tokens: int | None, sizes: 
 
 def _step_rows(config: RunConfig, model: Mapping[str, Any] | None) -> Rows:
     """Seconds by phase, idle shares by role, and settings with which a step would be shorter."""
-    found = step_estimate(config, model)
+    machine = machine_rates(config.device)
+    if machine is None:
+        return [("rates", f"of this processor are not known; `{CALIBRATE}` measures them in a minute or two")]
+    found = step_estimate(config, model, machine)
     if found is None:
         return []
+    longest, expected = config.data.max_response_length, config.trainer.expected_response_length
+    which = "as expected" if expected else "the longest; trainer.expected_response_length changes that"
     phases = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in found.phases.items())
+    overlap = f", since phases overlap ({_seconds(found.beyond)} of log-probs after generation)" * bool(found.waiting)
     rows = [
+        ("rates", machine.source + ("" if machine.measured else f"; `{CALIBRATE}` measures this machine")),
         (
             "tokens",
-            f"assumes responses of {config.data.max_response_length // 2:,}, half of the longest; prompts likewise",
+            f"responses of {expected or longest:,} ({which}), prompts of {config.data.max_prompt_length // 2:,} (half "
+            "of the longest)",
         ),
-        (
-            "seconds",
-            f"{phases}; together {_seconds(found.total)}{', since phases overlap' * bool(found.waiting)}",
-        ),
+        ("seconds", f"{phases}; together {_seconds(found.total)}{overlap}; without the reward function"),
     ]
     if found.waiting:
-        rows.append(
-            ("GPUs idle", ", ".join(f"{role} {share:.0%} of the step" for role, share in found.waiting.items()))
-        )
-    shorter = [f"{_seconds(seconds)} with {text}" for seconds, text in shorter_steps(config, model, found.total)]
+        rows.append(("idle", ", ".join(f"{role} {share:.0%} of the step" for role, share in found.waiting.items())))
+    others = shorter_steps(config, model, found.total, machine)
+    shorter = [f"{_seconds(seconds)} with {text}" for seconds, text in others]
     return [*rows, ("shorter", "; ".join(shorter))] if shorter else rows
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f}" if seconds >= 0.1 else "less than 0.1"
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2g}"
 
 
 def _passes(per_rank: int, n: int, size: int, max_token_len: int | None) -> str:

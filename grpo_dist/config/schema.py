@@ -194,6 +194,7 @@ class TrainerConfig(JobTrainerConfig):
 
     critic_warmup: NonNegativeInt
     max_staleness: NonNegativeInt
+    expected_response_length: Count | None
     max_worker_restarts: NonNegativeInt
     log_rollouts: bool
     log_val_generations: NonNegativeInt

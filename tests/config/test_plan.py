@@ -9,6 +9,7 @@ from grpo_dist.config.load import load_config
 from grpo_dist.config.memory import kv_cache_tokens, memory_estimate
 from grpo_dist.config.model_shape import model_config_at_hand, model_shape
 from grpo_dist.config.plan import batch_arithmetic, format_plan, format_summary
+from grpo_dist.config.step_rates import DecodeRates, MachineRates, PassRates, Rates, machine_key, store_rates
 from grpo_dist.sizes import GIB
 from tests.messages import says
 
@@ -218,9 +219,24 @@ def test_a_step_is_estimated_where_there_are_gpus():
     big = ("model=qwen3_8b", "data.train_batch_size=1024", f"{ACTOR}.ppo_mini_batch_size=256",
            "data.max_prompt_length=512", "data.max_response_length=1024", f"{ROLLOUT}.n=8")  # fmt: skip
     text = format_plan(*load(*big, "cluster=node8"))
-    says(text, "H100s", "tokens", "512", "seconds    generation ", "GPUs idle  actor ", "trainer.max_staleness=1")
-    assert "H100" not in format_plan(*load())
-    assert "GPUs idle" not in format_plan(*load(*big, "cluster=node8", "cluster.colocate=all"))
+    says(text, "H100", "1,024", "256", "seconds  generation ", "idle     actor ", "trainer.max_staleness=1")
+    expected = format_plan(*load(*big, "cluster=node8", "trainer.expected_response_length=300"))
+    says(expected, "responses of 300", "as expected")
+    assert "idle     " not in format_plan(*load(*big, "cluster=node8", "cluster.colocate=all"))
+
+
+def test_a_step_on_a_processor_is_estimated_by_what_was_measured_on_it(tmp_path, monkeypatch):
+    """Without that the plan says how to measure, and no seconds."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text = format_plan(*load())
+    says(text, "grpo-dist doctor --calibrate")
+    assert "seconds  " not in text
+    passes = PassRates({64: 1e9}, 1e9)
+    rates = Rates(1e10, passes, passes, DecodeRates(0.01), {"object_store": 1e9})
+    store_rates(machine_key("cpu"), MachineRates("measured here on 2026-01-02", {"1 fp32": rates}, "2026-01-02", 0.5))
+    text = format_plan(*load())
+    says(text, "2026-01-02", "responses of 64", "seconds  generation ", "driver 128", "idle     actor ")
+    assert "--calibrate" not in text
 
 
 def test_the_printed_config_has_no_secrets():

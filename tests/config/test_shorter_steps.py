@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from grpo_dist.config.load import load_config
 from grpo_dist.config.model_shape import model_config_at_hand
+from grpo_dist.config.processor import physical_cores
 from grpo_dist.config.shorter_steps import LEAST_SAVING, shorter_steps
 from grpo_dist.config.step_estimate import step_estimate
+from grpo_dist.config.step_rates import DecodeRates, MachineRates, PassRates, Rates, machine_rates
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 RUN = ("cluster=node8", "model=qwen3_8b", "data.train_batch_size=960", f"{ACTOR}.ppo_mini_batch_size=240",
        "data.max_prompt_length=512", "data.max_response_length=1024")  # fmt: skip
 MODEL = model_config_at_hand("Qwen/Qwen3-8B")
+GPU = machine_rates("cuda", "NVIDIA H100 80GB HBM3")
 
 
 def seconds(*overrides: str) -> float:
-    found = step_estimate(load_config([*RUN, *overrides])[0], MODEL)
+    found = step_estimate(load_config([*RUN, *overrides])[0], MODEL, GPU)
     assert found is not None
     return found.total
 
 
 def shorter(*overrides: str) -> dict[str, float]:
     config, _ = load_config([*RUN, *overrides])
-    return {text: found for found, text in shorter_steps(config, MODEL, seconds(*overrides))}
+    return {text: found for found, text in shorter_steps(config, MODEL, seconds(*overrides), GPU)}
 
 
 def test_what_is_proposed_is_as_fast_on_smaller_gpus() -> None:
@@ -57,4 +60,19 @@ def test_nothing_is_proposed_that_does_not_fit_or_is_refused() -> None:
 def test_where_all_share_or_nothing_helps_nothing_is_said() -> None:
     assert shorter("cluster.colocate=all", f"{ROLLOUT}.gpu_memory_utilization=0.4") == {}
     config, _ = load_config([*RUN])
-    assert shorter_steps(config, MODEL, now=1.0) == []
+    assert shorter_steps(config, MODEL, 1.0, GPU) == []
+
+
+def test_two_ranks_of_one_thread_instead_of_one() -> None:
+    """Where a second thread does not help, a second rank does, and the plan says so."""
+    passes = PassRates({128: 1e10}, 1e12)
+    rates = Rates(1e10, passes, passes, DecodeRates(1e-4), {"object_store": 1e9}, exchange=1e12)
+    machine = MachineRates("", {"1 fp32": rates})
+    config, _ = load_config(["cluster.actor_world_size=1"])
+    model = model_config_at_hand("builtin:tiny-qwen3")
+    found = step_estimate(config, model, machine)
+    assert found is not None
+    told = shorter_steps(config, model, found.total, machine)
+    if physical_cores() > 1:
+        seconds, _ = next(each for each in told if "cluster.actor_world_size=" in each[1])
+        assert seconds < found.total

@@ -135,6 +135,7 @@ GRPO = ChangeRules(
     harmless=(
         *_HARMLESS,
         "trainer.health.*",
+        "trainer.expected_response_length",
         "trainer.log_*",
         "trainer.stage_timeout_s.*",
         "actor_rollout_ref.nccl_timeout",
