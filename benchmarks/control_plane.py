@@ -53,10 +53,11 @@ class FakeReward:
 
     def score(
         self, batch: DataProtoRef, sizes: Sequence[int], tasks: Sequence[Task]
-    ) -> tuple[tuple[list[tuple[Label, list[str]]], tuple], DataProto]:
+    ) -> tuple[tuple[list[tuple[Label, list[str]]], tuple, float], DataProto]:
         """Scores of some groups."""
         import torch
 
+        started = time.monotonic()
         responses = batch.fetch(("responses",))["responses"]
         parts = []
         for end, size in zip(np.cumsum(sizes), sizes, strict=True):
@@ -65,7 +66,7 @@ class FakeReward:
             columns: dict[str, Any] = {"score": scores, "token_level_scores": on_last_token(scores, rows)}
             parts.append(DataProto.from_dict(columns, {"failure": [""] * size}))
         found: list[tuple[Label, list[str]]] = [(Label.of(part, ("score",)), []) for part in parts]
-        return (found, ([], 0)), DataProto.concat(parts)
+        return (found, ([], 0), time.monotonic() - started), DataProto.concat(parts)
 
 
 class FakeActor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,7 +110,7 @@ class RewardWorker(BatchWork):
 
     def score(
         self, batch: DataProtoRef, sizes: Sequence[int], tasks: Sequence[Task]
-    ) -> tuple[tuple[list[tuple[Label, list[str]]], tuple[list[str], int]], DataProto]:
+    ) -> tuple[tuple[list[tuple[Label, list[str]]], tuple[list[str], int], float], DataProto]:
         """Score the responses to some prompts.
 
         Args:
@@ -118,11 +119,12 @@ class RewardWorker(BatchWork):
             tasks: what the reward function is told of each; all of training, or all of validation.
 
         Returns:
-            ((found, printed), data).
+            ((found, printed, seconds), data).
             found: (label, failures) of each group. The label has `score`, the numbers of the reward model and the
                 function's other values as `reward_extra/NAME`, and for validation `failed` and, if the function finds
                 answers, `pred_id`. Failures say why responses could not be scored, one text for each of them.
             printed: the first lines that the function printed, and the number of further lines.
+            seconds: that it took.
             data: `token_level_scores`, with the score on the last token that trains; or, with step scores, one on the
                 last token of each step, where `step_mask` is 1. With a `label` also `rule_labels`. `failure`: why the
                 function failed on a response.
@@ -130,6 +132,7 @@ class RewardWorker(BatchWork):
         Raises:
             RewardError: the function returned step scores that do not fit the steps, or no value of the name `label`.
         """
+        started = time.monotonic()
         data = batch.fetch(("responses", "response_mask"))
         ends = np.cumsum(sizes)
         parts = [
@@ -137,7 +140,8 @@ class RewardWorker(BatchWork):
             for size, end, task in zip(sizes, ends, tasks, strict=True)
         ]
         found = [(label, failures) for label, failures, _ in parts]
-        return (found, self.scorer.printed.take()), DataProto.concat([scored for *_, scored in parts])
+        scored = DataProto.concat([each for *_, each in parts])
+        return (found, self.scorer.printed.take(), time.monotonic() - started), scored
 
     def _score_group(self, data: DataProto, task: Task) -> tuple[Label, list[str], DataProto]:
         responses, mask = data["responses"], data["response_mask"]

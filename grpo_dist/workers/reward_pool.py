@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,8 +105,8 @@ class RewardPool(Pool):
             return self.workers.submit_for_data(rank, "score", "score", inputs, sizes, tasks, limit_s=limit_s)
 
         def take_in(call: Call, answer: Any) -> list[tuple[DataProtoRef, list[str]]]:
-            self._seconds = (time.monotonic() - call.started) / len(groups)
-            found, printed = answer
+            found, printed, seconds = answer
+            self._seconds = max(seconds / len(groups), 1e-6)
             self.printed.note("reward function", *printed)
             rows = np.cumsum([0, *sizes])
             return [(call.handle(label, row), failures) for (label, failures), row in zip(found, rows, strict=False)]

@@ -170,8 +170,8 @@ def scored(lab: Lab, groups: Sequence[DataProtoRef], prompts: Sequence[Any]) -> 
             own = {name: each.reshape(len(part), -1)[k] for name, each in values.items()}
             task = replace(task_of(prompts[i]), model_scores=own)
             inputs = groups[i].select(("responses", "response_mask"))
-            scoring = lab.roles.reward.workers.submit_for_data(0, "score", "score", inputs, task)
-            label, failures, _ = lab.roles.reward.workers.gather([scoring])[0]
+            scoring = lab.roles.reward.workers.submit_for_data(0, "score", "score", inputs, [len(inputs)], [task])
+            [(label, failures)], *_ = lab.roles.reward.workers.gather([scoring])[0]
             assert not failures
             found.append(groups[i].union(scoring.handle(label)))
     return found

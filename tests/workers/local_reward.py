@@ -27,7 +27,7 @@ class Local(RewardWorker):
     """In this process; gives handles, as the driver makes them of its answers."""
 
     def score(self, group: DataProtoRef, task: Task) -> tuple[DataProtoRef, list[str], tuple]:  # type: ignore[override]
-        ([(label, failures)], printed), data = super().score(group, [len(group)], [task])
+        ([(label, failures)], printed, _), data = super().score(group, [len(group)], [task])
         return DataProtoRef.stored(ray.put(data), label), failures, printed
 
     def compute_targets(self, *args: Any) -> tuple[DataProtoRef, dict[str, float]]:  # type: ignore[override]

@@ -129,7 +129,7 @@ def test_a_failed_response_has_the_score_that_was_set_or_none(
     try:
         for validation in (False, True):
             group: Any = Here([[5, 2], [6, 13], [6, 2]])
-            ([(label, failures)], _), data = worker.score(group, [3], [replace(TASK, validation=validation)])
+            ([(label, failures)], *_), data = worker.score(group, [3], [replace(TASK, validation=validation)])
             np.testing.assert_array_equal(label.small["score"], np.array(expected, np.float32))
             sums = [float(row.sum()) for row in data["token_level_scores"].rows()]
             np.testing.assert_array_equal(sums, expected)

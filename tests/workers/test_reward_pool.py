@@ -48,7 +48,7 @@ class Fragile(Process):
             time.sleep(0.01)
         parts = [DataProto.from_dict({"score": torch.arange(size).float()}) for size in sizes]
         found = [(Label.of(part, ("score",)), [f"by {os.getpid()}"]) for part in parts]
-        return (found, ([], 0)), DataProto.concat(parts)
+        return (found, ([], 0), 0.001), DataProto.concat(parts)
 
     def compute_targets(self, *args: object) -> tuple[tuple[Label, dict[str, float], tuple], DataProto]:
         self._step_on_trap()

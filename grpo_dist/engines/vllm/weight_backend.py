@@ -24,7 +24,7 @@ from grpo_dist.engines.settings import GroupAddress, LoraSettings
 from grpo_dist.engines.vllm.adapter import Adapter
 from grpo_dist.engines.weights.broadcast import Receipt, WeightGroup, receive
 from grpo_dist.engines.weights.bucket_files import read_bucket
-from grpo_dist.engines.weights.buckets import damage, unpack
+from grpo_dist.engines.weights.buckets import Bucket, damage, unpack
 from grpo_dist.errors import WeightSyncError
 
 # Transport of the weights (EngineSettings.weight_transport) -> name of the backend in vLLM's factory.
@@ -42,14 +42,15 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket, in a file (weights/bucket_files.py). Entries are plain lists: they cross a process boundary."""
+    """One bucket: in a file (weights/bucket_files.py), or as it is, if engine and worker are one process.
 
-    path: str
-    num_bytes: int
-    entries: list[list[Any]]
-    number: int
-    last: bool
-    checksum: int
+    Attributes:
+        file: what `read_bucket` takes. Entries are plain lists: they cross a process boundary.
+        bucket: the bucket, which has been checked.
+    """
+
+    file: dict[str, Any] | None = None
+    bucket: Bucket | None = None
 
 
 @dataclass
@@ -120,9 +121,12 @@ class SharedMemoryWeightTransferEngine(LayerwiseWeightTransferEngine):
         """Nothing to set up."""
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Check one bucket, as every process that reads it does, and load it."""
-        bucket, loaded = read_bucket(vars(update_info)), self.receipt.loaded
-        fault = self.receipt.fault or damage(bucket)
+        """Check one bucket, as every process that reads it from a file does, and load it."""
+        loaded, fault, bucket = self.receipt.loaded, self.receipt.fault, update_info.bucket
+        if bucket is None:
+            assert update_info.file is not None
+            bucket = read_bucket(update_info.file)
+            fault = fault or damage(bucket)
         self.receipt = Receipt(loaded if fault else loaded + 1, fault)
         if not fault:
             self.load(unpack(bucket.data, bucket.entries))

@@ -13,6 +13,7 @@ from typing import Any
 
 from grpo_dist.engines.settings import EngineSettings, GroupAddress
 from grpo_dist.engines.vllm.adapter import KEY, REMEDY
+from grpo_dist.engines.vllm.local_llm import LocalLLM
 from grpo_dist.engines.weights.bucket_files import bucket_files
 from grpo_dist.engines.weights.buckets import Bucket, check_buckets
 from grpo_dist.errors import ConfigError, EngineError, WeightSyncError
@@ -26,7 +27,7 @@ class WeightUpdater:
         updating: whether an update is under way: from the pause until requests go on.
 
     Args:
-        llm: vLLM's AsyncLLM.
+        llm: vLLM's AsyncLLM, or LocalLLM.
         call: awaits one of its calls within a time limit (`timeout_s`), and makes its exceptions ours.
         settings: the engine's.
     """
@@ -88,8 +89,11 @@ class WeightUpdater:
         with self._keeps_weights(version):
             self._check_newer(version)
             check_buckets(buckets)
+        if isinstance(self._llm, LocalLLM):
+            await self._replace(({"bucket": bucket} for bucket in buckets), version)
+            return
         with contextlib.closing(bucket_files(buckets)) as files:
-            await self._replace(files, version)
+            await self._replace(({"file": file} for file in files), version)
 
     async def join(self, address: GroupAddress, first_rank: int) -> None:
         """Make all workers of the engine join a weight group; the first one gets `first_rank`.

@@ -29,8 +29,7 @@ def bucket_files(buckets: Sequence[Bucket]) -> Generator[dict[str, Any], None, N
     """Write one bucket after the other into a file; the file before is removed first.
 
     Yields:
-        The fields of vllm.weight_backend.SharedMemoryUpdateInfo, which `read_bucket` takes. Close the generator if you
-        do not use it up.
+        What `read_bucket` takes. Close the generator if you do not use it up.
     """
     with tempfile.TemporaryDirectory(prefix=_own_prefix(), dir=shared_memory()) as folder:
         for bucket in buckets:

@@ -121,10 +121,10 @@ def unpack(data: np.ndarray | Tensor, entries: Iterable[Entry]) -> list[tuple[st
 
 
 def _fill(pending: list[tuple[Entry, Tensor]], num_bytes: int, number: int, *, last: bool) -> PackedTensors:
-    data = torch.zeros(
-        num_bytes, dtype=torch.uint8, device=pending[0][1].device
-    )  # also the gaps between tensors: the checksum covers them
+    data = torch.empty(num_bytes, dtype=torch.uint8, device=pending[0][1].device)
     entries = tuple(entry for entry, _ in pending)
-    for (_, tensor), (_, target) in zip(pending, unpack(data, entries), strict=True):
+    for (entry, tensor), (_, target) in zip(pending, unpack(data, entries), strict=True):
         target.copy_(tensor)
+        end = entry.offset + entry.num_bytes
+        data[end : end + -end % ALIGNMENT] = 0  # the checksum covers the gaps
     return PackedTensors(data, entries, number, last)
