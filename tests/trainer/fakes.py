@@ -16,12 +16,13 @@ from grpo_dist.engines.settings import ObjectiveSettings, ValueSettings
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.protocol import DataProto, Mean, Ragged, Sum
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
+from grpo_dist.workers.mailbox import Mailbox
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.reward import RewardWorker
 from grpo_dist.workers.rollout import SMALL_COLUMNS, group_batch
 
 
-class FakeRolloutWorker(Process):
+class FakeRolloutWorker(Mailbox, Process):
     """Answers every prompt with `length` tokens; response i of a group is longer by i."""
 
     length, version = 8, -1
@@ -183,6 +184,6 @@ class RecordingRolloutWorker(FakeRolloutWorker):
 class StuckRewardWorker(RewardWorker):
     """Never returns a score."""
 
-    def score(self, group: DataProtoRef, task: object) -> DataProtoRef:
+    def score(self, *args: object) -> DataProtoRef:
         time.sleep(1000)
         raise AssertionError
