@@ -43,7 +43,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
 def overrides(policy: str, teacher: str, kl_loss_type: str) -> list[str]:
     paths = [f"actor_rollout_ref.model.path={policy}", f"actor_rollout_ref.ref.model.path={teacher}"]
     actor = "actor_rollout_ref.actor"
-    return ["recipe=distill", *paths, f"{actor}.kl_loss_type={kl_loss_type}", f"{actor}.optim.lr=1e-3"]
+    exact = [f"{actor}.fsdp_config.dtype=fp32", "actor_rollout_ref.ref.fsdp_config.dtype=fp32"]  # on any processor
+    return ["recipe=distill", *paths, *exact, f"{actor}.kl_loss_type={kl_loss_type}", f"{actor}.optim.lr=1e-3"]
 
 
 @pytest.fixture(scope="module")
