@@ -166,7 +166,7 @@ def _threads(config: RunConfig, processes: Mapping[str, int]) -> dict[str, int]:
     The built-in model uses one thread: its matrices are too small to be worth splitting.
     """
     asked, nodes = config.cluster.num_threads_per_worker, config.trainer.nnodes
-    if asked is not None or config.device != "cpu":
+    if asked is not None or config.device != "cpu" or config.has_builtin_model:
         return dict.fromkeys(processes, asked or 1)
     cores = physical_cores()
     return {role: max(1, min(cores, cores * nodes // max(number, 1))) for role, number in processes.items()}

@@ -273,7 +273,7 @@ def _step_rows(config: RunConfig, model: Mapping[str, Any] | None) -> Rows:
     phases = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in found.phases.items())
     overlap = f", since phases overlap ({_seconds(found.beyond)} of log-probs after generation)" * bool(found.waiting)
     rows = [
-        ("rates", machine.source + ("" if machine.measured else f"; `{CALIBRATE}` measures this machine")),
+        ("rates", machine.source + ("" if machine.measured else f"; `{CALIBRATE}` measures what is at hand")),
         (
             "tokens",
             f"responses of {expected or longest:,} ({which}), prompts of {config.data.max_prompt_length // 2:,} (half "
