@@ -1,10 +1,16 @@
-"""Sizes that both the engines and the memory estimate use; kept apart so that the estimate needs no torch."""
+"""Sizes that a run and the estimates of its memory and time use; kept apart so that estimates need no torch."""
 
 from __future__ import annotations
 
 GIB = 2**30
 # KV cache of an engine on CPU if rollout.kv_cache_memory_gib is null.
 CPU_KV_CACHE_GIB = 1.0
+# Tokens of a block of the KV cache, by device. CPU: vLLM's default of 128 means that short prompts never share a cached
+# prefix; 32 is the smallest there. CUDA: vLLM's default.
+KV_BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
+# Log-probs and model scores of a job are computed in this many passes each: enough to overlap with generation, few
+# enough to be large.
+PASSES = 4
 # Logits per chunk of the output layer: 64 MiB of float32 on CPU, 512 MiB on GPU, where large matrices are faster.
 CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 27}
 # Maximum bytes per file of the exported model, which rank 0 holds in memory at once; a larger tensor has its own file.

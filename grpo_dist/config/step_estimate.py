@@ -19,13 +19,10 @@ from grpo_dist.config.processor import physical_cores
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_roles import FSDPConfig
 from grpo_dist.config.step_rates import MachineRates, PassRates, Rates
-from grpo_dist.sizes import CPU_KV_CACHE_GIB, GIB
+from grpo_dist.sizes import CPU_KV_CACHE_GIB, GIB, KV_BLOCK_TOKENS, PASSES
 
 GPU_GIB = 79.0  # of an H100 (80 GB)
 NETWORK = 40e9  # bytes per second that a GPU exchanges with other machines (400 Gbit/s)
-PASSES = 4  # in which log-probs follow generation: trainer/rollout/pump.py
-# Tokens of vLLM's KV cache blocks, by device: what is left of a prompt is computed for each of its responses.
-BLOCK = {"cpu": 32, "cuda": 16}
 # Bytes that AdamW, clipping and zeroing move for each trained number: read p, g, m, v, write p, m, v, twice g.
 OPTIMIZER_BYTES = 36.0
 
@@ -234,7 +231,8 @@ class _Work:
             calls = decode.step_s + shape.num_layers * decode.layer_s
             return (kernels + cache) / gpus + calls + running * (decode.sequence_s + shape.vocabulary * decode.logit_s)
 
-        again = min(self.prompt, BLOCK[place.device] / (1 if self.prompt <= BLOCK[place.device] else 2))
+        block = KV_BLOCK_TOKENS[place.device]  # what is left of a prompt is computed for each of its responses
+        again = min(self.prompt, block / (1 if self.prompt <= block else 2))
         tokens = self.prompts * (self.prompt - again) + self.sequences * again
         attention = 2.0 * shape.num_layers * shape.query_width * self.prompt * tokens
         prefill = 2.0 * self.layers * tokens

@@ -53,6 +53,17 @@ def in_background(coroutine: Coroutine[Any, Any, T], tasks: set[asyncio.Task[Any
     return task
 
 
+def give(future: asyncio.Future[Any], value: Any) -> None:
+    """Give a result or, as an exception, an error to one who may not wait any more."""
+    if future.done():
+        return
+    if isinstance(value, BaseException):
+        future.set_exception(value)
+        future.exception()  # marks the error as seen, as above
+    else:
+        future.set_result(value)
+
+
 def blocking(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
     """Turn a coroutine method into a blocking one, for code outside the driver's loop."""
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from grpo_dist.errors import GrpoDistError, WorkerError
 from grpo_dist.protocol import DataProto
-from grpo_dist.workers.event_loop import in_background
+from grpo_dist.workers.event_loop import give, in_background
 from grpo_dist.workers.failures import TRACEBACK_CHARS
 
 if TYPE_CHECKING:
@@ -210,17 +210,10 @@ class Postbox:
             self._collecting = False
 
     def _deliver(self, outcome: Outcome, data: ray.ObjectRef | None, row: int) -> None:
-        posted = self._open.pop(outcome.number, None)
-        if posted is None or posted.answered.done():
-            return
-        if outcome.error is not None:
-            posted.answered.set_exception(outcome.error)
-        else:
-            posted.answered.set_result((outcome.answer, data, row))
+        if (posted := self._open.pop(outcome.number, None)) is not None:
+            give(posted.answered, outcome.error or (outcome.answer, data, row))
 
     def _fail(self, numbers: Sequence[int], error: GrpoDistError) -> None:
         for number in numbers:
-            posted = self._open.pop(number, None)
-            if posted is not None and not posted.answered.done():
-                posted.answered.set_exception(error)
-                posted.answered.exception()  # marked as seen: nobody may wait any more
+            if (posted := self._open.pop(number, None)) is not None:
+                give(posted.answered, error)

@@ -22,6 +22,7 @@ from grpo_dist.errors import GrpoDistError
 from grpo_dist.rewards.output_lines import PrintedLines
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.batch_work import SAMPLE_COLUMNS, TARGET_COLUMNS
+from grpo_dist.workers.event_loop import give
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.pool import Pool
 from grpo_dist.workers.restarts import RestartBudget
@@ -115,10 +116,10 @@ class RewardPool(Pool):
             found = await self.ask(send, take_in)
         except GrpoDistError as error:
             for each in groups:
-                _set(each.scored, error)
+                give(each.scored, error)
         else:
             for each, one in zip(groups, found, strict=True):
-                _set(each.scored, one)
+                give(each.scored, one)
 
     # --- whole batches: without the queue, so that they do not wait for scores --------------------------------------
     async def compute_targets(
@@ -185,11 +186,3 @@ def _unwanted(groups: Sequence[_Unscored], scoring: asyncio.Task[None], *_: Any)
     """Do not ask for scores that nobody waits for any more."""
     if all(each.scored.cancelled() for each in groups):
         scoring.cancel()
-
-
-def _set(future: asyncio.Future[Any], value: Any) -> None:
-    """Give a result or an error to one who may not wait any more."""
-    if not future.done() and isinstance(value, Exception):
-        future.set_exception(value)
-    elif not future.done():
-        future.set_result(value)

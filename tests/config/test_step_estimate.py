@@ -8,9 +8,9 @@ import pytest
 
 from grpo_dist.config.load import load_config
 from grpo_dist.config.processor import physical_cores
-from grpo_dist.config.step_estimate import BLOCK, GPU_GIB, NETWORK, OPTIMIZER_BYTES, PASSES, StepEstimate, step_estimate
+from grpo_dist.config.step_estimate import GPU_GIB, NETWORK, OPTIMIZER_BYTES, PASSES, StepEstimate, step_estimate
 from grpo_dist.config.step_rates import DecodeRates, MachineRates, PassRates, Rates
-from grpo_dist.sizes import GIB
+from grpo_dist.sizes import GIB, KV_BLOCK_TOKENS
 from grpo_dist.trainer.rollout import pump
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -54,7 +54,12 @@ def decoding(running: float) -> float:
 
 
 # The last 4 tokens of a prompt, on average half a block, are computed for each response: 96 are shared.
-PREFILL = (64 * (100 - BLOCK["cuda"] / 2) + 512 * BLOCK["cuda"] / 2) / 4 * (2.0 * MATRICES + 2.0 * 1024 * 100) / FLOPS
+PREFILL = (
+    (64 * (100 - KV_BLOCK_TOKENS["cuda"] / 2) + 512 * KV_BLOCK_TOKENS["cuda"] / 2)
+    / 4
+    * (2.0 * MATRICES + 2.0 * 1024 * 100)
+    / FLOPS
+)
 
 
 def test_every_phase_by_hand() -> None:
@@ -96,7 +101,7 @@ def test_rates_of_a_processor_by_hand() -> None:
     running = 512
     kernels = 2.0 * running * 2 * (MATRICES + HEAD) / 1e10 + 0.5 * running * 2 * KV * 250 / 1e10
     step = kernels + 0.003 + 0.001 + running * (0.0002 + 32000 * 1e-8)
-    again = BLOCK["cpu"] / 2
+    again = KV_BLOCK_TOKENS["cpu"] / 2
     prefill = 64 * (100 - again) + 512 * again
     first = 0.012 + 2 * MATRICES * prefill / 1e10 + 2 * 1024 * 100 * prefill / 1e9
     assert found.phases["generation"] == pytest.approx(first + 300 * step)

@@ -9,10 +9,8 @@ from typing import Any
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.adapter import adapter_args
 from grpo_dist.errors import ConfigError
-from grpo_dist.sizes import CPU_KV_CACHE_GIB, GIB
+from grpo_dist.sizes import CPU_KV_CACHE_GIB, GIB, KV_BLOCK_TOKENS
 
-# vLLM's default block of 128 tokens means that short prompts never share a cached prefix; 32 is the smallest on CPU.
-CPU_BLOCK_SIZE = 32
 # With a given size of the KV cache vLLM uses this share only to refuse to start on a full GPU, which gpu_memory.py
 # checks instead.
 UNCHECKED_SHARE = 0.01
@@ -115,7 +113,7 @@ def _memory(settings: EngineSettings) -> dict[str, Any]:
     cpu = settings.device == "cpu"
     gib = settings.kv_cache_memory_gib or (CPU_KV_CACHE_GIB if cpu else None)
     share = settings.gpu_memory_utilization if gib is None else UNCHECKED_SHARE
-    args: dict[str, Any] = {"block_size": CPU_BLOCK_SIZE} if cpu else {"gpu_memory_utilization": share}
+    args: dict[str, Any] = {"block_size": KV_BLOCK_TOKENS["cpu"]} if cpu else {"gpu_memory_utilization": share}
     if settings.free_cache_engine:
         args["enable_sleep_mode"] = True
     return args | ({} if gib is None else {"kv_cache_memory_bytes": int(gib * GIB)})

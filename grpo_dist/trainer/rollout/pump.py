@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from grpo_dist.errors import RewardError, WorkerLost
+from grpo_dist.sizes import PASSES
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.event_loop import in_background, run
@@ -43,9 +44,6 @@ SCORER_START_S = 180.0
 # happen on every response of a group. Its modules are in the file cache by then, so it starts faster than at first. The
 # longer it may take, the later a reward process that hangs itself is noticed.
 SCORER_RESTART_S = 20.0
-# Log-probs and model scores of a job are computed in this many passes each: enough to overlap with generation, few
-# enough to be large.
-PASSES = 4
 
 
 class RolloutPump:
