@@ -9,23 +9,10 @@
 # Relative paths start at the repository root.
 set -euo pipefail
 export DEVICE=${DEVICE:-cpu}
-# shellcheck source=examples/python.sh
-source "$(dirname "${BASH_SOURCE[0]}")/python.sh"
+# shellcheck source=examples/smollm2.sh
+source "$(dirname "${BASH_SOURCE[0]}")/smollm2.sh"
 
-model=${SMOLLM2_DIR:-models/smollm2-135m-instruct}
 data=${DATA_DIR:-data/gsm8k}
-
-if [[ ! -f $model/model.safetensors ]]; then
-  if ! "$python" -c 'import accelerate, gguf' 2>/dev/null; then
-    if [[ -x .venv/bin/uv && $python == .venv/bin/python ]]; then
-      .venv/bin/uv pip install --quiet --python "$python" accelerate gguf
-    else
-      "$python" -m pip install --quiet accelerate gguf
-    fi
-  fi
-  "$python" scripts/make_smollm2.py "$model"
-fi
-
 prepare=("$python" -m grpo_dist.tasks.prepare gsm8k --local_save_dir "$data")
 [[ -z ${GSM8K_DIR:-} ]] || prepare+=(--local_dataset_path "$GSM8K_DIR")
 have_gsm8k=true

@@ -262,6 +262,13 @@ def test_smollm2_goes_on_without_gsm8k(tmp_path: Path, smollm2: Path) -> None:
     assert re.findall(r"train data +(\S+)", done.stdout) == ["builtin:arithmetic/train"]
 
 
+def test_instructions_resolve(tmp_path: Path, smollm2: Path) -> None:
+    env = {"SMOLLM2_DIR": str(smollm2), "DATA_DIR": str(tmp_path / "rows")}
+    done = run_script(EXAMPLES / "instructions" / "run.sh", OF_CONFIG, cwd=tmp_path, **env)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"train data +(\S+)", done.stdout) == [f"{tmp_path}/rows/train.jsonl"]
+
+
 def test_ray_job_submit_hands_the_command_on(tmp_path: Path) -> None:
     """With a `ray` that notes its arguments and runs the job's command here."""
     ray = tmp_path / "ray"
