@@ -33,6 +33,7 @@ hospital-s market-s airport-s bridge-s tower-s castle-s garden-s park-s kitchen-
 mirror-s chair-s table-s bed-s pencil-s book-s letter-s map-s camera-s radio-s telephone-s computer-s bicycle-s
 train-s ship-s airplane-s car-s bus-es rocket-s piano-s guitar-s violin-s drum-s football tennis chess swimming
 """.split()
+ANSWER = 0.25  # of the score is for an answer, whatever was asked of it
 HELD_OUT = 30  # topics that only validation asks about
 QUESTIONS = (
     "Tell me about {0}.",
@@ -104,10 +105,11 @@ def _instruction(kind: str, value: Any) -> str:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: list[list[Any]], extra_info: dict[str, Any]
 ) -> dict[str, float]:
-    """The share of the instructions that an answer follows.
+    """A quarter for an answer, and the rest for the share of the instructions that it follows.
 
     A response is an answer if it is at least five words long, names the topic and ends as a sentence does: a text that
-    keeps to the form and says nothing, or that the limit of its length cut off, is worth nothing.
+    keeps to the form and says nothing, or that the limit of its length cut off, is worth nothing. The quarter gives a
+    model something to learn that seldom follows any instruction yet.
 
     Args:
         data_source: not used.
@@ -126,7 +128,7 @@ def compute_score(
     )
     share = sum(followed) / len(followed)
     return {
-        "score": is_answer * share,
+        "score": is_answer * (ANSWER + (1 - ANSWER) * share),
         "acc": float(is_answer and all(followed)),
         "is_answer": float(is_answer),
         "followed": share,
