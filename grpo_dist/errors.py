@@ -5,7 +5,7 @@
     │   └── DataError        a data file, row or model folder cannot be used
     ├── BatchError           a contract of protocol/fields.py was broken (also a ValueError)
     ├── RewardError          a reward function raised, returned an invalid value, or timed out
-    ├── AgentError           an agent loop raised or timed out
+    ├── AgentError           an episode failed: its agent loop raised, gave up or timed out; carries the kind
     ├── TrainingDiverged     a non-finite loss or gradient, found before the optimizer step
     ├── HealthError          a rule of trainer.health with action=stop is broken
     ├── WeightSyncError      new weights arrived damaged, incomplete or out of order; says what the engine now holds
@@ -68,7 +68,17 @@ class RewardError(GrpoDistError):
 
 
 class AgentError(GrpoDistError):
-    """An agent loop raised or timed out."""
+    """An episode failed, twice.
+
+    Args:
+        message: what happened.
+        kind: "error" (the agent loop raised), "failed" (it said so), "timeout" or "turns" (it reached a limit, and
+            there is no reward for what it had done).
+    """
+
+    def __init__(self, message: str, kind: str = "error") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class TrainingDiverged(GrpoDistError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from grpo_dist.agents.episode import Episode
 from grpo_dist.errors import ConfigError
@@ -22,11 +22,23 @@ class AgentLoop(ABC):
     One object per rollout engine, made with `agent_kwargs`, runs many episodes at the same time, so what belongs to an
     episode stays in local variables of `run`. It lives on a thread of its own: a call that blocks holds up the other
     episodes, not the engine; `await asyncio.to_thread(...)` holds up nothing.
+
+    An exception ends the episode, not the run: it is tried once more from its beginning, and if that fails too, its
+    group is dropped and another prompt takes its place, as long as not too many fail (`agent.max_failure_rate`).
+
+    Attributes:
+        gives_reward: whether every episode sets `episode.reward`. The reward function is then not asked, and rows need
+            no ground truth.
     """
+
+    gives_reward: ClassVar[bool] = False
 
     @abstractmethod
     async def run(self, episode: Episode) -> None:
         """Run one episode to its end: sample with `episode.generate`, put in other text with `episode.append`."""
+
+    async def cut_short(self, episode: Episode) -> None:  # noqa: B027 - most loops have nothing to do here
+        """Called where a limit of time or turns has ended `run`: a loop that can may set `episode.reward`."""
 
 
 AGENT_LOOP: Registry[Any] = Registry("agent loop", KEY)

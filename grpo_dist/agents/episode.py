@@ -9,19 +9,36 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import math
+import numbers
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from grpo_dist.agents.recording import SEED_BITS, Recording
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.registry import described
 
 # (prompt, sampling) -> the sampled continuation; None: it was aborted.
 Sample = Callable[[list[int], SamplingSettings], Awaitable[Response | None]]
+# Opens an endpoint on which these calls are recorded: a context manager of its address and token.
+OpenEndpoint = Callable[[Recording], AbstractAsyncContextManager["Endpoint"]]
 
 NO_VERSION = -1
-_SEED_BITS = 30  # as the seeds of groups have
+_EMPTY_TURNS = 8  # that an episode without room gets before it is ended
+
+
+class Endpoint(NamedTuple):
+    """Where an OpenAI client finds the policy: the base URL, which ends in /v1, and the key."""
+
+    base_url: str
+    token: str
+
+
+class EpisodeEnded(Exception):
+    """The episode has had all its turns."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +81,41 @@ class Episode:
         index: which of the row's n episodes this is.
         tokenizer: the model's.
         max_model_len: most tokens of prompt and response.
+        max_turns: most turns; None: as many as there is room for.
+        first_failure: the kind of failure that ended this episode's first attempt; "": this is the first one.
 
     Attributes:
         row: what it starts from.
         index: which of the row's n episodes this is.
         tokenizer: the model's.
+        prompt_ids: the row's prompt; after `endpoint` that of the first call there.
         token_ids: the response so far, sampled and put in.
         num_turns: how often the policy was sampled.
         truncated: whether the response was cut short, or ran out of room; a loop may set it too.
+        reward: what the episode has earned, for a loop to set; None: the reward function scores the response.
+        metrics: numbers by name, for a loop to set; they are logged as `reward_extra/NAME/mean`, and `acc` is what
+            validation reports.
+        failure: why the loop gave the episode up.
     """
 
     def __init__(
-        self, row: Row, sampling: SamplingSettings, *, index: int = 0, tokenizer: Any, max_model_len: int
+        self,
+        row: Row,
+        sampling: SamplingSettings,
+        *,
+        index: int = 0,
+        tokenizer: Any,
+        max_model_len: int,
+        max_turns: int | None = None,
+        first_failure: str = "",
     ) -> None:
         self.row, self.index, self.tokenizer = row, index, tokenizer
+        self.reward: float | None = None
+        self.metrics: dict[str, float] = {}
+        self.failure: str | None = None
+        self.first_failure = first_failure
+        self.step_rewards: dict[int, float] = {}
+        self._max_model_len, self._max_turns, self._num_calls = max_model_len, max_turns, 0
         self.token_ids: list[int] = []
         self.num_turns, self.truncated = 0, False
         self._sampling = sampling
@@ -85,12 +123,26 @@ class Episode:
         self._mask: list[int] = []
         self._log_probs: list[float] = []
         self._weight_versions: list[int] = []
+        self.prompt_ids = list(row.prompt_ids)
         self._sample: Sample | None = None
+        self._open_endpoint: OpenEndpoint | None = None
         self._busy = False
 
-    def connect(self, sample: Sample) -> None:
-        """Set the function that samples; the runner calls this."""
-        self._sample = sample
+    def again(self, failure: str) -> Episode:
+        """The same episode from its beginning, after a failure of this kind."""
+        return Episode(
+            self.row,
+            self._sampling,
+            index=self.index,
+            tokenizer=self.tokenizer,
+            max_model_len=self._max_model_len,
+            max_turns=self._max_turns,
+            first_failure=failure,
+        )
+
+    def connect(self, sample: Sample, open_endpoint: OpenEndpoint | None = None) -> None:
+        """Set the functions that sample, and that open an endpoint; the runner calls this."""
+        self._sample, self._open_endpoint = sample, open_endpoint
 
     @property
     def room(self) -> int:
@@ -114,11 +166,16 @@ class Episode:
 
         Raises:
             RuntimeError: another turn of the episode is being sampled.
+            EpisodeEnded: it has had all its turns; for the runner, not for a loop to catch.
         """
         if self._busy or self._sample is None:
             raise RuntimeError("episode.generate: a turn of this episode is being sampled; await it first")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"episode.generate(max_tokens={max_tokens}): must be 1 or more")
+        self._num_calls += 1
+        most = self.num_turns + _EMPTY_TURNS if self._max_turns is None else self._max_turns
+        if self._num_calls > most:
+            raise EpisodeEnded
         if self.room < 1:
             self.truncated = True
             await asyncio.sleep(0)  # so that a loop that never ends can be stopped
@@ -138,6 +195,52 @@ class Episode:
         self._extend(response.token_ids, 1, response.log_probs, response.weight_versions)
         text = self._decode(response.token_ids)
         return Turn(text, tuple(response.token_ids), response.stop, response.truncated)
+
+    @asynccontextmanager
+    async def endpoint(self) -> AsyncIterator[Endpoint]:
+        """Within the block, an OpenAI-compatible endpoint samples this episode, for code that owns its loop.
+
+        What is asked and sampled there becomes the episode when the block ends: the prompt of the first call, and what
+        stands behind it, token by token as the policy saw and sampled it. Calls that do not go on from there, such as
+        those of an agent that shortens its history, are branches; the one with the most sampled tokens is the episode.
+        `metrics["delivered_tokens"]` is its share of all sampled tokens.
+
+        Yields:
+            The address and the key, which end with the block.
+
+        Raises:
+            RuntimeError: the episode has begun already, or its engine has no endpoint.
+        """
+        if self.token_ids or self._busy:
+            raise RuntimeError("episode.endpoint: the episode has begun; open it before anything else")
+        if self._open_endpoint is None:
+            raise RuntimeError(
+                "episode.endpoint: this rollout engine has none; actor_rollout_ref.rollout.name=vllm has"
+            )
+        sampling = replace(self._sampling, seed=self._turn_sampling(1, ()).seed)
+        recording = Recording(sampling, self.tokenizer, self._max_model_len, self._max_turns)
+        self._busy = True
+        try:
+            async with self._open_endpoint(recording) as endpoint:
+                yield endpoint
+        finally:
+            self._busy = False
+            self._take(recording)
+
+    def _take(self, recording: Recording) -> None:
+        """Make the recorded calls the episode."""
+        calls = recording.row()
+        if not calls:
+            return
+        self.prompt_ids = list(calls[0].prompt_ids)
+        for call in calls:
+            assert call.response is not None
+            put_in = call.prompt_ids[len(self.prompt_ids) + len(self.token_ids) :]
+            self._extend(put_in, 0, [0.0] * len(put_in), [NO_VERSION] * len(put_in))
+            self._extend(call.sampled, 1, call.response.log_probs, call.response.weight_versions)
+        self.num_turns = len(calls)
+        self.truncated = self.truncated or bool(calls[-1].response and calls[-1].response.truncated)
+        self.metrics["delivered_tokens"] = recording.delivered()
 
     def append(self, text: str) -> None:
         """Put in text that does not train. Special tokens may be written out, such as those of the chat template.
@@ -163,6 +266,38 @@ class Episode:
         self.truncated = self.truncated or len(ids) > self.room
         ids = ids[: max(self.room, 0)]
         self._extend(ids, 0, [0.0] * len(ids), [NO_VERSION] * len(ids))
+
+    def add_step_reward(self, value: float) -> None:
+        """Reward what the policy has done up to here: a step, for estimators that judge steps (`grpo_process`).
+
+        It sits on the last token that was sampled. The episode's `reward`, where a loop sets none, is the sum of these.
+
+        Raises:
+            RuntimeError: nothing was sampled yet.
+        """
+        if 1 not in self._mask:
+            raise RuntimeError("episode.add_step_reward: nothing was sampled yet that it could be for")
+        last = len(self._mask) - 1 - self._mask[::-1].index(1)
+        self.step_rewards[last] = self.step_rewards.get(last, 0.0) + finite("episode.add_step_reward", value)
+
+    def fail(self, why: str) -> None:
+        """Give the episode up: it has no reward, good or bad, since something broke that is not the policy's fault.
+
+        The runner tries it once more, from the beginning. If that fails too, its group does not train.
+        """
+        self.failure = str(why)
+
+    def outcome(self) -> float | None:
+        """The reward that the loop has given; None: it gave none.
+
+        Raises:
+            ValueError: it, or one of the metrics, is no finite number.
+        """
+        for name, value in self.metrics.items():
+            self.metrics[name] = finite(f"episode.metrics[{name!r}]", value)
+        if self.reward is None and self.step_rewards:
+            return math.fsum(self.step_rewards.values())
+        return None if self.reward is None else finite("episode.reward", self.reward)
 
     def response(self) -> Response:
         """The whole response.
@@ -190,7 +325,7 @@ class Episode:
         seed = None if whole.seed is None else whole.seed + self.index
         if seed is not None and self.num_turns:
             digest = hashlib.blake2b(f"{seed}/{self.num_turns}".encode(), digest_size=8).digest()
-            seed = int.from_bytes(digest, "big") >> (64 - _SEED_BITS)
+            seed = int.from_bytes(digest, "big") >> (64 - SEED_BITS)
         least = min(max(whole.min_tokens - len(self.token_ids), 0), limit)
         stops = tuple(dict.fromkeys((*stop, *whole.stop)))
         return replace(whole, n=1, max_tokens=limit, min_tokens=least, seed=seed, stop=stops)
@@ -203,3 +338,14 @@ class Episode:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def finite(name: str, value: Any) -> float:
+    """A number that a loop has set.
+
+    Raises:
+        ValueError: it is no finite number.
+    """
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"{name} = {described(value)}: must be a finite number")
+    return float(value)

@@ -2,27 +2,36 @@
 
 The user's code has an event loop of its own there, so what blocks in it delays neither the engine nor other groups'
 sampling, and is found: a loop that waits for too long is cancelled, one that blocks is reported with the line it is at.
+
+An episode that fails is run once more, from its beginning. If it fails again, so does its group, whose other episodes
+are cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_dist.agents.base import KEY, KWARGS_KEY, AgentLoop, load_agent_loop
-from grpo_dist.agents.episode import Episode, Sample
+from grpo_dist.agents.episode import Endpoint, Episode, EpisodeEnded, Sample
+from grpo_dist.agents.gateway import Gateway
+from grpo_dist.agents.recording import Recording
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import AgentSettings, SamplingSettings
-from grpo_dist.errors import AgentError, ConfigError, GrpoDistError
+from grpo_dist.errors import AgentError, ConfigError, EngineError, GrpoDistError
 from grpo_dist.redact import redact
+from grpo_dist.registry import traceback_tail
 
-TIMEOUT_KEY = "actor_rollout_ref.rollout.agent.timeout_s"
+_AGENT = "actor_rollout_ref.rollout.agent"
+TIMEOUT_KEY = f"{_AGENT}.timeout_s"
 # Seconds that cancelled episodes get to clean up.
 CANCEL_S = 5.0
 
@@ -48,12 +57,15 @@ class EpisodeRunner:
     Args:
         settings: the loop.
         generate: the engine's; called on the event loop that calls `run`.
+        gateway: the endpoint, on that event loop too; None: the engine has none.
     """
 
-    def __init__(self, settings: AgentSettings, generate: Generate) -> None:
-        self.settings, self._generate = settings, generate
+    def __init__(self, settings: AgentSettings, generate: Generate, gateway: Gateway | None = None) -> None:
+        self.settings, self._generate, self._gateway = settings, generate, gateway
         self._events = asyncio.new_event_loop()
         self._stopped = False
+        most = settings.max_concurrent_episodes
+        self._places = asyncio.Semaphore(most) if most is not None else contextlib.nullcontext()
         self._thread = threading.Thread(target=self._serve, name="agent loop", daemon=True)
         self._loop: AgentLoop
 
@@ -67,11 +79,12 @@ class EpisodeRunner:
         future = asyncio.run_coroutine_threadsafe(self._make(), self._events)
         self._loop = await asyncio.wrap_future(future)
 
-    async def run(self, episodes: Sequence[Episode]) -> list[Response]:
-        """Run episodes side by side; their responses, in order.
+    async def run(self, episodes: Sequence[Episode]) -> list[Episode]:
+        """Run the episodes of a group side by side; the finished ones, in order.
 
         Raises:
-            AgentError: the loop raised, took too long, or blocks.
+            AgentError: one of them failed twice.
+            EngineError: the loop blocks its thread, and with it all other episodes here: this process must be replaced.
             asyncio.CancelledError: the engine aborted them.
         """
         here = asyncio.get_running_loop()
@@ -109,7 +122,7 @@ class EpisodeRunner:
             problem = f"{loop_class.__name__}() raised {type(error).__name__}: {error}{line}"
             raise ConfigError(f"{where}: {problem}") from None
 
-    async def _run_all(self, episodes: Sequence[Episode], engine: asyncio.AbstractEventLoop) -> list[Response]:
+    async def _run_all(self, episodes: Sequence[Episode], engine: asyncio.AbstractEventLoop) -> list[Episode]:
         group = _Group()
         tasks = [asyncio.create_task(self._run_one(episode, engine, group)) for episode in episodes]
         together = asyncio.gather(*tasks)
@@ -122,26 +135,85 @@ class EpisodeRunner:
                 task.cancel()
             await asyncio.wait(tasks, timeout=CANCEL_S)
 
-    async def _run_one(self, episode: Episode, engine: asyncio.AbstractEventLoop, group: _Group) -> Response:
-        limit = asyncio.timeout(self.settings.timeout_s)
+    async def _run_one(self, episode: Episode, engine: asyncio.AbstractEventLoop, group: _Group) -> Episode:
         try:
-            async with limit:
-                episode.connect(self._sampler(episode.row.uid, engine, limit, group))
-                await self._loop.run(episode)
-            return episode.response()
+            return await self._attempt(episode, engine, group)
+        except AgentError as first:
+            try:
+                return await self._attempt(episode.again(first.kind), engine, group)
+            except AgentError as second:
+                same = str(first) == str(second)
+                before = "the same as at its first attempt" if same else f"At its first attempt:\n{first}"
+                raise AgentError(f"{second}\n({before})", second.kind) from None
+
+    async def _attempt(self, episode: Episode, engine: asyncio.AbstractEventLoop, group: _Group) -> Episode:
+        """Run an episode from its beginning.
+
+        Raises:
+            AgentError: it failed.
+        """
+        outside = whole = asyncio.timeout(None)
+        kind, problem = "error", ""
+        try:
+            async with self._places:  # its time begins once it has one
+                outside = asyncio.timeout(self.settings.timeout_s)
+                whole = asyncio.timeout(self.settings.episode_timeout_s)
+                async with whole, outside:
+                    sample = self._sampler(episode.row.uid, engine, outside, group)
+                    opener = functools.partial(self._endpoint, engine, sample)
+                    episode.connect(sample, None if self._gateway is None else opener)
+                    await self._loop.run(episode)
         except GrpoDistError:
             raise  # the engine's
+        except EpisodeEnded:
+            kind, problem = (
+                "turns",
+                f"run() asked for a turn more than {_AGENT}.max_assistant_turns, or there is room for",
+            )
         except asyncio.CancelledError as error:
             if group.aborted or group.ending:
                 raise
             problem = f"run() let a cancellation of its own out, CancelledError{self._line_of(error)}; catch it there"
         except USER_ERRORS as error:
-            if limit.expired():
-                problem = f"run() did not end within {TIMEOUT_KEY}={self.settings.timeout_s:g} s outside the engine"
+            if outside.expired():
+                kind, problem = "timeout", f"run() did not end within {self._limit('timeout_s')} outside the engine"
+            elif whole.expired():
+                kind, problem = "timeout", f"run() did not end within {self._limit('episode_timeout_s')}"
             else:
-                problem = f"run() raised {type(error).__name__}: {error}{self._line_of(error)}"
-        where = f"prompt {episode.row.uid}, episode {episode.index}, after turn {episode.num_turns}"
-        raise AgentError(f"agent loop {self._name}: {problem} ({where})")
+                problem = f"run() raised {type(error).__name__}: {error}{self._line_of(error)}\n{traceback_tail(error)}"
+        if kind != "error":
+            await self._cut_short(episode)
+        if not problem or (kind != "error" and self._can_be_scored(episode)):
+            kind, problem = self._fault(episode)
+        if problem:
+            where = f"prompt {episode.row.uid}, episode {episode.index}, after turn {episode.num_turns}"
+            raise AgentError(f"agent loop {self._name} ({where}): {problem}", kind)
+        return episode
+
+    def _limit(self, name: str) -> str:
+        return f"{_AGENT}.{name}={getattr(self.settings, name):g} s"
+
+    async def _cut_short(self, episode: Episode) -> None:
+        """Ask the loop for the reward of an episode that a limit has ended."""
+        episode.truncated = True
+        with contextlib.suppress(*USER_ERRORS):  # then there is none
+            async with asyncio.timeout(self.settings.timeout_s):
+                await self._loop.cut_short(episode)
+
+    def _can_be_scored(self, episode: Episode) -> bool:
+        return bool(episode.num_turns) and (episode.reward is not None or not self._loop.gives_reward)
+
+    def _fault(self, episode: Episode) -> tuple[str, str]:
+        """What is wrong with an episode whose loop has ended: the kind, and why; "": nothing."""
+        if episode.failure is not None:
+            return "failed", f"episode.fail: {episode.failure}"
+        try:
+            episode.response()
+            if episode.outcome() is None and self._loop.gives_reward:
+                return "error", "gives_reward is true, and run() has set no episode.reward"
+        except (RuntimeError, ValueError) as error:
+            return "error", str(error)
+        return "error", ""
 
     def _sampler(self, uid: str, engine: asyncio.AbstractEventLoop, limit: asyncio.Timeout, group: _Group) -> Sample:
         """Samples on the engine's event loop; the time that takes, waiting included, is not the agent loop's."""
@@ -151,22 +223,46 @@ class EpisodeRunner:
             group.aborted = group.aborted or responses is None
             return responses[0] if responses is not None else None
 
+        left, under_way = 0.0, 0  # calls at an endpoint may overlap
+
         async def sample(prompt: list[int], sampling: SamplingSettings) -> Response | None:
-            when = limit.when()
-            left = (when if when is not None else self._events.time()) - self._events.time()
-            limit.reschedule(None)
+            nonlocal left, under_way
+            if not under_way and (when := limit.when()) is not None:
+                left = when - self._events.time()
+                limit.reschedule(None)
+            under_way += 1
             try:
                 return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(request(prompt, sampling), engine))
             finally:
-                limit.reschedule(self._events.time() + left)
+                under_way -= 1
+                if not under_way and not limit.expired():
+                    limit.reschedule(self._events.time() + left)
 
         return sample
+
+    @contextlib.asynccontextmanager
+    async def _endpoint(
+        self, engine: asyncio.AbstractEventLoop, sample: Sample, recording: Recording
+    ) -> AsyncIterator[Endpoint]:
+        """An endpoint on the engine's event loop; its calls go by way of `sample`, on this one."""
+        gateway, here = self._gateway, self._events
+        assert gateway is not None
+
+        async def sample_here(prompt: list[int], sampling: SamplingSettings) -> Response | None:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(sample(prompt, sampling)), here))
+
+        opening = asyncio.run_coroutine_threadsafe(gateway.open(recording, sample_here), engine)
+        session = await asyncio.wrap_future(opening)
+        try:
+            yield Endpoint(f"{gateway.url}/v1", session.token)
+        finally:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(gateway.close(session), engine))
 
     async def _check_not_blocked(self) -> None:
         sign_of_life = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._events))
         if (await asyncio.wait({sign_of_life}, timeout=self.settings.timeout_s))[0]:
             return
-        raise AgentError(
+        raise EngineError(
             f"agent loop {self._name}: run() blocks its thread for more than {TIMEOUT_KEY}="
             f"{self.settings.timeout_s:g} s{self._blocked_line()}; await there, or use asyncio.to_thread"
         )
@@ -183,6 +279,10 @@ class EpisodeRunner:
         """Where the thread is, in the file of the user's class if it passes there."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return _last_line(traceback.extract_stack(frame), type(self._loop))
+
+
+async def _awaited(sampled: Awaitable[Response | None]) -> Response | None:
+    return await sampled
 
 
 def _last_line(stack: Sequence[traceback.FrameSummary], loop_class: type) -> str:

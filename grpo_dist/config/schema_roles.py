@@ -183,6 +183,12 @@ class AgentConfig(Section):
     default_agent_loop: Annotated[str, builtin_or_custom(AGENT_LOOPS)]
     agent_kwargs: dict[str, Any]
     timeout_s: PositiveFloat
+    episode_timeout_s: PositiveFloat | None
+    max_assistant_turns: Count | None
+    max_concurrent_episodes: Count | None
+    endpoint_kwargs: dict[str, Any]
+    max_failure_rate: Share
+    reward_function_weight: NonNegativeFloat
 
     @property
     def is_single_turn(self) -> bool:

@@ -187,13 +187,25 @@ TrainingSettings = ObjectiveSettings | PreferenceSettings | LabelSettings | SFTS
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """The agent loop that runs episodes: its class as `path/to/file.py:Class`, its keyword arguments, and the seconds
-    that an episode may spend outside the engine.
+    """The agent loop that runs episodes, and their limits; None: there is none.
+
+    Attributes:
+        name: its class as `path/to/file.py:Class`.
+        kwargs: its keyword arguments.
+        timeout_s: seconds that an episode may spend outside the engine.
+        episode_timeout_s: seconds that it may take in all.
+        max_assistant_turns: turns that it may have.
+        max_concurrent_episodes: how many may run at the same time.
+        endpoint_kwargs: arguments of vLLM's server, for the endpoint that a loop may open.
     """
 
     name: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = 600.0
+    episode_timeout_s: float | None = None
+    max_assistant_turns: int | None = None
+    max_concurrent_episodes: int | None = None
+    endpoint_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,13 @@ FIELDS: dict[str, Field] = {
     "prompt_length": Field("(N,)", "int64", "P_i", "rollout"),
     "num_turns": Field("(N,)", "int64", "turns: how often the policy generated a part of the response", "rollout"),
     "truncated": Field("(N,)", "int64", "1 where the response was cut at max_response_length", "rollout"),
+    "episode_reward": Field("(N,)", "float32", "reward that the agent loop gave; nan: it gave none", "rollout"),
+    "episode_step_rewards": Field(
+        "ragged (N, R_i)", "float32", "reward that the agent loop gave a step, on its last token; nan: none", "rollout"
+    ),
+    "first_failure": Field(
+        "(N,)", "object (str)", "kind of failure that ended the episode's first attempt; empty: none", "rollout"
+    ),
     "token_level_scores": Field(
         "ragged (N, R_i)", "float32", "raw reward; an outcome reward is on the last trained token", "reward"
     ),

@@ -37,11 +37,13 @@ class RowNeeds:
         ground_truth: whether it needs one: its argument of that name has no default value.
         needed: columns, or entries of extra_info, that it cannot do without.
         taken: all columns that it takes; None: whatever columns there are.
+        asked: whether there is a function to ask at all; not where an agent loop gives the reward.
     """
 
     ground_truth: bool = True
     needed: frozenset[str] = frozenset()
     taken: frozenset[str] | None = frozenset()
+    asked: bool = True
 
 
 @dataclass(frozen=True)

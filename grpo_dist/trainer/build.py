@@ -193,6 +193,7 @@ def build_trainer(
         model_scores=None if roles.reward_model is None else roles.reward_model.score,
         reward_timeout_s=reward.timeout_s,
         max_failure_rate=reward.max_failure_rate,
+        max_episode_failure_rate=config.actor_rollout_ref.rollout.agent.max_failure_rate,
     )
     sampling, val_sampling = sampling_settings(config)
     trainer = GRPOTrainer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from grpo_dist.agents import load_agent_loop
+from grpo_dist.agents.base import KEY as AGENT_KEY
 from grpo_dist.algorithms.advantage import ADVANTAGE
 from grpo_dist.algorithms.correction import KEY, read_bounds, read_rejections
 from grpo_dist.algorithms.kl import KL
@@ -16,6 +17,8 @@ from grpo_dist.rewards import load_reward_function
 from grpo_dist.rewards.base import RowNeeds
 from grpo_dist.rewards.components import chosen_components
 from grpo_dist.rewards.scorer import Scorer
+
+WEIGHT_KEY = "actor_rollout_ref.rollout.agent.reward_function_weight"
 
 
 def resolve_names(config: RunConfig) -> None:
@@ -48,9 +51,17 @@ def import_reward(config: RunConfig) -> RowNeeds:
 
     Raises:
         ConfigError: it does not exist, cannot be imported, hangs, exits its process, or lacks the components that gdpo
-            needs.
+            needs; or it is named and not asked, since the agent loop gives the reward.
     """
     algorithm, named = config.algorithm, config.custom_reward_function.path
+    agent = config.actor_rollout_ref.rollout.agent
+    if load_agent_loop(agent.default_agent_loop, agent.agent_kwargs).gives_reward and not agent.reward_function_weight:
+        if named is not None:
+            raise ConfigError(
+                f"custom_reward_function.path={shown(named)}: not asked, since {AGENT_KEY}={agent.default_agent_loop} "
+                f"gives the reward; set {WEIGHT_KEY} to how much of the function's score is added, or leave it out"
+            )
+        return RowNeeds(ground_truth=False, asked=False)
     if named is None:
         return load_reward_function(*config.reward_code).needs
     scorer = Scorer(*config.reward_code, timeout_s=config.reward.timeout_s)

@@ -60,7 +60,7 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
         tell("functions and classes named in the config: all found")
     with checks:
         needs = import_reward(config)
-        tell(f"reward: {_reward_names(config)}")
+        tell(f"reward: {_reward_names(config) if needs.asked else 'given by the agent loop'}")
     with checks:
         model = check_model(config, weights=not (rehearsal and is_on_the_hub(config.actor_rollout_ref.model.path)))
         _check_fit(config, model, machine)

@@ -115,8 +115,9 @@ def read_prompts(
         ConfigError: a data source has no scorer.
     """
     data, needs = config.data, needs or RowNeeds()
-    built_in, may_be_unnamed = None in config.reward_paths, data.reward_fn_key == SOURCE
-    unnamed = NO_DATA_SOURCE if may_be_unnamed and not config.needs_ground_truth else None
+    built_in, may_be_unnamed = needs.asked and None in config.reward_paths, data.reward_fn_key == SOURCE
+    needs_ground_truth = needs.asked and config.needs_ground_truth
+    unnamed = NO_DATA_SOURCE if may_be_unnamed and not needs_ground_truth else None
     prompts = load_prompts(
         files,
         key=key,
@@ -127,7 +128,7 @@ def read_prompts(
         answer_key=data.answer_key,
         prompt_template=data.prompt_template,
         data_source=data.data_source or unnamed,
-        needs_ground_truth=config.needs_ground_truth and needs.ground_truth,
+        needs_ground_truth=needs_ground_truth and needs.ground_truth,
         needs_source=built_in or not may_be_unnamed,
         needed=needs.needed,
         kept=needs.taken,

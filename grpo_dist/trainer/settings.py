@@ -211,6 +211,7 @@ def reward_settings(config: RunConfig) -> RewardSettings:
         timeout_s=config.reward.timeout_s,
         failure_score=config.reward.failure_score,
         overlong_penalty=penalty if buffer.enable else None,
+        function_weight=config.actor_rollout_ref.rollout.agent.reward_function_weight,
         step_separator=config.reward.step_separator if "step_mask" in target_settings(config).needs else None,
         label=config.reward_model.retrain.label if config.reward_model.is_retrained else None,
     )
@@ -288,7 +289,15 @@ def agent_settings(config: RunConfig) -> AgentSettings | None:
     agent = config.actor_rollout_ref.rollout.agent
     if agent.is_single_turn:
         return None
-    return AgentSettings(absolute(agent.default_agent_loop), agent.agent_kwargs, agent.timeout_s)
+    return AgentSettings(
+        absolute(agent.default_agent_loop),
+        agent.agent_kwargs,
+        agent.timeout_s,
+        agent.episode_timeout_s,
+        agent.max_assistant_turns,
+        agent.max_concurrent_episodes,
+        agent.endpoint_kwargs,
+    )
 
 
 def kl_controller(config: KLCtrlConfig) -> KLController:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,9 +45,9 @@ from grpo_dist.trainer.metrics import IdleShares, PeakMemory, batch_metrics, per
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.retraining import Retraining
 from grpo_dist.trainer.roles import Roles
-from grpo_dist.trainer.rollout.job import describe_failures
+from grpo_dist.trainer.rollout.job import RolloutJob, describe_failures
 from grpo_dist.trainer.rollout.pump import RolloutPump
-from grpo_dist.trainer.rollout.sampling import TrainingSampler
+from grpo_dist.trainer.rollout.sampling import Rollout, TrainingSampler
 from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.trainer.run_prompts import Prompts
 from grpo_dist.trainer.sample_log import SampleLog
@@ -174,7 +173,7 @@ class GRPOTrainer(TrainingLoop):
         self._requests, batch = result.requests, result.batch
         self.timings |= result.timings
         self.metrics |= result.metrics
-        self._show_failures(result.failures)
+        self._show_failures(result)
         self.metrics["reward/failure_rate"] = len(result.failures) / result.num_responses
         self.metrics |= staleness_metrics(batch, self.weight_version, self.staleness)
         return batch
@@ -275,12 +274,12 @@ class GRPOTrainer(TrainingLoop):
         requests = validation_requests(self.prompts.validation, self.val_sampling, self.config.trainer.seed)
         job = self.pump.submit(requests, first=True)
         await job.finished()
-        batch = DataProtoRef.concat(job.results())
-        self._show_failures(job.failures)
+        batch = job.batch()
+        self._show_failures(job)
         sources = {request.uid: request.task.data_source for request in requests}
         self.validated = validation_metrics(batch, sources, self.val_sampling.n)
         require_metric(self.config.trainer.keep_best_metric, self.validated)
-        self.metrics |= self.validated
+        self.metrics |= self.validated | job.episode_metrics("val-aux/agent")
         await self.samples.write("validation", self.step, batch, requests)
         if shown := await self.samples.read_some(self.step, batch, requests):
             self.trackers.log_samples(shown, self.step)
@@ -392,8 +391,8 @@ class GRPOTrainer(TrainingLoop):
             batches.extend(groups[part].reshape(-1) for part in parts)
         return batches
 
-    def _show_failures(self, failures: Sequence[str]) -> None:
-        """Count the responses that could not be scored, and show one of them."""
-        self.metrics["reward/failures"] = self.metrics.get("reward/failures", 0.0) + len(failures)
-        if failures:
-            self.progress.message(describe_failures(failures, self.config.reward.failure_score))
+    def _show_failures(self, found: Rollout | RolloutJob) -> None:
+        """Count the responses that could not be scored, show one of them, and one of the episodes that failed."""
+        self.metrics["reward/failures"] = self.metrics.get("reward/failures", 0.0) + len(found.failures)
+        for text in describe_failures(found.failures, found.failed, self.config.reward.failure_score):
+            self.progress.message(text)

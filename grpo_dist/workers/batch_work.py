@@ -31,7 +31,7 @@ from grpo_dist.workers.process import Process
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SAMPLE_COLUMNS = ("uid", "prompts", "responses", "score", "failure")
+SAMPLE_COLUMNS = ("uid", "prompts", "responses", "response_mask", "score", "failure")
 TARGET_COLUMNS = ("token_level_scores", "response_mask", "rollout_log_probs")
 
 
@@ -61,7 +61,7 @@ class BatchWork(Process):
         """
         data = batch.fetch(("uid", *TARGET_COLUMNS, *settings.columns))
         lengths = data["token_level_scores"].lengths
-        small = {name: torch.as_tensor(values) for name, values in batch.small.items() if name != "uid"}
+        small = {name: torch.as_tensor(values) for name, values in batch.small.items() if values.dtype.kind in "fiub"}
         components = {k.removeprefix(EXTRA): v for k, v in small.items() if k.startswith(EXTRA)}
         if "reward_components" in settings.needs:
             settings = self._with_components(settings, components)
@@ -110,10 +110,13 @@ class BatchWork(Process):
         """A dict per row: step, uid, input, output, gts (ground truth), score and, if known, advantage.
 
         Beside them stands what the reward function has returned besides the score, such as the score of each function
-        of several. A response that it failed on has `failure`, which says why; its score may be None.
+        of several. A response that it failed on has `failure`, which says why; its score may be None. The output of an
+        episode into which its environment put text is there in `parts` too: who wrote it ("policy" or "environment"),
+        and what.
         """
         data = batch.fetch(SAMPLE_COLUMNS)
         prompts, responses = self._decode(data["prompts"]), self._decode(data["responses"])
+        written = list(zip(data["responses"].rows(), data["response_mask"].rows(), strict=True))
         advantages = batch.small.get("advantage_mean")
         extras = {name.removeprefix(EXTRA): each for name, each in batch.small.items() if name.startswith(EXTRA)}
         samples = []
@@ -122,6 +125,7 @@ class BatchWork(Process):
             score, failure = float(data["score"][i]), data["failure"][i]
             row |= {"gts": ground_truths[uid], "score": None if math.isnan(score) else score}
             row |= {"failure": failure} if failure else {}
+            row |= self._parts(*written[i])
             row |= {"advantage": float(advantages[i])} if advantages is not None else {}
             values = {name: float(each[i]) for name, each in extras.items() if name not in row}
             samples.append(row | {name: value for name, value in values.items() if not math.isnan(value)})
@@ -189,6 +193,17 @@ class BatchWork(Process):
         """
         data = DataProto.load(path)
         return {name: np.asarray(data[name]) for name in small}, data
+
+    def _parts(self, response: torch.Tensor, mask: torch.Tensor) -> dict[str, list[list[str]]]:
+        """Who wrote which part of a response, if not all of it is the policy's."""
+        if mask.bool().all():
+            return {}
+        lengths = torch.unique_consecutive(mask, return_counts=True)[1].tolist()
+        texts = self.tokenizer.batch_decode(
+            [part.tolist() for part in response.split(lengths)], skip_special_tokens=True
+        )
+        names = ["policy" if part[0] else "environment" for part in mask.split(lengths)]
+        return {"parts": [[name, text] for name, text in zip(names, texts, strict=True)]}
 
     def _decode(self, column: Ragged) -> list[str]:
         return self.tokenizer.batch_decode([row.tolist() for row in column.rows()], skip_special_tokens=True)

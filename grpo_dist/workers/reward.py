@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.batch_work import BatchWork
 from grpo_dist.workers.process import use_threads
 
+EPISODE_STEPS = frozenset({"episode_step_rewards"})  # a column that only episodes have
 TEXT_CONTEXT = 4  # tokens before one that can change how it is written
 
 
@@ -45,10 +46,11 @@ class OverlongPenalty:
 class RewardSettings:
     """What a reward worker is built from: the tokenizer's folder, and the reward function (path None: built-in).
 
-    A call of the function may take `timeout_s` seconds; a response that it fails on earns `failure_score` (None: it has
-    no score, and does not train). With a
-    `step_separator` the steps between separators have rewards of their own (rewards/steps.py). `label` names the value
-    of the function that says which responses, or which of their steps, are good: for a reward model that is retrained.
+    A call of the function may take `timeout_s` seconds; a response that it fails on earns `failure_score` (None: it
+    has no score, and does not train). Where an episode brings a reward of its own, `function_weight` of the function's
+    score is added to it; at 0 the function is not called. With a `step_separator` the steps between separators have
+    rewards of their own (rewards/steps.py). `label` names the value of the function that says which responses, or
+    which of their steps, are good: for a reward model that is retrained.
     """
 
     tokenizer_path: str
@@ -58,6 +60,7 @@ class RewardSettings:
     reward_kwargs: dict[str, Any]
     timeout_s: float = 60.0
     failure_score: float | None = None
+    function_weight: float = 0.0
     overlong_penalty: OverlongPenalty | None = None
     step_separator: str | None = None
     label: str | None = None
@@ -99,7 +102,7 @@ class RewardWorker(BatchWork):
             self.find_model(settings.tokenizer_path), trust_remote_code=settings.trust_remote_code
         )
         self.overlong_penalty, self.step_separator = settings.overlong_penalty, settings.step_separator
-        self.label = settings.label
+        self.label, self.function_weight = settings.label, settings.function_weight
         self.failure_score = math.nan if settings.failure_score is None else settings.failure_score
         self.function_name = settings.function_name
         self.scorer = Scorer(
@@ -133,20 +136,22 @@ class RewardWorker(BatchWork):
             RewardError: the function returned step scores that do not fit the steps, or no value of the name `label`.
         """
         started = time.monotonic()
-        data = batch.fetch(("responses", "response_mask"))
+        data = batch.fetch(("responses", "response_mask", *EPISODE_STEPS.intersection(batch.columns)))
+        given = batch.small.get("episode_reward", np.full(len(data), np.nan, np.float32))
         ends = np.cumsum(sizes)
         parts = [
-            self._score_group(data.index(np.arange(end - size, end)), task)
+            self._score_group(data.index(np.arange(end - size, end)), task, given[end - size : end])
             for size, end, task in zip(sizes, ends, tasks, strict=True)
         ]
         found = [(label, failures) for label, failures, _ in parts]
         scored = DataProto.concat([each for *_, each in parts])
         return (found, self.scorer.printed.take(), time.monotonic() - started), scored
 
-    def _score_group(self, data: DataProto, task: Task) -> tuple[Label, list[str], DataProto]:
+    def _score_group(self, data: DataProto, task: Task, given: np.ndarray) -> tuple[Label, list[str], DataProto]:
+        """Score a group whose episodes have brought the rewards `given`, nan where one has brought none."""
         responses, mask = data["responses"], data["response_mask"]
         texts = self._decode(responses)
-        results = self._score_texts(texts, task)
+        results = self._with_rewards(texts, task, given)
         failures = [result.failure for result in results]
         scores = torch.tensor([result.score for result in results], dtype=torch.float32)
         penalties = torch.zeros_like(scores)
@@ -164,7 +169,8 @@ class RewardWorker(BatchWork):
         if self.step_separator is None:
             columns["token_level_scores"] = on_last_token(scores + penalties, responses, mask)
         else:
-            steps, columns["step_mask"] = self._on_steps(results, responses)
+            given_steps = data["episode_step_rewards"].rows() if "episode_step_rewards" in data.columns() else ()
+            steps, columns["step_mask"] = self._on_steps(results, responses, given_steps)
             penalty = on_last_token(penalties, responses)
             columns["token_level_scores"] = Ragged(steps.values + penalty.values, steps.offsets)
         if self.label is not None and not task.validation:
@@ -174,13 +180,25 @@ class RewardWorker(BatchWork):
         label = Label(label.columns, label.small | extras, label.num_rows)
         return label, [failure for failure in failures if failure], scored
 
-    def _score_texts(self, texts: Sequence[str], task: Task) -> list[RewardResult]:
+    def _with_rewards(self, texts: Sequence[str], task: Task, given: np.ndarray) -> list[RewardResult]:
+        """The results of the reward function, where it is asked, and of the episodes."""
+        asked = [i for i in range(len(texts)) if self.function_weight or np.isnan(given[i])]
+        results = [RewardResult(float(reward), {}) for reward in given]
+        for i, found in zip(asked, self._score_texts([texts[i] for i in asked], task, asked), strict=True):
+            own = not np.isnan(given[i])
+            results[i] = replace(found, score=float(given[i]) + self.function_weight * found.score) if own else found
+        return results
+
+    def _score_texts(self, texts: Sequence[str], task: Task, rows: Sequence[int]) -> list[RewardResult]:
+        """Call the function for the texts of these rows of a group."""
+        if not texts:
+            return []
         from grpo_dist.rewards.forms import Failure, Sample
 
         said = task.model_scores.items()
         model_scores = [
             {name: list(values[i]) if name == RM_STEP_SCORES else float(values[i]) for name, values in said}
-            for i in range(len(texts))
+            for i in rows
         ]
         samples = [
             Sample(text, task.data_source, task.ground_truth, extra, task.messages, task.columns, task.is_text)
@@ -212,14 +230,24 @@ class RewardWorker(BatchWork):
             rows.append([value > 0.5 for value in found or ()])
         return Ragged.from_rows(rows, torch.int8)
 
-    def _on_steps(self, results: Sequence[RewardResult], responses: Ragged) -> tuple[Ragged, Ragged]:
-        """Each step's score on its last token, and their mask; without `step_scores` the response is one step."""
+    def _on_steps(
+        self, results: Sequence[RewardResult], responses: Ragged, given: Sequence[torch.Tensor]
+    ) -> tuple[Ragged, Ragged]:
+        """Each step's score on its last token, and their mask; without `step_scores` the response is one step.
+
+        `given` are the rewards that the episodes gave their steps, nan elsewhere; they stand as they are.
+        """
         from grpo_dist.rewards.steps import step_ends
 
         assert self.step_separator is not None
         scores, mask = (torch.zeros(len(responses.values), dtype=dtype) for dtype in (torch.float32, torch.int8))
-        for result, row, start in zip(results, responses.rows(), responses.offsets.tolist(), strict=False):
+        starts = responses.offsets.tolist()
+        for i, (result, row, start) in enumerate(zip(results, responses.rows(), starts, strict=False)):
             if not len(row):  # no token to carry a score
+                continue
+            if len(given) and not given[i].isnan().all():
+                rewarded = (~given[i].isnan()).nonzero().flatten()
+                scores[start + rewarded], mask[start + rewarded] = given[i][rewarded], 1
                 continue
             texts = self._token_texts(row.tolist())
             ends = step_ends(texts, self.step_separator) if result.step_scores is not None else [len(row) - 1]

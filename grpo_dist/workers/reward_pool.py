@@ -26,7 +26,7 @@ from grpo_dist.workers.event_loop import give
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.pool import Pool
 from grpo_dist.workers.restarts import RestartBudget
-from grpo_dist.workers.reward import Task
+from grpo_dist.workers.reward import EPISODE_STEPS, Task
 
 # Groups that come together are scored in one call, as many as take about this long, and at most so many: a Ray call
 # takes as long as a quick reward function needs for some groups.
@@ -75,7 +75,7 @@ class RewardPool(Pool):
         Raises:
             GrpoDistError: an error that would occur in every process, or the restart budget is used up.
         """
-        inputs = group.select(("responses", "response_mask"))
+        inputs = group.select(("responses", "response_mask", *EPISODE_STEPS.intersection(group.columns)))
         loop = asyncio.get_running_loop()
         if not self._unscored:
             loop.call_soon(self._score_waiting)

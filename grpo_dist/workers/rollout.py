@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,12 +13,14 @@ import numpy as np
 import ray
 import torch
 
-from grpo_dist.agents.episode import Episode, Row
+from grpo_dist.agents.episode import NO_VERSION, Episode, Row
+from grpo_dist.agents.gateway import Gateway
 from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.data.tokenize import load_tokenizer
 from grpo_dist.engines.base import EngineLoad, Footprint, Response, RolloutEngine, check_responses, rollout_engine
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings
 from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.workers.batch_ref import Label
 from grpo_dist.workers.mailbox import Mailbox
@@ -34,6 +37,8 @@ SMALL_COLUMNS = (
     "weight_version",
     "last_weight_version",
 )
+# With an agent loop also these.
+EPISODE_COLUMNS = ("episode_reward", "first_failure")
 
 
 class RolloutWorker(Mailbox, Process):
@@ -41,6 +46,7 @@ class RolloutWorker(Mailbox, Process):
 
     engine: RolloutEngine
     runner: EpisodeRunner | None = None
+    gateway: Gateway | None = None
 
     async def start(self, settings: EngineSettings) -> Footprint | None:
         """Start the engine, and the agent loop if there is one; returns the memory that it took of its GPUs."""
@@ -59,7 +65,9 @@ class RolloutWorker(Mailbox, Process):
         assert settings.agent is not None
         self.tokenizer = load_tokenizer(settings.model_path, trust_remote_code=settings.trust_remote_code)
         self.episodes: dict[str, asyncio.Task] = {}  # by group
-        self.runner = EpisodeRunner(settings.agent, self.engine.generate)
+        make_app = getattr(self.engine, "openai_app", None)
+        self.gateway = None if make_app is None else Gateway(make_app)
+        self.runner = EpisodeRunner(settings.agent, self.engine.generate, self.gateway)
         with printing_to(self.printed):
             await self.runner.start()
 
@@ -72,10 +80,14 @@ class RolloutWorker(Mailbox, Process):
             ((label of the group; the engine's load), the group, a row per response). An aborted group is None, and so
             is its label.
         """
-        if self.runner is None:  # one request: the prompt is computed once
-            responses = await self.engine.generate(prompt.tolist(), sampling, uid)
-        else:
-            responses = await self._run_episodes(self.runner, uid, prompt, sampling, task)
+        if self.runner is not None:
+            episodes = await self._run_episodes(self.runner, uid, prompt, sampling, task)
+            if episodes is None:
+                return (None, self.engine.load), None
+            data = episodes_batch(uid, episodes)
+            label = Label.of(data, (*SMALL_COLUMNS, *EPISODE_COLUMNS))
+            return (replace(label, small=label.small | episode_metrics(episodes)), self.engine.load), data
+        responses = await self.engine.generate(prompt.tolist(), sampling, uid)  # one: the prompt is computed once
         if responses is None:
             return (None, self.engine.load), None
         check_responses(self.engine, responses, sampling.n)
@@ -84,12 +96,13 @@ class RolloutWorker(Mailbox, Process):
 
     async def _run_episodes(
         self, runner: EpisodeRunner, uid: str, prompt: np.ndarray, sampling: SamplingSettings, task: Task | None
-    ) -> list[Response] | None:
-        """The responses of `sampling.n` episodes that run side by side; None if the group was aborted."""
+    ) -> list[Episode] | None:
+        """`sampling.n` episodes that run side by side, finished; None if the group was aborted."""
         row = Row(uid, prompt.tolist())
         if task is not None:  # all but the ground truth
             row = replace(row, messages=task.messages, data_source=task.data_source, extra_info=task.extra_info)
         common: dict[str, Any] = {"tokenizer": self.tokenizer, "max_model_len": self.engine.settings.max_model_len}
+        common["max_turns"] = runner.settings.max_assistant_turns
         episodes = [Episode(row, sampling, index=i, **common) for i in range(sampling.n)]
         with printing_to(self.printed):  # the task goes on in it, and so does the loop's thread
             self.episodes[uid] = asyncio.create_task(runner.run(episodes))
@@ -133,6 +146,8 @@ class RolloutWorker(Mailbox, Process):
         """Stop the engine and the agent loop."""
         if self.runner is not None:
             self.runner.stop()
+            if self.gateway is not None:
+                await self.gateway.stop()
         self.engine.shutdown()
 
 
@@ -161,3 +176,55 @@ def group_batch(uid: str, prompt: np.ndarray, responses: Sequence[Response]) -> 
         },
         {"uid": [uid] * n},
     )
+
+
+def episodes_batch(uid: str, episodes: Sequence[Episode]) -> DataProto:
+    """The episodes of a prompt as a batch, with the rewards that they were given.
+
+    The prompt is what all have in common of theirs, since agents at an endpoint may write their own; what one has
+    behind it stands before its response, and does not train.
+    """
+    shared = common_prefix([episode.prompt_ids for episode in episodes])
+    responses = [_behind(episode, len(shared)) for episode in episodes]
+    steps = [
+        [episode.step_rewards.get(i + len(shared) - len(episode.prompt_ids), math.nan) for i in range(len(r.token_ids))]
+        for episode, r in zip(episodes, responses, strict=True)
+    ]
+    rewards = [episode.outcome() for episode in episodes]
+    columns: dict[str, Any] = {
+        "episode_reward": torch.tensor([math.nan if each is None else each for each in rewards], dtype=torch.float32),
+        "episode_step_rewards": Ragged.from_rows(steps, torch.float32),
+    }
+    given = DataProto.from_dict(columns, {"first_failure": [episode.first_failure for episode in episodes]})
+    return group_batch(uid, np.array(shared, np.int32), responses).union(given)
+
+
+def common_prefix(rows: Sequence[list[int]]) -> list[int]:
+    """The tokens that all rows begin with."""
+    first, last = min(rows), max(rows)  # in the order of words, so that all others are between them
+    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return list(first[:same])
+
+
+def _behind(episode: Episode, start: int) -> Response:
+    """The response with what the prompt has from `start` on."""
+    response, put_in = episode.response(), episode.prompt_ids[start:]
+    if not put_in:
+        return response
+    count = len(put_in)
+    return replace(
+        response,
+        token_ids=put_in + response.token_ids,
+        log_probs=[0.0] * count + response.log_probs,
+        weight_versions=[NO_VERSION] * count + response.weight_versions,
+        mask=[0] * count + (response.mask or []),
+    )
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> dict[str, np.ndarray]:
+    """The metrics of episodes by column, nan where one has none of that name."""
+    names = dict.fromkeys(name for episode in episodes for name in episode.metrics)
+    return {
+        EXTRA + name: np.array([episode.metrics.get(name, np.nan) for episode in episodes], np.float32)
+        for name in names
+    }

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from grpo_dist.agents import Episode, Row
-from grpo_dist.agents.episode import NO_VERSION
+from grpo_dist.agents.episode import NO_VERSION, EpisodeEnded
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from tests.agents.fakes import END, Characters, Writer
@@ -17,11 +17,15 @@ from tests.messages import refuses
 PROMPT = [ord(character) for character in "Q:"]
 
 
-def make(writer: Writer, *, index: int = 0, max_model_len: int = 100, **changes: object) -> Episode:
+def make(
+    writer: Writer, *, index: int = 0, max_model_len: int = 100, max_turns: int | None = None, **changes: object
+) -> Episode:
     values = {"n": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 20, "seed": 100}
     sampling = SamplingSettings(**(values | changes))  # type: ignore[arg-type]
     row = Row("p3", PROMPT, [{"role": "user", "content": "Q:"}], "sums", {"index": 3})
-    episode = Episode(row, sampling, index=index, tokenizer=Characters(), max_model_len=max_model_len)
+    episode = Episode(
+        row, sampling, index=index, tokenizer=Characters(), max_model_len=max_model_len, max_turns=max_turns
+    )
     episode.connect(writer.sample)
     return episode
 
@@ -159,3 +163,64 @@ def test_an_aborted_turn_cannot_be_survived() -> None:
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(stubborn(episode))
     assert episode.token_ids == []
+
+
+def test_rewards_of_steps_sit_on_the_last_sampled_token_and_add_up() -> None:
+    async def run(episode: Episode) -> None:
+        with refuses(RuntimeError, "add_step_reward", "sampled"):
+            episode.add_step_reward(1.0)
+        await episode.generate(stop="=")
+        episode.append("2")
+        episode.add_step_reward(0.5)
+        episode.add_step_reward(0.25)
+        await episode.generate()
+        episode.add_step_reward(-1.0)
+
+    episode = make(Writer("1+1=", "!"))
+    assert play(episode, run).mask == [1, 1, 1, 1, 0, 1, 1]
+    assert episode.step_rewards == {3: 0.75, 6: -1.0}
+    assert episode.outcome() == -0.25
+    episode.reward = 2
+    assert episode.outcome() == 2.0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", None])
+def test_rewards_and_metrics_are_finite_numbers(value: object) -> None:
+    episode = make(Writer("a"))
+    episode.metrics = {"moves": value}  # type: ignore[dict-item]
+    with refuses(ValueError, "metrics['moves']", "finite"):
+        episode.outcome()
+    episode.metrics, episode.reward = {}, value  # type: ignore[assignment]
+    if value is None:
+        assert episode.outcome() is None
+    else:
+        with refuses(ValueError, "episode.reward", "finite"):
+            episode.outcome()
+
+
+def test_a_loop_that_goes_on_without_end_is_ended() -> None:
+    async def forever(episode: Episode) -> None:
+        while True:
+            await episode.generate()
+
+    limited = make(Writer(*"abcdef"), max_turns=3)
+    with pytest.raises(EpisodeEnded):
+        play(limited, forever)
+    assert limited.num_turns == 3
+    full = make(Writer(*["word"] * 10))  # 5 tokens a turn, room for 20
+    with pytest.raises(EpisodeEnded):
+        play(full, forever)
+    assert (full.num_turns, full.truncated, full.room) == (4, True, 0)
+
+
+def test_again_starts_from_the_beginning_with_the_same_seeds() -> None:
+    writer = Writer("1+1=", "!", "1+1=", "!")
+    first = make(writer, index=2)
+    play(first, call_and_answer)
+    first.reward = 1.0
+    second = first.again("timeout")
+    second.connect(writer.sample)
+    assert (second.token_ids, second.reward, second.first_failure, second.index) == ([], None, "timeout", 2)
+    play(second, call_and_answer)
+    seeds = [sampling.seed for _, sampling in writer.asked]
+    assert seeds[:2] == seeds[2:]

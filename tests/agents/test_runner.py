@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from grpo_dist.engines.settings import AgentSettings, SamplingSettings
 from grpo_dist.errors import AgentError, ConfigError, EngineError
 from grpo_dist.rewards.output_lines import OutputLines, printing_to
 from tests.agents.fakes import Characters, Writer
-from tests.messages import refuses
+from tests.messages import refuses, says
 
 LOOPS = """
 import asyncio
@@ -27,7 +28,7 @@ from grpo_dist.agents import AgentLoop
 
 
 class Tool(AgentLoop):
-    cleaned = 0
+    cleaned = running = most = 0
 
     def __init__(self, mode="answer", api_key=None):
         if mode == "broken":
@@ -68,6 +69,34 @@ class Tool(AgentLoop):
         asyncio.get_running_loop().call_soon(task.cancel)
         await task
 
+    async def once(self, episode):
+        if not episode.first_failure:
+            raise OSError("server restarts")
+        await self.answer(episode)
+
+    async def give_up(self, episode):
+        episode.fail("no free port")
+
+    async def give_up_once(self, episode):
+        if not episode.first_failure:
+            episode.fail("no free port")
+
+    async def reward(self, episode):
+        episode.reward, episode.metrics = float(episode.index), {"moves": 2}
+
+    async def no_reward(self, episode):
+        episode.reward = float("nan")
+
+    async def forever(self, episode):
+        while True:
+            await episode.generate()
+
+    async def count(self, episode):
+        Tool.running += 1
+        Tool.most = max(Tool.most, Tool.running)
+        await asyncio.sleep(0.01)
+        Tool.running -= 1
+
     async def no_text(self, episode):
         episode.append(3)  # its line is told, and not ours
 
@@ -76,6 +105,14 @@ class Tool(AgentLoop):
 
     async def task_leaves(self, episode):
         await asyncio.create_task(self.leave(episode))
+
+
+class Judge(Tool):
+    gives_reward = True
+
+    async def cut_short(self, episode):
+        if self.mode == "forever":
+            episode.reward = -1.0
 """
 
 
@@ -85,9 +122,11 @@ def line_of(text: str) -> int:
 
 
 @asynccontextmanager
-async def runner(folder: Path, generate: object, mode: str, timeout_s: float = 30.0) -> AsyncIterator[EpisodeRunner]:
+async def runner(
+    folder: Path, generate: object, mode: str, timeout_s: float = 30.0, name: str = "Tool", **limits: Any
+) -> AsyncIterator[EpisodeRunner]:
     (folder / "tool.py").write_text(LOOPS)
-    settings = AgentSettings(f"{folder}/tool.py:Tool", {"mode": mode, "api_key": "SECRET123"}, timeout_s)
+    settings = AgentSettings(f"{folder}/tool.py:{name}", {"mode": mode, "api_key": "SECRET123"}, timeout_s, **limits)
     made = EpisodeRunner(settings, generate)  # type: ignore[arg-type]
     try:
         await made.start()
@@ -96,10 +135,14 @@ async def runner(folder: Path, generate: object, mode: str, timeout_s: float = 3
         made.stop()
 
 
-def episodes(count: int = 4) -> list[Episode]:
+def episodes(count: int = 4, **limits: Any) -> list[Episode]:
     sampling = SamplingSettings(count, 1.0, 1.0, -1, 30, 5)
     row = Row("step1-prompt9", [1, 2])
-    return [Episode(row, sampling, index=i, tokenizer=Characters(), max_model_len=90) for i in range(count)]
+    return [Episode(row, sampling, index=i, tokenizer=Characters(), max_model_len=90, **limits) for i in range(count)]
+
+
+def responses_of(finished: list[Episode]) -> list[Response]:
+    return [episode.response() for episode in finished]
 
 
 def in_loop(test: Callable[[], Awaitable[object]]) -> object:
@@ -111,7 +154,7 @@ def test_responses_come_in_order_whoever_is_done_first(tmp_path: Path) -> None:
         writer = Writer(*["1+1=" for _ in range(4)])
         async with runner(tmp_path, writer.generate, "answer") as made:
             with printing_to(lines):
-                return await made.run(episodes())
+                return responses_of(await made.run(episodes()))
 
     lines = OutputLines()
     responses = in_loop(test)
@@ -130,7 +173,7 @@ def test_sampling_runs_where_run_was_called_and_costs_no_time_of_the_loop(tmp_pa
             return await writer.generate(*args)  # type: ignore[arg-type]
 
         async with runner(tmp_path, slow, "answer", timeout_s=3.0) as made:
-            return await made.run(episodes(1))
+            return responses_of(await made.run(episodes(1)))
 
     assert len(in_loop(test)) == 1  # type: ignore[arg-type]
 
@@ -141,11 +184,9 @@ def test_sampling_runs_where_run_was_called_and_costs_no_time_of_the_loop(tmp_pa
         (
             "fail",
             30,
-            ["tool.py:Tool: run()", "KeyError: 'calculator'", "tool.py:", "step1-prompt9"],
+            ["tool.py:Tool", "run()", "KeyError: 'calculator'", "tool.py:", "step1-prompt9"],
         ),
         ("fail", 30, ["episode 2", "turn 1"]),
-        ("hang", 3, ["Tool: run()", "agent.timeout_s=3", "step1-prompt9"]),
-        ("block", 3, ["Tool: run()", "thread", "timeout_s=3", "tool.py:", "await"]),
         ("own_timeout", 30, ["run()", "TimeoutError"]),
         (
             "own_cancel",
@@ -157,15 +198,120 @@ def test_sampling_runs_where_run_was_called_and_costs_no_time_of_the_loop(tmp_pa
         ("task_leaves", 30, ["run()", "SystemExit: 3", "tool.py:", "step1-prompt9", "episode"]),
     ],
 )
-def test_failures_are_named_and_end_the_group(tmp_path: Path, mode: str, timeout_s: float, parts: list[str]) -> None:
+def test_failures_are_named_and_after_a_second_time_end_the_group(
+    tmp_path: Path, mode: str, timeout_s: float, parts: list[str]
+) -> None:
     async def test() -> None:
-        async with runner(tmp_path, Writer(*["1+1="] * 4).generate, mode, timeout_s) as made:
+        async with runner(tmp_path, Writer(*["1+1="] * 16).generate, mode, timeout_s) as made:
             await made.run(episodes())
 
     began = time.perf_counter()
     with refuses(AgentError, *parts):
         in_loop(test)
     assert time.perf_counter() - began < 25, "the others are not waited for"
+
+
+def test_a_loop_that_blocks_its_thread_is_named_and_its_process_must_go(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with runner(tmp_path, Writer(*["1+1="] * 4).generate, "block", 3.0) as made:
+            await made.run(episodes())
+
+    with refuses(EngineError, "Tool: run()", "thread", "timeout_s=3", "tool.py:", "await"):
+        in_loop(test)
+
+
+FIRST = {"once": ["1+1="], "give_up_once": ["1+1=", ""]}  # turns of the attempt that fails
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "text"), [("once", "error", b"1+1=0\0"), ("give_up_once", "failed", b"1+1=\0")]
+)
+def test_an_episode_that_fails_is_run_once_more(tmp_path: Path, mode: str, kind: str, text: bytes) -> None:
+    async def test() -> list[Episode]:
+        async with runner(tmp_path, Writer(*FIRST[mode], "1+1=", "").generate, mode) as made:
+            return await made.run(episodes(1))
+
+    (episode,) = in_loop(test)  # type: ignore[misc]
+    assert (episode.first_failure, bytes(episode.response().token_ids)) == (kind, text)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "parts"),
+    [("give_up", "failed", ["episode.fail", "free port"]), ("no_reward", "error", ["episode.reward", "finite"])],
+)
+def test_what_fails_twice_has_its_reason(tmp_path: Path, mode: str, kind: str, parts: list[str]) -> None:
+    async def test() -> None:
+        async with runner(tmp_path, Writer(*["1+1=", ""] * 2).generate, mode) as made:
+            await made.run(episodes(1))
+
+    with pytest.raises(AgentError) as caught:
+        in_loop(test)
+    says(str(caught.value), *parts, "first", "step1-prompt9")
+    assert caught.value.kind == kind  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("name", "mode"), [("Tool", "reward"), ("Judge", "reward")])
+def test_the_reward_that_a_loop_gives(tmp_path: Path, name: str, mode: str) -> None:
+    async def test() -> list[Episode]:
+        async with runner(tmp_path, Writer(*["1+1="] * 4).generate, mode, name=name) as made:
+            return await made.run(episodes())
+
+    found: list[Episode] = in_loop(test)  # type: ignore[assignment]
+    assert [episode.outcome() for episode in found] == [0.0, 1.0, 2.0, 3.0]
+    assert found[0].metrics == {"moves": 2.0}
+
+
+def test_a_loop_that_promises_a_reward_must_give_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with runner(tmp_path, Writer(*["1+1="] * 8).generate, "answer", name="Judge") as made:
+            await made.run(episodes())
+
+    with refuses(AgentError, "Judge", "gives_reward", "episode.reward"):
+        in_loop(test)
+
+
+@pytest.mark.parametrize("limits", [{}, {"episode_timeout_s": 0.5}], ids=["outside the engine", "in all"])
+@pytest.mark.parametrize("name", ["Tool", "Judge"])
+def test_what_takes_too_long_is_truncated_and_scored_if_it_can_be(
+    tmp_path: Path, name: str, limits: dict[str, float]
+) -> None:
+    """The reward function can score any response; where the loop gives the reward, only the loop can."""
+
+    async def test() -> list[Episode]:
+        writer = Writer(*["1+1="] * 4)
+        timeout_s = 30.0 if limits else 0.5
+        async with runner(tmp_path, writer.generate, "hang", timeout_s, name=name, **limits) as made:
+            return await made.run(episodes(2))
+
+    if name == "Judge":
+        key = "episode_timeout_s=0.5" if limits else "agent.timeout_s=0.5"
+        with pytest.raises(AgentError) as caught:
+            in_loop(test)
+        says(str(caught.value), "Judge", key)
+        assert caught.value.kind == "timeout"
+        return
+    found: list[Episode] = in_loop(test)  # type: ignore[assignment]
+    assert [(episode.truncated, episode.num_turns, episode.first_failure) for episode in found] == [(True, 1, "")] * 2
+
+
+def test_a_loop_that_asks_for_ever_more_turns_is_ended_and_scored(tmp_path: Path) -> None:
+    async def test() -> list[Episode]:
+        writer = Writer(*["1+1="] * 9)
+        async with runner(tmp_path, writer.generate, "forever", name="Judge", max_assistant_turns=3) as made:
+            return await made.run(episodes(1, max_turns=3))
+
+    (episode,) = in_loop(test)  # type: ignore[misc]
+    assert (episode.num_turns, episode.truncated, episode.outcome(), episode.first_failure) == (3, True, -1.0, "")
+
+
+@pytest.mark.parametrize(("limit", "most"), [(None, 4), (2, 2), (1, 1)])
+def test_so_many_episodes_run_at_the_same_time(tmp_path: Path, limit: int | None, most: int) -> None:
+    async def test() -> int:
+        async with runner(tmp_path, Writer(*["1+1="] * 4).generate, "count", max_concurrent_episodes=limit) as made:
+            await made.run(episodes())
+            return type(made._loop).most  # type: ignore[attr-defined]
+
+    assert in_loop(test) == most
 
 
 def test_an_error_of_the_engine_stays_what_it_is(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from grpo_dist.config.load import load_config
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.errors import AgentError
 from grpo_dist.trainer.checkpoint.finished_groups import Group
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.sampling import TrainingSampler
@@ -39,6 +40,7 @@ class InstantPump:
 
     def __init__(self, scores: dict[int, list[float]]) -> None:
         self.scores, self.requests, self.late = scores, [], ()
+        self.failing: dict[Any, str] = {}  # (prompt i, or its greedy response) -> kind
         self.accuracies = {index: [float(score > 0) for score in row] for index, row in scores.items()}
         self.objects: list[tuple[str, weakref.ref]] = []
 
@@ -57,6 +59,10 @@ class InstantPump:
             greedy = request.sampling.temperature == 0
             index = request.task.extra_info["index"]
             scores, accuracies = ([9.0], [1.0]) if greedy else (self.scores[index], self.accuracies[index])
+            if kind := self.failing.get(("greedy", index) if greedy else index):
+                job.failed.append(AgentError("it failed", kind))
+                job.failed_episodes[kind] += 1
+                continue
             rows, uid = len(scores), {"uid": np.array([request.uid] * len(scores))}
             job.groups[i] = DataProtoRef((stored("responses", rows),), uid, rows)
             small = {"score": np.array(scores), "reward_extra/acc": np.array(accuracies)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import ray
@@ -39,13 +40,23 @@ RESPONSES = [[5, 6, 2], [6, 2], [5]]
 TASK = Task("words", "w5", {"index": 3})
 
 
-def put(responses: list[list[int]], masks: list[list[int]] | None = None) -> DataProtoRef:
+def put(
+    responses: list[list[int]],
+    masks: list[list[int]] | None = None,
+    rewards: list[float] | None = None,
+    steps: list[list[float]] | None = None,
+) -> DataProtoRef:
+    """Responses, and the rewards that their episodes and the steps of those were given, if they are episodes."""
     masks = [[1] * len(response) for response in responses] if masks is None else masks
-    columns = {
+    columns: dict[str, Any] = {
         "responses": Ragged.from_rows(responses, torch.int32),
         "response_mask": Ragged.from_rows(masks, torch.int8),
     }
-    return DataProtoRef.put(DataProto.from_dict(columns), small=())
+    if rewards is None:
+        return DataProtoRef.put(DataProto.from_dict(columns), small=())
+    columns["episode_reward"] = torch.tensor(rewards)
+    columns["episode_step_rewards"] = Ragged.from_rows(steps or [[math.nan] * len(r) for r in responses], torch.float32)
+    return DataProtoRef.put(DataProto.from_dict(columns), small=("episode_reward",))
 
 
 def rows(column: Ragged) -> list[list[float]]:

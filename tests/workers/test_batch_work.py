@@ -121,11 +121,12 @@ def test_gdpo_compares_what_the_function_declares(
 
 
 # --- samples -----------------------------------------------------------------------------------------------------
-def sample_batch() -> DataProtoRef:
+def sample_batch(masks: list[list[int]] | None = None) -> DataProtoRef:
     data = DataProto.from_dict(
         {
             "prompts": Ragged.from_rows([[7, 8]] * 3, torch.int32),
             "responses": Ragged.from_rows(RESPONSES, torch.int32),
+            "response_mask": Ragged.from_rows(masks or [[1] * len(row) for row in RESPONSES], torch.int8),
             "score": torch.tensor([12.0, torch.nan, 11.0]),
         },
         {"uid": ["p0"] * 3, "failure": ["", "it raised", "too slow"]},
@@ -161,6 +162,15 @@ def test_samples_are_written_as_json_lines(worker: Local, tmp_path: Path) -> Non
 
 
 @pytest.mark.ray
+def test_what_an_environment_put_in_is_told_apart(worker: Local) -> None:
+    samples = worker.read_samples(sample_batch([[1, 0, 1], [1, 1], [0]]), 4, {"p0": ""})
+    assert samples[0]["output"] == "w5 w6"
+    assert samples[0]["parts"] == [["policy", "w5"], ["environment", "w6"], ["policy", ""]]
+    assert "parts" not in samples[1]
+    assert samples[2]["parts"] == [["environment", "w5"]]
+
+
+@pytest.mark.ray
 def test_judged_responses_are_rows_for_a_reward_model(worker: Local, tmp_path: Path) -> None:
     """Whole, or step by step; without labels, where the reward function failed, or without text it is left out."""
     labels, conversations = [[1], [], [0]], {"p0": [{"role": "user", "content": "w7"}]}
@@ -190,4 +200,6 @@ def test_samples_without_advantages_and_of_no_rows(worker: Local, tmp_path: Path
     assert "advantage" not in line
     assert line["gts"] == {"any": 1}
     with pytest.raises(BatchError, match=r"'score' \(made by reward"):
-        worker.write_samples(sample_batch().select(("uid", "prompts", "responses")), str(tmp_path / "x"), 0, {})
+        worker.write_samples(
+            sample_batch().select(("uid", "prompts", "responses", "response_mask")), str(tmp_path / "x"), 0, {}
+        )

@@ -97,6 +97,41 @@ def test_a_response_that_the_function_fails_on(worker: Local) -> None:
         worker.score(DataProtoRef(), TASK)
 
 
+NAN = float("nan")
+
+
+@pytest.mark.ray
+def test_the_reward_of_an_episode_stands_in_place_of_the_functions(worker: Local) -> None:
+    """The second response has brought none: the function scores it, and is not asked for the first, which has w13."""
+    handle, failures, _ = worker.score(put([[5, 13, 2], [6, 2]], rewards=[0.25, NAN]), TASK)
+    assert not failures
+    assert handle["score"].tolist() == [0.25, 1]
+    assert np.array_equal(handle["reward_extra/hit"], [np.nan, 0], equal_nan=True)
+    assert rows(handle.fetch(("token_level_scores",))["token_level_scores"]) == [[0, 0, 0.25], [0, 1]]
+
+
+@pytest.mark.ray
+def test_the_functions_score_is_added_with_its_weight(worker: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 and 1 are the function's; one that it fails on has no more than the failure's score."""
+    monkeypatch.setattr(worker, "function_weight", 0.5)
+    handle, failures, _ = worker.score(put([[5, 6, 2], [6, 2], [13, 2]], rewards=[0.25, -1.0, 0.0]), TASK)
+    assert handle["score"].tolist() == [6.25, -0.5, -0.25]
+    assert len(failures) == 1
+    assert handle["reward_extra/hit"].tolist()[:2] == [1, 0]
+
+
+@pytest.mark.ray
+def test_rewards_of_steps_stand_where_the_episode_gave_them(worker: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second response has one reward, which is a step's: the last token's."""
+    monkeypatch.setattr(worker, "step_separator", " ")
+    steps = [[0.5, NAN, -2.0], [NAN, NAN]]
+    scored, *_ = worker.score(put([[5, 6, 2], [6, 2]], rewards=[-1.5, 3.0], steps=steps), TASK)
+    assert scored["score"].tolist() == [-1.5, 3]
+    found = scored.fetch(("token_level_scores", "step_mask"))
+    assert rows(found["token_level_scores"]) == [[0.5, 0, -2], [0, 3]]
+    assert rows(found["step_mask"]) == [[1, 0, 1], [0, 1]]
+
+
 class Here:
     """Stands for the handle of a group, whose columns are in this process."""
 
@@ -109,6 +144,7 @@ class Here:
             "rollout_log_probs": Ragged.from_rows(log_probs, torch.float32),
         }
         self.data = DataProto.from_dict(columns, {"uid": ["a"] * len(responses)})
+        self.columns = tuple(columns)
         self.small: dict[str, np.ndarray] = {"truncated": np.zeros(len(responses))}
 
     def fetch(self, columns: tuple[str, ...]) -> DataProto:
@@ -266,7 +302,7 @@ def test_the_function_gets_the_whole_row() -> None:
         "u", TokenizedPrompt(prompt, np.array([1], np.int32)), SamplingSettings(2, 1.0, 1.0, -1, 4, 0)
     )
     task = replace(request.task, model_scores={"rm_score": np.array([0.5, 1.0])})
-    worker._score_texts(["2", "3"], task)
+    worker._score_texts(["2", "3"], task, [0, 1])
     assert seen == [
         Sample("2", "d", "2", {"unit": "m", "rm_score": 0.5}, asked, {"level": 3}, is_text=True),
         Sample("3", "d", "2", {"unit": "m", "rm_score": 1.0}, asked, {"level": 3}, is_text=True),

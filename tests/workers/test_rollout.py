@@ -99,6 +99,9 @@ class Echo(AgentLoop):
         assert not hasattr(episode.row, "ground_truth")
         await episode.generate(max_tokens=3)
         await asyncio.sleep(self.wait)
+        if episode.index == 1:
+            episode.reward, episode.metrics = 0.5, {"moves": 2}
+            episode.add_step_reward(0.25)
         episode.append(self.words)
         await episode.generate(max_tokens=4)
 """
@@ -130,10 +133,15 @@ def episodes(group: WorkerGroup, uid: str, prompt: list[int]) -> Call:
 
 @pytest.mark.ray
 def test_episodes_are_the_same_whatever_else_is_sampled(agents: WorkerGroup) -> None:
-    (label, _), alone = agents.gather([episodes(agents, "a", [4, 5, 6])])[0]
+    (label, _), first = agents.gather([episodes(agents, "a", [4, 5, 6])])[0]
     together = agents.gather([episodes(agents, f"b{i}", [4 + i, 5, 6]) for i in range(4)])
-    first, again = alone, together[0][1]
+    again = together[0][1]
     assert label.small["num_turns"].tolist() == [2, 2, 2]
+    assert label.small["first_failure"].tolist() == ["", "", ""]
+    for name, told in (("episode_reward", 0.5), ("reward_extra/moves", 2.0)):
+        assert np.array_equal(label.small[name], [np.nan, told, np.nan], equal_nan=True), name
+    steps = [row.isnan().tolist() for row in first["episode_step_rewards"].rows()]
+    assert steps == [[True] * 9, [True, True, False, *[True] * 6], [True] * 9]
     for row, mask in zip(first["responses"].rows(), first["response_mask"].rows(), strict=True):
         assert row[3:5].tolist() == [40, 41]
         assert mask.tolist() == [1, 1, 1, 0, 0, 1, 1, 1, 1]

@@ -25,6 +25,7 @@ from grpo_dist.engines.vllm.arguments import engine_args, quiet_environment
 from grpo_dist.engines.vllm.core_process import knows_internals, tied_core
 from grpo_dist.engines.vllm.gpu_memory import GPU, footprint, gpus, wait_until_free
 from grpo_dist.engines.vllm.local_llm import LocalLLM
+from grpo_dist.engines.vllm.openai_app import Sample, openai_app
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.engines.weights.bucket_files import clear_left_behind, note_segments, remove
 from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError
@@ -108,6 +109,12 @@ class VLLMEngine:
         if len(done) < sampling.n:
             return None
         return [_response(r) for r in sorted(done, key=lambda r: r.index)]
+
+    async def openai_app(self, sample: Sample) -> Any:
+        """An OpenAI-compatible ASGI app over a function that samples; the engine must have its tokenizer."""
+        engine = self._llm.engine if isinstance(self._llm, LocalLLM) else self._llm
+        options = {} if self.settings.agent is None else self.settings.agent.endpoint_kwargs
+        return await openai_app(engine, self.settings.model_path, sample, options)
 
     async def abort(self, request_id: str) -> None:
         """See `RolloutEngine.abort`."""

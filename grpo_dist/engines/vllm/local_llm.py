@@ -24,6 +24,7 @@ class LocalLLM:
     Attributes:
         errored: whether the engine has failed; nothing is answered then.
         load: running and waiting sequences after the last step.
+        engine: vLLM's LLMEngine; but for its settings and its tokenizer used on the thread alone.
 
     Args:
         arguments: vLLM's engine arguments.
@@ -41,8 +42,8 @@ class LocalLLM:
         started: Future[Any] = Future()
         self._thread = threading.Thread(target=self._run, args=(arguments, started), name="vLLM", daemon=True)
         self._thread.start()
-        self._engine = started.result()
-        self.vllm_config = self._engine.vllm_config
+        self.engine = started.result()
+        self.vllm_config = self.engine.vllm_config
 
     # --- requests ----------------------------------------------------------------------------------------------
     async def generate(
@@ -52,7 +53,7 @@ class LocalLLM:
         answer: Future[Any] = Future()
 
         def add() -> None:
-            self._engine.add_request(request_id, request, params, lora_request=lora_request)
+            self.engine.add_request(request_id, request, params, lora_request=lora_request)
             self._answers[request_id] = answer
 
         try:
@@ -71,7 +72,7 @@ class LocalLLM:
     def _abort(self, request_id: str) -> None:
         answer = self._answers.pop(request_id, None)
         if answer is not None:
-            self._engine.abort_request([request_id])
+            self.engine.abort_request([request_id])
             _answer(answer, None)
 
     # --- weights -----------------------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ class LocalLLM:
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
         """Call a method of vLLM's worker; a list of its one answer."""
-        return await self._do(lambda: self._engine.collective_rpc(method, args=args, kwargs=kwargs))
+        return await self._do(lambda: self.engine.collective_rpc(method, args=args, kwargs=kwargs))
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         """See AsyncLLM, here and below."""
@@ -115,7 +116,7 @@ class LocalLLM:
 
     async def update_weight_version(self, version: str) -> None:
         """Name the weights that tokens are sampled with from now on."""
-        await self._do(lambda: self._engine.set_weight_version(version))
+        await self._do(lambda: self.engine.set_weight_version(version))
 
     # --- the thread --------------------------------------------------------------------------------------------
     def shutdown(self) -> None:
@@ -125,7 +126,7 @@ class LocalLLM:
 
     @property
     def _core(self) -> Any:
-        return self._engine.engine_core.engine_core
+        return self.engine.engine_core.engine_core
 
     def _send(self, order: Callable[[], Any]) -> Future[Any]:
         answer: Future[Any] = Future()
@@ -146,7 +147,7 @@ class LocalLLM:
         except BaseException as error:  # noqa: BLE001 - raised where the engine is awaited
             started.set_exception(error)
             return
-        self._engine = engine
+        self.engine = engine
         started.set_result(engine)
         try:
             while self._obey():
@@ -178,7 +179,7 @@ class LocalLLM:
     def _step(self) -> None:
         scheduler = self._core.scheduler
         if scheduler.has_requests():
-            for output in self._engine.step():
+            for output in self.engine.step():
                 if output.finished and (answer := self._answers.pop(output.request_id, None)) is not None:
                     _answer(answer, output)
             self.load = EngineLoad(*scheduler.get_request_counts())

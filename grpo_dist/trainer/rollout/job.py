@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_dist.errors import AgentError
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.rollout_group import GroupRequest
 
@@ -27,6 +29,8 @@ class RolloutJob:
             and the seconds that log-probs and the reward model took beyond `gen` (`ref`, `old_log_prob`,
             `reward_model`).
         failures: an error message for each response that could not be scored.
+        failed: for each group without a result, why an episode of it failed twice.
+        failed_episodes: how many failed at their first attempt, by kind.
         flows: the tasks that generate and score a group.
         passes: the tasks that compute log-probs and scores of the reward model.
     """
@@ -38,6 +42,8 @@ class RolloutJob:
     cancelled: set[int] = field(default_factory=set)
     timings: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    failed: list[AgentError] = field(default_factory=list)
+    failed_episodes: Counter[str] = field(default_factory=Counter)
     flows: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     passes: list[asyncio.Task[Any]] = field(default_factory=list)
     _started: float | None = None
@@ -67,6 +73,10 @@ class RolloutJob:
             if enough():
                 return
 
+    def episode_metrics(self, prefix: str = "agent") -> dict[str, float]:
+        """How many episodes failed at their first attempt, by kind, if any did."""
+        return {f"{prefix}/failures/{kind}": float(count) for kind, count in self.failed_episodes.items()}
+
     def cancel(self, groups: Iterable[int]) -> None:
         """Cancel those of these groups that have no scores yet."""
         late = [i for i in groups if i not in self.scores]
@@ -84,6 +94,16 @@ class RolloutJob:
                 group = group.union(found[i]) if i in found else group
             results.append(group)
         return results
+
+    def batch(self) -> DataProtoRef:
+        """`results` as one batch.
+
+        Raises:
+            AgentError: there are none, since every group has failed.
+        """
+        if not self.scores and self.failed:
+            raise self.failed[0]
+        return DataProtoRef.concat(self.results())
 
     def release(self, groups: Iterable[int]) -> None:
         """Drop the handles to groups that are no longer needed, so that the object store can free them.
@@ -111,9 +131,15 @@ def timings(jobs: Sequence[RolloutJob]) -> dict[str, float]:
     return {name: math.fsum(job.timings.get(name, 0.0) for job in jobs) for name in names}
 
 
-def describe_failures(failures: Sequence[str], failure_score: float | None) -> str:
-    """What is told about responses that could not be scored, of which there is at least one."""
-    left_out = "null: in training they are left out, in validation they are the worst"
-    what = left_out if failure_score is None else f"{failure_score:g} is their score"
-    count = f"{len(failures)} responses" if len(failures) > 1 else "1 response"
-    return f"{count} could not be scored; reward.failure_score={what}. The first:\n{failures[0]}"
+def describe_failures(
+    failures: Sequence[str], failed: Sequence[AgentError], failure_score: float | None
+) -> Iterator[str]:
+    """What is told about responses that could not be scored, and about groups of which an episode failed."""
+    if failures:
+        left_out = "null: in training they are left out, in validation they are the worst"
+        what = left_out if failure_score is None else f"{failure_score:g} is their score"
+        count = f"{len(failures)} responses" if len(failures) > 1 else "1 response"
+        yield f"{count} could not be scored; reward.failure_score={what}. The first:\n{failures[0]}"
+    if failed:
+        count = f"{len(failed)} groups were" if len(failed) > 1 else "1 group was"
+        yield f"{count} dropped, since an episode failed twice. The first:\n{failed[0]}"

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from grpo_dist.errors import RewardError, WorkerLost
+from grpo_dist.errors import AgentError, RewardError, WorkerLost
 from grpo_dist.sizes import PASSES
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.workers.batch_ref import DataProtoRef
@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 # Computes the log-probs of a batch; returns a handle with the new column.
 LogProbSource = Callable[[DataProtoRef], Awaitable[DataProtoRef]]
+# So many episodes there are at least, for the share of those that fail: one of the first few is no large share.
+LEAST_EPISODES = 100
 # The reward model: from a batch, and the messages of each prompt by uid, to numbers of each response by name.
 ModelScores = Callable[[DataProtoRef, Mapping[str, Sequence[Mapping[str, Any]]]], Awaitable[Mapping[str, np.ndarray]]]
 # What a pass of it says of each group: numbers by name, one for each response.
@@ -57,6 +59,7 @@ class RolloutPump:
         reward_timeout_s: seconds one response may take to score. The reward process enforces that; here it limits how
             long the process itself may take to answer.
         max_failure_rate: share of a job's responses on which the reward function may fail.
+        max_episode_failure_rate: share of all episodes so far that may fail twice.
     """
 
     def __init__(
@@ -68,9 +71,12 @@ class RolloutPump:
         model_scores: ModelScores | None = None,
         reward_timeout_s: float,
         max_failure_rate: float = 0.0,
+        max_episode_failure_rate: float = 0.0,
     ) -> None:
         self.rollout, self.reward, self.sources, self.model_scores = rollout, reward, sources, model_scores
         self.reward_timeout_s, self.max_failure_rate = reward_timeout_s, max_failure_rate
+        self.max_episode_failure_rate = max_episode_failure_rate
+        self.num_episodes = self.num_failed_episodes = 0
         self.tasks: set[asyncio.Task[Any]] = set()
         self._one_model_pass = asyncio.Lock()  # so that a group can be cancelled while its pass waits for others
 
@@ -119,7 +125,13 @@ class RolloutPump:
     ) -> None:
         """One group: prompt, responses, scores."""
         request = job.requests[i]
-        job.groups[i] = await self.rollout.generate(request, first=first, on_sent=job.begin)
+        self.num_episodes += request.sampling.n
+        try:
+            job.groups[i] = await self.rollout.generate(request, first=first, on_sent=job.begin)
+        except AgentError as error:
+            self._count_failed_episode(job, error)
+            return
+        job.failed_episodes.update(filter(None, job.groups[i].small.get("first_failure", ())))
         job.note("gen")
         generated.set()
         if model_pass is not None:
@@ -194,6 +206,19 @@ class RolloutPump:
                 f"at least {len(job.failures)} of {total} responses could not be scored, more than "
                 f"reward.max_failure_rate={rate:g} allows; `grpo-dist check-reward` tries the function in seconds. The "
                 f"first of them:\n{job.failures[0]}"
+            )
+
+    def _count_failed_episode(self, job: RolloutJob, error: AgentError) -> None:
+        job.failed.append(error)
+        job.failed_episodes[error.kind] += 1
+        self.num_failed_episodes += 1
+        rate = self.max_episode_failure_rate
+        if self.num_failed_episodes > rate * max(self.num_episodes, LEAST_EPISODES):
+            raise AgentError(
+                f"{self.num_failed_episodes} of {self.num_episodes} episodes failed twice, more than "
+                f"actor_rollout_ref.rollout.agent.max_failure_rate={rate:g} allows (of {LEAST_EPISODES} episodes, "
+                f"where there have been fewer). The last of them:\n{error}",
+                error.kind,
             )
 
     # --- background --------------------------------------------------------------------------------------------

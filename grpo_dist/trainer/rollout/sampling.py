@@ -17,7 +17,7 @@ import asyncio
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,13 +28,14 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import DataError, GrpoDistError, RewardError
+from grpo_dist.errors import AgentError, DataError, GrpoDistError
 from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
+from grpo_dist.trainer.rollout.filter import informative, require_metric
 from grpo_dist.trainer.rollout.job import RolloutJob, timings
 from grpo_dist.trainer.rollout.pump import RolloutPump
 from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.reward import EXTRA, Task
+from grpo_dist.workers.reward import Task
 from grpo_dist.workers.rollout_group import GroupRequest
 
 
@@ -48,6 +49,7 @@ class Rollout:
         timings: seconds by kind of work, summed over the batches of prompts.
         metrics: number of batches of prompts, and share of dropped groups.
         failures: an error message for each response that could not be scored.
+        failed: for each group that failed because of an episode, why.
         num_responses: all sampled responses, including failed and dropped ones.
     """
 
@@ -56,6 +58,7 @@ class Rollout:
     timings: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    failed: list[AgentError] = field(default_factory=list)
     num_responses: int = 0
 
 
@@ -147,6 +150,9 @@ class TrainingSampler:
         result = Rollout(DataProtoRef.concat(groups), list(requests))
         result.timings = timings(state.jobs)
         result.failures = [text for job in state.jobs for text in job.failures]
+        result.failed = [error for job in state.jobs for error in job.failed]
+        for name, count in (each for job in state.jobs for each in job.episode_metrics().items()):
+            result.metrics[name] = result.metrics.get(name, 0.0) + count
         result.num_responses = sum(request.sampling.n for job in state.jobs for request in job.requests)
         if self.config.algorithm.filter_groups.enable:
             result.metrics["train/num_gen_batches"] = len(state.jobs)
@@ -224,11 +230,17 @@ class TrainingSampler:
                 return
             job = self._send_batch(step, state)
 
+    def _missing(self, state: OpenStep) -> int | None:
+        """Prompts that a further batch needs, where groups failed; None: a whole batch, since groups are filtered."""
+        if self.config.algorithm.filter_groups.enable or not state.jobs:
+            return None
+        return self.config.data.train_batch_size - len(state.kept)
+
     def _send_batch(self, step: int, state: OpenStep) -> RolloutJob:
         """Sample the step's next batch of prompts: one that was drawn before, or a new one."""
         attempt = len(state.jobs)
         if attempt == len(state.drawn):
-            state.drawn.append(self._draw())
+            state.drawn.append(self._draw(self._missing(state)))
         requests = self._requests(state.drawn[attempt], step, attempt)
         needs = ADVANTAGE.needs(self.config.algorithm.adv_estimator)
         greedy = list(self._greedy(requests)) if "reward_baselines" in needs else []
@@ -239,16 +251,16 @@ class TrainingSampler:
         )
         return state.jobs[-1]
 
-    def _draw(self) -> list[int]:
-        """The prompts of the next batch, none twice; those of the backlog come first.
+    def _draw(self, missing: int | None) -> list[int]:
+        """The prompts of the next batch, or as many as are `missing`, none twice; those of the backlog come first.
 
         Raises:
             DataError: the order does not give so many different prompts.
         """
         data = self.config.data
-        if not self.num_spare and not self.backlog:
+        if missing is None and not self.num_spare and not self.backlog:
             return [int(i) for i in self.order.next_batch()]
-        wanted = (data.gen_batch_size or data.train_batch_size) + self.num_spare
+        wanted = (missing or data.gen_batch_size or data.train_batch_size) + self.num_spare
         batch: list[int] = []
         again: list[int] = []
         while len(batch) < wanted:
@@ -322,7 +334,10 @@ class TrainingSampler:
         for i in range(len(drawn)):
             if i in results and i not in late:
                 group = results[i]
-                for baseline in _requests_of(i, drawn, job)[1:]:
+                baselines = _requests_of(i, drawn, job)[1:]
+                if any(baseline not in results for baseline in baselines):
+                    continue  # its greedy episode failed
+                for baseline in baselines:
                     column = np.full(len(group), results[baseline]["score"][0], np.float32)
                     group = dataclasses.replace(group, small=group.small | {"reward_baseline": column})
                 groups[i] = group
@@ -348,35 +363,6 @@ class TrainingSampler:
 def _requests_of(i: int, drawn: Sequence[int], job: RolloutJob) -> tuple[int, ...]:
     """A job's requests for the i-th of its prompts; ReMax's greedy ones follow all others."""
     return (i, i + len(drawn)) if len(job.requests) > len(drawn) else (i,)
-
-
-def informative(group: DataProtoRef, metric: str) -> bool:
-    """Whether the responses of a group differ in `metric`: `score`, or an extra value of the reward function.
-
-    Responses without the value, such as those that the reward function failed on, are ignored. A group with fewer than
-    two values is not informative.
-    """
-    values = group.small.get(_column(group, metric))
-    return values is not None and len(np.unique(values[~np.isnan(values)])) > 1
-
-
-def require_metric(groups: Collection[DataProtoRef], metric: str) -> None:
-    """Check that at least one response has the value that groups are filtered by.
-
-    Raises:
-        RewardError: no response has it.
-    """
-    if any(_column(group, metric) in group.small for group in groups):
-        return
-    known = dict.fromkeys(key.removeprefix(EXTRA) for group in groups for key in group.small if key.startswith(EXTRA))
-    raise RewardError(
-        f"algorithm.filter_groups.metric={metric}: no response has it, the reward function returns "
-        f"{', '.join(['score', *known])}. Return a dict with {metric!r}, or set algorithm.filter_groups.metric=score"
-    )
-
-
-def _column(group: DataProtoRef, metric: str) -> str:
-    return metric if metric in group.small else EXTRA + metric
 
 
 def make_request(

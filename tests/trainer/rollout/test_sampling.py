@@ -6,15 +6,12 @@ import asyncio
 from typing import Any
 
 import numpy as np
-import pytest
 
 from grpo_dist.data.sampler import PromptSampler
-from grpo_dist.errors import DataError, GrpoDistError, RewardError
-from grpo_dist.trainer.rollout.job import describe_failures
-from grpo_dist.trainer.rollout.sampling import OpenStep, informative, require_metric
-from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.errors import DataError, GrpoDistError
+from grpo_dist.trainer.rollout.sampling import OpenStep
 from grpo_dist.workers.event_loop import run
-from tests.messages import refuses, says
+from tests.messages import refuses
 from tests.trainer.instant_pump import EQUAL, FILTER, MIXED, N, RecordingOrder, make_sampler, open_steps
 
 
@@ -133,47 +130,24 @@ def test_dynamic_sampling_compares_the_scores_that_are_there() -> None:
     assert [request.uid for request in result.requests] == ["step1-prompt1", "step1-prompt3-try2"]
 
 
-@pytest.mark.parametrize(("score", "told"), [(None, "null"), (0.0, "0"), (-1.5, "-1.5")])
-def test_what_is_told_of_failures(score: float | None, told: str) -> None:
-    says(describe_failures(["ValueError: no"] * 3, score), "3 responses", f"reward.failure_score={told}", "ValueError")
-    says(describe_failures(["ValueError: no"], score), "1 response", f"reward.failure_score={told}")
+def test_groups_whose_episodes_failed_are_replaced_one_for_one() -> None:
+    """Prompt 1 fails; of the next batch in the order one prompt takes its place, and the other is for the next step."""
+    sampler = make_sampler({i: MIXED for i in range(4)})
+    sampler.pump.failing = {1: "timeout"}
+    result = run(sampler.rollout(1))
+    assert [request.uid for request in result.requests] == ["step1-prompt0", "step1-prompt2-try2"]
+    assert [error.kind for error in result.failed] == ["timeout"]
+    assert result.metrics == {"agent/failures/timeout": 1.0}
+    assert sampler.state_dict()["open"] == {"1": [[0], [2]]}
+    sampler.close(1)
+    assert [request.uid for request in run(sampler.rollout(2)).requests] == ["step2-prompt3", "step2-prompt0"]
 
 
-def scored(**columns: list[float]) -> DataProtoRef:
-    """A group with these values."""
-    small = {"score" if name == "score" else f"reward_extra/{name}": np.array(v) for name, v in columns.items()}
-    return DataProtoRef(small=small, num_rows=len(columns["score"]))
-
-
-def test_the_metric_may_be_an_extra_value() -> None:
-    group = scored(score=[1.0, 2.0], acc=[1.0, 1.0])
-    assert informative(group, "score")
-    assert not informative(group, "acc")
-
-
-@pytest.mark.parametrize(
-    ("acc", "informs"),
-    [
-        ([1.0, np.nan, 0.0, 1.0], True),
-        ([np.nan, np.nan, 0.0, 1.0], True),
-        ([1.0, np.nan, 1.0, 1.0], False),
-        ([np.nan, np.nan, np.nan, 1.0], False),
-        ([np.nan] * 4, False),
-    ],
-)
-def test_a_group_is_judged_by_the_responses_that_have_the_value(acc: list[float], informs: bool) -> None:
-    assert informative(scored(score=[1.0, 2.0, 3.0, 4.0], acc=acc), "acc") is informs
-
-
-def test_a_value_that_no_response_has_ends_the_run_and_one_that_a_group_misses_does_not() -> None:
-    groups = [scored(score=[1.0, 2.0]), scored(score=[1.0, 2.0], acc=[1.0, 0.0])]
-    assert [informative(group, "acc") for group in groups] == [False, True]
-    require_metric(groups, "acc")
-    key = "algorithm.filter_groups.metric"
-    with refuses(RewardError, f"{key}=exact", "score, acc", "'exact'", f"{key}=score"):
-        require_metric(groups, "exact")
-    with refuses(RewardError, f"{key}=fluency", f"{key}=score"):
-        run(make_sampler({0: MIXED, 1: MIXED}, FILTER, f"{key}=fluency").rollout(1))
+def test_a_group_whose_greedy_episode_failed_is_replaced_too() -> None:
+    sampler = make_sampler({i: MIXED for i in range(4)}, "algorithm.adv_estimator=remax")
+    sampler.pump.failing = {("greedy", 0): "error"}
+    result = run(sampler.rollout(1))
+    assert [request.uid for request in result.requests] == ["step1-prompt1", "step1-prompt2-try2"]
 
 
 def test_a_batch_of_which_every_response_failed_is_dropped() -> None:

@@ -1,0 +1,175 @@
+"""The endpoint of a rollout worker: one HTTP server, on which every episode that asks for it has a token of its own.
+
+Who asks is told by the token (bearer, `x-api-key`, or `/s/TOKEN` before the path); an episode's requests are sampled by
+the policy in training, with the run's sampling settings and the weights of the moment, and recorded (recording.py).
+Listens on loopback only, at a free port; routes that are not listed do not exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_dist.agents.recording import Recording, Refused
+from grpo_dist.engines.base import Response
+from grpo_dist.engines.settings import SamplingSettings
+
+HOST = "127.0.0.1"
+# Those whose prompt a chat template renders, and the others.
+CHAT_ROUTES = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"})
+ROUTES = CHAT_ROUTES | {"/v1/completions", "/v1/models", "/v1/messages/count_tokens"}
+MAX_BODY = 32 << 20  # bytes
+BACKLOG = 1024
+
+# (prompt, most tokens, texts that stop it) -> what was sampled; the app's way to the engine.
+AppSample = Callable[[list[int], int | None, Sequence[str]], Awaitable[Response]]
+# (prompt, sampling) -> what was sampled; None: it was aborted.
+EngineSample = Callable[[list[int], SamplingSettings], Awaitable[Response | None]]
+
+
+@dataclass(eq=False)
+class Session:
+    """An episode at the endpoint."""
+
+    recording: Recording
+    sample: EngineSample
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+
+_ASKING: ContextVar[tuple[Session, str] | None] = ContextVar("asking", default=None)  # and the route
+
+
+class Gateway:
+    """The server. Everything here runs on one event loop.
+
+    Args:
+        make_app: builds the OpenAI app over a function that samples.
+    """
+
+    def __init__(self, make_app: Callable[[AppSample], Awaitable[Any]]) -> None:
+        self._make_app = make_app
+        self._sessions: dict[str, Session] = {}
+        self._starting: asyncio.Task[None] | None = None
+        self.url = ""
+
+    async def open(self, recording: Recording, sample: EngineSample) -> Session:
+        """A new session; starts the server, if it does not run yet."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.shield(self._starting)
+        session = Session(recording, sample)
+        self._sessions[session.token] = session
+        return session
+
+    async def close(self, session: Session) -> None:
+        """End a session, and what is under way of it."""
+        self._sessions.pop(session.token, None)
+        for task in session.tasks:
+            task.cancel()
+        if session.tasks:
+            await asyncio.wait(session.tasks)
+
+    async def stop(self) -> None:
+        """End the server."""
+        if self._starting is not None:
+            await self._starting
+            self._server.should_exit = self._server.force_exit = True
+            await self._serving
+
+    async def _start(self) -> None:
+        import uvicorn
+
+        class Server(uvicorn.Server):
+            def capture_signals(self) -> Any:  # they are this process's
+                return contextlib.nullcontext()
+
+        self._app = await self._make_app(self._sample)
+        listening = socket.socket()
+        listening.bind((HOST, 0))
+        listening.listen(BACKLOG)
+        self.url = f"http://{HOST}:{listening.getsockname()[1]}"
+        self._server = Server(uvicorn.Config(self, log_level="critical", lifespan="off", access_log=False))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+        while not self._server.started:
+            await asyncio.sleep(0.01)
+
+    async def _sample(self, prompt: list[int], max_tokens: int | None, stop: Sequence[str]) -> Response:
+        found = _ASKING.get()
+        assert found is not None, "the app is reached through __call__ only"
+        session, route = found
+        call, sampling = session.recording.begin(
+            prompt, is_chat=route in CHAT_ROUTES, max_tokens=max_tokens, stop=tuple(stop)
+        )
+        response = None
+        try:
+            response = await session.sample(call.prompt_ids, sampling)
+        finally:
+            session.recording.end(call, response)
+        if response is None:
+            raise Refused("the episode was aborted")
+        return response
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """The ASGI app: who asks, and whether they may; then vLLM's app."""
+        if scope["type"] != "http":
+            return
+        token, path = _token_and_path(scope)
+        session = self._sessions.get(token)
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if session is None:
+            await _answer(send, 401, "no such token, or its episode is over")
+        elif path not in ROUTES:
+            await _answer(send, 404, f"{path} is not served in training; there are {', '.join(sorted(ROUTES))}")
+        elif not length.isdigit() or int(length) > MAX_BODY:
+            await _answer(send, 413, f"a request may have {MAX_BODY} bytes")
+        else:
+            _ASKING.set((session, path))
+            work = asyncio.create_task(
+                self._app(scope | {"path": path, "raw_path": path.encode()}, _limited(receive), send)
+            )
+            session.tasks.add(work)
+            try:
+                await work
+            except asyncio.CancelledError:  # the session was closed; the connection ends with it
+                if not work.cancelled():
+                    work.cancel()
+                    raise
+            finally:
+                session.tasks.discard(work)
+
+
+def _token_and_path(scope: Any) -> tuple[str, str]:
+    headers, path = dict(scope["headers"]), scope["path"]
+    if path.startswith("/s/"):  # for clients whose key is fixed
+        token, _, rest = path.removeprefix("/s/").partition("/")
+        return token, f"/{rest}"
+    bearer = headers.get(b"authorization", b"").decode("latin-1").removeprefix("Bearer ")
+    return bearer or headers.get(b"x-api-key", b"").decode("latin-1"), path
+
+
+def _limited(receive: Any) -> Any:
+    """`receive`, which ends a request whose body is longer than it may be, whatever its header says."""
+    left = MAX_BODY
+
+    async def limited() -> Any:
+        nonlocal left
+        message = await receive()
+        left -= len(message.get("body", b""))
+        return message if left >= 0 else {"type": "http.disconnect"}
+
+    return limited
+
+
+async def _answer(send: Any, status: int, message: str) -> None:
+    body = json.dumps({"error": {"message": message, "type": "invalid_request_error", "code": status}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

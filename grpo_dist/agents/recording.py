@@ -1,0 +1,168 @@
+"""The calls of an agent that owns its loop, recorded token by token, and the one row of training that they become.
+
+Such an agent sends text to an endpoint, and the chat template renders the whole conversation anew for each call. The
+tokenizer may cut what the policy wrote into other tokens than those that it sampled. So where the text of a call begins
+with all that an earlier call saw and sampled, the tokens of that call stand there. Where it does not (the agent has
+shortened the history, asks a sub-agent, or the template drops earlier reasoning), the prompt is as it was rendered, and
+a branch begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from grpo_dist.engines.base import Response
+from grpo_dist.engines.settings import SamplingSettings
+
+SEED_BITS = 30  # as the seeds of groups have
+# Calls of an episode that may be under way at the same time.
+MOST_AT_ONCE = 16
+# A character may be cut into so many tokens, and is only there with the last of them.
+_CHARACTER_TOKENS = 8
+
+
+class Refused(ValueError):
+    """A request that is not sampled; the client is told why, with status 400."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of the policy.
+
+    Attributes:
+        prompt_ids: what it saw.
+        parent: the call whose tokens the prompt begins with.
+        response: what it sampled; None: it has not ended, or was aborted.
+    """
+
+    prompt_ids: list[int]
+    parent: Call | None = None
+    response: Response | None = None
+
+    @property
+    def sampled(self) -> list[int]:
+        """The tokens that it sampled."""
+        return [] if self.response is None else self.response.token_ids
+
+    def path(self) -> list[Call]:
+        """The calls that lead to this one, and this one."""
+        return [*(self.parent.path() if self.parent is not None else []), self]
+
+
+@dataclass
+class Recording:
+    """The calls of one episode.
+
+    Attributes:
+        sampling: the run's; `max_tokens` bounds all that stands behind the first prompt, `seed` is the episode's.
+        tokenizer: the model's.
+        max_model_len: most tokens of a prompt and its response.
+        max_calls: how many there may be; None: any number.
+        calls: those that have ended, in this order.
+    """
+
+    sampling: SamplingSettings
+    tokenizer: Any
+    max_model_len: int
+    max_calls: int | None = None
+    calls: list[Call] = field(default_factory=list)
+    _num_begun: int = 0
+    _num_running: int = 0
+    _seen: Counter[bytes] = field(default_factory=Counter)
+
+    def begin(
+        self, rendered: Sequence[int], *, is_chat: bool, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> tuple[Call, SamplingSettings]:
+        """A new call, and how it is sampled.
+
+        Args:
+            rendered: the prompt as the chat template or the client says it.
+            is_chat: whether a chat template has rendered it, so that tokens of earlier calls may stand in it.
+            max_tokens: what the client asks for at most.
+            stop: texts that end the response, besides the run's.
+
+        Raises:
+            Refused: there have been too many calls, too many are under way, or there is no room.
+        """
+        if self.max_calls is not None and self._num_begun >= self.max_calls:
+            raise Refused(f"the episode has had its {self.max_calls} calls (rollout.agent.max_assistant_turns)")
+        if self._num_running >= MOST_AT_ONCE:
+            raise Refused(f"{MOST_AT_ONCE} calls of the episode are under way already")
+        call = self._exact(list(rendered)) if is_chat else Call(list(rendered), self._prefix(list(rendered)))
+        behind = len(call.prompt_ids) - len(call.path()[0].prompt_ids)
+        room = min(self.max_model_len - len(call.prompt_ids), self.sampling.max_tokens - behind)
+        if room < 1:
+            raise Refused(
+                f"context_length_exceeded: a prompt of {len(call.prompt_ids)} tokens, {behind} of them behind the "
+                f"episode's first prompt, leaves no room (data.max_response_length={self.sampling.max_tokens}, "
+                f"rollout.max_model_len={self.max_model_len})"
+            )
+        self._num_begun, self._num_running = self._num_begun + 1, self._num_running + 1
+        limit = min(room, max_tokens or room)
+        stops = tuple(dict.fromkeys((*stop, *self.sampling.stop)))
+        return call, replace(
+            self.sampling, n=1, max_tokens=limit, min_tokens=0, seed=self._seed(call.prompt_ids), stop=stops
+        )
+
+    def end(self, call: Call, response: Response | None) -> None:
+        """A call has ended; without a response it was aborted, and is forgotten."""
+        self._num_running -= 1
+        if response is not None:
+            call.response = response
+            self.calls.append(call)
+
+    def row(self) -> list[Call]:
+        """The calls that train: of the paths from a first call to a last one that with the most sampled tokens."""
+        paths = (call.path() for call in self.calls)
+        return max(paths, key=lambda path: sum(len(call.sampled) for call in path), default=[])
+
+    def delivered(self) -> float:
+        """The share of all sampled tokens that train."""
+        total = sum(len(call.sampled) for call in self.calls)
+        return sum(len(call.sampled) for call in self.row()) / max(total, 1)
+
+    def _exact(self, rendered: list[int]) -> Call:
+        if (parent := self._prefix(rendered)) is not None:
+            return Call(rendered, parent)
+        for call in self._longest_first():
+            known = call.prompt_ids + call.sampled
+            if (cut := _cut_behind(rendered, self._decode(known), self._decode)) is not None:
+                return Call(known + rendered[cut:], call)
+        return Call(rendered)
+
+    def _prefix(self, prompt: list[int]) -> Call | None:
+        """The longest call whose tokens the prompt begins with."""
+        for call in self._longest_first():
+            known = call.prompt_ids + call.sampled
+            if prompt[: len(known)] == known:
+                return call
+        return None
+
+    def _longest_first(self) -> list[Call]:
+        return sorted(self.calls, key=lambda call: len(call.prompt_ids) + len(call.sampled), reverse=True)
+
+    def _seed(self, prompt_ids: list[int]) -> int | None:
+        """The same for the same prompt, in whichever order parallel calls come; another one if it is asked again."""
+        if self.sampling.seed is None:
+            return None
+        key = hashlib.blake2b(repr((self.sampling.seed, prompt_ids)).encode(), digest_size=8).digest()
+        self._seen[key] += 1
+        digest = hashlib.blake2b(key + str(self._seen[key]).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _cut_behind(ids: list[int], text: str, decode: Any) -> int | None:
+    """How many of `ids` say `text`; None: they say something else, or it ends within a token."""
+    low, high = 0, len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if len(decode(ids[:middle])) < len(text) else (low, middle)
+    ends = range(low, min(low + _CHARACTER_TOKENS, len(ids)) + 1)
+    return next((end for end in ends if decode(ids[:end]) == text), None)

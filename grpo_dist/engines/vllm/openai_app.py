@@ -1,0 +1,133 @@
+"""vLLM's own OpenAI-compatible app, with our sampling behind it: its chat template, tool parsers, streams and errors.
+
+The app sees an engine client that samples nothing itself: what is asked for goes to `Sample`, and what comes back is
+answered in vLLM's form. So every route is recorded alike, whichever engine samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from grpo_dist.agents.recording import Refused
+from grpo_dist.engines.base import Response
+from grpo_dist.errors import ConfigError
+
+# (prompt, most tokens, texts that stop it) -> what was sampled
+Sample = Callable[[list[int], int | None, Sequence[str]], Awaitable[Response]]
+
+MODEL = "policy"  # the name under which it is served
+OPTIONS_KEY = "actor_rollout_ref.rollout.agent.endpoint_kwargs"
+# Of a request's sampling parameters those that would change what is sampled or how it is counted.
+_UNTOUCHED = {
+    "n": 1,
+    "structured_outputs": None,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": (),
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "prompt_logprobs": None,
+}
+
+
+async def openai_app(engine: Any, model_path: str, sample: Sample, options: Mapping[str, Any]) -> Any:
+    """The ASGI app.
+
+    Args:
+        engine: vLLM's LLMEngine or AsyncLLM, with a tokenizer.
+        model_path: the model's folder.
+        sample: what samples.
+        options: of `vllm serve`, such as `tool_call_parser`.
+
+    Raises:
+        ConfigError: vLLM's server has no such option.
+    """
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    named = ["--model", model_path, "--served-model-name", MODEL, "--generation-config", "vllm"]
+    quiet = ["--disable-log-stats", "--disable-fastapi-docs", "--disable-uvicorn-access-log"]
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([*named, *quiet])
+    for name, value in options.items():
+        if not hasattr(arguments, name):
+            raise ConfigError(f"{OPTIONS_KEY}.{name}: vLLM's server has no such argument")
+        setattr(arguments, name, value)
+    client = _Client(engine, sample)
+    tasks: Any = await client.get_supported_tasks()
+    app = build_app(arguments, tasks, client.model_config)
+    await init_app_state(client, app.state, arguments, tasks)  # type: ignore[arg-type]
+    return app
+
+
+class _Client:
+    """What vLLM's app needs of an engine client."""
+
+    errored = False
+    dead_error = RuntimeError("the engine has failed")
+
+    def __init__(self, engine: Any, sample: Sample) -> None:
+        self.vllm_config, self.renderer = engine.vllm_config, engine.renderer
+        self.model_config, self.input_processor = engine.vllm_config.model_config, engine.input_processor
+        self._sample = sample
+
+    def check_admission(self, n: int = 1) -> None:
+        """Limits are the recording's."""
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """Nothing but generation."""
+        return ("generate",)
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, **more: Any) -> AsyncIterator[Any]:
+        """Sample, and answer in vLLM's form.
+
+        Raises:
+            Refused: the request asks for what would change the samples.
+        """
+        from vllm.outputs import RequestOutput
+
+        if not isinstance(prompt, Mapping) or prompt.get("type") != "token":
+            raise Refused("text only: images and embeddings are not recorded")
+        for name, usual in _UNTOUCHED.items():
+            value = getattr(params, name, usual)
+            if value and value != usual and list(value if isinstance(value, list) else [value]) != [usual]:
+                asked = (
+                    "response_format, or a tool_choice that forces a tool,"
+                    if name == "structured_outputs"
+                    else f"{name}"
+                )
+                raise Refused(f"{asked} changes what the policy would sample; leave it out")
+        if (params.logprobs or 0) > 1:
+            raise Refused("top_logprobs: only those of sampled tokens are recorded")
+        ids = list(prompt["prompt_token_ids"])
+        response = await self._sample(ids, params.max_tokens, params.stop or ())
+        output = _output(response, params, self.renderer.get_tokenizer())
+        yield RequestOutput(request_id, None, ids, None, [output], finished=True)
+
+
+def _output(response: Response, params: Any, tokenizer: Any) -> Any:
+    from vllm.logprobs import Logprob
+    from vllm.outputs import CompletionOutput
+
+    text = tokenizer.decode(response.token_ids, skip_special_tokens=params.skip_special_tokens)
+    if response.stop is not None:
+        head, found, _ = text.rpartition(response.stop)
+        text = (head + found if params.include_stop_str_in_output else head) if found else text
+    log_probs = None
+    if params.logprobs is not None:
+        pairs = zip(response.token_ids, response.log_probs, strict=True)
+        log_probs = [
+            {token: Logprob(value, rank=None, decoded_token=tokenizer.decode([token]))} for token, value in pairs
+        ]
+    return CompletionOutput(
+        0,
+        text,
+        response.token_ids,
+        sum(response.log_probs),
+        log_probs,
+        finish_reason="length" if response.truncated else "stop",
+        stop_reason=response.stop,
+    )

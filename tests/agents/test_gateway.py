@@ -1,0 +1,196 @@
+"""The endpoint's own part: tokens, routes, sizes, and what ends with a session. vLLM's app is in test_endpoint.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from grpo_dist.agents import gateway as module
+from grpo_dist.agents.gateway import Gateway, Session
+from grpo_dist.agents.recording import Recording
+from grpo_dist.engines.base import Response
+from grpo_dist.engines.settings import SamplingSettings
+
+CHAT = "/v1/chat/completions"
+
+
+class Letters:
+    """A tokenizer of one token per byte."""
+
+    def decode(self, token_ids: list[int], **options: object) -> str:
+        return bytes(token_ids).decode()
+
+
+class App:
+    """Stands for vLLM's: samples with the body as the prompt and answers with the tokens."""
+
+    def __init__(self, sample: Any) -> None:
+        self.sample = sample
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body, more = body + message["body"], message.get("more_body", False)
+        try:
+            response = await self.sample(list(body), 5, ())
+            status, answer = 200, bytes(response.token_ids)
+        except ValueError as error:
+            status, answer = 400, str(error).encode()
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": answer})
+
+
+async def upper(prompt: list[int], sampling: SamplingSettings) -> Response | None:
+    ids = list(bytes(prompt).upper())[: sampling.max_tokens]
+    return Response(ids, [-0.5] * len(ids), False, [3] * len(ids))
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[Gateway]:
+    async def make_app(sample: Any) -> App:
+        return App(sample)
+
+    gateway = Gateway(make_app)
+    try:
+        yield gateway
+    finally:
+        await gateway.stop()
+
+
+async def opened(gateway: Gateway, sample: Any = upper, **options: Any) -> Session:
+    sampling = SamplingSettings(1, 1.0, 1.0, -1, 50, 7)
+    return await gateway.open(Recording(sampling, Letters(), 90, **options), sample)
+
+
+def run(test: Callable[[Gateway], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        async with asyncio.timeout(60), serving() as gateway:
+            await test(gateway)
+
+    asyncio.run(whole())
+
+
+async def post(gateway: Gateway, path: str, token: str = "", body: Any = b"hi", **headers: str) -> httpx.Response:
+    if token:
+        headers["authorization"] = f"Bearer {token}"
+    async with httpx.AsyncClient() as client:
+        return await client.post(gateway.url + path, content=body, headers=headers)
+
+
+def test_each_session_has_its_own_calls_whichever_way_its_token_comes() -> None:
+    async def test(gateway: Gateway) -> None:
+        one, two = await opened(gateway), await opened(gateway)
+        assert gateway.url.startswith("http://127.0.0.1:")
+        assert (await post(gateway, CHAT, one.token)).content == b"HI"
+        assert (await post(gateway, "/v1/completions", body=b"key", **{"x-api-key": two.token})).content == b"KEY"
+        assert (await post(gateway, f"/s/{two.token}{CHAT}", "EMPTY", body=b"path")).content == b"PATH"
+        assert [bytes(call.prompt_ids) for call in one.recording.calls] == [b"hi"]
+        assert [bytes(call.prompt_ids) for call in two.recording.calls] == [b"key", b"path"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("token", ["", "guess", "closed"])
+def test_without_the_token_of_an_open_session_there_is_nothing(token: str) -> None:
+    async def test(gateway: Gateway) -> None:
+        session, closed = await opened(gateway), await opened(gateway)
+        await gateway.close(closed)
+        for path in (CHAT, "/metrics"):
+            answer = await post(gateway, path, closed.token if token == "closed" else token)
+            assert answer.status_code == 401
+            assert "error" in json.loads(answer.content)
+        assert not session.recording.calls
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/pause", "/v1/load_lora_adapter", "/tokenize", "/", f"{CHAT}/../pause"])
+def test_routes_that_are_not_listed_do_not_exist(path: str) -> None:
+    async def test(gateway: Gateway) -> None:
+        session = await opened(gateway)
+        assert (await post(gateway, path, session.token)).status_code == 404
+        assert (await post(gateway, f"/s/{session.token}{path}")).status_code == 404
+
+    run(test)
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "in chunks"])
+def test_a_body_that_is_too_large_is_not_read(monkeypatch: pytest.MonkeyPatch, declared: bool) -> None:
+    monkeypatch.setattr(module, "MAX_BODY", 1000)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(50):
+            yield b"x" * 100
+
+    async def test(gateway: Gateway) -> None:
+        session = await opened(gateway)
+        if declared:
+            assert (await post(gateway, CHAT, session.token, b"x" * 1001)).status_code == 413
+        else:
+            with pytest.raises(httpx.HTTPError):
+                (await post(gateway, CHAT, session.token, chunks())).raise_for_status()
+        assert not session.recording.calls
+        assert (await post(gateway, CHAT, session.token, b"x" * 60)).status_code == 200
+
+    run(test)
+
+
+def test_what_is_refused_is_a_400_with_the_reason() -> None:
+    async def test(gateway: Gateway) -> None:
+        session = await opened(gateway, max_calls=1)
+        assert (await post(gateway, CHAT, session.token)).status_code == 200
+        refused = await post(gateway, CHAT, session.token)
+        assert refused.status_code == 400
+        assert b"max_assistant_turns" in refused.content
+
+    run(test)
+
+
+def test_closing_a_session_ends_what_it_samples_and_nothing_else() -> None:
+    async def test(gateway: Gateway) -> None:
+        begun, ended = asyncio.Event(), asyncio.Event()
+
+        async def for_ever(prompt: list[int], sampling: SamplingSettings) -> Response | None:
+            begun.set()
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                ended.set()
+            return None
+
+        slow, other = await opened(gateway, for_ever), await opened(gateway)
+        asking = asyncio.create_task(post(gateway, CHAT, slow.token))
+        await begun.wait()
+        await gateway.close(slow)
+        assert ended.is_set()
+        with pytest.raises(httpx.HTTPError):
+            (await asking).raise_for_status()
+        assert slow.recording.calls == []
+        assert (await post(gateway, CHAT, other.token)).content == b"HI"
+
+    run(test)
+
+
+def test_a_client_that_never_reads_holds_up_nobody() -> None:
+    async def test(gateway: Gateway) -> None:
+        session, other = await opened(gateway), await opened(gateway)
+        _, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {session.token}\r\ncontent-length: 40\r\n\r\n"
+        writer.write(head.encode() + b"half of it")
+        await writer.drain()
+        assert (await post(gateway, CHAT, other.token)).content == b"HI"
+        while not session.tasks:
+            await asyncio.sleep(0.01)
+        await gateway.close(session)
+        writer.close()
+
+    run(test)

@@ -1,0 +1,111 @@
+"""Calls of an agent: whose tokens stand where, branches, limits and seeds, on paper."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_dist.agents.recording import MOST_AT_ONCE, Call, Recording, Refused
+from grpo_dist.engines.base import Response
+from grpo_dist.engines.settings import SamplingSettings
+from tests.messages import refuses
+
+WORDS = ["", "a", "b", "ab", "abc", "c", " ", "é"]  # token id -> text; "ab" may be 3 or 1, 2
+
+
+class Words:
+    """A tokenizer with several ways to write the same text."""
+
+    def decode(self, token_ids: list[int], **options: object) -> str:
+        assert options == {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return "".join(WORDS[token] for token in token_ids)
+
+
+def recording(max_tokens: int = 20, **options: object) -> Recording:
+    sampling = SamplingSettings(4, 0.7, 1.0, -1, max_tokens, 100, stop=("END",), min_tokens=5)
+    return Recording(sampling, Words(), 40, **options)  # type: ignore[arg-type]
+
+
+def ask(found: Recording, prompt: list[int], sampled: list[int], *, is_chat: bool = True, cut: bool = False) -> Call:
+    call, _ = found.begin(prompt, is_chat=is_chat)
+    found.end(call, Response(sampled, [-0.5] * len(sampled), cut, [3] * len(sampled)))
+    return call
+
+
+def test_tokens_that_were_sampled_stand_where_their_text_is_rendered_anew() -> None:
+    """The policy wrote "ab" as two tokens; the tokenizer writes it as one."""
+    found = recording()
+    first = ask(found, [5, 6], [1, 2])
+    second, _ = found.begin([5, 6, 3, 6, 5], is_chat=True)
+    assert (second.prompt_ids, second.parent) == ([5, 6, 1, 2, 6, 5], first)
+
+
+def test_a_prompt_of_tokens_stays_as_the_client_says_it() -> None:
+    found = recording()
+    ask(found, [5, 6], [1, 2])
+    drifted, _ = found.begin([5, 6, 3, 6], is_chat=False)
+    assert (drifted.prompt_ids, drifted.parent) == ([5, 6, 3, 6], None)
+    exact, _ = found.begin([5, 6, 1, 2, 6], is_chat=False)
+    assert exact.parent is found.calls[0]
+
+
+@pytest.mark.parametrize("prompt", [[5, 6, 1], [1, 2], [5, 6, 4, 6]], ids=["shorter", "other", "ends within a token"])
+def test_another_history_begins_a_branch(prompt: list[int]) -> None:
+    """`4` is "abc": what was sampled ends in the middle of it."""
+    found = recording()
+    ask(found, [5, 6], [1, 2])
+    call, _ = found.begin(prompt, is_chat=True)
+    assert (call.prompt_ids, call.parent) == (prompt, None)
+
+
+def test_the_path_with_the_most_sampled_tokens_is_the_row() -> None:
+    """Two calls on one path, and a branch of one: 2 + 3 of 5 + 4 tokens are delivered."""
+    found = recording()
+    first = ask(found, [5], [1, 2])
+    ask(found, [6, 6], [1, 1, 1, 1])
+    second = ask(found, [5, 3, 6], [2, 2, 2], cut=True)
+    assert found.row() == [first, second]
+    assert found.delivered() == 5 / 9
+    assert recording().row() == []
+    assert recording().delivered() == 0
+
+
+def test_the_runs_settings_are_used_and_the_room_counts_from_the_first_prompt() -> None:
+    found = recording(max_tokens=10)
+    _, sampling = found.begin([5, 6], is_chat=True, max_tokens=4, stop=("STOP",))
+    assert (sampling.n, sampling.temperature, sampling.max_tokens, sampling.min_tokens) == (1, 0.7, 4, 0)
+    assert sampling.stop == ("STOP", "END")
+    found.end(Call([]), None)  # it was aborted
+    assert found.calls == []
+    first = ask(found, [5, 6], [1, 2])
+    _, sampling = found.begin([5, 6, 3, 6, 6], is_chat=True)
+    assert sampling.max_tokens == 10 - 4, "2 sampled and 2 put in"
+    assert first.path() == [first]
+    with refuses(Refused, "context_length_exceeded", "data.max_response_length=10"):
+        found.begin([5, 6, 3, *[6] * 8], is_chat=True)
+    with refuses(Refused, "context_length_exceeded", "max_model_len=40"):
+        found.begin([6] * 40, is_chat=True)
+
+
+def test_limits_of_calls() -> None:
+    found = recording(max_calls=2)
+    for _ in range(2):
+        ask(found, [5], [1])
+    with refuses(Refused, "max_assistant_turns", "2"):
+        found.begin([5], is_chat=True)
+    found = recording()
+    calls = [found.begin([5], is_chat=True)[0] for _ in range(MOST_AT_ONCE)]
+    with refuses(Refused, str(MOST_AT_ONCE)):
+        found.begin([5], is_chat=True)
+    found.end(calls[0], None)
+    found.begin([5], is_chat=True)
+
+
+def test_seeds_are_of_the_prompt_and_not_of_the_order() -> None:
+    def seeds(*prompts: list[int]) -> list[int | None]:
+        found = recording()
+        return [found.begin(prompt, is_chat=False)[1].seed for prompt in prompts]
+
+    one, other, again = seeds([5], [6], [5])
+    assert [other, one] == seeds([6], [5])
+    assert len({one, other, again}) == 3
+    assert Recording(SamplingSettings(1, 1.0, 1.0, -1, 9, None), Words(), 40).begin([5], is_chat=False)[1].seed is None

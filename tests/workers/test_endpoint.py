@@ -1,0 +1,163 @@
+"""Agents that own their loop and know nothing of training, on a real engine: the `openai` package, and the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.engines.settings import AgentSettings, EngineSettings, SamplingSettings
+from grpo_dist.protocol import DataProto
+from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.reward import Task
+from grpo_dist.workers.rollout import RolloutWorker
+from tests.processes import spawned
+
+pytestmark = pytest.mark.ray
+
+LOOP = """
+import httpx
+from openai import AsyncOpenAI, BadRequestError
+
+from grpo_dist.agents import AgentLoop
+
+
+class Chat(AgentLoop):
+    gives_reward = True
+
+    async def run(self, episode):
+        async with episode.endpoint() as (base_url, token):
+            client = AsyncOpenAI(base_url=base_url, api_key=token, max_retries=0)
+            self.index = episode.index
+            await getattr(self, episode.row.extra_info["what"])(client, episode)
+        episode.reward = 1.0
+
+    async def say(self, client, messages, **more):
+        reply = await client.chat.completions.create(model="policy", messages=messages, max_tokens=12, **more)
+        text = reply.choices[0].message.content
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "6+7=?"}]
+        return text
+
+    async def turns(self, client, episode):
+        messages = [{"role": "user", "content": "12+34=?"}]
+        await self.say(client, messages, temperature=0, seed=1)  # neither is the policy's
+        await self.say(client, messages, logprobs=True)
+
+    async def branches(self, client, episode):
+        messages = [{"role": "user", "content": f"{episode.index}+1=?"}]  # a prompt of its own
+        await self.say(client, messages)
+        await self.say(client, [{"role": "user", "content": "9"}])
+        await self.say(client, messages)
+
+    async def routes(self, client, episode):
+        messages = [{"role": "user", "content": "12+34=?"}]
+        stream = await client.chat.completions.create(model="policy", messages=messages, max_tokens=6, stream=True)
+        streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+        told = await client.responses.create(model="policy", input="12+34=?", max_output_tokens=6)
+        done = await client.completions.create(model="policy", prompt="1+1=", max_tokens=6)
+        headers = {"x-api-key": client.api_key}
+        body = {"model": "policy", "max_tokens": 6, "messages": messages}
+        async with httpx.AsyncClient() as http:
+            anthropic = (await http.post(f"{client.base_url}messages", json=body, headers=headers)).json()
+        texts = [streamed, told.output_text, done.choices[0].text, anthropic["content"][0]["text"]]
+        for wrong in (
+            {"n": 2},
+            {"response_format": {"type": "json_object"}},
+            {"logit_bias": {"5": 100}},
+            {"logprobs": True, "top_logprobs": 3},
+            {"frequency_penalty": 1.0},
+        ):
+            try:
+                await client.chat.completions.create(model="policy", messages=messages, **wrong)
+            except BadRequestError as error:
+                assert next(iter(wrong)) in str(error) or "top_logprobs" in str(error), error
+            else:
+                raise AssertionError(wrong)
+        episode.metrics["lengths"] = sum(map(len, texts))
+        assert all(texts), texts
+"""
+N = 2
+SAMPLING = SamplingSettings(N, 1.0, 1.0, -1, 100, 11)
+
+
+@pytest.fixture(scope="module")
+def agents(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+    file = tmp_path_factory.mktemp("loop") / "chat.py"
+    file.write_text(LOOP)
+    model = resolve_model_path("builtin:tiny-qwen3")
+    settings = EngineSettings(
+        model, "cpu", "float32", False, 1, 256, 64, 1024, 0.8, 0.0625, True, False, 0, needs_tokenizer=True
+    )
+    settings = EngineSettings(**(vars(settings) | {"agent": AgentSettings(f"{file}:Chat")}))
+    with spawned("rollout", RolloutWorker, [()], env={"OMP_NUM_THREADS": "1"}) as group:
+        group.call_each("start", "start", [(settings,)])
+        yield group
+        group.call_all("shutdown", "shutdown")
+
+
+def play(agents: WorkerGroup, what: str) -> tuple[dict[str, Any], DataProto]:
+    task = Task("sums", "", {"what": what}, [{"role": "user", "content": "12+34=?"}])
+    call = agents.submit(0, "generate", "generate", what, np.array([4, 5], np.int32), SAMPLING, task)
+    (label, _), data = agents.gather([call])[0]
+    return label.small, data
+
+
+def decoded(ids: torch.Tensor) -> str:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(resolve_model_path("builtin:tiny-qwen3")).decode(ids)
+
+
+def test_an_agent_of_two_turns_becomes_one_row_of_the_tokens_that_were_sampled(agents: WorkerGroup) -> None:
+    small, data = play(agents, "turns")
+    again = play(agents, "turns")[1]
+    assert small["num_turns"].tolist() == [2, 2]
+    assert small["episode_reward"].tolist() == [1, 1]
+    assert small["reward_extra/delivered_tokens"].tolist() == [1, 1]
+    for name in ("responses", "rollout_log_probs"):
+        assert torch.equal(data[name].values, again[name].values), "the same seeds, the same episodes"
+    rows = [data[name].rows() for name in ("prompts", "responses", "response_mask", "rollout_log_probs")]
+    for prompt, response, mask, log_probs in zip(*rows, strict=True):
+        assert decoded(prompt) == "<|im_start|>user\n12+34=?<|im_end|>\n<|im_start|>assistant\n"
+        assert "<|im_start|>user\n6+7=?<|im_end|>\n<|im_start|>assistant\n" in decoded(response[mask == 0])
+        assert "6+7=?" not in decoded(response[mask == 1])
+        assert (log_probs[mask == 0] == 0).all()
+        assert (log_probs[mask == 1] < 0).any()
+    first, second = data["responses"].rows()
+    assert first.tolist() != second.tolist()
+
+
+def test_recorded_log_probs_are_those_of_the_whole_row(agents: WorkerGroup) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        resolve_model_path("builtin:tiny-qwen3"), dtype=torch.float32
+    )
+    data = play(agents, "turns")[1]
+    rows = [data[name].rows() for name in ("prompts", "responses", "response_mask", "rollout_log_probs")]
+    for prompt, response, mask, log_probs in zip(*rows, strict=True):
+        ids = torch.cat([prompt, response]).long()
+        with torch.no_grad():
+            logits = model(input_ids=ids.unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
+        expected = torch.log_softmax(logits, -1).gather(-1, response.long().unsqueeze(-1)).squeeze(-1) * mask
+        torch.testing.assert_close(log_probs, expected, atol=1e-3, rtol=0)
+
+
+def test_a_prompt_of_the_agents_own_and_a_branch(agents: WorkerGroup) -> None:
+    """What the episodes' prompts have in common is the group's prompt; the sub-question's tokens do not train."""
+    small, data = play(agents, "branches")
+    assert small["num_turns"].tolist() == [2, 2]
+    assert all(0 < share < 1 for share in small["reward_extra/delivered_tokens"])
+    assert {decoded(prompt) for prompt in data["prompts"].rows()} == {"<|im_start|>user\n"}
+    for i, (response, mask) in enumerate(zip(data["responses"].rows(), data["response_mask"].rows(), strict=True)):
+        assert decoded(response).startswith(f"{i}+1=?<|im_end|>\n<|im_start|>assistant\n")
+        assert mask[:5].sum() == 0
+
+
+def test_every_route_samples_and_what_cannot_be_honoured_is_refused(agents: WorkerGroup) -> None:
+    small, _ = play(agents, "routes")
+    assert (small["reward_extra/lengths"] > 0).all()
