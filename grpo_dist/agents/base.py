@@ -37,8 +37,20 @@ class AgentLoop(ABC):
     async def run(self, episode: Episode) -> None:
         """Run one episode to its end: sample with `episode.generate`, put in other text with `episode.append`."""
 
+    @classmethod
+    def resolved(cls, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`agent_kwargs` as the rollout workers get them, who run in another folder; called before the run starts.
+
+        Raises:
+            ConfigError: something that they name is not there.
+        """
+        return kwargs
+
     async def cut_short(self, episode: Episode) -> None:  # noqa: B027 - most loops have nothing to do here
         """Called where a limit of time or turns has ended `run`: a loop that can may set `episode.reward`."""
+
+    async def close(self) -> None:  # noqa: B027 - likewise
+        """Called once, when the run ends: end what this object has started."""
 
 
 AGENT_LOOP: Registry[Any] = Registry("agent loop", KEY)

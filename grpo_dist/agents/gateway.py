@@ -17,8 +17,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_dist.agents.recording import Recording, Refused
-from grpo_dist.engines.base import Response
+from grpo_dist.agents.recording import Recording
+from grpo_dist.engines.base import RequestRefused, Response
 from grpo_dist.engines.settings import SamplingSettings
 
 HOST = "127.0.0.1"
@@ -114,7 +114,7 @@ class Gateway:
         finally:
             session.recording.end(call, response)
         if response is None:
-            raise Refused("the episode was aborted")
+            raise RequestRefused("the episode was aborted")
         return response
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from grpo_dist.engines.base import Response
+from grpo_dist.engines.base import RequestRefused, Response
 from grpo_dist.engines.settings import SamplingSettings
 
 SEED_BITS = 30  # as the seeds of groups have
@@ -23,10 +23,6 @@ SEED_BITS = 30  # as the seeds of groups have
 MOST_AT_ONCE = 16
 # A character may be cut into so many tokens, and is only there with the last of them.
 _CHARACTER_TOKENS = 8
-
-
-class Refused(ValueError):
-    """A request that is not sampled; the client is told why, with status 400."""
 
 
 @dataclass(eq=False)
@@ -86,17 +82,17 @@ class Recording:
             stop: texts that end the response, besides the run's.
 
         Raises:
-            Refused: there have been too many calls, too many are under way, or there is no room.
+            RequestRefused: there have been too many calls, too many are under way, or there is no room.
         """
         if self.max_calls is not None and self._num_begun >= self.max_calls:
-            raise Refused(f"the episode has had its {self.max_calls} calls (rollout.agent.max_assistant_turns)")
+            raise RequestRefused(f"the episode has had its {self.max_calls} calls (rollout.agent.max_assistant_turns)")
         if self._num_running >= MOST_AT_ONCE:
-            raise Refused(f"{MOST_AT_ONCE} calls of the episode are under way already")
+            raise RequestRefused(f"{MOST_AT_ONCE} calls of the episode are under way already")
         call = self._exact(list(rendered)) if is_chat else Call(list(rendered), self._prefix(list(rendered)))
         behind = len(call.prompt_ids) - len(call.path()[0].prompt_ids)
         room = min(self.max_model_len - len(call.prompt_ids), self.sampling.max_tokens - behind)
         if room < 1:
-            raise Refused(
+            raise RequestRefused(
                 f"context_length_exceeded: a prompt of {len(call.prompt_ids)} tokens, {behind} of them behind the "
                 f"episode's first prompt, leaves no room (data.max_response_length={self.sampling.max_tokens}, "
                 f"rollout.max_model_len={self.max_model_len})"

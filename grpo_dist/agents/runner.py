@@ -67,7 +67,7 @@ class EpisodeRunner:
         most = settings.max_concurrent_episodes
         self._places = asyncio.Semaphore(most) if most is not None else contextlib.nullcontext()
         self._thread = threading.Thread(target=self._serve, name="agent loop", daemon=True)
-        self._loop: AgentLoop
+        self._loop: AgentLoop | None = None
 
     async def start(self) -> None:
         """Make the agent loop.
@@ -111,6 +111,9 @@ class EpisodeRunner:
             for task in tasks:
                 task.cancel()
             self._events.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_S))
+        if self._loop is not None:
+            with contextlib.suppress(*USER_ERRORS):  # the run is over
+                self._events.run_until_complete(asyncio.wait_for(self._loop.close(), CANCEL_S))
 
     async def _make(self) -> AgentLoop:
         loop_class = load_agent_loop(self.settings.name, self.settings.kwargs)
@@ -162,7 +165,7 @@ class EpisodeRunner:
                     sample = self._sampler(episode.row.uid, engine, outside, group)
                     opener = functools.partial(self._endpoint, engine, sample)
                     episode.connect(sample, None if self._gateway is None else opener)
-                    await self._loop.run(episode)
+                    await self._made.run(episode)
         except GrpoDistError:
             raise  # the engine's
         except EpisodeEnded:
@@ -198,10 +201,10 @@ class EpisodeRunner:
         episode.truncated = True
         with contextlib.suppress(*USER_ERRORS):  # then there is none
             async with asyncio.timeout(self.settings.timeout_s):
-                await self._loop.cut_short(episode)
+                await self._made.cut_short(episode)
 
     def _can_be_scored(self, episode: Episode) -> bool:
-        return bool(episode.num_turns) and (episode.reward is not None or not self._loop.gives_reward)
+        return bool(episode.num_turns) and (episode.reward is not None or not self._made.gives_reward)
 
     def _fault(self, episode: Episode) -> tuple[str, str]:
         """What is wrong with an episode whose loop has ended: the kind, and why; "": nothing."""
@@ -209,7 +212,7 @@ class EpisodeRunner:
             return "failed", f"episode.fail: {episode.failure}"
         try:
             episode.response()
-            if episode.outcome() is None and self._loop.gives_reward:
+            if episode.outcome() is None and self._made.gives_reward:
                 return "error", "gives_reward is true, and run() has set no episode.reward"
         except (RuntimeError, ValueError) as error:
             return "error", str(error)
@@ -271,14 +274,19 @@ class EpisodeRunner:
     def _name(self) -> str:
         return self.settings.name
 
+    @property
+    def _made(self) -> AgentLoop:
+        assert self._loop is not None, "start() comes first"
+        return self._loop
+
     def _line_of(self, error: BaseException) -> str:
         """Where an exception was raised, in the files of the user's class if it passes there."""
-        return _last_line(traceback.extract_tb(error.__traceback__), type(self._loop))
+        return _last_line(traceback.extract_tb(error.__traceback__), type(self._made))
 
     def _blocked_line(self) -> str:
         """Where the thread is, in the file of the user's class if it passes there."""
         frame = sys._current_frames().get(self._thread.ident or 0)
-        return _last_line(traceback.extract_stack(frame), type(self._loop))
+        return _last_line(traceback.extract_stack(frame), type(self._made))
 
 
 async def _awaited(sampled: Awaitable[Response | None]) -> Response | None:

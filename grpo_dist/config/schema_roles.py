@@ -193,7 +193,7 @@ class AgentConfig(Section):
     @property
     def is_single_turn(self) -> bool:
         """Whether an episode is one response, which a whole group can share a request for."""
-        return self.default_agent_loop in AGENT_LOOPS
+        return self.default_agent_loop == AGENT_LOOPS[0]
 
 
 def _verls_backend(value: Any) -> Any:

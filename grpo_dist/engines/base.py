@@ -63,6 +63,10 @@ class Response:
     num_turns: int = 1
 
 
+class RequestRefused(ValueError):
+    """A request of an agent that is not sampled; its client is told why, with status 400, and does not try again."""
+
+
 @dataclass(frozen=True)
 class EngineLoad:
     """Sequences that run in an engine, and that wait in it, after its last step."""

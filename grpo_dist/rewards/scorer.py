@@ -27,7 +27,7 @@ from grpo_dist.rewards.base import RewardResult, RowNeeds, shown_response
 from grpo_dist.rewards.forms import Failure, Sample, score_group, takes_one
 from grpo_dist.rewards.load import load_reward_function
 from grpo_dist.rewards.output_lines import OutputLines
-from grpo_dist.rewards.supervisor import supervised
+from grpo_dist.supervisor import supervised
 
 START_TIMEOUT_S = 120.0  # importing the user's file, with whatever it imports
 END_S = 5.0  # from closing the pipe to the end of the process: exit handlers may run

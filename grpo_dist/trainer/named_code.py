@@ -36,7 +36,7 @@ def resolve_names(config: RunConfig) -> None:
     read_rejections(correction.rollout_rs, correction.rollout_rs_threshold)
     KL.get(actor.kl_loss_type.removesuffix("+"))
     POLICY_LOSS.get(actor.policy_loss.loss_mode)
-    load_agent_loop(agent.default_agent_loop, agent.agent_kwargs)
+    load_agent_loop(agent.default_agent_loop, agent.agent_kwargs).resolved(agent.agent_kwargs)
     if (engine := config.actor_rollout_ref.rollout.name) not in ROLLOUT_ENGINES:
         rollout_engine(engine)
     if config.data.sampler.code is not None:

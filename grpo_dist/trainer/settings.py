@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from grpo_dist.agents import load_agent_loop
 from grpo_dist.algorithms.kl_control import KLController
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.code_names import absolute
@@ -289,9 +290,10 @@ def agent_settings(config: RunConfig) -> AgentSettings | None:
     agent = config.actor_rollout_ref.rollout.agent
     if agent.is_single_turn:
         return None
+    loop = load_agent_loop(agent.default_agent_loop, agent.agent_kwargs)
     return AgentSettings(
         absolute(agent.default_agent_loop),
-        agent.agent_kwargs,
+        loop.resolved(agent.agent_kwargs),
         agent.timeout_s,
         agent.episode_timeout_s,
         agent.max_assistant_turns,

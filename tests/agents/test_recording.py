@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_dist.agents.recording import MOST_AT_ONCE, Call, Recording, Refused
-from grpo_dist.engines.base import Response
+from grpo_dist.agents.recording import MOST_AT_ONCE, Call, Recording
+from grpo_dist.engines.base import RequestRefused, Response
 from grpo_dist.engines.settings import SamplingSettings
 from tests.messages import refuses
 
@@ -80,9 +80,9 @@ def test_the_runs_settings_are_used_and_the_room_counts_from_the_first_prompt() 
     _, sampling = found.begin([5, 6, 3, 6, 6], is_chat=True)
     assert sampling.max_tokens == 10 - 4, "2 sampled and 2 put in"
     assert first.path() == [first]
-    with refuses(Refused, "context_length_exceeded", "data.max_response_length=10"):
+    with refuses(RequestRefused, "context_length_exceeded", "data.max_response_length=10"):
         found.begin([5, 6, 3, *[6] * 8], is_chat=True)
-    with refuses(Refused, "context_length_exceeded", "max_model_len=40"):
+    with refuses(RequestRefused, "context_length_exceeded", "max_model_len=40"):
         found.begin([6] * 40, is_chat=True)
 
 
@@ -90,11 +90,11 @@ def test_limits_of_calls() -> None:
     found = recording(max_calls=2)
     for _ in range(2):
         ask(found, [5], [1])
-    with refuses(Refused, "max_assistant_turns", "2"):
+    with refuses(RequestRefused, "max_assistant_turns", "2"):
         found.begin([5], is_chat=True)
     found = recording()
     calls = [found.begin([5], is_chat=True)[0] for _ in range(MOST_AT_ONCE)]
-    with refuses(Refused, str(MOST_AT_ONCE)):
+    with refuses(RequestRefused, str(MOST_AT_ONCE)):
         found.begin([5], is_chat=True)
     found.end(calls[0], None)
     found.begin([5], is_chat=True)

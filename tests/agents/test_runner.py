@@ -29,6 +29,7 @@ from grpo_dist.agents import AgentLoop
 
 class Tool(AgentLoop):
     cleaned = running = most = 0
+    closed = False
 
     def __init__(self, mode="answer", api_key=None):
         if mode == "broken":
@@ -86,6 +87,9 @@ class Tool(AgentLoop):
 
     async def no_reward(self, episode):
         episode.reward = float("nan")
+
+    async def close(self):
+        Tool.closed = True
 
     async def forever(self, episode):
         while True:
@@ -361,3 +365,13 @@ def test_a_class_that_cannot_be_made(tmp_path: Path, mode: str, text: str) -> No
 
     with refuses(ConfigError, f"agent_kwargs={{'mode': '{mode}', 'api_key': '***'}}", "Tool()", *text.split(": ")):
         in_loop(test)
+
+
+def test_the_loop_is_closed_when_the_run_ends(tmp_path: Path) -> None:
+    async def test() -> object:
+        async with runner(tmp_path, Writer().generate, "answer") as made:
+            tool = type(made._loop)
+        await asyncio.to_thread(made._thread.join, 30)
+        return tool.closed  # type: ignore[attr-defined]
+
+    assert in_loop(test) is True

@@ -24,6 +24,9 @@ TESTED_ELSEWHERE = {
     **{f"algorithms/advantage/{name}.py": "algorithms/test_advantage.py" for name in ADVANTAGE_FILES},
     **{f"algorithms/policy_loss/{name}.py": "algorithms/test_policy_loss.py" for name in POLICY_LOSS_FILES},
     "__main__.py": "cli/test_entry.py",  # the same command
+    "agents/child_loop.py": "agents/test_external.py",  # what runs beside a rollout engine
+    "agents/guard.py": "agents/test_external.py",  # likewise
+    "engines/vllm/openai_app.py": "workers/test_endpoint.py",  # on an engine
     "config/documented.py": "cli/test_help.py",  # what is told of keys
     "trainer/checkpoint/export.py": "cli/test_export.py",  # by its command
     "config/field_types.py": "config/test_schema.py",  # the types of the schema

@@ -105,7 +105,8 @@ def test_sampling_arrives() -> None:
 
 def test_an_agent_loop_arrives_with_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "loop.py").write_text("")
+    loop = "from grpo_dist.agents import AgentLoop\n\nclass Mine(AgentLoop):\n    def __init__(self, depth): ...\n"
+    (tmp_path / "loop.py").write_text(f"{loop}    async def run(self, episode): ...\n")
     key = "actor_rollout_ref.rollout.agent"
     config = load(f"{key}.default_agent_loop=loop.py:Mine", f"{key}.agent_kwargs={{depth: 2}}", f"{key}.timeout_s=7")
     settings = engine_settings(config, placement(config), 0)

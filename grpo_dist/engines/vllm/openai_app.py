@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from grpo_dist.agents.recording import Refused
-from grpo_dist.engines.base import Response
+from grpo_dist.engines.base import RequestRefused, Response
 from grpo_dist.errors import ConfigError
 
 # (prompt, most tokens, texts that stop it) -> what was sampled
@@ -85,12 +84,12 @@ class _Client:
         """Sample, and answer in vLLM's form.
 
         Raises:
-            Refused: the request asks for what would change the samples.
+            RequestRefused: the request asks for what would change the samples.
         """
         from vllm.outputs import RequestOutput
 
         if not isinstance(prompt, Mapping) or prompt.get("type") != "token":
-            raise Refused("text only: images and embeddings are not recorded")
+            raise RequestRefused("text only: images and embeddings are not recorded")
         for name, usual in _UNTOUCHED.items():
             value = getattr(params, name, usual)
             if value and value != usual and list(value if isinstance(value, list) else [value]) != [usual]:
@@ -99,9 +98,9 @@ class _Client:
                     if name == "structured_outputs"
                     else f"{name}"
                 )
-                raise Refused(f"{asked} changes what the policy would sample; leave it out")
+                raise RequestRefused(f"{asked} changes what the policy would sample; leave it out")
         if (params.logprobs or 0) > 1:
-            raise Refused("top_logprobs: only those of sampled tokens are recorded")
+            raise RequestRefused("top_logprobs: only those of sampled tokens are recorded")
         ids = list(prompt["prompt_token_ids"])
         response = await self._sample(ids, params.max_tokens, params.stop or ())
         output = _output(response, params, self.renderer.get_tokenizer())

@@ -1,0 +1,203 @@
+"""Agents and environments that run elsewhere: in another interpreter, or behind an HTTP server.
+
+They need nothing of this package. For each episode they get an OpenAI-compatible endpoint and a token, play with
+whatever loop, tools and packages they have, and answer with the reward. In Python that is a function:
+
+    async def play(task, base_url, token):  # any client and packages
+        return {"reward": 1.0}              # and metrics, truncated; an exception is a failed episode
+
+Any other program reads and writes lines, as child_loop.py does; a server gets and answers them as bodies of POSTs:
+
+    {"id": 7, "task": {...}, "base_url": "http://127.0.0.1:41213/v1", "token": "..."}
+    {"id": 7, "ok": true, "reward": 0.5, "metrics": {"moves": 3}, "truncated": false}
+    {"id": 7, "ok": false, "error": "no free port"}
+
+A line {"id": 7, "cancel": true} ends an episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.agents import child_loop
+from grpo_dist.agents.base import AGENT_LOOP, KWARGS_KEY, AgentLoop
+from grpo_dist.agents.episode import Episode
+from grpo_dist.code_names import absolute, parse_code
+from grpo_dist.errors import ConfigError
+from grpo_dist.registry import described
+
+END_S = 2.0  # that a process has to end after it has closed its output
+LONGEST_LINE = 16 << 20  # bytes
+_ANSWER = {"id", "ok", "reward", "metrics", "truncated", "error"}
+
+
+@AGENT_LOOP.register("external")
+class External(AgentLoop):
+    """Has episodes played by a function of another interpreter, by a program, or by a server.
+
+    Beside each rollout engine runs one process, which plays all of its episodes.
+
+    Args:
+        play: the function, as `path/to/file.py:play`.
+        python: the interpreter that has its packages; None: this one.
+        command: in place of a function, a program with its arguments.
+        url: in place of both, a server's address.
+
+    Raises:
+        ConfigError: not exactly one of play, command and url is given.
+    """
+
+    gives_reward = True
+
+    def __init__(
+        self,
+        play: str | None = None,
+        python: str | None = None,
+        command: Sequence[str] | None = None,
+        url: str | None = None,
+    ) -> None:
+        if [play, command, url].count(None) != 2:
+            raise ConfigError(
+                f"{KWARGS_KEY}: give one of play=FILE.py:FUNCTION, command=[PROGRAM, ARGUMENT, ...] and url=http://..."
+            )
+        if play is not None:
+            command = [python or sys.executable, child_loop.__file__, play]
+        self._player: _Command | _Server = _Command(command or ()) if url is None else _Server(url)
+
+    @classmethod
+    def resolved(cls, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `AgentLoop.resolved`: the path of `play` becomes absolute."""
+        named = kwargs.get("play")
+        if named is None:
+            return kwargs
+        if (
+            not isinstance(named, str)
+            or not parse_code(named).source.endswith(".py")
+            or not parse_code(named).attribute
+        ):
+            raise ConfigError(f"{KWARGS_KEY}.play={named!r}: name a function as FILE.py:FUNCTION")
+        if not Path(parse_code(named).source).is_file():
+            raise ConfigError(f"{KWARGS_KEY}.play={named!r}: there is no such file")
+        return {**kwargs, "play": absolute(named)}
+
+    async def run(self, episode: Episode) -> None:
+        """Have the episode played; see the module."""
+        row = episode.row
+        task = {**row.extra_info, "messages": list(row.messages), "data_source": row.data_source}
+        async with episode.endpoint() as (base_url, token):
+            answer = await self._player.play({"task": task, "base_url": base_url, "token": token})
+        unknown = sorted(set(answer) - _ANSWER)
+        if unknown or not isinstance(answer.get("ok"), bool):
+            raise ValueError(f"an answer needs ok (true or false), and may have {', '.join(sorted(_ANSWER))}: {answer}")
+        if not answer["ok"]:
+            episode.fail(str(answer.get("error", "the answer says ok=false, and no error")))
+            return
+        episode.reward = answer.get("reward")
+        episode.metrics |= answer.get("metrics") or {}
+        episode.truncated = episode.truncated or bool(answer.get("truncated"))
+
+    async def close(self) -> None:
+        """End the command, or the connections to the server."""
+        await self._player.close()
+
+
+class _Server:
+    def __init__(self, url: str) -> None:
+        import httpx
+
+        self._url = url
+        self._client = httpx.AsyncClient(timeout=None)  # the limits are the episode's
+
+    async def play(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        answer = await self._client.post(self._url, json=dict(message))
+        if not answer.is_success:
+            raise RuntimeError(f"{self._url}: status {answer.status_code}: {answer.text[:500]}")
+        return _object(answer.text, self._url)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+class _Command:
+    """A process that is started with the first episode, and again if it has ended."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = [str(part) for part in command]
+        self._numbers = itertools.count()
+        self._open: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+
+    async def play(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        async with self._starting:
+            if self._process is None:
+                await self._start()
+        number = next(self._numbers)
+        answered = self._open[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self._send({"id": number, **message})
+            return await answered
+        except asyncio.CancelledError:
+            await self._send({"id": number, "cancel": True})
+            raise
+        finally:
+            self._open.pop(number, None)
+
+    async def close(self) -> None:
+        if self._process is not None and self._reading is not None:
+            self._process.terminate()
+            await self._reading
+
+    async def _start(self) -> None:
+        guarded = [sys.executable, "-m", "grpo_dist.agents.guard", *self._command]
+        pipe = asyncio.subprocess.PIPE
+        self._process = await asyncio.create_subprocess_exec(*guarded, stdin=pipe, stdout=pipe, limit=LONGEST_LINE)
+        self._reading = asyncio.create_task(self._read(self._process))
+
+    async def _send(self, message: Mapping[str, Any]) -> None:
+        if self._process is None or self._process.stdin is None:
+            return  # it has ended, and with it what was asked
+        try:
+            self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
+            await self._process.stdin.drain()
+        except ConnectionError:
+            return  # likewise; `_read` says so
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        """Take in answers until the process ends; what else it writes is printed."""
+        assert process.stdout is not None
+        why = "closed its output"
+        try:
+            while line := await process.stdout.readline():
+                if not line.lstrip().startswith(b"{"):
+                    sys.stdout.write(line.decode(errors="replace"))
+                    continue
+                answer = _object(line.decode(), self._command[0])
+                if (asked := self._open.get(answer.get("id", -1))) is not None and not asked.done():
+                    asked.set_result(answer)
+        except ValueError as error:  # a line that is too long, or no JSON
+            why = str(error)
+        with contextlib.suppress(TimeoutError):  # it may be about to end by itself
+            await asyncio.wait_for(process.wait(), END_S)
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        code = await process.wait()
+        self._process = None
+        for asked in self._open.values():
+            if not asked.done():
+                asked.set_exception(RuntimeError(f"{' '.join(self._command)}: {why}, exit code {code}"))
+
+
+def _object(text: str, source: str) -> dict[str, Any]:
+    answer = json.loads(text)
+    if not isinstance(answer, dict):
+        raise ValueError(f"{source}: an answer is a JSON object, not {described(answer)}")
+    return answer

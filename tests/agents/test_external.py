@@ -1,0 +1,242 @@
+"""Episodes that a program or a server plays; the endpoint is made up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from grpo_dist.agents import Episode, External, Row
+from grpo_dist.agents.episode import Endpoint
+from grpo_dist.agents.recording import Recording
+from grpo_dist.engines.base import Response
+from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.errors import ConfigError
+from tests.agents.fakes import Characters
+from tests.messages import refuses, says
+
+PROGRAM = """
+import asyncio, os, sys
+
+import helper  # beside it
+
+async def play(task, base_url, token):
+    assert "grpo_dist" not in sys.modules and os.environ.get("PYTHONPATH") is None
+    print("playing", task["what"], flush=True)
+    if task["what"] == "raise":
+        raise OSError("no free port")
+    if task["what"] == "die":
+        os._exit(3)
+    if task["what"] == "hang":
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            open(task["file"], "w").close()
+    if task["what"] == "nonsense":
+        return {"reward": 1.0, "color": "red"}
+    await asyncio.sleep(task.get("seconds", 0))
+    return {"reward": len(token) + task["number"], "metrics": {"messages": len(task["messages"])}, "truncated": True}
+"""
+
+
+@asynccontextmanager
+async def endpoint(recording: Recording) -> AsyncIterator[Endpoint]:
+    """One call is made, of three tokens."""
+    call, _ = recording.begin([81], is_chat=False)
+    recording.end(call, Response([65, 66, 0], [-0.5] * 3, False, [3] * 3))
+    yield Endpoint("http://127.0.0.1:1/v1", "secret")
+
+
+def episode(**task: Any) -> Episode:
+    row = Row("u", [1, 2], [{"role": "user", "content": "hi"}], "games", task)
+    found = Episode(row, SamplingSettings(1, 1.0, 1.0, -1, 30, 5), tokenizer=Characters(), max_model_len=90)
+    found.connect(None, endpoint)  # type: ignore[arg-type]
+    return found
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    (tmp_path / "helper.py").touch()
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    return f"{file}:play"
+
+
+def in_loop(test: Callable[[], Awaitable[Any]]) -> Any:
+    async def limited() -> Any:
+        async with asyncio.timeout(60):
+            return await test()
+
+    return asyncio.run(limited())
+
+
+def test_episodes_are_played_side_by_side_by_one_process(program: str, capfd: pytest.CaptureFixture[str]) -> None:
+    async def test() -> list[Episode]:
+        loop = External(play=program)
+        slow, quick = episode(what="play", number=1, seconds=0.5), episode(what="play", number=2)
+        done: list[Episode] = []
+
+        async def run(each: Episode) -> None:
+            await loop.run(each)
+            done.append(each)
+
+        await asyncio.gather(run(slow), run(quick))
+        assert done == [quick, slow]
+        return [slow, quick]
+
+    slow, quick = in_loop(test)
+    assert (slow.reward, quick.reward) == (len("secret") + 1, len("secret") + 2)
+    assert slow.metrics == {"delivered_tokens": 1.0, "messages": 1}
+    assert slow.truncated
+    assert (slow.prompt_ids, slow.response().token_ids) == ([81], [65, 66, 0])
+    assert "playing play" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("what", "told"), [("raise", "OSError: no free port"), ("nonsense", "")])
+def test_what_fails_there_is_told_and_the_process_plays_on(program: str, what: str, told: str) -> None:
+    async def test() -> None:
+        loop, bad, good = External(play=program), episode(what=what, number=0), episode(what="play", number=1)
+        if told:
+            await loop.run(bad)
+            assert bad.failure == told
+        else:
+            with refuses(ValueError, "color", "reward"):
+                await loop.run(bad)
+        await loop.run(good)
+        assert good.reward is not None
+
+    in_loop(test)
+
+
+def test_a_process_that_dies_fails_what_it_plays_and_the_next_episode_gets_a_new_one(program: str) -> None:
+    async def test() -> None:
+        loop = External(play=program)
+        playing = asyncio.create_task(loop.run(episode(what="hang", file=os.devnull)))
+        await asyncio.sleep(0)
+        with refuses(RuntimeError, "program.py", "exit code"):
+            await loop.run(episode(what="die"))
+        with refuses(RuntimeError, "program.py"):
+            await playing
+        again = episode(what="play", number=1)
+        await loop.run(again)
+        assert again.reward is not None
+
+    in_loop(test)
+
+
+def test_an_episode_that_ends_here_ends_there(program: str, tmp_path: Path) -> None:
+    async def test() -> None:
+        loop = External(play=program)
+        await loop.run(episode(what="play", number=1))
+        task = asyncio.create_task(loop.run(episode(what="hang", file=str(tmp_path / "ended"))))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while not (tmp_path / "ended").exists():
+            await asyncio.sleep(0.01)
+
+    in_loop(test)
+
+
+def test_closing_the_loop_ends_the_process_and_its_guard(program: str) -> None:
+    async def test() -> list[psutil.Process]:
+        before = set(psutil.Process().children(recursive=True))
+        loop = External(play=program)
+        await loop.run(episode(what="play", number=1))
+        started = set(psutil.Process().children(recursive=True)) - before
+        await loop.close()
+        await External(play=program).close()  # never started
+        return list(started)
+
+    started = in_loop(test)
+    assert started
+    assert not psutil.wait_procs(started, timeout=30)[1]
+
+
+def test_a_killed_worker_leaves_nothing_behind(program: str, tmp_path: Path) -> None:
+    """What the program has started goes too."""
+    child = "import subprocess, time; subprocess.Popen(['sleep', '1000']); print(flush=True); time.sleep(1000)"
+    guard = [sys.executable, "-m", "grpo_dist.agents.guard", sys.executable, "-c", child]
+    worker = subprocess.Popen([sys.executable, "-c", f"import subprocess; subprocess.run({guard})"], stdout=-1)
+    assert worker.stdout is not None
+    worker.stdout.readline()
+    family = psutil.Process(worker.pid).children(recursive=True)
+    assert any(process.name() == "sleep" for process in family)
+    worker.kill()
+    worker.wait()
+    assert not psutil.wait_procs(family, timeout=30)[1]
+    worker.stdout.close()
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    async def test() -> None:
+        await External(command=[f"{tmp_path}/nothing"]).run(episode(what="play"))
+
+    with refuses(RuntimeError, f"{tmp_path}/nothing", "exit code 1"):
+        in_loop(test)
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_a_server_is_asked_by_post(status: int) -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(head.partition("content-length:")[2].split()[0])
+        asked.append(json.loads(await reader.readexactly(length)))
+        body = json.dumps({"ok": True, "reward": 0.5}).encode()
+        writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        await writer.drain()
+
+    async def test() -> Episode:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/play"
+        played = episode(what="play", index=4)
+        try:
+            await External(url=url).run(played)
+        finally:
+            server.close()
+        return played
+
+    if status == 500:
+        with refuses(RuntimeError, "status 500", "/play"):
+            in_loop(test)
+        return
+    assert in_loop(test).reward == 0.5
+    assert asked[0]["task"] == {
+        "what": "play",
+        "index": 4,
+        "messages": [{"role": "user", "content": "hi"}],
+        "data_source": "games",
+    }
+    assert asked[0]["token"] == "secret"
+
+
+def test_the_function_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "game.py").touch()
+    assert External.resolved({"play": "game.py:play", "python": "py"}) == {
+        "play": f"{tmp_path}/game.py:play",
+        "python": "py",
+    }
+    assert External.resolved({"url": "http://b"}) == {"url": "http://b"}
+    for wrong in ("none.py:play", "game.py", "json:loads", 3):
+        with refuses(ConfigError, "agent_kwargs.play", str(wrong)):
+            External.resolved({"play": wrong})
+
+
+@pytest.mark.parametrize("arguments", [{}, {"command": ["a"], "url": "http://b"}, {"play": "a.py:b", "command": ["a"]}])
+def test_it_is_a_function_a_program_or_a_server(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        External(**arguments)
+    says(caught.value, "agent_kwargs", "play", "command", "url")
