@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import json
 import sys
@@ -29,7 +30,7 @@ from typing import Any
 from grpo_dist.agents import child_loop
 from grpo_dist.agents.base import AGENT_LOOP, KWARGS_KEY, AgentLoop
 from grpo_dist.agents.episode import Episode
-from grpo_dist.code_names import absolute, parse_code
+from grpo_dist.code_names import CodeName, parse_code
 from grpo_dist.errors import ConfigError
 from grpo_dist.registry import described
 
@@ -45,7 +46,7 @@ class External(AgentLoop):
     Beside each rollout engine runs one process, which plays all of its episodes.
 
     Args:
-        play: the function, as `path/to/file.py:play`.
+        play: the function, as `path/to/file.py:play` or `pkg.module:play`; only its file is used.
         python: the interpreter that has its packages; None: this one.
         command: in place of a function, a program with its arguments.
         url: in place of both, a server's address.
@@ -73,19 +74,15 @@ class External(AgentLoop):
 
     @classmethod
     def resolved(cls, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `AgentLoop.resolved`: the path of `play` becomes absolute."""
+        """See `AgentLoop.resolved`: `play` names a file by its whole path."""
         named = kwargs.get("play")
         if named is None:
             return kwargs
-        if (
-            not isinstance(named, str)
-            or not parse_code(named).source.endswith(".py")
-            or not parse_code(named).attribute
-        ):
-            raise ConfigError(f"{KWARGS_KEY}.play={named!r}: name a function as FILE.py:FUNCTION")
-        if not Path(parse_code(named).source).is_file():
-            raise ConfigError(f"{KWARGS_KEY}.play={named!r}: there is no such file")
-        return {**kwargs, "play": absolute(named)}
+        code = parse_code(named) if isinstance(named, str) else CodeName("", "")
+        file = code.source if code.source.endswith(".py") else _file_of(code.source)
+        if not code.attribute or not file or not Path(file).is_file():
+            raise ConfigError(f"{KWARGS_KEY}.play={named!r}: there is no such function; name it as FILE.py:FUNCTION")
+        return {**kwargs, "play": f"{Path(file).absolute()}:{code.attribute}"}
 
     async def run(self, episode: Episode) -> None:
         """Have the episode played; see the module."""
@@ -201,3 +198,11 @@ def _object(text: str, source: str) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise ValueError(f"{source}: an answer is a JSON object, not {described(answer)}")
     return answer
+
+
+def _file_of(module: str) -> str | None:
+    """The file of a module, which is not imported; its packages are."""
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(module)
+        return spec.origin if spec is not None else None
+    return None

@@ -107,13 +107,13 @@ class EpisodeRunner:
                 self._events.run_forever()
             except (SystemExit, KeyboardInterrupt):  # of a task that the user's code has made: it has that as its error
                 continue
+        if self._loop is not None:
+            with contextlib.suppress(*USER_ERRORS, asyncio.CancelledError):  # the run is over
+                self._events.run_until_complete(asyncio.wait_for(self._loop.close(), CANCEL_S))
         if tasks := asyncio.all_tasks(self._events):  # else they complain when they are collected as garbage
             for task in tasks:
                 task.cancel()
             self._events.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_S))
-        if self._loop is not None:
-            with contextlib.suppress(*USER_ERRORS):  # the run is over
-                self._events.run_until_complete(asyncio.wait_for(self._loop.close(), CANCEL_S))
 
     async def _make(self) -> AgentLoop:
         loop_class = load_agent_loop(self.settings.name, self.settings.kwargs)

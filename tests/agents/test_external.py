@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from grpo_dist.agents import Episode, External, Row
+from grpo_dist.agents import Episode, External, Row, verifiers_worker
 from grpo_dist.agents.episode import Endpoint
 from grpo_dist.agents.recording import Recording
 from grpo_dist.engines.base import Response
@@ -230,7 +230,9 @@ def test_the_function_is_found_from_any_folder(tmp_path: Path, monkeypatch: pyte
         "python": "py",
     }
     assert External.resolved({"url": "http://b"}) == {"url": "http://b"}
-    for wrong in ("none.py:play", "game.py", "json:loads", 3):
+    found = External.resolved({"play": "grpo_dist.agents.verifiers_worker:play"})["play"]
+    assert found == f"{Path(verifiers_worker.__file__)}:play"
+    for wrong in ("none.py:play", "game.py", "no.such:play", "json", 3):
         with refuses(ConfigError, "agent_kwargs.play", str(wrong)):
             External.resolved({"play": wrong})
 

@@ -1,0 +1,85 @@
+"""Environments of `verifiers` 0.4, played for `default_agent_loop=external` in the interpreter that has them installed.
+
+    PYTHON -m pip install verifiers==0.4.0 ENVIRONMENT          # in an environment of its own
+    PYTHON .../grpo_dist/agents/verifiers_worker.py TASKSET rows.jsonl [N]          # the rows of N tasks, or of all
+    agent_kwargs={play: "grpo_dist.agents.verifiers_worker:play", python: PYTHON}
+
+Runs without grpo_dist. verifiers' own defaults would go to its vendor's sandboxes and models: here programs run as
+processes of this machine, and the only model is the policy. A row may have more settings for verifiers' EnvConfig in
+`extra_info.env`. An episode that was cut off in time is truncated and has the reward that the environment gave it; one
+with errors has failed, and never the reward 0 that verifiers' trace then shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from typing import Any
+
+KEY = "GRPO_DIST_EPISODE_KEY"  # verifiers reads keys from variables; ours is a part of the address
+HARNESS = "null"  # verifiers' plain chat loop, with the task's tools
+
+_serving: dict[str, Any] = {}  # environments and their tasks, by their settings
+_open = contextlib.AsyncExitStack()
+_starting = asyncio.Lock()
+
+
+async def play(task: dict[str, Any], base_url: str, token: str) -> dict[str, Any]:
+    """Play the task `index` of the taskset `taskset`."""
+    import verifiers.v1 as vf
+
+    os.environ.setdefault(KEY, "none")
+    env, tasks = await _environment(task["taskset"], task.get("env") or {})
+    address = f"{base_url.removesuffix('/v1')}/s/{token}/v1"
+    context = vf.ModelContext(model="policy", client=vf.EvalClientConfig(base_url=address, api_key_var=KEY))
+    episode = await env.run_slot(env.slots(tasks[task["index"]])[0], context)
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode is not ok")
+    metrics = {name: value for trace in episode.traces for name, value in trace.metrics.items() if value is not None}
+    return {
+        "reward": sum(trace.reward for trace in episode.traces),
+        "metrics": metrics,
+        "truncated": any(trace.is_timeout for trace in episode.traces),
+    }
+
+
+async def _environment(taskset: str, settings: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """An environment that serves, and its tasks; made once."""
+    name = json.dumps([taskset, settings], sort_keys=True)
+    async with _starting:
+        if name not in _serving:
+            env = _make(taskset, settings)
+            await _open.enter_async_context(env.serving())
+            _serving[name] = env, list(env.taskset)
+    return _serving[name]
+
+
+def _make(taskset: str, settings: dict[str, Any]) -> Any:
+    import verifiers.v1 as vf
+
+    agent = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}, **settings.get("agent", {})}
+    config = {**settings, "taskset": {"id": taskset, **settings.get("taskset", {})}, "agent": agent}
+    return vf.SingleAgentEnv(vf.SingleAgentEnvConfig.model_validate(config))
+
+
+def write_rows(taskset: str, file: str, most: int | None = None) -> int:
+    """Write a row for each task of a taskset, in the form that training reads; how many there are."""
+    rows = []
+    for index, task in enumerate(_make(taskset, {}).taskset):
+        if index == most:
+            break
+        text = task.data.prompt_text or task.data.name or f"{taskset} {index}"
+        extra = {"taskset": taskset, "index": index}
+        rows.append({"prompt": text, "data_source": taskset, "extra_info": extra})
+    with open(file, "w") as stream:
+        stream.writelines(json.dumps(row) + "\n" for row in rows)
+    return len(rows)
+
+
+if __name__ == "__main__":
+    count = write_rows(sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None)
+    sys.stdout.write(f"{count} rows in {sys.argv[2]}\n")
