@@ -1,4 +1,4 @@
-"""Environments of verifiers: what becomes of an episode of a made-up one, and a real one in an interpreter of its own."""
+"""Environments of verifiers: what becomes of an episode of a made-up one, and a real one in its own interpreter."""
 
 from __future__ import annotations
 

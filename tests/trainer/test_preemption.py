@@ -161,8 +161,8 @@ def test_a_draw_is_not_cut_in_two(tmp_path: Path, groups: dict[str, WorkerGroup]
     trainer = make_trainer(tmp_path / "b", groups, *overrides)
     draw = trainer.sampler._draw
 
-    def interrupted() -> list[int]:
-        drawn = draw()
+    def interrupted(missing: int | None) -> list[int]:
+        drawn = draw(missing)
         if trainer.step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return drawn
