@@ -24,7 +24,7 @@ from benchmarks import floor, head, record, workload
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.engines.train.model_loading import DTYPES
 from grpo_dist.protocol import DataProto
-from grpo_dist.workers.process import keep_freed_memory
+from grpo_dist.workers.freed_memory import FreedMemory
 
 # Tokens of a micro-batch in (a).
 BUDGET = 2048
@@ -138,7 +138,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    keep_freed_memory()  # as policy workers do
+    FreedMemory()  # as policy workers do
     device = "cuda" if torch.cuda.is_available() else "cpu"
     workload.join_process_group(device)
     result = record.begun()

@@ -55,9 +55,9 @@ OBJECTIVE = ObjectiveSettings("vanilla", "token-mean", CLIPS, True, "low_var_kl"
 
 def main(device: str, dtype: str) -> None:
     """Measure everything and print it."""
-    from grpo_dist.workers.process import keep_freed_memory
+    from grpo_dist.workers.freed_memory import FreedMemory
 
-    keep_freed_memory()  # as policy workers do
+    FreedMemory()  # as policy workers do
     init_process_group(device=device, rank=0, world_size=1, store=open_store(LOOPBACK), timeout_s=600)
     found: dict[str, Any] = {"threads": torch.get_num_threads(), "bandwidth": bandwidth(device)}
     if device == "cpu":

@@ -25,7 +25,8 @@ from grpo_dist.protocol import DataProto, Metric, Ragged
 from grpo_dist.registry import load_attribute
 from grpo_dist.rewards.output_lines import printing_to
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
-from grpo_dist.workers.process import Process, keep_freed_memory, use_threads
+from grpo_dist.workers.freed_memory import FreedMemory
+from grpo_dist.workers.process import Process, use_threads
 
 if TYPE_CHECKING:
     from grpo_dist.engines.train.durable_files import FileDigest
@@ -107,6 +108,7 @@ class PolicyWorker(Process):
 
     settings: PolicySettings
     engine: TrainEngine
+    freed_memory: FreedMemory | None = None
     forward_keys = "actor_rollout_ref.ref.log_prob_"  # what the keys of its passes begin with
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -124,7 +126,7 @@ class PolicyWorker(Process):
         self.settings = settings
         use_threads(settings.num_threads)
         if settings.device == "cpu":
-            keep_freed_memory()
+            self.freed_memory = FreedMemory()
         torch.manual_seed(settings.seed)
         store = self._store if self.rank == 0 else dist.TCPStore(host, port, timeout=START_TIMEOUT)
         init_process_group(
@@ -151,7 +153,10 @@ class PolicyWorker(Process):
     @on_device()
     def compute_log_probs(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
         """The columns `settings.columns` of this rank's rows: `old_log_probs`, `ref_hidden_states`, ..."""
-        return self._columns(rows, self.settings.columns, self.engine.compute_columns)
+        found = self._columns(rows, self.settings.columns, self.engine.compute_columns)
+        if self.freed_memory is not None and self.settings.optimizer is None:  # else updates decide
+            self.freed_memory.after_pass()
+        return found
 
     def _columns(
         self, rows: DataProtoRef, names: tuple[str, ...], compute: Callable[..., Mapping[str, Ragged]]
@@ -254,6 +259,8 @@ class TrainedWorker(PolicyWorker):
             except TrainingDiverged as error:
                 where = f"step {step}, {self.role}, mini-batch {number + 1} of {len(mini_batches)}"
                 raise TrainingDiverged(f"{where}: {error}") from None
+        if self.freed_memory is not None:
+            self.freed_memory.after_pass()
         metrics, log_probs = [result.metrics for result in results], results[0].log_probs
         if log_probs is None:
             return (metrics, None), None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import resource
@@ -89,22 +88,6 @@ class Process:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             peak["gpu"] = torch.cuda.max_memory_allocated() / 2**30
         return peak
-
-
-def keep_freed_memory() -> None:
-    """Make glibc's malloc keep large freed blocks for the next pass instead of returning them to the kernel.
-
-    Every pass on CPU allocates blocks of the same sizes, and a new block costs a page fault every 4 KiB: 8 % of the
-    update time of SmolLM2-135M. malloc has no other interface for it that works after the process has started. Does
-    nothing without glibc.
-    """
-    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return
-    mallopt(mmap_threshold, 1 << 30)
-    mallopt(trim_threshold, (1 << 31) - 1)
 
 
 def use_threads(num_threads: int) -> None:
