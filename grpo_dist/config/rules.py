@@ -307,6 +307,24 @@ def adapter_folder_exists(section: str, path: str | None) -> Iterator[Problem]:
         yield _missing(f"{section}.{ADAPTER_KEY}", path, "folder")
 
 
+def options_of_episodes_have_episodes(config: RunConfig) -> Iterator[Problem]:
+    """What an agent loop is given has an effect only with one."""
+    agent = config.actor_rollout_ref.rollout.agent
+    given = {
+        "endpoint_kwargs": agent.endpoint_kwargs,
+        "episode_timeout_s": agent.episode_timeout_s,
+        "max_assistant_turns": agent.max_assistant_turns,
+        "max_concurrent_episodes": agent.max_concurrent_episodes,
+        "reward_function_weight": agent.reward_function_weight,
+    }
+    loop = f"{_ROLLOUT}.agent.default_agent_loop"
+    for name, value in given.items():
+        if agent.is_single_turn and value:
+            key = f"{_ROLLOUT}.agent.{name}"
+            what = f"has no effect on {loop}={agent.default_agent_loop}, whose episodes are one response each"
+            yield Problem(f"{key}={value}: {what}; leave it out, or name an agent loop", (key, loop))
+
+
 def custom_code_exists(config: RunConfig) -> Iterator[Problem]:
     """Python files named by the config are there."""
     agent, custom = config.actor_rollout_ref.rollout.agent, config.custom_reward_function
@@ -349,6 +367,7 @@ RULES: tuple[Rule, ...] = (
     engines_take_the_factors,
     exact_kl_has_a_plain_output_layer,
     stopping_rules_have_a_metric,
+    options_of_episodes_have_episodes,
     overlong_buffer_fits,
     shortest_response_fits,
     *PLACEMENT_RULES,

@@ -33,6 +33,10 @@ def notes(*overrides):
             [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=grpo", "rollout.n to 2"],
         ),
         (
+            [f"{ROLLOUT}.agent.reward_function_weight=0.5"],
+            [f"{ROLLOUT}.agent.reward_function_weight=0.5", "default_agent_loop=single_turn_agent"],
+        ),
+        (
             ["reward_model.enable=true"],
             ["reward_model.model.path=null", "reward_model.enable=true"],
         ),

@@ -44,3 +44,22 @@ def test_a_reward_file_is_imported_and_whatever_it_does_is_a_mistake_of_the_conf
             import_reward(load_config(list(name))[0])
     file.write_text("def score(data_source, solution_str, ground_truth, extra_info): raise ValueError")
     import_reward(load_config(list(name))[0])
+
+
+def test_where_the_agent_loop_gives_the_reward_a_function_that_is_named_must_count(tmp_path: Path) -> None:
+    """Without one, rows need neither a ground truth nor a data source that is known."""
+    (tmp_path / "game.py").write_text(
+        "from grpo_dist.agents import AgentLoop\n\n\nclass Game(AgentLoop):\n    gives_reward = True\n\n"
+        "    async def run(self, episode): ...\n"
+    )
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1"
+    )
+    agent = "actor_rollout_ref.rollout.agent"
+    loop, named = f"{agent}.default_agent_loop={tmp_path}/game.py:Game", f"{REWARD}={tmp_path}/mine.py"
+    needs = import_reward(load_config([loop])[0])
+    assert (needs.asked, needs.ground_truth) == (False, False)
+    with refuses(ConfigError, f"{REWARD}={tmp_path}/mine.py", f"{agent}.reward_function_weight"):
+        import_reward(load_config([loop, named])[0])
+    assert import_reward(load_config([loop, named, f"{agent}.reward_function_weight=0.5"])[0]).asked
+    assert import_reward(load_config([loop, f"{agent}.reward_function_weight=0.5"])[0]).ground_truth
