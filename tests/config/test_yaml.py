@@ -66,6 +66,7 @@ def test_there_are_keys_of_all_sections():
         "critic.model.override_config",
         "actor_rollout_ref.rollout.engine_kwargs.vllm",
         "actor_rollout_ref.rollout.agent.agent_kwargs",
+        "actor_rollout_ref.rollout.agent.endpoint_kwargs",
         "data.apply_chat_template_kwargs",
         "custom_reward_function.reward_kwargs",
         "trainer.stage_timeout_s",
