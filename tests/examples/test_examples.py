@@ -262,6 +262,12 @@ def test_smollm2_goes_on_without_gsm8k(tmp_path: Path, smollm2: Path) -> None:
     assert re.findall(r"train data +(\S+)", done.stdout) == ["builtin:arithmetic/train"]
 
 
+def test_the_openai_agent_resolves(tmp_path: Path) -> None:
+    done = run_script(EXAMPLES / "openai_agent" / "run.sh", DRY_RUN, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "given by the agent loop" in done.stdout
+
+
 def test_instructions_resolve(tmp_path: Path, smollm2: Path) -> None:
     env = {"SMOLLM2_DIR": str(smollm2), "DATA_DIR": str(tmp_path / "rows")}
     done = run_script(EXAMPLES / "instructions" / "run.sh", OF_CONFIG, cwd=tmp_path, **env)
