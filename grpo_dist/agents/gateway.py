@@ -27,6 +27,7 @@ CHAT_ROUTES = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"
 ROUTES = CHAT_ROUTES | {"/v1/completions", "/v1/models", "/v1/messages/count_tokens"}
 MAX_BODY = 32 << 20  # bytes
 BACKLOG = 1024
+CANCEL_S = 5.0  # that requests get to end once their session is closed
 
 # (prompt, most tokens, texts that stop it) -> what was sampled; the app's way to the engine.
 AppSample = Callable[[list[int], int | None, Sequence[str]], Awaitable[Response]]
@@ -75,12 +76,14 @@ class Gateway:
         for task in session.tasks:
             task.cancel()
         if session.tasks:
-            await asyncio.wait(session.tasks)
+            await asyncio.wait(session.tasks, timeout=CANCEL_S)
 
     async def stop(self) -> None:
         """End the server."""
-        if self._starting is not None:
-            await self._starting
+        if self._starting is None:
+            return
+        await asyncio.wait({self._starting})
+        if self._starting.exception() is None:
             self._server.should_exit = self._server.force_exit = True
             await self._serving
 

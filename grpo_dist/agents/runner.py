@@ -214,8 +214,8 @@ class EpisodeRunner:
             episode.response()
             if episode.outcome() is None and self._made.gives_reward:
                 return "error", "gives_reward is true, and run() has set no episode.reward"
-        except (RuntimeError, ValueError) as error:
-            return "error", str(error)
+        except Exception as error:  # noqa: BLE001 - what a loop has set may be anything
+            return "error", f"{type(error).__name__}: {error}"
         return "error", ""
 
     def _sampler(self, uid: str, engine: asyncio.AbstractEventLoop, limit: asyncio.Timeout, group: _Group) -> Sample:

@@ -84,6 +84,7 @@ class RolloutWorker(Mailbox, Process):
             episodes = await self._run_episodes(self.runner, uid, prompt, sampling, task)
             if episodes is None:
                 return (None, self.engine.load), None
+            check_responses(self.engine, [episode.response() for episode in episodes], sampling.n)
             data = episodes_batch(uid, episodes)
             label = Label.of(data, (*SMALL_COLUMNS, *EPISODE_COLUMNS))
             return (replace(label, small=label.small | episode_metrics(episodes)), self.engine.load), data

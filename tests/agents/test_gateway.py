@@ -16,6 +16,8 @@ from grpo_dist.agents.gateway import Gateway, Session
 from grpo_dist.agents.recording import Recording
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.errors import ConfigError
+from tests.messages import refuses
 
 CHAT = "/v1/chat/completions"
 
@@ -194,3 +196,18 @@ def test_a_client_that_never_reads_holds_up_nobody() -> None:
         writer.close()
 
     run(test)
+
+
+def test_an_app_that_cannot_be_made_is_told_to_each_who_asks_and_the_end_is_quiet() -> None:
+    async def test() -> None:
+        async def make_app(sample: Any) -> App:
+            raise ConfigError("endpoint_kwargs.parser: there is none")
+
+        gateway = Gateway(make_app)
+        for _ in range(2):
+            with refuses(ConfigError, "endpoint_kwargs.parser"):
+                await opened(gateway)
+        await gateway.stop()
+        await Gateway(make_app).stop()
+
+    asyncio.run(test())

@@ -91,6 +91,9 @@ class Tool(AgentLoop):
     async def close(self):
         Tool.closed = True
 
+    async def no_metrics(self, episode):
+        episode.metrics = None
+
     async def forever(self, episode):
         while True:
             await episode.generate()
@@ -241,7 +244,11 @@ def test_an_episode_that_fails_is_run_once_more(tmp_path: Path, mode: str, kind:
 
 @pytest.mark.parametrize(
     ("mode", "kind", "parts"),
-    [("give_up", "failed", ["episode.fail", "free port"]), ("no_reward", "error", ["episode.reward", "finite"])],
+    [
+        ("give_up", "failed", ["episode.fail", "free port"]),
+        ("no_reward", "error", ["episode.reward", "finite"]),
+        ("no_metrics", "error", ["AttributeError"]),
+    ],
 )
 def test_what_fails_twice_has_its_reason(tmp_path: Path, mode: str, kind: str, parts: list[str]) -> None:
     async def test() -> None:
