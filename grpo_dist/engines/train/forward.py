@@ -23,8 +23,10 @@ from grpo_dist.protocol import DataProto, Ragged
 
 # The check compares so many responses of so many prompts, cut to so many tokens, and the last tokens of the longest.
 CHECKED_PROMPTS, CHECKED_RESPONSES, CHECKED_TOKENS = 2, 2, 128
-# Largest mean difference of log-probs, in nats, that rounding explains, by compute type.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+# Largest mean difference of log-probs, in nats, that rounding explains, by compute type. In bf16 those of SmolLM2-135M
+# are 0.04 off from the fp32 ones in every layout, alone too, and by the batch 0.04 to 0.06 from each other; without the
+# mask they are 0.6 to 0.9 off, with positions that go on from sequence to sequence 0.3 to 0.4.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15}
 
 LAYOUT_NAMES = {
     "padded": "padded sequences",
