@@ -50,11 +50,13 @@ async def _serve(play: Play, answers: TextIO) -> None:
 
 async def _one(play: Play, message: dict[str, Any], answers: TextIO) -> None:
     try:
-        answer = {"ok": True, **await play(message["task"], message["base_url"], message["token"])}
-    except Exception as error:  # noqa: BLE001 - whatever an environment raises is told, and costs one episode
+        found = await play(message["task"], message["base_url"], message["token"])
+        line = json.dumps({"id": message["id"], "ok": True, **found})
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - it is told, and costs one episode
         traceback.print_exc()
-        answer = {"ok": False, "error": "".join(traceback.format_exception_only(type(error), error)).strip()}
-    answers.write(json.dumps({"id": message["id"], **answer}) + "\n")
+        why = "".join(traceback.format_exception_only(type(error), error)).strip()
+        line = json.dumps({"id": message["id"], "ok": False, "error": why})
+    answers.write(line + "\n")
 
 
 if __name__ == "__main__":

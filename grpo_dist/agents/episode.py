@@ -185,7 +185,7 @@ class Episode:
         sampling = self._turn_sampling(limit, stops)
         self._busy = True
         try:
-            response = await self._sample([*self.row.prompt_ids, *self.token_ids], sampling)
+            response = await self._sample([*self.prompt_ids, *self.token_ids], sampling)
         finally:
             self._busy = False
         if response is None:
@@ -233,13 +233,15 @@ class Episode:
         if not calls:
             return
         self.prompt_ids = list(calls[0].prompt_ids)
+        self._longest = min(self._sampling.max_tokens, self._max_model_len - len(self.prompt_ids))
         for call in calls:
             assert call.response is not None
             put_in = call.prompt_ids[len(self.prompt_ids) + len(self.token_ids) :]
             self._extend(put_in, 0, [0.0] * len(put_in), [NO_VERSION] * len(put_in))
             self._extend(call.sampled, 1, call.response.log_probs, call.response.weight_versions)
         self.num_turns = len(calls)
-        self.truncated = self.truncated or bool(calls[-1].response and calls[-1].response.truncated)
+        last = calls[-1]
+        self.truncated = self.truncated or bool(last.response and last.response.truncated and not last.capped)
         self.metrics["delivered_tokens"] = recording.delivered()
 
     def append(self, text: str) -> None:

@@ -143,7 +143,8 @@ class _Command:
             await self._send({"id": number, **message})
             return await answered
         except asyncio.CancelledError:
-            await self._send({"id": number, "cancel": True})
+            if self._process is not None and self._process.stdin is not None:  # without waiting for it to read
+                self._process.stdin.write(json.dumps({"id": number, "cancel": True}).encode() + b"\n")
             raise
         finally:
             self._open.pop(number, None)
@@ -174,13 +175,12 @@ class _Command:
         why = "closed its output"
         try:
             while line := await process.stdout.readline():
-                if not line.lstrip().startswith(b"{"):
+                answer = _answer_in(line)
+                if answer is None:
                     sys.stdout.write(line.decode(errors="replace"))
-                    continue
-                answer = _object(line.decode(), self._command[0])
-                if (asked := self._open.get(answer.get("id", -1))) is not None and not asked.done():
+                elif (asked := self._open.get(answer["id"])) is not None and not asked.done():
                     asked.set_result(answer)
-        except ValueError as error:  # a line that is too long, or no JSON
+        except ValueError as error:  # a line that is too long
             why = str(error)
         with contextlib.suppress(TimeoutError):  # it may be about to end by itself
             await asyncio.wait_for(process.wait(), END_S)
@@ -191,6 +191,15 @@ class _Command:
         for asked in self._open.values():
             if not asked.done():
                 asked.set_exception(RuntimeError(f"{' '.join(self._command)}: {why}, exit code {code}"))
+
+
+def _answer_in(line: bytes) -> dict[str, Any] | None:
+    """The answer that a line is; None: it is something else."""
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) and isinstance(answer.get("id"), int) else None
 
 
 def _object(text: str, source: str) -> dict[str, Any]:

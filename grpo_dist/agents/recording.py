@@ -33,11 +33,13 @@ class Call:
         prompt_ids: what it saw.
         parent: the call whose tokens the prompt begins with.
         response: what it sampled; None: it has not ended, or was aborted.
+        capped: whether the client asked for fewer tokens than there was room for.
     """
 
     prompt_ids: list[int]
     parent: Call | None = None
     response: Response | None = None
+    capped: bool = False
 
     @property
     def sampled(self) -> list[int]:
@@ -99,6 +101,7 @@ class Recording:
             )
         self._num_begun, self._num_running = self._num_begun + 1, self._num_running + 1
         limit = min(room, max_tokens or room)
+        call.capped = limit < room
         stops = tuple(dict.fromkeys((*stop, *self.sampling.stop)))
         return call, replace(
             self.sampling, n=1, max_tokens=limit, min_tokens=0, seed=self._seed(call.prompt_ids), stop=stops
@@ -124,9 +127,11 @@ class Recording:
     def _exact(self, rendered: list[int]) -> Call:
         if (parent := self._prefix(rendered)) is not None:
             return Call(rendered, parent)
+        text = self._decode(rendered)
         for call in self._longest_first():
             known = call.prompt_ids + call.sampled
-            if (cut := _cut_behind(rendered, self._decode(known), self._decode)) is not None:
+            said = self._decode(known)
+            if text.startswith(said) and (cut := _cut_behind(rendered, said, self._decode)) is not None:
                 return Call(known + rendered[cut:], call)
         return Call(rendered)
 

@@ -44,11 +44,19 @@ USER_ERRORS = (Exception, SystemExit, KeyboardInterrupt)
 @dataclass
 class _Group:
     """Why episodes of a group may be cancelled: the engine `aborted` it, or we are `ending` them. Where neither is so,
-    the cancellation is the user's code's own.
+    the cancellation is the user's code's own. `engine_error` has ended a request, whatever an agent makes of it.
     """
 
     aborted: bool = False
     ending: bool = False
+    engine_error: EngineError | None = None
+
+    def check(self) -> None:
+        """Raise what the engine has done to the group: an agent at an endpoint sees no more of it than a status."""
+        if self.engine_error is not None:
+            raise self.engine_error
+        if self.aborted:
+            raise asyncio.CancelledError("the group was aborted")
 
 
 class EpisodeRunner:
@@ -184,6 +192,7 @@ class EpisodeRunner:
                 kind, problem = "timeout", f"run() did not end within {self._limit('episode_timeout_s')}"
             else:
                 problem = f"run() raised {type(error).__name__}: {error}{self._line_of(error)}\n{traceback_tail(error)}"
+        group.check()
         if kind != "error":
             await self._cut_short(episode)
         if not problem or (kind != "error" and self._can_be_scored(episode)):
@@ -222,7 +231,11 @@ class EpisodeRunner:
         """Samples on the engine's event loop; the time that takes, waiting included, is not the agent loop's."""
 
         async def request(prompt: list[int], sampling: SamplingSettings) -> Response | None:
-            responses = await self._generate(prompt, sampling, uid)
+            try:
+                responses = await self._generate(prompt, sampling, uid)
+            except EngineError as error:
+                group.engine_error = error
+                raise
             group.aborted = group.aborted or responses is None
             return responses[0] if responses is not None else None
 

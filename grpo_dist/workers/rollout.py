@@ -19,6 +19,7 @@ from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.data.tokenize import load_tokenizer
 from grpo_dist.engines.base import EngineLoad, Footprint, Response, RolloutEngine, check_responses, rollout_engine
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings
+from grpo_dist.errors import AgentError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.output_lines import printing_to
@@ -186,6 +187,8 @@ def episodes_batch(uid: str, episodes: Sequence[Episode]) -> DataProto:
     behind it stands before its response, and does not train.
     """
     shared = common_prefix([episode.prompt_ids for episode in episodes])
+    if not shared:
+        raise AgentError(f"the prompts that the episodes of {uid} wrote at the endpoint have no first token in common")
     responses = [_behind(episode, len(shared)) for episode in episodes]
     steps = [
         [episode.step_rewards.get(i + len(shared) - len(episode.prompt_ids), math.nan) for i in range(len(r.token_ids))]

@@ -41,6 +41,12 @@ async def play(task, base_url, token):
             await asyncio.sleep(1000)
         finally:
             open(task["file"], "w").close()
+    if task["what"] == "leave":
+        sys.exit("no licence")
+    if task["what"] == "object":
+        return {"reward": object()}
+    if task["what"] == "cancelled":
+        raise asyncio.CancelledError("mine")
     if task["what"] == "nonsense":
         return {"reward": 1.0, "color": "red"}
     await asyncio.sleep(task.get("seconds", 0))
@@ -101,7 +107,16 @@ def test_episodes_are_played_side_by_side_by_one_process(program: str, capfd: py
     assert "playing play" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("what", "told"), [("raise", "OSError: no free port"), ("nonsense", "")])
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("raise", "OSError: no free port"),
+        ("nonsense", ""),
+        ("leave", "SystemExit: no licence"),
+        ("object", "TypeError: Object of type object is not JSON serializable"),
+        ("cancelled", "asyncio.exceptions.CancelledError: mine"),
+    ],
+)
 def test_what_fails_there_is_told_and_the_process_plays_on(program: str, what: str, told: str) -> None:
     async def test() -> None:
         loop, bad, good = External(play=program), episode(what=what, number=0), episode(what="play", number=1)
@@ -115,6 +130,26 @@ def test_what_fails_there_is_told_and_the_process_plays_on(program: str, what: s
         assert good.reward is not None
 
     in_loop(test)
+
+
+CHATTY = """
+import json, sys
+asked = json.loads(sys.stdin.readline())
+answer = json.dumps({"id": asked["id"], "ok": True, "reward": 2})
+print({"id": [1]}, '{"id": [1]}', "{not json", answer, sep=chr(10), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_what_is_no_answer_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    async def test() -> None:
+        loop, played = External(command=[sys.executable, "-c", CHATTY]), episode(what="play")
+        await loop.run(played)
+        await loop.close()
+        assert played.reward == 2
+
+    in_loop(test)
+    assert "{not json" in capfd.readouterr().out
 
 
 def test_a_process_that_dies_fails_what_it_plays_and_the_next_episode_gets_a_new_one(program: str) -> None:

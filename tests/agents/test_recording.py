@@ -74,6 +74,10 @@ def test_the_runs_settings_are_used_and_the_room_counts_from_the_first_prompt() 
     _, sampling = found.begin([5, 6], is_chat=True, max_tokens=4, stop=("STOP",))
     assert (sampling.n, sampling.temperature, sampling.max_tokens, sampling.min_tokens) == (1, 0.7, 4, 0)
     assert sampling.stop == ("STOP", "END")
+    assert [found.begin([5], is_chat=True, max_tokens=most)[0].capped for most in (3, 10, 90, None)] == [
+        True,
+        *[False] * 3,
+    ]
     found.end(Call([]), None)  # it was aborted
     assert found.calls == []
     first = ask(found, [5, 6], [1, 2])

@@ -114,6 +114,18 @@ class Tool(AgentLoop):
         await asyncio.create_task(self.leave(episode))
 
 
+class Stoic(AgentLoop):
+    gives_reward = True
+
+    def __init__(self, **options): ...
+
+    async def run(self, episode):
+        try:
+            await episode.generate()
+        except Exception:
+            episode.reward = 0.0
+
+
 class Judge(Tool):
     gives_reward = True
 
@@ -331,6 +343,20 @@ def test_an_error_of_the_engine_stays_what_it_is(tmp_path: Path) -> None:
 
     async def test() -> None:
         async with runner(tmp_path, dead, "answer") as made:
+            await made.run(episodes())
+
+    with refuses(EngineError, "vLLM failed"):
+        in_loop(test)
+
+
+def test_an_agent_that_makes_something_of_a_dead_engine_does_not_hide_it(tmp_path: Path) -> None:
+    """It sees a failed request, and gives the episode a reward for it."""
+
+    async def dead(*args: object) -> list[Response]:
+        raise EngineError("vLLM failed")
+
+    async def test() -> None:
+        async with runner(tmp_path, dead, "answer", name="Stoic") as made:
             await made.run(episodes())
 
     with refuses(EngineError, "vLLM failed"):

@@ -6,6 +6,7 @@ answered in vLLM's form. So every route is recorded alike, whichever engine samp
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,8 +52,9 @@ async def openai_app(engine: Any, model_path: str, sample: Sample, options: Mapp
     named = ["--model", model_path, "--served-model-name", MODEL, "--generation-config", "vllm"]
     quiet = ["--disable-log-stats", "--disable-fastapi-docs", "--disable-uvicorn-access-log"]
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([*named, *quiet])
+    os.environ.pop("VLLM_API_KEY", None)  # of another server; here each episode has a key of its own
     for name, value in options.items():
-        if not hasattr(arguments, name):
+        if not hasattr(arguments, name) or name == "api_key":
             raise ConfigError(f"{OPTIONS_KEY}.{name}: vLLM's server has no such argument")
         setattr(arguments, name, value)
     client = _Client(engine, sample)

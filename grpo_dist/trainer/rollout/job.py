@@ -29,7 +29,7 @@ class RolloutJob:
             and the seconds that log-probs and the reward model took beyond `gen` (`ref`, `old_log_prob`,
             `reward_model`).
         failures: an error message for each response that could not be scored.
-        failed: for each group without a result, why an episode of it failed twice.
+        failed: for each group without a result, why an episode of it failed twice; `failed_groups` are these.
         failed_episodes: how many failed at their first attempt, by kind.
         flows: the tasks that generate and score a group.
         passes: the tasks that compute log-probs and scores of the reward model.
@@ -43,6 +43,7 @@ class RolloutJob:
     timings: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     failed: list[AgentError] = field(default_factory=list)
+    failed_groups: set[int] = field(default_factory=set)
     failed_episodes: Counter[str] = field(default_factory=Counter)
     flows: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     passes: list[asyncio.Task[Any]] = field(default_factory=list)

@@ -129,6 +129,7 @@ class RolloutPump:
         try:
             job.groups[i] = await self.rollout.generate(request, first=first, on_sent=job.begin)
         except AgentError as error:
+            job.failed_groups.add(i)
             self._count_failed_episode(job, error)
             return
         job.failed_episodes.update(filter(None, job.groups[i].small.get("first_failure", ())))

@@ -277,7 +277,7 @@ class TrainingSampler:
 
     async def _cancel_the_slowest(self, state: OpenStep, job: RolloutJob) -> None:
         """Once enough groups are there, cancel the others; their prompts come first in the next batch that is drawn."""
-        drawn, wanted = state.drawn[state.num_complete], self.config.data.train_batch_size
+        drawn, wanted = state.drawn[state.num_complete], self.config.data.train_batch_size - len(state.kept)
 
         def complete() -> list[int]:
             return [i for i in range(len(drawn)) if all(each in job.scores for each in _requests_of(i, drawn, job))]
@@ -285,7 +285,8 @@ class TrainingSampler:
         await job.scored(lambda: len(complete()) >= wanted)
         late = set(range(len(drawn))) - set(complete()[:wanted])
         state.dropped[state.num_complete] = late
-        self.backlog = [drawn[i] for i in sorted(late)] + self.backlog
+        again = [i for i in sorted(late) if not job.failed_groups.intersection(_requests_of(i, drawn, job))]
+        self.backlog = [drawn[i] for i in again] + self.backlog
         job.cancel({each for i in late for each in _requests_of(i, drawn, job)})
 
     def _choose_groups(self, step: int, state: OpenStep, job: RolloutJob) -> None:

@@ -143,6 +143,15 @@ def test_groups_whose_episodes_failed_are_replaced_one_for_one() -> None:
     assert [request.uid for request in run(sampler.rollout(2)).requests] == ["step2-prompt3", "step2-prompt0"]
 
 
+def test_with_over_sampling_failed_prompts_are_not_tried_again_and_no_other_is_lost() -> None:
+    """2 train and 1 is spare; of 0, 1, 2 two fail. One is missing: 3 and 4 are sampled, 3 trains, 4 comes again."""
+    sampler = make_sampler({i: MIXED for i in range(8)}, "actor_rollout_ref.rollout.over_sample_rate=0.5")
+    sampler.pump.failing = {0: "error", 2: "error"}
+    result = run(sampler.rollout(1))
+    assert [request.uid for request in result.requests] == ["step1-prompt1", "step1-prompt3-try2"]
+    assert sampler.backlog[0] == 4
+
+
 def test_a_group_whose_greedy_episode_failed_is_replaced_too() -> None:
     sampler = make_sampler({i: MIXED for i in range(4)}, "algorithm.adv_estimator=remax")
     sampler.pump.failing = {("greedy", 0): "error"}
