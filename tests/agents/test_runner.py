@@ -4,168 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from grpo_dist.agents import Episode, Row
-from grpo_dist.agents.runner import EpisodeRunner
+from grpo_dist.agents import Episode
 from grpo_dist.engines.base import Response
-from grpo_dist.engines.settings import AgentSettings, SamplingSettings
 from grpo_dist.errors import AgentError, ConfigError, EngineError
 from grpo_dist.rewards.output_lines import OutputLines, printing_to
-from tests.agents.fakes import Characters, Writer
+from tests.agents.fakes import Writer
+from tests.agents.loops import episodes, in_loop, line_of, responses_of, runner
 from tests.messages import refuses, says
-
-LOOPS = """
-import asyncio
-import time
-
-from grpo_dist.agents import AgentLoop
-
-
-class Tool(AgentLoop):
-    cleaned = running = most = 0
-    closed = False
-
-    def __init__(self, mode="answer", api_key=None):
-        if mode == "broken":
-            raise OSError("no such service")
-        if mode == "leaving":
-            exit("no licence")
-        self.mode = mode
-
-    async def run(self, episode):
-        try:
-            while (await episode.generate(stop="=")).stop == "=":
-                await getattr(self, self.mode)(episode)
-        finally:
-            Tool.cleaned += 1
-
-    async def answer(self, episode):
-        print("episode", episode.index)
-        await asyncio.sleep(0.02 * (4 - episode.index))
-        episode.append(str(episode.index))
-
-    async def fail(self, episode):
-        if episode.index == 2:
-            raise KeyError("calculator")
-        await asyncio.sleep(1000)
-
-    async def hang(self, episode):
-        await asyncio.sleep(1000)
-
-    async def block(self, episode):
-        time.sleep(30)
-        raise RuntimeError("at last")
-
-    async def own_timeout(self, episode):
-        await asyncio.wait_for(asyncio.sleep(1000), 0.01)
-
-    async def own_cancel(self, episode):
-        task = asyncio.create_task(asyncio.sleep(1000))
-        asyncio.get_running_loop().call_soon(task.cancel)
-        await task
-
-    async def once(self, episode):
-        if not episode.first_failure:
-            raise OSError("server restarts")
-        await self.answer(episode)
-
-    async def give_up(self, episode):
-        episode.fail("no free port")
-
-    async def give_up_once(self, episode):
-        if not episode.first_failure:
-            episode.fail("no free port")
-
-    async def reward(self, episode):
-        episode.reward, episode.metrics = float(episode.index), {"moves": 2}
-
-    async def no_reward(self, episode):
-        episode.reward = float("nan")
-
-    async def close(self):
-        Tool.closed = True
-
-    async def no_metrics(self, episode):
-        episode.metrics = None
-
-    async def forever(self, episode):
-        while True:
-            await episode.generate()
-
-    async def count(self, episode):
-        Tool.running += 1
-        Tool.most = max(Tool.most, Tool.running)
-        await asyncio.sleep(0.01)
-        Tool.running -= 1
-
-    async def no_text(self, episode):
-        episode.append(3)  # its line is told, and not ours
-
-    async def leave(self, episode):
-        raise SystemExit(3)
-
-    async def task_leaves(self, episode):
-        await asyncio.create_task(self.leave(episode))
-
-
-class Stoic(AgentLoop):
-    gives_reward = True
-
-    def __init__(self, **options): ...
-
-    async def run(self, episode):
-        try:
-            await episode.generate()
-        except Exception:
-            episode.reward = 0.0
-
-
-class Judge(Tool):
-    gives_reward = True
-
-    async def cut_short(self, episode):
-        if self.mode == "forever":
-            episode.reward = -1.0
-"""
-
-
-def line_of(text: str) -> int:
-    """The number of the line of LOOPS with this text."""
-    return 1 + next(number for number, line in enumerate(LOOPS.splitlines()) if text in line)
-
-
-@asynccontextmanager
-async def runner(
-    folder: Path, generate: object, mode: str, timeout_s: float = 30.0, name: str = "Tool", **limits: Any
-) -> AsyncIterator[EpisodeRunner]:
-    (folder / "tool.py").write_text(LOOPS)
-    settings = AgentSettings(f"{folder}/tool.py:{name}", {"mode": mode, "api_key": "SECRET123"}, timeout_s, **limits)
-    made = EpisodeRunner(settings, generate)  # type: ignore[arg-type]
-    try:
-        await made.start()
-        yield made
-    finally:
-        made.stop()
-
-
-def episodes(count: int = 4, **limits: Any) -> list[Episode]:
-    sampling = SamplingSettings(count, 1.0, 1.0, -1, 30, 5)
-    row = Row("step1-prompt9", [1, 2])
-    return [Episode(row, sampling, index=i, tokenizer=Characters(), max_model_len=90, **limits) for i in range(count)]
-
-
-def responses_of(finished: list[Episode]) -> list[Response]:
-    return [episode.response() for episode in finished]
-
-
-def in_loop(test: Callable[[], Awaitable[object]]) -> object:
-    return asyncio.run(test())  # type: ignore[arg-type]
 
 
 def test_responses_come_in_order_whoever_is_done_first(tmp_path: Path) -> None:
