@@ -31,7 +31,7 @@ SIGNS = {
     "step 0/": "first weights synced, validation",
     "step 1/": "first training step",
 }
-ROLES = ("RolloutWorker", "ActorWorker", "ReferenceWorker", "RewardWorker", "raylet", "gcs_server")
+ROLES = ("RolloutWorker", "ActorWorker", "PolicyWorker", "RewardWorker", "raylet", "gcs_server")
 OTHERS = "other processes of Ray and of the reward function"
 
 

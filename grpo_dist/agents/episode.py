@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import math
 import numbers
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.registry import described
 
 # (prompt, sampling) -> the sampled continuation; None: it was aborted.
-Sample = Callable[[list[int], SamplingSettings], Awaitable[Response | None]]
+Sample = Callable[[list[int], SamplingSettings], Coroutine[Any, Any, Response | None]]
 # Opens an endpoint on which these calls are recorded: a context manager of its address and token.
 OpenEndpoint = Callable[[Recording], AbstractAsyncContextManager["Endpoint"]]
 

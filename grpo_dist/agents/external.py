@@ -140,11 +140,12 @@ class _Command:
         number = next(self._numbers)
         answered = self._open[number] = asyncio.get_running_loop().create_future()
         try:
-            await self._send({"id": number, **message})
+            if (stream := self._write({"id": number, **message})) is not None:
+                with contextlib.suppress(ConnectionError):  # it has ended; `_read` says so
+                    await stream.drain()
             return await answered
         except asyncio.CancelledError:
-            if self._process is not None and self._process.stdin is not None:  # without waiting for it to read
-                self._process.stdin.write(json.dumps({"id": number, "cancel": True}).encode() + b"\n")
+            self._write({"id": number, "cancel": True})  # without waiting for it to be read
             raise
         finally:
             self._open.pop(number, None)
@@ -160,14 +161,12 @@ class _Command:
         self._process = await asyncio.create_subprocess_exec(*guarded, stdin=pipe, stdout=pipe, limit=LONGEST_LINE)
         self._reading = asyncio.create_task(self._read(self._process))
 
-    async def _send(self, message: Mapping[str, Any]) -> None:
-        if self._process is None or self._process.stdin is None:
-            return  # it has ended, and with it what was asked
-        try:
-            self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
-            await self._process.stdin.drain()
-        except ConnectionError:
-            return  # likewise; `_read` says so
+    def _write(self, message: Mapping[str, Any]) -> asyncio.StreamWriter | None:
+        """None: the process has ended, and with it what was asked."""
+        stream = None if self._process is None else self._process.stdin
+        if stream is not None:
+            stream.write(json.dumps(message, default=str).encode() + b"\n")
+        return stream
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         """Take in answers until the process ends; what else it writes is printed."""

@@ -17,11 +17,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_dist.agents.episode import Sample
 from grpo_dist.agents.recording import Recording
-from grpo_dist.engines.base import RequestRefused, Response
-from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.engines.base import AppSample, RequestRefused, Response
+from grpo_dist.engines.rendezvous import LOOPBACK
 
-HOST = "127.0.0.1"
 # Those whose prompt a chat template renders, and the others.
 CHAT_ROUTES = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"})
 ROUTES = CHAT_ROUTES | {"/v1/completions", "/v1/models", "/v1/messages/count_tokens"}
@@ -29,18 +29,13 @@ MAX_BODY = 32 << 20  # bytes
 BACKLOG = 1024
 CANCEL_S = 5.0  # that requests get to end once their session is closed
 
-# (prompt, most tokens, texts that stop it) -> what was sampled; the app's way to the engine.
-AppSample = Callable[[list[int], int | None, Sequence[str]], Awaitable[Response]]
-# (prompt, sampling) -> what was sampled; None: it was aborted.
-EngineSample = Callable[[list[int], SamplingSettings], Awaitable[Response | None]]
-
 
 @dataclass(eq=False)
 class Session:
     """An episode at the endpoint."""
 
     recording: Recording
-    sample: EngineSample
+    sample: Sample
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
@@ -61,7 +56,7 @@ class Gateway:
         self._starting: asyncio.Task[None] | None = None
         self.url = ""
 
-    async def open(self, recording: Recording, sample: EngineSample) -> Session:
+    async def open(self, recording: Recording, sample: Sample) -> Session:
         """A new session; starts the server, if it does not run yet."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
@@ -96,9 +91,9 @@ class Gateway:
 
         self._app = await self._make_app(self._sample)
         listening = socket.socket()
-        listening.bind((HOST, 0))
+        listening.bind((LOOPBACK, 0))
         listening.listen(BACKLOG)
-        self.url = f"http://{HOST}:{listening.getsockname()[1]}"
+        self.url = f"http://{LOOPBACK}:{listening.getsockname()[1]}"
         self._server = Server(uvicorn.Config(self, log_level="critical", lifespan="off", access_log=False))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         while not self._server.started:

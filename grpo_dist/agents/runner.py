@@ -265,7 +265,7 @@ class EpisodeRunner:
         assert gateway is not None
 
         async def sample_here(prompt: list[int], sampling: SamplingSettings) -> Response | None:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(sample(prompt, sampling)), here))
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(sample(prompt, sampling), here))
 
         opening = asyncio.run_coroutine_threadsafe(gateway.open(recording, sample_here), engine)
         session = await asyncio.wrap_future(opening)
@@ -300,10 +300,6 @@ class EpisodeRunner:
         """Where the thread is, in the file of the user's class if it passes there."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return _last_line(traceback.extract_stack(frame), type(self._made))
-
-
-async def _awaited(sampled: Awaitable[Response | None]) -> Response | None:
-    return await sampled
 
 
 def _last_line(stack: Sequence[traceback.FrameSummary], loop_class: type) -> str:

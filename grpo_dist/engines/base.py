@@ -7,7 +7,7 @@ with these methods. Loads neither torch nor vLLM; fakes.py has engines without a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,10 @@ class Response:
 
 class RequestRefused(ValueError):
     """A request of an agent that is not sampled; its client is told why, with status 400, and does not try again."""
+
+
+# How an OpenAI app asks for a sample: (prompt, most tokens, texts that stop it) -> what was sampled.
+AppSample = Callable[[list[int], int | None, Sequence[str]], Awaitable[Response]]
 
 
 @dataclass(frozen=True)

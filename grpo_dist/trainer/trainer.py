@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_models import CriticConfig
 from grpo_dist.config.schema_roles import ActorConfig
 from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings, ValueSettings
-from grpo_dist.errors import WorkerLost
+from grpo_dist.errors import AgentError, WorkerLost
 from grpo_dist.protocol import metric_values
 from grpo_dist.tracking.base import Trackers, tracker_ids
 from grpo_dist.tracking.console import Progress
@@ -45,9 +46,9 @@ from grpo_dist.trainer.metrics import IdleShares, PeakMemory, batch_metrics, per
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.retraining import Retraining
 from grpo_dist.trainer.roles import Roles
-from grpo_dist.trainer.rollout.job import RolloutJob, describe_failures
+from grpo_dist.trainer.rollout.job import describe_failures
 from grpo_dist.trainer.rollout.pump import RolloutPump
-from grpo_dist.trainer.rollout.sampling import Rollout, TrainingSampler
+from grpo_dist.trainer.rollout.sampling import TrainingSampler
 from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.trainer.run_prompts import Prompts
 from grpo_dist.trainer.sample_log import SampleLog
@@ -173,7 +174,7 @@ class GRPOTrainer(TrainingLoop):
         self._requests, batch = result.requests, result.batch
         self.timings |= result.timings
         self.metrics |= result.metrics
-        self._show_failures(result)
+        self._show_failures(result.failures, result.failed)
         self.metrics["reward/failure_rate"] = len(result.failures) / result.num_responses
         self.metrics |= staleness_metrics(batch, self.weight_version, self.staleness)
         return batch
@@ -275,7 +276,7 @@ class GRPOTrainer(TrainingLoop):
         job = self.pump.submit(requests, first=True)
         await job.finished()
         batch = job.batch()
-        self._show_failures(job)
+        self._show_failures(job.failures, [*job.failed.values()])
         sources = {request.uid: request.task.data_source for request in requests}
         self.validated = validation_metrics(batch, sources, self.val_sampling.n)
         require_metric(self.config.trainer.keep_best_metric, self.validated)
@@ -391,8 +392,8 @@ class GRPOTrainer(TrainingLoop):
             batches.extend(groups[part].reshape(-1) for part in parts)
         return batches
 
-    def _show_failures(self, found: Rollout | RolloutJob) -> None:
+    def _show_failures(self, failures: Sequence[str], failed: Sequence[AgentError]) -> None:
         """Count the responses that could not be scored, show one of them, and one of the episodes that failed."""
-        self.metrics["reward/failures"] = self.metrics.get("reward/failures", 0.0) + len(found.failures)
-        for text in describe_failures(found.failures, found.failed, self.config.reward.failure_score):
+        self.metrics["reward/failures"] = self.metrics.get("reward/failures", 0.0) + len(failures)
+        for text in describe_failures(failures, failed, self.config.reward.failure_score):
             self.progress.message(text)

@@ -60,8 +60,7 @@ class InstantPump:
             index = request.task.extra_info["index"]
             scores, accuracies = ([9.0], [1.0]) if greedy else (self.scores[index], self.accuracies[index])
             if kind := self.failing.get(("greedy", index) if greedy else index):
-                job.failed.append(AgentError("it failed", kind))
-                job.failed_groups.add(i)
+                job.failed[i] = AgentError("it failed", kind)
                 job.failed_episodes[kind] += 1
                 continue
             rows, uid = len(scores), {"uid": np.array([request.uid] * len(scores))}

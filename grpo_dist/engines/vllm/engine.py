@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.engines.base import EngineLoad, Footprint, Response
+from grpo_dist.engines.base import AppSample, EngineLoad, Footprint, Response
 from grpo_dist.engines.rendezvous import stay_on_loopback
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.vllm.adapter import adapter_request
@@ -25,7 +25,7 @@ from grpo_dist.engines.vllm.arguments import engine_args, quiet_environment
 from grpo_dist.engines.vllm.core_process import knows_internals, tied_core
 from grpo_dist.engines.vllm.gpu_memory import GPU, footprint, gpus, wait_until_free
 from grpo_dist.engines.vllm.local_llm import LocalLLM
-from grpo_dist.engines.vllm.openai_app import Sample, openai_app
+from grpo_dist.engines.vllm.openai_app import openai_app
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.engines.weights.bucket_files import clear_left_behind, note_segments, remove
 from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError
@@ -110,7 +110,7 @@ class VLLMEngine:
             return None
         return [_response(r) for r in sorted(done, key=lambda r: r.index)]
 
-    async def openai_app(self, sample: Sample) -> Any:
+    async def openai_app(self, sample: AppSample) -> Any:
         """An OpenAI-compatible ASGI app over a function that samples; the engine must have its tokenizer."""
         engine = self._llm.engine if isinstance(self._llm, LocalLLM) else self._llm
         options = {} if self.settings.agent is None else self.settings.agent.endpoint_kwargs

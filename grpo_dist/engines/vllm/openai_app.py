@@ -1,20 +1,17 @@
 """vLLM's own OpenAI-compatible app, with our sampling behind it: its chat template, tool parsers, streams and errors.
 
-The app sees an engine client that samples nothing itself: what is asked for goes to `Sample`, and what comes back is
-answered in vLLM's form. So every route is recorded alike, whichever engine samples.
+The app sees an engine client that samples nothing itself: what is asked for goes to an `AppSample`, and what comes back
+is answered in vLLM's form. So every route is recorded alike, whichever engine samples.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from grpo_dist.engines.base import RequestRefused, Response
+from grpo_dist.engines.base import AppSample, RequestRefused, Response
 from grpo_dist.errors import ConfigError
-
-# (prompt, most tokens, texts that stop it) -> what was sampled
-Sample = Callable[[list[int], int | None, Sequence[str]], Awaitable[Response]]
 
 MODEL = "policy"  # the name under which it is served
 OPTIONS_KEY = "actor_rollout_ref.rollout.agent.endpoint_kwargs"
@@ -32,7 +29,7 @@ _UNTOUCHED = {
 }
 
 
-async def openai_app(engine: Any, model_path: str, sample: Sample, options: Mapping[str, Any]) -> Any:
+async def openai_app(engine: Any, model_path: str, sample: AppSample, options: Mapping[str, Any]) -> Any:
     """The ASGI app.
 
     Args:
@@ -70,7 +67,7 @@ class _Client:
     errored = False
     dead_error = RuntimeError("the engine has failed")
 
-    def __init__(self, engine: Any, sample: Sample) -> None:
+    def __init__(self, engine: Any, sample: AppSample) -> None:
         self.vllm_config, self.renderer = engine.vllm_config, engine.renderer
         self.model_config, self.input_processor = engine.vllm_config.model_config, engine.input_processor
         self._sample = sample

@@ -29,7 +29,7 @@ class RolloutJob:
             and the seconds that log-probs and the reward model took beyond `gen` (`ref`, `old_log_prob`,
             `reward_model`).
         failures: an error message for each response that could not be scored.
-        failed: for each group without a result, why an episode of it failed twice; `failed_groups` are these.
+        failed: for each group without a result, why an episode of it failed twice.
         failed_episodes: how many failed at their first attempt, by kind.
         flows: the tasks that generate and score a group.
         passes: the tasks that compute log-probs and scores of the reward model.
@@ -42,8 +42,7 @@ class RolloutJob:
     cancelled: set[int] = field(default_factory=set)
     timings: dict[str, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    failed: list[AgentError] = field(default_factory=list)
-    failed_groups: set[int] = field(default_factory=set)
+    failed: dict[int, AgentError] = field(default_factory=dict)
     failed_episodes: Counter[str] = field(default_factory=Counter)
     flows: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     passes: list[asyncio.Task[Any]] = field(default_factory=list)
@@ -103,7 +102,7 @@ class RolloutJob:
             AgentError: there are none, since every group has failed.
         """
         if not self.scores and self.failed:
-            raise self.failed[0]
+            raise next(iter(self.failed.values()))
         return DataProtoRef.concat(self.results())
 
     def release(self, groups: Iterable[int]) -> None:

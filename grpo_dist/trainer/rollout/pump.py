@@ -129,8 +129,7 @@ class RolloutPump:
         try:
             job.groups[i] = await self.rollout.generate(request, first=first, on_sent=job.begin)
         except AgentError as error:
-            job.failed_groups.add(i)
-            self._count_failed_episode(job, error)
+            self._count_failed_episode(job, i, error)
             return
         job.failed_episodes.update(filter(None, job.groups[i].small.get("first_failure", ())))
         job.note("gen")
@@ -209,8 +208,8 @@ class RolloutPump:
                 f"first of them:\n{job.failures[0]}"
             )
 
-    def _count_failed_episode(self, job: RolloutJob, error: AgentError) -> None:
-        job.failed.append(error)
+    def _count_failed_episode(self, job: RolloutJob, i: int, error: AgentError) -> None:
+        job.failed[i] = error
         job.failed_episodes[error.kind] += 1
         self.num_failed_episodes += 1
         rate = self.max_episode_failure_rate

@@ -150,7 +150,7 @@ class TrainingSampler:
         result = Rollout(DataProtoRef.concat(groups), list(requests))
         result.timings = timings(state.jobs)
         result.failures = [text for job in state.jobs for text in job.failures]
-        result.failed = [error for job in state.jobs for error in job.failed]
+        result.failed = [error for job in state.jobs for error in job.failed.values()]
         for name, count in (each for job in state.jobs for each in job.episode_metrics().items()):
             result.metrics[name] = result.metrics.get(name, 0.0) + count
         result.num_responses = sum(request.sampling.n for job in state.jobs for request in job.requests)
@@ -285,7 +285,7 @@ class TrainingSampler:
         await job.scored(lambda: len(complete()) >= wanted)
         late = set(range(len(drawn))) - set(complete()[:wanted])
         state.dropped[state.num_complete] = late
-        again = [i for i in sorted(late) if not job.failed_groups.intersection(_requests_of(i, drawn, job))]
+        again = [i for i in sorted(late) if job.failed.keys().isdisjoint(_requests_of(i, drawn, job))]
         self.backlog = [drawn[i] for i in again] + self.backlog
         job.cancel({each for i in late for each in _requests_of(i, drawn, job)})
 

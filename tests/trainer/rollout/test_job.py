@@ -27,10 +27,10 @@ def test_what_is_told_of_episodes_that_failed() -> None:
 
 def test_a_batch_is_of_what_there_is_and_if_there_is_nothing_says_why() -> None:
     group, scores = DataProtoRef(num_rows=2), DataProtoRef(num_rows=2)
-    job = RolloutJob([], {1: group}, {1: scores}, failed=[AgentError("no server")])
+    job = RolloutJob([], {1: group}, {1: scores}, failed={0: AgentError("no server")})
     assert len(job.batch()) == 2
     with refuses(AgentError, "no server"):
-        RolloutJob([], failed=[AgentError("no server")]).batch()
+        RolloutJob([], failed={0: AgentError("no server")}).batch()
 
 
 def test_failures_are_counted_by_kind() -> None:
