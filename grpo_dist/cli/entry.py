@@ -6,6 +6,7 @@ Exit codes: those of the command; 2 where there is no such command.
 from __future__ import annotations
 
 import difflib
+import os
 import signal
 import sys
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ ENTRIES = {
     "sft": Entry("grpo_dist.sft:main", "fine-tune a model on conversations (python -m grpo_dist.sft)"),
     "reward-model": Entry("grpo_dist.reward_model:main", "train a reward model (python -m grpo_dist.reward_model)"),
     "check-reward": Entry("grpo_dist.cli.check_reward:main", "score a few rows' own answers with the reward function"),
+    "generate": Entry("grpo_dist.cli.generate:main", "answer prompts with a trained model, or chat with it"),
     "export": Entry("grpo_dist.cli.export:main", "write the model of a checkpoint as a Hugging Face folder"),
     "data": Entry("grpo_dist.tasks.prepare:main", "write GSM8K, MATH, Countdown or plans as files of rows"),
     "doctor": Entry("grpo_dist.cli.doctor:main", "what this machine has, and what will not work, with the fix"),
@@ -45,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     if name not in ENTRIES:
         sys.stderr.write(_no_such_command(name))
         return 2
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before a command imports torch
     try:
         return int(load_attribute(ENTRIES[name].function, key="command")(rest))
     except GrpoDistError as error:

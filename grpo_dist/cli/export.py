@@ -18,25 +18,16 @@ def main(arguments: Sequence[str]) -> int:
         GrpoDistError: see `export_checkpoint`.
     """
     options = _parser().parse_args(arguments)
+    from grpo_dist.cli.trained import chosen_step, run_and_step
     from grpo_dist.trainer.checkpoint.export import export_checkpoint, saved_run, steps_of
 
-    run_dir, step = Path(options.run_dir), options.step
-    if (run_dir / "state.json").is_file() and run_dir.name.startswith("global_step_"):
-        run_dir, step = run_dir.parent, int(run_dir.name.rpartition("_")[2])
+    run_dir, step = run_and_step(options.run_dir, options.step)
     there = steps_of(run_dir)
-    if not there:
-        raise ConfigError(
-            f"{run_dir}: there is no checkpoint (global_step_N) in this folder; name the run's folder, "
-            "trainer.default_local_dir of the run, which writes checkpoints every trainer.save_freq steps"
-        )
-    step = max(there) if step is None else step
-    steps = ", ".join(map(str, there))
-    if step not in there:
-        raise ConfigError(f"--step {step}: {run_dir} has checkpoints of the steps {steps}; choose one of them")
+    step = chosen_step(run_dir, there, step)
     folder = Path(options.to or run_dir / f"huggingface_step_{step}")
     if folder.exists():
         raise ConfigError(f"{folder} exists; remove it, or choose another folder with --to")
-    sys.stdout.write(f"checkpoints of {run_dir}: steps {steps}; exporting step {step}\n")
+    sys.stdout.write(f"checkpoints of {run_dir}: steps {', '.join(map(str, there))}; exporting step {step}\n")
     sys.stdout.flush()
     config = saved_run(there[step], options.model)
     export_checkpoint(there[step], config, folder.absolute(), options.dtype or config.export_dtype)

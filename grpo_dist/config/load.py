@@ -98,6 +98,32 @@ def saved_values(values: Mapping[str, Any], command: Command[Config]) -> Config:
         raise config_error(schema_problems(error, command.schema)) from None
 
 
+def with_overrides(
+    values: Mapping[str, Any], overrides: Sequence[str | tuple[str, Any]], command: Command[Config]
+) -> Config:
+    """A config that a run has saved, with some keys set anew; {}: the defaults. Rules are not checked.
+
+    Args:
+        values: what the run has saved.
+        overrides: as for `load_command`; a group changes what it says otherwise than the defaults.
+        command: whose config it is.
+
+    Raises:
+        ConfigError: there are no such keys or options, or a value is not of its type.
+    """
+    line = read_command_line(overrides, command)
+    if line.problems:
+        raise config_error(line.problems)
+    composed = OmegaConf.to_container(_composed(command.file, command.shared, tuple(line.groups.items())), resolve=True)
+    assert isinstance(composed, dict)
+    usual = dict(_leaves(default_values(command)))
+    by_group = {key: value for key, value in _leaves(composed) if value not in (usual.get(key, MISSING), MISSING)}
+    merged = OmegaConf.create(with_later_keys(values, command))
+    for key, value in (by_group | line.values).items():
+        OmegaConf.update(merged, key, value, merge=True, force_add=True)
+    return saved_values(cast(dict[str, Any], OmegaConf.to_container(merged)), command)
+
+
 def with_later_keys(values: Mapping[str, Any], command: AnyCommand) -> dict[str, Any]:
     """Values that a run has saved, with the defaults of keys that have come since then."""
     merged = OmegaConf.merge(OmegaConf.create(default_values(command)), OmegaConf.create(dict(values)))

@@ -27,13 +27,19 @@ from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.folder import checkpoints
 from grpo_dist.trainer.checkpoint.manifest import damage
 from grpo_dist.trainer.model_settings import actor_model, trained_model
+from grpo_dist.trainer.model_usage import model_usage
 
 TIMEOUT_S = 600.0  # no other rank is waited for
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(checkpoint.name.rpartition("_")[2])
+
+
 def steps_of(run_dir: Path) -> dict[int, Path]:
     """The checkpoints of a run by step, in the order of steps."""
-    return dict(sorted((int(path.name.rpartition("_")[2]), path) for path in checkpoints(run_dir)))
+    return dict(sorted((step_of(path), path) for path in checkpoints(run_dir)))
 
 
 def saved_run(checkpoint: Path, model: str | None = None) -> RunConfig | SupervisedConfig:
@@ -78,6 +84,7 @@ def export_checkpoint(checkpoint: Path, config: RunConfig | SupervisedConfig, fo
         model = load_sharded_model(settings, "cpu")
         load_training_state(checkpoint / role, model, None, None)
         export_hf_model(model, settings, folder, dtype)
+        model_usage(config, step_of(checkpoint)).write(folder)
         if settings.lora is not None:
             export_adapter(model, settings, folder.with_name(f"{folder.name}_{ADAPTER_FOLDER}"), dtype)
     finally:
