@@ -139,7 +139,7 @@ async def asking(
 
 
 def sampling_of(model: TrainedModel, options: argparse.Namespace) -> SamplingSettings:
-    """As the run validates, with the user's options; several answers are drawn, since greedy ones would all be the same."""
+    """As the run validates, with the user's options; several answers are drawn, as greedy ones are all the same."""
     _, sampling = sampling_settings(model.config)
     usual = {"max_tokens": MAX_TOKENS} | dict(model.usage.sampling)
     asked = {field.name: getattr(options, field.name, None) for field in fields(SamplingSettings)}
