@@ -8,7 +8,7 @@ best@k is the unbiased pass@k of Chen et al. (arXiv 2107.03374), 1 - C(n-c, k) /
 
 from __future__ import annotations
 
-from math import comb
+from math import comb, sqrt
 
 import numpy as np
 
@@ -68,3 +68,54 @@ def majority_score(scores: np.ndarray, answers: np.ndarray) -> float:
 def majority_at_n(scores: np.ndarray, answers: np.ndarray) -> np.ndarray:
     """`majority_score` of each prompt: scores and answers (P, n) -> (P,) float64."""
     return np.array([majority_score(*prompt) for prompt in zip(scores, answers, strict=True)], np.float64)
+
+
+def judged(scores: np.ndarray, failed: np.ndarray, acc: np.ndarray | None) -> dict[str, np.ndarray]:
+    """What validation reports of responses, by name: `reward`, and `acc` if the reward function says it of all.
+
+    Args:
+        scores: (N,); nan where the function failed, which counts as the worst of the others.
+        failed: (N,) bool: where the function failed. Such a response counts as wrong.
+        acc: (N,), nan where it was not returned; None: nowhere.
+
+    Returns:
+        (N,) numbers each; no `reward` where no response has a score.
+    """
+    found = {}
+    if not np.isnan(scores).all():
+        found["reward"] = np.where(np.isnan(scores), np.nanmin(scores), scores)
+    if acc is not None and not np.isnan(acc[~failed]).any():
+        found["acc"] = np.where(failed, 0.0, acc)
+    return found
+
+
+def interval(values: np.ndarray, z: float = 1.959964) -> tuple[float, float]:
+    """The confidence interval of a mean over prompts, which were drawn from many more; of 95 % by default.
+
+    Of zeros and ones Wilson's score interval, which holds for few prompts and for shares near 0 and 1, too; of other
+    values `normal_interval`.
+
+    Args:
+        values: (P,), one for each prompt.
+        z: how many standard errors.
+    """
+    if not np.isin(values, (0.0, 1.0)).all():
+        return normal_interval(values, z)
+    count, mean = len(values), float(np.mean(values))
+    centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * sqrt(mean * (1 - mean) / count + (z / (2 * count)) ** 2)
+    return max(centre - half, 0.0), min(centre + half, 1.0)
+
+
+def normal_interval(values: np.ndarray, z: float = 1.959964) -> tuple[float, float]:
+    """The mean with z standard errors on both sides, also for differences between two models on the same prompts.
+
+    Several responses to a prompt are averaged before, since they are not independent (Miller, arXiv 2411.00640).
+
+    Args:
+        values: (P,), one for each prompt; of a single one the interval is infinite.
+        z: how many standard errors.
+    """
+    count, mean = len(values), float(np.mean(values))
+    half = z * float(np.std(values, ddof=1)) / sqrt(count) if count > 1 else float("inf")
+    return mean - half, mean + half

@@ -41,12 +41,14 @@ class TrainedModel:
         config: of the run, with the overrides; `actor_rollout_ref.model.path` is the folder. For a model of no run the
             defaults.
         usage: how to ask it.
+        base: path or name of the model that its run began with; None: it is of no run that trains a policy.
     """
 
     name: str
     folder: Path
     config: RunConfig
     usage: Usage
+    base: str | None = None
 
 
 def add_model_argument(parser: argparse.ArgumentParser, **options: Any) -> None:
@@ -87,7 +89,21 @@ def find_trained(named: str, overrides: Sequence[str] = (), step: int | None = N
         config = _with_model({}, folder, overrides)
         return TrainedModel(name, folder, config, read_usage(folder))
     config = _with_model(values, folder, overrides)
-    return TrainedModel(name, folder, config, model_usage(config, chosen))
+    return TrainedModel(name, folder, config, model_usage(config, chosen), values["actor_rollout_ref"]["model"]["path"])
+
+
+def base_of(model: TrainedModel) -> TrainedModel:
+    """The model that a run began with, to be asked as the run asked it.
+
+    Raises:
+        ConfigError: the model is of no run, or the one that it began with is no longer there.
+    """
+    if model.base is None:
+        raise ConfigError(
+            f"--base: {model.name} is not the model of a run that trains a policy; name its base model too"
+        )
+    base = replace(_model(model.base, ()), name=f"base {model.base}", usage=replace(model.usage, step=None))
+    return replace(base, config=with_value(model.config, POLICY_KEY, str(base.folder.absolute())))
 
 
 def run_and_step(named: str, step: int | None) -> tuple[Path, int | None]:

@@ -12,9 +12,11 @@ from grpo_dist.errors import GrpoDistError
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
+from grpo_dist.trainer.model_usage import model_usage
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import EXPORTED
 from grpo_dist.workers.event_loop import run
+from grpo_dist.workers.gang import Gang
 
 StepCallback = Callable[[int, dict[str, float]], Any]
 
@@ -82,6 +84,18 @@ class TrainingLoop:
     def model_dir(self) -> Path:
         """Where the trained model is written."""
         return Path(self.config.trainer.default_local_dir, EXPORTED)
+
+    async def export(self, model: Gang, dtype: str) -> None:
+        """Write the trained model, and how to ask it, if the config says so.
+
+        Args:
+            model: the ranks that hold it.
+            dtype: "fp32" or "bf16".
+        """
+        if self.config.trainer.export_hf_model:
+            self.progress.phase("export")
+            await model.export_hf_model(str(self.model_dir), dtype)
+            model_usage(self.config, self.step).write(self.model_dir)
 
     def holds_state(self, role: str) -> bool:
         """Whether a role holds state that only a checkpoint can restore."""

@@ -43,7 +43,6 @@ from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.health import HealthMonitor
 from grpo_dist.trainer.loop import TrainingLoop
 from grpo_dist.trainer.metrics import IdleShares, PeakMemory, batch_metrics, performance_metrics, staleness_metrics
-from grpo_dist.trainer.model_usage import model_usage
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.retraining import Retraining
 from grpo_dist.trainer.roles import Roles
@@ -376,10 +375,7 @@ class GRPOTrainer(TrainingLoop):
         """Wait for samples and checkpoint, and write the trained policy."""
         await self.samples.collect()
         await self.saver.finish()
-        if self.config.trainer.export_hf_model:
-            self.progress.phase("export")
-            await self.roles.actor.export_hf_model(str(self.model_dir), self.config.export_dtype)
-            model_usage(self.config, self.step).write(self.model_dir)
+        await self.export(self.roles.actor, self.config.export_dtype)
 
     # --- parts -------------------------------------------------------------------------------------------------
     def _mini_batches(self, num_rows: int, section: ActorConfig | CriticConfig) -> list[np.ndarray]:

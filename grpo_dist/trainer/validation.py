@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from grpo_dist.algorithms.validation import best_at_k, majority_at_n, subset_sizes, worst_at_k
+from grpo_dist.algorithms.validation import best_at_k, judged, majority_at_n, subset_sizes, worst_at_k
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.trainer.rollout.sampling import make_request
@@ -66,14 +66,13 @@ def validation_metrics(batch: DataProtoRef, data_sources: Mapping[str, str], n: 
 
 
 def _of_one_source(batch: DataProtoRef, source: str, n: int) -> dict[str, float]:
-    variables, failed, scores = {}, batch["failed"].astype(bool), batch["score"]
-    if not np.isnan(scores).all():
-        variables["reward"] = np.where(np.isnan(scores), np.nanmin(scores), scores)
+    failed = batch["failed"].astype(bool)
+    variables = judged(batch["score"], failed, batch.small.get(f"{EXTRA}acc"))
     means = {name: batch[name] for name in ("response_length", "truncated", "num_turns")}
     for name, values in batch.small.items():
-        if name == f"{EXTRA}acc" and not np.isnan(values[~failed]).any():
-            variables["acc"] = np.where(failed, 0.0, values)  # responses that could not be scored count as wrong
-        elif name.startswith(EXTRA) and not np.isnan(values).all():  # all nan: returned only for other data sources
+        if name == f"{EXTRA}acc" and "acc" in variables:
+            continue
+        if name.startswith(EXTRA) and not np.isnan(values).all():  # all nan: returned only for other data sources
             means[name.removeprefix(EXTRA)] = values
     if failed.any():
         means["failed"] = failed

@@ -8,7 +8,16 @@ from math import comb
 import numpy as np
 import pytest
 
-from grpo_dist.algorithms.validation import best_at_k, majority_at_n, majority_score, subset_sizes, worst_at_k
+from grpo_dist.algorithms.validation import (
+    best_at_k,
+    interval,
+    judged,
+    majority_at_n,
+    majority_score,
+    normal_interval,
+    subset_sizes,
+    worst_at_k,
+)
 from tests.messages import refuses
 
 NONE = np.nan
@@ -74,3 +83,20 @@ def test_majority(answers: list[float], expected: float) -> None:
 def test_majority_of_each_prompt() -> None:
     scores, answers = np.array([[1.0, 0, 0], [0, 1, 0]]), np.array([[0.0, 1, 1], [NONE, 0, NONE]])
     assert majority_at_n(scores, answers).tolist() == [0, 1]
+
+
+def test_intervals_by_hand() -> None:
+    """Wilson's, of 1 in 10: centre (0.1 + 0.192073) / 1.384146, half width 1.416 * sqrt(0.009 + 0.009604)."""
+    assert interval(np.array([1.0] + [0.0] * 9)) == pytest.approx((0.017876, 0.404150), abs=1e-5)
+    assert interval(np.zeros(20)) == pytest.approx((0.0, 0.161125), abs=1e-5)  # z^2 / (n + z^2)
+    assert interval(np.array([0.0, 1.0, 2.0, 3.0]), z=2.0) == pytest.approx((1.5 - 1.290994, 1.5 + 1.290994), abs=1e-5)
+    assert interval(np.array([0.5])) == (-np.inf, np.inf)
+    assert normal_interval(np.array([0.0, 1.0]), z=1.0) == pytest.approx((0.0, 1.0))  # 0.5 with sqrt(0.5 / 2) around
+
+
+def test_what_is_judged() -> None:
+    scores, failed = np.array([1.0, np.nan, -2.0]), np.array([False, True, False])
+    found = judged(scores, failed, np.array([1.0, np.nan, 0.0]))
+    assert {name: values.tolist() for name, values in found.items()} == {"reward": [1, -2, -2], "acc": [1, 0, 0]}
+    assert list(judged(scores, failed, np.array([1.0, np.nan, np.nan]))) == ["reward"]  # not said of all
+    assert judged(np.full(2, np.nan), np.array([True, True]), None) == {}

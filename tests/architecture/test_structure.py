@@ -24,6 +24,10 @@ TESTED_ELSEWHERE = {
     **{f"algorithms/advantage/{name}.py": "algorithms/test_advantage.py" for name in ADVANTAGE_FILES},
     **{f"algorithms/policy_loss/{name}.py": "algorithms/test_policy_loss.py" for name in POLICY_LOSS_FILES},
     "__main__.py": "cli/test_entry.py",  # the same command
+    "eval.py": "cli/test_evaluate.py",  # the same command as there
+    "generate.py": "cli/test_generate.py",  # likewise
+    "cli/asking.py": "cli/test_generate.py",  # what both ask with
+    "trainer/model_usage.py": "cli/test_trained.py",  # read there
     "agents/child_loop.py": "agents/test_external.py",  # what runs beside a rollout engine
     "agents/guard.py": "agents/test_external.py",  # likewise
     "engines/vllm/openai_app.py": "workers/test_endpoint.py",  # on an engine

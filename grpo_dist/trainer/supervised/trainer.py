@@ -17,7 +17,6 @@ from grpo_dist.trainer.checkpoint.folder import RunState
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.loop import TrainingLoop
 from grpo_dist.trainer.metrics import IdleShares, PeakMemory
-from grpo_dist.trainer.model_usage import model_usage
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.stage import stage
 from grpo_dist.trainer.supervised.rows import Rows
@@ -146,7 +145,4 @@ class SupervisedTrainer(TrainingLoop):
     async def finish(self) -> None:
         """Wait for the checkpoint, and write the trained model."""
         await self.saver.finish()
-        if self.config.trainer.export_hf_model:
-            self.progress.phase("export")
-            await self.model.export_hf_model(str(self.model_dir), self.config.export_dtype)
-            model_usage(self.config, self.step).write(self.model_dir)
+        await self.export(self.model, self.config.export_dtype)

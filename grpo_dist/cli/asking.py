@@ -1,0 +1,166 @@
+"""A model that answers in this process, asked as its run asked it: for `generate` and `eval`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import warnings
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from grpo_dist.cli.trained import TrainedModel, engine_for
+from grpo_dist.data.prompts import Prompt, add_system_prompt
+from grpo_dist.data.tokenize import load_tokenizer, named_rows, tokenize_prompts
+from grpo_dist.engines.base import Response, RolloutEngine, rollout_engine
+from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.rewards.base import RewardResult
+from grpo_dist.rewards.forms import Failure, Sample
+from grpo_dist.rewards.scorer import Scorer
+from grpo_dist.trainer.rollout.seeds import group_seed
+from grpo_dist.trainer.settings import sampling_settings
+
+MAX_TOKENS = 512  # of a response, where neither the run nor the user says how long it may be
+VALIDATION_STEP = 0  # whose seeds validation has, so that a run's own figures come out again
+
+
+@dataclass
+class Asker:
+    """An engine that answers conversations.
+
+    Attributes:
+        model: what it runs.
+        engine: started.
+        tokenizer: of the model.
+        sampling: how it samples; a seed is replaced by one for each prompt.
+    """
+
+    model: TrainedModel
+    engine: RolloutEngine
+    tokenizer: Any
+    sampling: SamplingSettings
+    overlong: list[Prompt] = field(default_factory=list)
+
+    def token_ids(self, prompts: Sequence[Prompt]) -> list[tuple[Prompt, list[int]]]:
+        """The prompts with the run's system prompt and template; those without room for a token are left out.
+
+        Raises:
+            DataError: the template refuses one, or all are too long.
+        """
+        usage = self.model.usage
+        if usage.system_prompt is not None:
+            prompts, _ = add_system_prompt(prompts, usage.system_prompt)
+        tokenized, self.overlong = tokenize_prompts(
+            prompts,
+            self.tokenizer,
+            max_prompt_length=self.engine.settings.max_model_len - 1,
+            truncation="error",
+            filter_overlong_prompts=True,
+            apply_chat_template_kwargs=usage.apply_chat_template_kwargs,
+        )
+        if self.overlong:
+            named, longest = (
+                named_rows([prompt.location for prompt in self.overlong]),
+                self.engine.settings.max_model_len,
+            )
+            sys.stderr.write(f"left out, since they have {longest} tokens or more (--max-model-len): {named}\n")
+        return [(each.prompt, each.token_ids.tolist()) for each in tokenized]
+
+    async def answer(self, index: int, token_ids: list[int]) -> list[Response]:
+        """`sampling.n` responses to a prompt.
+
+        Raises:
+            EngineError: the engine failed.
+        """
+        whole = self.sampling
+        seed = None if whole.seed is None else group_seed(whole.seed, VALIDATION_STEP, index)
+        room = self.engine.settings.max_model_len - len(token_ids)
+        sampling = replace(whole, seed=seed, max_tokens=min(whole.max_tokens, room))
+        found = await self.engine.generate(token_ids, sampling)
+        assert found is not None, "nobody aborts it"
+        return found
+
+    async def answers(self, prompts: Sequence[Prompt]) -> AsyncIterator[tuple[Prompt, list[Response]]]:
+        """The responses to all prompts, which are asked at once; in the order of the prompts."""
+        tokenized = self.token_ids(prompts)
+        tasks = [asyncio.create_task(self.answer(prompt.index, ids)) for prompt, ids in tokenized]
+        try:
+            for (prompt, _), task in zip(tokenized, tasks, strict=True):
+                yield prompt, await task
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def chat(self, messages: list[dict[str, str]]) -> list[str]:
+        """The texts of the answers to a conversation."""
+        [(_, ids)] = self.token_ids([prompt_of(messages)])
+        return [self.text(response) for response in await self.answer(0, ids)]
+
+    def text(self, response: Response) -> str:
+        """A response without special tokens, as reward functions get it."""
+        return str(self.tokenizer.decode(response.token_ids, skip_special_tokens=True))
+
+
+@asynccontextmanager
+async def asking(
+    model: TrainedModel, sampling: SamplingSettings, max_model_len: int | None = None
+) -> AsyncIterator[Asker]:
+    """A started engine, stopped at the end of the block.
+
+    Args:
+        model: to ask.
+        sampling: how.
+        max_model_len: see `engine_for`.
+    """
+    settings = engine_for(model, max_model_len)
+    tokenizer = load_tokenizer(str(model.folder), trust_remote_code=settings.trust_remote_code)
+    engine = rollout_engine(settings.engine)(settings)
+    sys.stderr.write(f"starting an engine on {settings.device} with {model.folder}\n")
+    warnings.simplefilter("ignore")  # what vLLM imports warns of what it imports
+    await engine.start()
+    try:
+        yield Asker(model, engine, tokenizer, sampling)
+    finally:
+        engine.shutdown()
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, n: int | None = None) -> None:
+    """Add the options that `sampling_of` reads, and --max-model-len; `n` is the default of --n, None the run's."""
+    usual = "default: as the run validates"
+    parser.add_argument(
+        "--n", type=int, default=n, help=f"answers to each prompt; {usual if n is None else '%(default)s'}"
+    )
+    parser.add_argument("--temperature", type=float, help=f"0: the likeliest token each time; {usual}")
+    parser.add_argument("--top-p", type=float, dest="top_p", help=usual)
+    parser.add_argument("--top-k", type=int, dest="top_k", help=usual)
+    parser.add_argument("--max-tokens", type=int, dest="max_tokens", help=f"of a response; {usual}")
+    parser.add_argument("--seed", type=int, help="of what is sampled: the same answers each time")
+    parser.add_argument(
+        "--max-model-len", type=int, dest="max_model_len", help="longest prompt and response, in tokens"
+    )
+
+
+def sampling_of(model: TrainedModel, options: argparse.Namespace) -> SamplingSettings:
+    """As the run validates, with the user's options; several answers are drawn, as greedy ones are all the same."""
+    _, sampling = sampling_settings(model.config)
+    usual = {"max_tokens": MAX_TOKENS} | dict(model.usage.sampling)
+    asked = {field.name: getattr(options, field.name, None) for field in fields(SamplingSettings)}
+    given = {name: value for name, value in asked.items() if value is not None}
+    found = replace(sampling, **usual | given)
+    if found.n > 1 and found.temperature == 0.0 and "temperature" not in given:
+        found = replace(found, temperature=model.config.actor_rollout_ref.rollout.temperature)
+    return replace(found, stop=tuple(found.stop))
+
+
+def prompt_of(messages: list[dict[str, str]], index: int = 0, location: str = "prompt") -> Prompt:
+    """A conversation as a row."""
+    return Prompt(index, "", messages, None, {}, location)
+
+
+async def judge(scorer: Scorer, prompt: Prompt, texts: Sequence[str]) -> list[RewardResult | Failure]:
+    """What the reward function says of the responses to a prompt, all together, as in a run."""
+    known = {each.name for each in fields(Prompt)}
+    row = {each.name: getattr(prompt, each.name) for each in fields(Sample) if each.name in known}
+    return await asyncio.to_thread(scorer.score, [Sample(solution_str=text, **row) for text in texts])

@@ -1,0 +1,295 @@
+"""`grpo-dist eval RUN_OR_MODEL ...`: models compared on rows with a reward function, with confidence intervals.
+
+The rows are asked and scored as in a run's validation, so a run's own figures come out again (exactly in fp32 and with
+the same engine). The first model says what is asked, and how: its run's validation rows, sampling and reward function.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from grpo_dist.algorithms.validation import best_at_k, interval, judged, majority_at_n, normal_interval, subset_sizes
+from grpo_dist.cli.asking import add_sampling_arguments, asking, judge, sampling_of
+from grpo_dist.cli.trained import TrainedModel, base_of, find_trained, run_and_step
+from grpo_dist.config.problems import shown
+from grpo_dist.data.prompts import Prompt
+from grpo_dist.engines.base import Response
+from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.errors import ConfigError, RewardError
+from grpo_dist.names import REWARD_MODEL_FUNCTION
+from grpo_dist.rewards.base import RewardResult
+from grpo_dist.rewards.forms import Failure
+from grpo_dist.rewards.scorer import Scorer
+from grpo_dist.trainer.checkpoint.export import steps_of
+from grpo_dist.trainer.run_prompts import read_prompts
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The responses to a prompt and what the reward function said of them: `n` of each."""
+
+    prompt: Prompt
+    texts: list[str]
+    responses: list[Response]
+    results: list[RewardResult | Failure]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a model reached on the rows of one data source.
+
+    Attributes:
+        model: its name.
+        source: the data source.
+        variable: what was measured: `acc` if the reward function returns it, else `reward`.
+        rows: which prompts, by their positions in the files.
+        values: by statistic, a number for each prompt: mean@n, pass@k (best@k where values are not 0 and 1), maj@n.
+        means: of all responses: tokens, the share that was cut off, and of those that could not be scored.
+    """
+
+    model: str
+    source: str
+    variable: str
+    rows: np.ndarray
+    values: dict[str, np.ndarray]
+    means: dict[str, float]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Evaluate and print.
+
+    Raises:
+        ConfigError: there is no such run, model, file or option.
+        GrpoDistError: see errors.py.
+    """
+    options = _parser().parse_intermixed_args(arguments)
+    overrides = [each for each in options.named if "=" in each]
+    if options.output is not None and Path(options.output).exists():
+        raise ConfigError(f"--output {options.output} exists; remove it, or name another file")
+    with contextlib.ExitStack() as stack:
+        names = [each for each in options.named if "=" not in each]
+        models = list(_models(names, overrides, options, stack))
+        if not models:
+            raise ConfigError(
+                "no model: name a run (trainer.default_local_dir), a checkpoint, a model folder or hub name"
+            )
+        first, sampling = models[0], sampling_of(models[0], options)
+        scorer = _scorer(first)
+        stack.callback(scorer.stop)
+        prompts = _rows(first, options, scorer)
+        file = None if options.output is None else stack.enter_context(Path(options.output).open("x"))
+        found: list[Figures] = []
+        for model in models:
+            if model.usage.step is None and model.base is None:  # of no run: asked as the first one
+                model = replace(model, usage=first.usage)
+            answers = asyncio.run(_answers(model, sampling, options.max_model_len, prompts, scorer))
+            found += figures(model.name, answers)
+            if file is not None:
+                _write(file, model.name, answers)
+    table = compared(found)
+    sys.stdout.write(
+        json.dumps(table, indent=2) + "\n" if options.json else f"{_title(prompts, sampling)}\n{_text(table)}"
+    )
+    return 0
+
+
+def figures(model: str, answers: Sequence[Answers]) -> Iterator[Figures]:
+    """The figures of each data source, in the order of its first row."""
+    for source in dict.fromkeys(each.prompt.data_source for each in answers):
+        of_source = [each for each in answers if each.prompt.data_source == source]
+        results = [result for each in of_source for result in each.results]
+        failed = np.array([isinstance(result, Failure) for result in results])
+        scores = np.array([np.nan if isinstance(result, Failure) else result.score for result in results])
+        if failed.all():
+            raise RewardError(f"the reward function failed on all responses to the rows of {source}: {_why(results)}")
+        extras = [{} if isinstance(result, Failure) else result.extra for result in results]
+        acc = np.array([extra.get("acc", np.nan) for extra in extras])
+        variables = judged(scores, failed, acc)
+        name = "acc" if "acc" in variables else "reward"
+        values = variables[name].reshape(len(of_source), -1)
+        statistics = dict(_statistics(values, _votes(of_source)))
+        responses = [response for each in of_source for response in each.responses]
+        means = {
+            "tokens": float(np.mean([len(response.token_ids) for response in responses])),
+            "cut off": float(np.mean([response.truncated for response in responses])),
+        }
+        means |= {"not scored": float(failed.mean())} if failed.any() else {}
+        yield Figures(model, source, name, np.array([each.prompt.index for each in of_source]), statistics, means)
+
+
+def compared(found: Sequence[Figures]) -> list[dict[str, Any]]:
+    """Rows of the table: each model's means with their intervals, and what separates it from the first one.
+
+    The difference is that of the same prompts, so that the prompts' own difficulty is not in its interval.
+    """
+    table: list[dict[str, Any]] = []
+    for source in dict.fromkeys(each.source for each in found):
+        of_source = [each for each in found if each.source == source]
+        first = of_source[0]
+        for each in of_source:
+            row: dict[str, Any] = {"source": source, "model": each.model, "prompts": len(each.rows)}
+            row |= {f"{each.variable} {name}": _with(interval, values) for name, values in each.values.items()}
+            both, mine, theirs = np.intersect1d(each.rows, first.rows, return_indices=True)
+            if each is not first and each.variable == first.variable and len(both):
+                name = next(iter(each.values))
+                row[f"{name} - first"] = _with(normal_interval, each.values[name][mine] - first.values[name][theirs])
+            table.append(row | each.means)
+    return table
+
+
+def _models(
+    names: Sequence[str], overrides: Sequence[str], options: argparse.Namespace, stack: contextlib.ExitStack
+) -> Iterator[TrainedModel]:
+    """The models that are named; with --base that of the first run before them, with --all-steps each checkpoint."""
+    base = options.base
+    for name in names:
+        run_dir, step = run_and_step(name, options.step)
+        steps: list[int | None] = [step]
+        if options.all_steps:
+            steps = [*steps_of(run_dir)] if step is None else []
+            if not steps:
+                raise ConfigError(f"--all-steps: {name} has no checkpoints; name a run's folder, and no --step")
+        for each in steps:
+            before = set(run_dir.iterdir()) if options.all_steps else set()
+            model = find_trained(name, overrides, each)
+            if options.all_steps and model.folder not in before:  # many copies of a model are not to be left
+                stack.callback(shutil.rmtree, model.folder, ignore_errors=True)
+            if base:
+                yield base_of(model)
+            base = False
+            yield model
+
+
+def _scorer(model: TrainedModel) -> Scorer:
+    config = model.config
+    if config.reward_function == REWARD_MODEL_FUNCTION:
+        raise ConfigError(
+            "reward_model.enable=true: the reward is the score of the reward model, which only a run computes "
+            "(trainer.val_only=true); set custom_reward_function.path=FILE to score with a function"
+        )
+    scorer = Scorer(*config.reward_code, timeout_s=config.reward.timeout_s)
+    try:
+        scorer.start()
+    except RewardError as error:
+        raise ConfigError(f"custom_reward_function.path={shown(config.custom_reward_function.path)}: {error}") from None
+    return scorer
+
+
+def _rows(model: TrainedModel, options: argparse.Namespace, scorer: Scorer) -> list[Prompt]:
+    config = model.config
+    if options.data:
+        return read_prompts(config, "--data", options.data, options.limit, scorer.needs)
+    if not config.data.val_files:
+        raise ConfigError(f"no rows: the run of {model.name} has no data.val_files; give --data FILE")
+    limit = config.data.val_max_samples if options.limit < 0 else options.limit
+    return read_prompts(config, "data.val_files", config.data.val_files, limit, scorer.needs)
+
+
+async def _answers(
+    model: TrainedModel,
+    sampling: SamplingSettings,
+    max_model_len: int | None,
+    prompts: Sequence[Prompt],
+    scorer: Scorer,
+) -> list[Answers]:
+    """Ask a model all prompts, and score groups while others are sampled."""
+    found = []
+    async with asking(model, sampling, max_model_len) as asker:
+        async for prompt, responses in asker.answers(prompts):
+            texts = [asker.text(response) for response in responses]
+            found.append(Answers(prompt, texts, responses, await judge(scorer, prompt, texts)))
+    return found
+
+
+def _statistics(values: np.ndarray, votes: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """By name, a number for each prompt; `values` and `votes` are (P, n)."""
+    n = values.shape[1]
+    best = "pass" if np.isin(values, (0.0, 1.0)).all() else "best"
+    yield f"mean@{n}", values.mean(1)
+    for k in subset_sizes(n):
+        yield f"{best}@{k}", best_at_k(values, k)
+    if n > 1 and not np.isnan(votes).all():
+        yield f"maj@{n}", majority_at_n(values, votes)
+
+
+def _votes(answers: Sequence[Answers]) -> np.ndarray:
+    """(P, n): equal numbers for equal answers to a prompt, nan for none."""
+    rows = []
+    for each in answers:
+        preds = [None if isinstance(result, Failure) else result.pred for result in each.results]
+        numbers = {pred: float(i) for i, pred in enumerate(dict.fromkeys(preds))}
+        rows.append([np.nan if pred is None else numbers[pred] for pred in preds])
+    return np.array(rows)
+
+
+def _why(results: Sequence[RewardResult | Failure]) -> str:
+    return next(result.text for result in results if isinstance(result, Failure))
+
+
+def _with(interval_of: Callable[[np.ndarray], tuple[float, float]], values: np.ndarray) -> list[float]:
+    return [float(np.mean(values)), *interval_of(values)]
+
+
+def _write(file: TextIO, model: str, answers: Sequence[Answers]) -> None:
+    for each in answers:
+        row: dict[str, Any] = {"model": model, "row": each.prompt.location, "prompt": each.prompt.messages}
+        row["responses"] = each.texts
+        row["scores"] = [None if isinstance(result, Failure) else result.score for result in each.results]
+        file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+    file.flush()
+
+
+def _title(prompts: Sequence[Prompt], sampling: SamplingSettings) -> str:
+    how = "greedy" if sampling.temperature == 0.0 else f"temperature {sampling.temperature:g}"
+    return f"{len(prompts)} rows, {sampling.n} responses each, {how}; in brackets 95 % confidence intervals"
+
+
+def _text(table: Sequence[dict[str, Any]]) -> str:
+    """The table as text, a block for each data source."""
+    lines = []
+    for source in dict.fromkeys(row["source"] for row in table):
+        rows = [row for row in table if row["source"] == source]
+        names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "source"]
+        cells: list[list[str]] = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
+        lines += ["", source, *("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return "{:.3f} [{:.3f}, {:.3f}]".format(*value)
+    return f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="grpo-dist eval",
+        description="Compare models on rows that a reward function scores: runs, checkpoints and model folders. The "
+        "first one says which rows, how they are sampled, and what scores them, as its run validates.",
+    )
+    named = (
+        "runs' folders, checkpoints, Hugging Face folders, hub names or builtin:NAME; and keys of the config to change"
+    )
+    parser.add_argument("named", nargs="+", metavar="RUN_OR_MODEL | key=value", help=named)
+    data = "a file of rows, in the forms of data.val_files, may be repeated; default: the first run's validation rows"
+    parser.add_argument("--data", action="append", default=[], metavar="FILE", help=data)
+    parser.add_argument("--limit", type=int, default=-1, help="take the first so many rows")
+    parser.add_argument("--base", action="store_true", help="begin with the model that the first run began with")
+    parser.add_argument("--step", type=int, help="of the runs' checkpoints; default: the last one")
+    parser.add_argument("--all-steps", action="store_true", help="every checkpoint of the runs, as a curve")
+    parser.add_argument("--output", metavar="FILE", help="write all responses and scores as JSON lines")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON: numbers with their intervals")
+    add_sampling_arguments(parser)
+    return parser
