@@ -56,6 +56,7 @@ ARROWS: dict[str, set[str]] = {
     "api": BASE | {"function_files", "tracking", "trainer", "workers"},
     "cli": BASE | PARTS | {"workers", "trainer"},
     "__main__": {"cli"},
+    "serve": {"cli"},
 }
 MAY_USE_RAY = {"workers", "trainer"}
 # Where Ray actors are made: once, in one file.
