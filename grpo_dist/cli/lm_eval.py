@@ -21,7 +21,7 @@ from grpo_dist.engines.vllm.openai_app import MODEL
 from grpo_dist.engines.vllm.server import Server, listen, serving
 from grpo_dist.errors import ConfigError, EngineError, GrpoDistError
 
-INSTALL = "pip install 'lm-eval[api]==0.4.13'"
+PACKAGE = "'lm-eval[api]==0.4.13'"
 CONCURRENT = 64  # requests at the same time; vLLM makes batches of them
 REQUEST_S = 24 * 3600  # as long as it takes: on CPU a request may wait for many others
 # Options of lm-eval that are given in another way here.
@@ -67,7 +67,7 @@ def run_lm_eval(
     for option in more:
         if option.partition("=")[0] in GIVEN:
             raise ConfigError(f"{option}: grpo-dist gives lm-eval this option itself; leave it out")
-    check_installed(python)
+    check_installed(python, likelihood=likelihood)
     settings = engine_for(model, max_model_len)
     with tempfile.TemporaryDirectory(prefix="grpo_dist-") as temporary:
         folder = output or Path(temporary)
@@ -81,22 +81,26 @@ def run_lm_eval(
         return LmEval(json.loads(file.read_text())["results"], table)
 
 
-def check_installed(python: str) -> None:
-    """Check that an interpreter has lm-eval.
+def check_installed(python: str, *, likelihood: bool) -> None:
+    """Check that an interpreter has lm-eval and, to count the tokens of texts, transformers.
 
     Raises:
         ConfigError: it does not, or there is none.
     """
+    modules, packages = ["lm_eval", "tenacity"], [PACKAGE]
+    if likelihood:
+        modules, packages = [*modules, "transformers"], [*packages, "transformers"]
+    command = [python, "-c", f"import {', '.join(modules)}"]
     try:
-        found = subprocess.run([python, "-c", "import lm_eval, tenacity"], capture_output=True, text=True, check=False)
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         raise ConfigError(
             f"--lm-eval-python {python}: {error.strerror}; name an interpreter that has lm-eval"
         ) from None
     if found.returncode:
-        reason = found.stderr.strip().rpartition("\n")[2]
+        reason, install = found.stderr.strip().rpartition("\n")[2], f"pip install {' '.join(packages)}"
         raise ConfigError(
-            f"--lm-eval-python {python}: {reason}; install lm-eval there ({INSTALL}), or name one that has it"
+            f"--lm-eval-python {python}: {reason}; install lm-eval there ({install}), or name one that has it"
         )
 
 

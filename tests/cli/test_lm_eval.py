@@ -28,9 +28,11 @@ def test_without_lm_eval_it_says_how_to_install_it(tmp_path: Path) -> None:
     python = interpreter(tmp_path, "echo \"ModuleNotFoundError: No module named 'lm_eval'\" >&2; exit 1")
     with refuses(ConfigError, f"--lm-eval-python {python}", "lm_eval", "pip install 'lm-eval[api]==0.4.13'"):
         run_lm_eval(find_trained(TINY), ["arc_easy"], python=python)
+    with refuses(ConfigError, "pip install 'lm-eval[api]==0.4.13' transformers"):
+        run_lm_eval(find_trained(TINY), ["arc_easy"], python=python, likelihood=True)
     with refuses(ConfigError, f"--lm-eval-python {tmp_path / 'gone'}"):
-        check_installed(str(tmp_path / "gone"))
-    check_installed(interpreter(tmp_path, "exit 0"))
+        check_installed(str(tmp_path / "gone"), likelihood=False)
+    check_installed(interpreter(tmp_path, "exit 0"), likelihood=True)
 
 
 @pytest.mark.parametrize("option", ["--model", "--model_args=a=1", "-o", "--output_path"])

@@ -64,9 +64,9 @@ def test_a_refused_server_ends_with_2(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_the_ready_line_shows_no_token() -> None:
-    told = ready("http://127.0.0.1:1", "a run step 3", "policy", with_token=True)
-    says(told, "a run step 3", "http://127.0.0.1:1/v1", "Bearer $VLLM_API_KEY")
-    assert "VLLM_API_KEY" not in ready("http://127.0.0.1:1", "a run", "policy", with_token=False)
+    told = ready("http://127.0.0.1:1", "run step 3", "policy", with_token=True)
+    says(told, "run step 3", "http://127.0.0.1:1/v1", "Bearer $VLLM_API_KEY")
+    assert "VLLM_API_KEY" not in ready("http://127.0.0.1:1", "run", "policy", with_token=False)
 
 
 def test_more_gpus_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

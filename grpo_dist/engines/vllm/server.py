@@ -27,6 +27,7 @@ from grpo_dist.engines.vllm.starting import plain_errors, prepare
 from grpo_dist.errors import ConfigError, EngineError
 
 KEY_VARIABLE = "VLLM_API_KEY"
+BREAK_OFF_S = 1  # until answers under way are broken off, once the engine has ended
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # What `vllm serve` would take from the command line, and is given in another way here.
 GIVEN = ("model_tag", "host", "port", "uds", "api_key", "headless", "grpc", "api_server_count")
@@ -154,7 +155,9 @@ async def serving(
         url = _url(arguments)
         if settings.device == "cuda":
             await wait_until_free(settings)
-        ended = asyncio.create_task(run_server_worker(url, listening, arguments))
+        # streams would wait for ever for tokens of an engine that has ended
+        serve = run_server_worker(url, listening, arguments, timeout_graceful_shutdown=BREAK_OFF_S)
+        ended = asyncio.create_task(serve)
         try:
             await _answering(url, ended)
             with _cancelled():
