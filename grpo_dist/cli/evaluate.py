@@ -21,6 +21,8 @@ import numpy as np
 
 from grpo_dist.algorithms.validation import best_at_k, interval, judged, majority_at_n, normal_interval, subset_sizes
 from grpo_dist.cli.asking import add_sampling_arguments, asking, judge, sampling_of
+from grpo_dist.cli.lm_eval import figures_of, run_lm_eval
+from grpo_dist.cli.serve import split
 from grpo_dist.cli.trained import TrainedModel, base_of, find_trained, run_and_step
 from grpo_dist.config.problems import shown
 from grpo_dist.data.prompts import Prompt
@@ -73,10 +75,10 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: there is no such run, model, file or option.
         GrpoDistError: see errors.py.
     """
-    options = _parser().parse_intermixed_args(arguments)
+    own, more = split(arguments)
+    options = _parser().parse_intermixed_args(own)
     overrides = [each for each in options.named if "=" in each]
-    if options.output is not None and Path(options.output).exists():
-        raise ConfigError(f"--output {options.output} exists; remove it, or name another file")
+    _check(options, more)
     with contextlib.ExitStack() as stack:
         names = [each for each in options.named if "=" not in each]
         models = list(_models(names, overrides, options, stack))
@@ -84,6 +86,9 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(
                 "no model: name a run (trainer.default_local_dir), a checkpoint, a model folder or hub name"
             )
+        if options.lm_eval:
+            _print([_by_lm_eval(model, options, more) for model in models], "by lm-eval", options)
+            return 0
         first, sampling = models[0], sampling_of(models[0], options)
         scorer = _scorer(first)
         stack.callback(scorer.stop)
@@ -97,11 +102,24 @@ def main(arguments: Sequence[str]) -> int:
             found += figures(model.name, answers)
             if file is not None:
                 _write(file, model.name, answers)
-    table = compared(found)
-    sys.stdout.write(
-        json.dumps(table, indent=2) + "\n" if options.json else f"{_title(prompts, sampling)}\n{_text(table)}"
-    )
+    _print(compared(found), _title(prompts, sampling), options)
     return 0
+
+
+def _check(options: argparse.Namespace, more: Sequence[str]) -> None:
+    """Refuse options that would have no effect."""
+    if more and not options.lm_eval:
+        raise ConfigError(f"{' '.join(more)}: what stands behind -- is for lm-eval; name its tasks with --lm-eval")
+    others = ("data", "limit", "output", "n", "temperature", "top_p", "top_k", "max_tokens", "seed")
+    given = [f"--{name.replace('_', '-')}" for name in others if getattr(options, name) not in (None, [], -1)]
+    if options.lm_eval and given:
+        raise ConfigError(
+            f"{', '.join(given)} with --lm-eval: lm-eval's tasks say that; leave it out, or see -- --help"
+        )
+    if options.likelihood and not options.lm_eval:
+        raise ConfigError("--likelihood: it is for tasks of lm-eval; name them with --lm-eval")
+    if options.output is not None and Path(options.output).exists():
+        raise ConfigError(f"--output {options.output} exists; remove it, or name another file")
 
 
 def figures(model: str, answers: Sequence[Answers]) -> Iterator[Figures]:
@@ -250,9 +268,28 @@ def _write(file: TextIO, model: str, answers: Sequence[Answers]) -> None:
     file.flush()
 
 
+def _by_lm_eval(model: TrainedModel, options: argparse.Namespace, more: Sequence[str]) -> dict[str, Any]:
+    """A model's row of the table, with the metrics of lm-eval's tasks."""
+    tasks = [task for each in options.lm_eval for task in each.split(",")]
+    found = run_lm_eval(
+        model,
+        tasks,
+        likelihood=options.likelihood,
+        more=more,
+        python=options.lm_eval_python,
+        max_model_len=options.max_model_len,
+    )
+    return {"source": ", ".join(tasks), "model": model.name, **figures_of(found.results)}
+
+
+def _print(table: Sequence[dict[str, Any]], title: str, options: argparse.Namespace) -> None:
+    as_json, about = json.dumps(table, indent=2) + "\n", f"{title}; in brackets 95 % confidence intervals"
+    sys.stdout.write(as_json if options.json else f"{about}\n{_text(table)}")
+
+
 def _title(prompts: Sequence[Prompt], sampling: SamplingSettings) -> str:
     how = "greedy" if sampling.temperature == 0.0 else f"temperature {sampling.temperature:g}"
-    return f"{len(prompts)} rows, {sampling.n} responses each, {how}; in brackets 95 % confidence intervals"
+    return f"{len(prompts)} rows, {sampling.n} responses each, {how}"
 
 
 def _text(table: Sequence[dict[str, Any]]) -> str:
@@ -291,5 +328,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all-steps", action="store_true", help="every checkpoint of the runs, as a curve")
     parser.add_argument("--output", metavar="FILE", help="write all responses and scores as JSON lines")
     parser.add_argument("--json", action="store_true", help="print the table as JSON: numbers with their intervals")
+    tasks = "tasks of lm-eval in place of rows; options of it behind --, such as -- --limit 100"
+    parser.add_argument("--lm-eval", action="append", default=[], metavar="TASK,...", help=tasks)
+    python = "interpreter that has lm-eval (default: this one)"
+    parser.add_argument("--lm-eval-python", default=sys.executable, metavar="PYTHON", help=python)
+    likelihood = "the tasks ask how likely texts are (multiple choice): plain text, without the chat template"
+    parser.add_argument("--likelihood", action="store_true", help=likelihood)
     add_sampling_arguments(parser)
     return parser

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from grpo_dist.assets import POLICY_KEY, resolve_model_path
 from grpo_dist.assets.paths import expanded
 from grpo_dist.assets.usage import FILE, Usage, read_usage
@@ -19,6 +21,7 @@ from grpo_dist.config.model_rules import max_positions
 from grpo_dist.config.placement import placement
 from grpo_dist.config.problems import with_value
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.engines.installed_build import build_problem
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.errors import ConfigError
 from grpo_dist.trainer.checkpoint.config_changes import read_config
@@ -172,7 +175,7 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
             allows, but no more than `MOST_TOKENS`, or the run's prompts and responses.
 
     Raises:
-        ConfigError: the model takes no sequences of that length.
+        ConfigError: the model takes no sequences of that length, or this machine lacks the engine's device.
     """
     config = with_value(model.config, AGENT_KEY, SINGLE_TURN)  # its code is not needed
     known = max_positions(json.loads((model.folder / "config.json").read_text()))
@@ -182,11 +185,24 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
         raise ConfigError(
             f"--max-model-len {longest}: {known[0]} of the model's config.json is {known[1]}; ask for less"
         )
+    settings = engine_settings(config, placement(config), 0)
+    _check_device(settings)
     return replace(
-        engine_settings(config, placement(config), 0),
+        settings,
         max_model_len=longest,
         needs_tokenizer=True,
         lora=None,  # factors are merged
         free_cache_engine=False,
         weight_transport="object_store",
     )
+
+
+def _check_device(settings: EngineSettings) -> None:
+    """Check that this machine has the engine's GPUs, or the build for CPU."""
+    if problem := build_problem(settings.device):
+        raise ConfigError(problem)
+    if settings.device == "cuda" and (there := torch.cuda.device_count()) < settings.tensor_parallel_size:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={settings.tensor_parallel_size}: this machine has "
+            f"{there} GPUs; set it to what there is, or trainer.n_gpus_per_node=0 for the CPU"
+        )

@@ -55,7 +55,7 @@ ARROWS: dict[str, set[str]] = {
     **{command: {"config", "command_line"} for command in COMMANDS},
     "api": BASE | {"function_files", "tracking", "trainer", "workers"},
     "cli": BASE | PARTS | {"workers", "trainer"},
-    **{name: {"cli"} for name in ("__main__", "eval", "generate")},
+    **{name: {"cli"} for name in ("__main__", "eval", "generate", "serve")},
 }
 MAY_USE_RAY = {"workers", "trainer"}
 # Where Ray actors are made: once, in one file.

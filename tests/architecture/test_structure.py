@@ -37,6 +37,7 @@ TESTED_ELSEWHERE = {
     "config/keys.py": "config/test_load.py",  # hints in messages
     "reward_model.py": "test_command_line.py",
     "rewards/weighted_sum.py": "rewards/test_weighted.py",  # the maths of weighted.py
+    "serve.py": "cli/test_serve.py",
     "sft.py": "test_command_line.py",
     "names.py": "config/test_schema.py",  # compared with the registries there
     "sizes.py": "config/test_memory.py",  # counted with there
@@ -60,6 +61,7 @@ TESTED_ELSEWHERE = {
     "engines/train/fsdp_model.py": "engines/train/test_fsdp_engine.py",
     "engines/train/sharded_tensors.py": "engines/train/test_lora.py",  # one line, which gathers merged weights
     "engines/vllm/core_process.py": "engines/vllm/test_engine.py",  # how the engine starts on CPU
+    "engines/vllm/starting.py": "engines/vllm/test_engine.py",  # likewise
     "engines/vllm/weight_backend.py": "engines/vllm/test_engine.py",  # runs inside vLLM only
     "tracking/metric_names.py": "tracking/test_summary.py",  # metric names
     "trainer/build.py": "e2e/test_main_job.py",  # started workers

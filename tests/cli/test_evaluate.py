@@ -111,6 +111,9 @@ def test_two_models_in_one_table(models: tuple[Path, Path], capsys: pytest.Captu
         (["{base}", "data.val_files=[]"], ["data.val_files", "--data"]),
         (["{base}", "custom_reward_function.path=reward.py:gone"], ["custom_reward_function.path", "reward.py:gone"]),
         (["{base}", "--output", "rows.jsonl"], ["--output rows.jsonl"]),
+        (["{base}", "--likelihood"], ["--likelihood", "--lm-eval"]),
+        (["{base}", "--lm-eval", "arc_easy", "--n", "2", "--data", "rows.jsonl"], ["--data, --n", "--lm-eval"]),
+        (["{base}", "--lm-eval", "arc_easy", "--lm-eval-python", "gone"], ["--lm-eval-python gone"]),
     ],
 )
 def test_mistakes(
@@ -123,3 +126,10 @@ def test_mistakes(
     told = capsys.readouterr().err
     says(told, *map(filled, parts))
     assert "Traceback" not in told
+
+
+def test_what_is_for_lm_eval_stands_behind_dashes(
+    models: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(models[0]), ENGINE, "--", "--include_path", "tasks"]) == 2
+    says(capsys.readouterr().err, "--include_path tasks", "--lm-eval")

@@ -45,7 +45,10 @@ class _Context:
 
 @contextlib.contextmanager
 def tied_core() -> Iterator[None]:
-    """Within this block, vLLM starts engine cores as processes that end with this one."""
+    """Within this block, vLLM starts engine cores as processes that end with this one, if its internals are known."""
+    if not knows_internals():
+        yield
+        return
     import vllm.v1.engine.utils as engine_utils
 
     original = engine_utils.get_mp_context

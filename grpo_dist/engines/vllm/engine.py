@@ -8,9 +8,6 @@ ends when the engine dies, and has a time limit. Calls that last as long as resp
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import tempfile
 import uuid
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict
@@ -18,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.engines.base import AppSample, EngineLoad, Footprint, Response
-from grpo_dist.engines.rendezvous import stay_on_loopback
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.engines.vllm.adapter import adapter_request
-from grpo_dist.engines.vllm.arguments import engine_args, quiet_environment
+from grpo_dist.engines.vllm.arguments import engine_args
 from grpo_dist.engines.vllm.core_process import knows_internals, tied_core
 from grpo_dist.engines.vllm.gpu_memory import GPU, footprint, gpus, wait_until_free
 from grpo_dist.engines.vllm.local_llm import LocalLLM
 from grpo_dist.engines.vllm.openai_app import openai_app
+from grpo_dist.engines.vllm.starting import plain_errors, prepare
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.engines.weights.bucket_files import clear_left_behind, note_segments, remove
 from grpo_dist.errors import BatchError, ConfigError, EngineError, GrpoDistError
@@ -65,21 +62,14 @@ class VLLMEngine:
             EngineError: its GPUs are full.
             RuntimeError: vLLM did not start; says where the reason is.
         """
-        quiet_environment(self.settings.device)
-        stay_on_loopback()  # the processes of an engine share a node
+        self._sockets = prepare(self.settings.device)
         clear_left_behind()
-        self._sockets = tempfile.TemporaryDirectory(prefix="grpo_dist-")  # vLLM never deletes its own
-        os.environ["VLLM_RPC_BASE_PATH"] = self._sockets.name
-        try:
+        with plain_errors():
             from vllm.v1.engine.async_llm import AsyncLLM
-        except ImportError as error:
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.name=vllm: vLLM cannot be imported ({error}). "
-                "Install it with `pip install -e '.[cpu]'`, or '.[gpu]' on a GPU machine."
-            ) from error
         on_gpus = self.settings.device == "cuda"
         before = await wait_until_free(self.settings) if on_gpus else []
-        self._llm = self._start_llm(AsyncLLM)
+        with plain_errors():
+            self._llm = self._start_llm(AsyncLLM)
         config = self._llm.vllm_config.model_config
         self._vocab_size = config.get_vocab_size()
         self._stop_token_ids = _stop_token_ids(config)
@@ -133,18 +123,10 @@ class VLLMEngine:
     def _start_llm(self, async_llm: Any) -> Any:
         """Start vLLM and its processes; see `start`."""
         local = self.settings.device == "cpu" and self.settings.tensor_parallel_size == 1
-        try:
-            if local and knows_internals():
-                return LocalLLM(engine_args(self.settings))
-            with tied_core() if knows_internals() else contextlib.nullcontext():
-                return async_llm.from_engine_args(engine_args(self.settings), stat_loggers=[self._stat_logger()])
-        except ConfigError:
-            raise
-        except ValueError as error:  # pydantic's ValidationError is one too
-            reason = next((line for line in str(error).splitlines() if "error, " in line.lower()), str(error))
-            raise ConfigError(f"actor_rollout_ref.rollout: vLLM refuses the settings: {reason.strip()[:400]}") from None
-        except Exception as error:  # its processes fail on their own, and vLLM says only that they did
-            raise RuntimeError(f"vLLM did not start: {type(error).__name__}: {error}{_error_log()}") from error
+        if local and knows_internals():
+            return LocalLLM(engine_args(self.settings))
+        with tied_core():
+            return async_llm.from_engine_args(engine_args(self.settings), stat_loggers=[self._stat_logger()])
 
     async def _footprint(self, before: list[GPU]) -> Footprint:
         """The memory that the engine has taken since `before`."""
@@ -235,12 +217,6 @@ def _response(output: Any) -> Response:
         versions,
         stop=output.stop_reason if isinstance(output.stop_reason, str) else None,  # a number is a token's id
     )
-
-
-def _error_log() -> str:
-    """The end of a message: the file to which this process and its children write errors."""
-    file = os.path.realpath("/proc/self/fd/2")
-    return f"; the reason is in {file}" if os.path.isfile(file) else ""
 
 
 def _sampling_params(sampling: SamplingSettings, stop_token_ids: list[int]) -> Any:

@@ -1,0 +1,122 @@
+"""What stands before the app of vLLM's server: who may ask, and what the run says where a request says nothing.
+
+vLLM has no default for stop texts or the system prompt, its default for the length is a limit that a client cannot
+raise, and its own token guards `/v1` alone, for clients that send it as bearer token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from grpo_dist.assets.usage import Usage
+
+OPEN_PATH = "/health"  # answers everybody
+SYSTEM_ROLES = ("system", "developer")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the requests of a route say what a run says too.
+
+    Attributes:
+        max_tokens: keys of the response's length; the last one is set.
+        stop: key of the texts that end a response.
+        conversation: key of the messages; "": there are none.
+        system: key of the system prompt; "": it is the first message.
+    """
+
+    max_tokens: tuple[str, ...] = ()
+    stop: str = "stop"
+    conversation: str = ""
+    system: str = ""
+
+
+_MESSAGES = Form(("max_tokens",), "stop_sequences", "messages", "system")
+FORMS = {
+    "/v1/chat/completions": Form(("max_completion_tokens", "max_tokens"), "stop", "messages"),
+    "/v1/responses": Form(("max_output_tokens",), "stop", "input", "instructions"),
+    "/v1/messages": _MESSAGES,
+    "/v1/messages/count_tokens": _MESSAGES,
+    "/v1/completions": Form(("max_tokens",)),
+}
+
+
+@dataclass(frozen=True)
+class FrontSettings:
+    """What the front is made with: how the run asks, and the token; "": everybody may ask."""
+
+    usage: Usage = field(default_factory=Usage)
+    token: str = ""
+
+
+class Front:
+    """The ASGI middleware. vLLM gives it nothing but the app, whose arguments have the settings as `front`."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass a request on."""
+        if scope["type"] in ("http", "websocket"):
+            settings: FrontSettings = scope["app"].state.args.front
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            if not (path == OPEN_PATH or scope.get("method") == "OPTIONS" or may_ask(scope["headers"], settings.token)):
+                message = "the token is missing or wrong: Authorization: Bearer TOKEN, or x-api-key: TOKEN"
+                error = {"message": message, "type": "authentication_error", "code": 401}
+                await JSONResponse({"error": error}, 401)(scope, receive, send)
+                return
+            if path in FORMS and scope.get("method") == "POST":
+                scope, receive = await _filled(scope, receive, FORMS[path], settings.usage)
+        await self._app(scope, receive, send)
+
+
+def may_ask(headers: list[tuple[bytes, bytes]], token: str) -> bool:
+    """Whether a request has the token, as OpenAI's clients send it or as Anthropic's do."""
+    given = dict(headers)
+    scheme, _, bearer = given.get(b"authorization", b"").partition(b" ")
+    keys = [given.get(b"x-api-key", b""), bearer if scheme.lower() == b"bearer" else b""]
+    return not token or any([hmac.compare_digest(key, token.encode()) for key in keys])
+
+
+def as_the_run_asks(body: Mapping[str, Any], form: Form, usage: Usage) -> dict[str, Any]:
+    """A request with the run's sampling and system prompt where it has none of its own."""
+    filled = dict(body)
+    for name, value in usage.sampling.items():
+        keys = {"max_tokens": form.max_tokens, "stop": (form.stop,)}.get(name, (name,))
+        if value not in ((), []) and all(filled.get(key) is None for key in keys):
+            filled[keys[-1]] = value
+    turns = filled.get(form.conversation)
+    listed = turns if isinstance(turns, list) else []
+    has_system = any(isinstance(turn, dict) and turn.get("role") in SYSTEM_ROLES for turn in listed)
+    if usage.system_prompt is None or has_system or turns is None:
+        return filled
+    if not form.system:
+        filled[form.conversation] = [{"role": "system", "content": usage.system_prompt}, *listed]
+    elif filled.get(form.system) is None:
+        filled[form.system] = usage.system_prompt
+    return filled
+
+
+async def _filled(scope: Any, receive: Any, form: Form, usage: Usage) -> tuple[Any, Any]:
+    """The scope and the `receive` of a request whose body is filled; vLLM answers what is no JSON object."""
+    body = await Request(scope, receive).body()
+    try:
+        said = json.loads(body)
+    except ValueError:
+        said = None
+    if isinstance(said, dict):
+        body = json.dumps(as_the_run_asks(said, form, usage)).encode()
+    headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def read() -> Any:
+        return messages.pop() if messages else await receive()
+
+    return scope | {"headers": [*headers, (b"content-length", str(len(body)).encode())]}, read

@@ -1,0 +1,219 @@
+"""vLLM's own OpenAI server, over an engine as a run would start it: clients are sampled for as they ask.
+
+`vllm serve` looks for an installed package named vllm, and so fails with the build for CPU; this is what it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from argparse import Namespace
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import httpx
+
+from grpo_dist.assets.usage import Usage
+from grpo_dist.engines.rendezvous import LOOPBACK
+from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.engines.vllm.arguments import engine_args
+from grpo_dist.engines.vllm.core_process import tied_core
+from grpo_dist.engines.vllm.gpu_memory import wait_until_free
+from grpo_dist.engines.vllm.starting import plain_errors, prepare
+from grpo_dist.errors import ConfigError, EngineError
+
+KEY_VARIABLE = "VLLM_API_KEY"
+BREAK_OFF_S = 1  # until answers under way are broken off, once the engine has ended
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# What `vllm serve` would take from the command line, and is given in another way here.
+GIVEN = ("model_tag", "host", "port", "uds", "api_key", "headless", "grpc", "api_server_count")
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that answers: its URL, without a path, and a task that is done if it has ended by itself."""
+
+    url: str
+    ended: asyncio.Task[None]
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket to serve at; connections wait in it until the server answers.
+
+    Raises:
+        ConfigError: the port is taken, or the host is no address of this machine.
+    """
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host} --port {port}: {error.strerror}; name another port (0: a free one), and an address of this "
+            "machine"
+        ) from None
+
+
+def server_arguments(
+    settings: EngineSettings, usage: Usage, *, name: str, token: str = "", more: Sequence[str] = ()
+) -> Namespace:
+    """The arguments of vLLM's server.
+
+    Args:
+        settings: of the engine.
+        usage: what the run says where a request says nothing.
+        name: under which the model is served.
+        token: that requests must have; "": none.
+        more: options of `vllm serve`, which win.
+
+    Raises:
+        ConfigError: there is no such option, or it is one that is given in another way here.
+    """
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.launchers.launcher import validate_api_server_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from grpo_dist.engines.vllm.front import Front, FrontSettings
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError(f"behind --, for vLLM's server: {message}")
+
+    parser = make_arg_parser(Parser())
+    arguments = parser.parse_args(list(more), Namespace(**_usual(settings, usage, name)))
+    for each in GIVEN:
+        if getattr(arguments, each) != parser.get_default(each):
+            option = each.replace("_", "-")
+            raise ConfigError(f"behind --: --{option}; model, --host, --port and --api-key stand before the --")
+    try:
+        validate_parsed_serve_args(arguments)
+        if not (arguments.tool_parser_plugin or arguments.reasoning_parser_plugin):  # which bring more parsers
+            validate_api_server_args(arguments)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"behind --, for vLLM's server: {error}") from None
+    arguments.front = FrontSettings(_possible(usage, settings.max_model_len), token)
+    arguments.middleware = [*arguments.middleware, f"{Front.__module__}.{Front.__qualname__}"]  # the last is the first
+    return arguments
+
+
+def _usual(settings: EngineSettings, usage: Usage, name: str) -> dict[str, Any]:
+    """The arguments where the command line has none."""
+    # the model's own sampling defaults count where no run says how it is sampled
+    usual = {"disable_log_stats": False, "generation_config": "vllm" if usage.sampling else "auto"}
+    engine = engine_args(replace(settings, engine_kwargs=usual | dict(settings.engine_kwargs)))
+    return vars(engine) | {
+        "served_model_name": [name],
+        "default_chat_template_kwargs": dict(usage.apply_chat_template_kwargs) or None,
+        "uvicorn_log_level": "error",
+        "disable_uvicorn_access_log": True,
+        "disable_fastapi_docs": True,
+    }
+
+
+def _possible(usage: Usage, max_model_len: int) -> Usage:
+    """With no longer responses than sequences: vLLM would refuse them, although the client has not asked for them."""
+    usual = usage.sampling.get("max_tokens")
+    if usual is None:
+        return usage
+    return replace(usage, sampling=dict(usage.sampling) | {"max_tokens": min(usual, max_model_len)})
+
+
+@asynccontextmanager
+async def serving(
+    settings: EngineSettings,
+    usage: Usage,
+    listening: socket.socket,
+    *,
+    name: str,
+    token: str = "",
+    more: Sequence[str] = (),
+) -> AsyncIterator[Server]:
+    """Serve while the block lasts, which begins when the server answers. SIGINT and SIGTERM cancel the block.
+
+    Args:
+        settings: of the engine.
+        usage: see `server_arguments`, as for the others.
+        listening: where to serve.
+        name: of the model.
+        token: of requests.
+        more: options.
+
+    Raises:
+        ConfigError: vLLM is not installed, or refuses the settings or an option.
+        EngineError: it does not start, or its GPUs are full.
+        KeyboardInterrupt: SIGINT or SIGTERM came before it answered.
+    """
+    with prepare(settings.device), _interrupted(), listening:
+        with plain_errors():
+            from vllm.entrypoints.launchers.api_server.entry import run_server_worker
+
+            arguments = server_arguments(settings, usage, name=name, token=token, more=more)
+        os.environ.pop(KEY_VARIABLE, None)  # vLLM would guard a part of its routes with it
+        arguments.host, arguments.port = listening.getsockname()[:2]
+        url = _url(arguments)
+        if settings.device == "cuda":
+            await wait_until_free(settings)
+        # streams would wait for ever for tokens of an engine that has ended
+        serve = run_server_worker(url, listening, arguments, timeout_graceful_shutdown=BREAK_OFF_S)
+        ended = asyncio.create_task(serve)
+        try:
+            await _answering(url, ended)
+            with _cancelled():
+                yield Server(url, ended)
+        finally:
+            ended.cancel()
+            await asyncio.gather(ended, return_exceptions=True)
+
+
+async def _answering(url: str, ended: asyncio.Task[None]) -> None:
+    """Wait until the server answers."""
+    async with httpx.AsyncClient(verify=False, trust_env=False, timeout=None) as client:  # of this process itself
+        asked = asyncio.create_task(client.get(f"{url}/health"))
+        try:
+            with plain_errors(), tied_core():
+                await asyncio.wait({asked, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if ended.done():
+                    await ended
+                    raise EngineError("vLLM's server has ended")
+                (await asked).raise_for_status()
+        except RuntimeError as error:
+            raise EngineError(str(error)) from error
+        finally:
+            asked.cancel()
+
+
+def _url(arguments: Namespace) -> str:
+    """Where this machine reaches the server."""
+    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(arguments.host, arguments.host)
+    return f"http{'s' if arguments.ssl_certfile else ''}://{f'[{host}]' if ':' in host else host}:{arguments.port}"
+
+
+@contextmanager
+def _interrupted() -> Iterator[None]:
+    """Signals interrupt this block wherever it is: an engine starts without a look at the event loop."""
+
+    def interrupt(*_: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _cancelled() -> Iterator[None]:
+    """The first signal cancels this block, and so ends the server in order; a second one ends the process."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for number in SIGNALS:
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        yield
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
