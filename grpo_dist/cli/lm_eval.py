@@ -91,9 +91,9 @@ def figures_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, list[float
             if isinstance(value, str) or metric.endswith("_stderr"):
                 continue
             error = metrics.get(f"{metric}_stderr,{form}")
-            known = isinstance(error, int | float)
             key = f"{task} {metric}" + ("" if form in ("", "none") else f" ({form})")
-            found[key] = [value, value - Z * error, value + Z * error] if known else value
+            half = Z * error if isinstance(error, int | float) else None
+            found[key] = value if half is None else [value, value - half, value + half]
     return found
 
 
