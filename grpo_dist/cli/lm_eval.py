@@ -88,7 +88,7 @@ def figures_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, list[float
     for task, metrics in results.items():
         for name, value in metrics.items():
             metric, _, form = name.partition(",")
-            if isinstance(value, str) or metric.endswith("_stderr"):
+            if isinstance(value, str) or metric == "sample_len" or metric.endswith("_stderr"):
                 continue
             error = metrics.get(f"{metric}_stderr,{form}")
             key = f"{task} {metric}" + ("" if form in ("", "none") else f" ({form})")

@@ -64,5 +64,4 @@ def test_metrics_and_their_intervals() -> None:
         "sums exact_match (strict)": [0.5, pytest.approx(0.3040036), pytest.approx(0.6959964)],
         "sums f1": 0.25,
         "other acc": 1.0,
-        "other sample_len": 5,
     }
