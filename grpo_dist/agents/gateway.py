@@ -76,7 +76,7 @@ class Gateway:
             await asyncio.wait(session.tasks, timeout=CANCEL_S)
         for connection in self._connections():
             at = connection.cycle
-            if at is not None and at.scope.get("session") is session:  # another's request may be next on it
+            if at is not None and at.scope.get("grpo_dist.session") is session:  # another's request may be next on it
                 if not at.response_complete or connection.transport.get_write_buffer_size():
                     connection.transport.abort()
 
@@ -168,7 +168,7 @@ class Gateway:
             await _answer(send, 429, f"{MOST_REQUESTS} requests of the episode are under way already")
         else:
             _ASKING.set((session, path))
-            scope["session"] = session  # tells `close` whose the connection is
+            scope["grpo_dist.session"] = session  # tells `close` whose the connection is
             work = asyncio.create_task(
                 self._app(scope | {"path": path, "raw_path": path.encode()}, _limited(receive), send)
             )
