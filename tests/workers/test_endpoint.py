@@ -84,7 +84,7 @@ class Chat(AgentLoop):
         assert all(texts), texts
 
     async def long(self, client, episode):
-        await client.completions.create(model="policy", prompt="1+1=")
+        await client.completions.create(model="policy", prompt="1+1=", max_tokens=200)
 
     async def misuse(self, client, episode):
         await self.say(client, [{"role": "user", "content": "12+34=?"}])  # an episode needs a turn
