@@ -131,10 +131,10 @@ def serving(port: int, last: int | None) -> Iterator[None]:
         yield
     finally:
         over.set()
-        running[0].terminate()
+        running[0].kill()  # SIGTERM would wait for the episodes that hang
         watch.join()
         for process in running:
-            process.terminate()
+            process.kill()
             process.wait()
 
 

@@ -32,6 +32,9 @@ client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=Non
 
 async def play(task, address, token):
     global asked
+    asked += 1
+    if asked == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
     number = attempts[task["name"]] = attempts.get(task["name"], 0) + 1
     headers = {"x-api-key": token}
     for turn in range(2):
@@ -41,9 +44,6 @@ async def play(task, address, token):
             await asyncio.sleep(1000)
         answer = await client.post(address + "/completions", content=b"a" * (turn + 1), headers=headers)
         answer.raise_for_status()
-    asked += 1
-    if asked == int(sys.argv[2]):
-        os.kill(os.getpid(), signal.SIGKILL)
     return {"ok": True, "reward": 1.0}
 
 
@@ -99,21 +99,25 @@ async def play_all(gateway: Gateway) -> tuple[Counter[str], dict[str, str], int]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    settings = AgentSettings("external", {"url": f"http://127.0.0.1:{port}/"}, timeout_s=20.0)
-    first, second = await server(port, GROUPS * N // 2), await server(port, 0)
+    settings = AgentSettings("external", {"url": f"http://127.0.0.1:{port}/"}, timeout_s=60.0)
+    first, second = await server(port, GROUPS * N - 20), await server(port, 0)
     assert first.stdin is not None
     assert second.stdin is not None
     runner = EpisodeRunner(settings, generate, gateway)  # type: ignore[arg-type]
     await runner.start()
     running = [asyncio.create_task(runner.run(group(index))) for index in range(GROUPS)]
     await asyncio.sleep(0)
-    first.stdin.write(b"\n")  # the episodes are there before it
-    code = await first.wait()
-    second.stdin.write(b"\n")
-    ended = await asyncio.gather(*running, return_exceptions=True)
-    second.terminate()
-    await second.wait()
-    await runner.stop()
+    try:
+        first.stdin.write(b"\n")  # the episodes are there before it
+        code = await first.wait()
+        second.stdin.write(b"\n")
+        ended = await asyncio.gather(*running, return_exceptions=True)
+    finally:
+        for process in (first, second):
+            if process.returncode is None:
+                process.kill()  # what hangs in it would be waited for
+                await process.wait()
+        await runner.stop()
     firsts, failed = Counter[str](), {}
     for index, found in enumerate(ended):
         if isinstance(found, BaseException):
