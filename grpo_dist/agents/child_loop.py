@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO
 
 Play = Callable[[dict[str, Any], str, str], Awaitable[dict[str, Any]]]
@@ -38,7 +39,8 @@ def _load(named: str) -> Play:
 
 async def _serve(play: Play, answers: TextIO) -> None:
     running: dict[int, asyncio.Task[None]] = {}
-    while line := await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline):
+    reader = ThreadPoolExecutor(1)  # of its own: what blocks in `asyncio.to_thread` holds up no other episode's end
+    while line := await asyncio.get_running_loop().run_in_executor(reader, sys.stdin.readline):
         message = json.loads(line)
         number = message["id"]
         if not message.get("cancel"):

@@ -22,6 +22,7 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import random
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.registry import described
 
 END_S = 2.0  # that a process has to end after it has closed its output
+SERVER_S = 60.0  # that an episode waits for a server that is not there, or says 503: it may be starting again
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 2.0  # between two questions whether it is there
 LONGEST_LINE = 16 << 20  # bytes
 _ANSWER = {"id", "ok", "reward", "metrics", "truncated", "error"}
 
@@ -110,13 +113,29 @@ class _Server:
         import httpx
 
         self._url = url
-        self._client = httpx.AsyncClient(timeout=None)  # the limits are the episode's
+        # The limits are the episode's; no proxy, since the server is on this machine.
+        no_limits = httpx.Limits(max_connections=None)
+        self._client = httpx.AsyncClient(timeout=None, limits=no_limits, trust_env=False)
 
     async def play(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        answer = await self._client.post(self._url, json=dict(message))
-        if not answer.is_success:
-            raise RuntimeError(f"{self._url}: status {answer.status_code}: {answer.text[:500]}")
-        return _object(answer.text, self._url)
+        import httpx
+
+        waited, wait = 0.0, FIRST_WAIT_S
+        while True:
+            try:
+                answer = await self._client.post(self._url, json=dict(message))
+                problem = f"status {answer.status_code}: {answer.text[:500]}"
+                if answer.is_success:
+                    return _object(answer.text, self._url)
+                if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                    raise RuntimeError(f"{self._url}: {problem}")
+            except httpx.ConnectError as error:  # so the episode has not begun, and this is no failure of it
+                problem = f"{type(error).__name__}: {error}"
+            if waited >= SERVER_S:
+                raise RuntimeError(f"{self._url}: no server for {SERVER_S:g} s: {problem}")
+            pause = wait * random.uniform(0.5, 1.0)  # so that those who wait do not all come at once
+            await asyncio.sleep(pause)
+            waited, wait = waited + pause, min(2 * wait, LONGEST_WAIT_S)
 
     async def close(self) -> None:
         await self._client.aclose()

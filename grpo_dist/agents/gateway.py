@@ -26,8 +26,10 @@ from grpo_dist.engines.rendezvous import LOOPBACK
 CHAT_ROUTES = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/messages"})
 ROUTES = CHAT_ROUTES | {"/v1/completions", "/v1/models", "/v1/messages/count_tokens"}
 MAX_BODY = 32 << 20  # bytes
+MOST_REQUESTS = 64  # of an episode at the same time, each with a body in memory
 BACKLOG = 1024
 CANCEL_S = 5.0  # that requests get to end once their session is closed
+SWEEP_S = 10  # a connection without a complete head at two of these, one after the other, is closed
 
 
 @dataclass(eq=False)
@@ -36,7 +38,7 @@ class Session:
 
     recording: Recording
     sample: Sample
-    token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
@@ -54,24 +56,29 @@ class Gateway:
         self._make_app = make_app
         self._sessions: dict[str, Session] = {}
         self._starting: asyncio.Task[None] | None = None
+        self._waiting: dict[Any, Any] = {}  # at the last sweep: connections without a request, and their last one
         self.url = ""
 
-    async def open(self, recording: Recording, sample: Sample) -> Session:
-        """A new session; starts the server, if it does not run yet."""
+    async def open(self, session: Session) -> None:
+        """Let a session's token in; starts the server, if it does not run yet."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         await asyncio.shield(self._starting)
-        session = Session(recording, sample)
         self._sessions[session.token] = session
-        return session
 
     async def close(self, session: Session) -> None:
-        """End a session, and what is under way of it."""
-        self._sessions.pop(session.token, None)
+        """End a session, what is under way of it, and its answers that nobody reads."""
+        if self._sessions.pop(session.token, None) is None:
+            return
         for task in session.tasks:
             task.cancel()
         if session.tasks:
             await asyncio.wait(session.tasks, timeout=CANCEL_S)
+        for connection in self._connections():
+            at = connection.cycle
+            if at is not None and at.scope.get("grpo_dist.session") is session:  # another's request may be next on it
+                if not at.response_complete or connection.transport.get_write_buffer_size():
+                    connection.transport.abort()
 
     async def stop(self) -> None:
         """End the server."""
@@ -79,8 +86,12 @@ class Gateway:
             return
         await asyncio.wait({self._starting})
         if self._starting.exception() is None:
+            for session in list(self._sessions.values()):
+                await self.close(session)
             self._server.should_exit = self._server.force_exit = True
             await self._serving
+            for connection in self._connections():
+                connection.transport.abort()
 
     async def _start(self) -> None:
         import uvicorn
@@ -94,15 +105,40 @@ class Gateway:
         listening.bind((LOOPBACK, 0))
         listening.listen(BACKLOG)
         self.url = f"http://{LOOPBACK}:{listening.getsockname()[1]}"
-        self._server = Server(uvicorn.Config(self, log_level="critical", lifespan="off", access_log=False))
+        config = uvicorn.Config(
+            self,
+            http="h11",  # which bounds a request's head; httptools does not
+            ws="none",
+            lifespan="off",
+            proxy_headers=False,
+            log_level="critical",
+            access_log=False,
+            callback_notify=self._sweep,
+            timeout_notify=SWEEP_S,
+        )
+        self._server = Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         while not self._server.started:
             await asyncio.sleep(0.01)
+
+    def _connections(self) -> list[Any]:
+        return list(self._server.server_state.connections)
+
+    async def _sweep(self) -> None:
+        """Close the connections that send no request, or the next one's head ever so slowly, or read no answer."""
+        before = self._waiting
+        idle = [each for each in self._connections() if each.cycle is None or each.cycle.response_complete]
+        self._waiting = {each: each.cycle for each in idle}
+        for connection, last in self._waiting.items():
+            if before.get(connection, self) is last:
+                connection.transport.abort()
 
     async def _sample(self, prompt: list[int], max_tokens: int | None, stop: Sequence[str]) -> Response:
         found = _ASKING.get()
         assert found is not None, "the app is reached through __call__ only"
         session, route = found
+        if session.token not in self._sessions:  # the app has work of its own that outlives a request
+            raise RequestRefused("the episode is over")
         call, sampling = session.recording.begin(
             prompt, is_chat=route in CHAT_ROUTES, max_tokens=max_tokens, stop=tuple(stop)
         )
@@ -128,8 +164,11 @@ class Gateway:
             await _answer(send, 404, f"{path} is not served in training; there are {', '.join(sorted(ROUTES))}")
         elif not length.isdigit() or int(length) > MAX_BODY:
             await _answer(send, 413, f"a request may have {MAX_BODY} bytes")
+        elif len(session.tasks) >= MOST_REQUESTS:  # clients try again
+            await _answer(send, 429, f"{MOST_REQUESTS} requests of the episode are under way already")
         else:
             _ASKING.set((session, path))
+            scope["grpo_dist.session"] = session  # tells `close` whose the connection is
             work = asyncio.create_task(
                 self._app(scope | {"path": path, "raw_path": path.encode()}, _limited(receive), send)
             )

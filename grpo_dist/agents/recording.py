@@ -21,6 +21,8 @@ from grpo_dist.engines.settings import SamplingSettings
 SEED_BITS = 30  # as the seeds of groups have
 # Calls of an episode that may be under way at the same time.
 MOST_AT_ONCE = 16
+# Calls of an episode where `max_calls` sets no limit: an agent that begins anew with each never runs out of room.
+MOST_CALLS = 1000
 # A character may be cut into so many tokens, and is only there with the last of them.
 _CHARACTER_TOKENS = 8
 
@@ -59,7 +61,7 @@ class Recording:
         sampling: the run's; `max_tokens` bounds all that stands behind the first prompt, `seed` is the episode's.
         tokenizer: the model's.
         max_model_len: most tokens of a prompt and its response.
-        max_calls: how many there may be; None: any number.
+        max_calls: how many there may be; None: `MOST_CALLS`.
         calls: those that have ended, in this order.
     """
 
@@ -86,8 +88,9 @@ class Recording:
         Raises:
             RequestRefused: there have been too many calls, too many are under way, or there is no room.
         """
-        if self.max_calls is not None and self._num_begun >= self.max_calls:
-            raise RequestRefused(f"the episode has had its {self.max_calls} calls (rollout.agent.max_assistant_turns)")
+        most = MOST_CALLS if self.max_calls is None else self.max_calls
+        if self._num_begun >= most:
+            raise RequestRefused(f"the episode has had its {most} calls (rollout.agent.max_assistant_turns)")
         if self._num_running >= MOST_AT_ONCE:
             raise RequestRefused(f"{MOST_AT_ONCE} calls of the episode are under way already")
         call = self._exact(list(rendered)) if is_chat else Call(list(rendered), self._prefix(list(rendered)))

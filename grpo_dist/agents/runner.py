@@ -16,13 +16,14 @@ import inspect
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from grpo_dist.agents.base import KEY, KWARGS_KEY, AgentLoop, load_agent_loop
 from grpo_dist.agents.episode import Endpoint, Episode, EpisodeEnded, Sample
-from grpo_dist.agents.gateway import Gateway
+from grpo_dist.agents.gateway import Gateway, Session
 from grpo_dist.agents.recording import Recording
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import AgentSettings, SamplingSettings
@@ -34,6 +35,8 @@ _AGENT = "actor_rollout_ref.rollout.agent"
 TIMEOUT_KEY = f"{_AGENT}.timeout_s"
 # Seconds that cancelled episodes get to clean up.
 CANCEL_S = 5.0
+# Seconds that `stop` waits; the driver waits for a little longer.
+STOP_S = 8.0
 
 # RolloutEngine.generate
 Generate = Callable[[Sequence[int], SamplingSettings, str | None], Awaitable[list[Response] | None]]
@@ -71,6 +74,7 @@ class EpisodeRunner:
     def __init__(self, settings: AgentSettings, generate: Generate, gateway: Gateway | None = None) -> None:
         self.settings, self._generate, self._gateway = settings, generate, gateway
         self._events = asyncio.new_event_loop()
+        self._groups: set[asyncio.Task[Any]] = set()  # that run
         self._stopped = False
         most = settings.max_concurrent_episodes
         self._places = asyncio.Semaphore(most) if most is not None else contextlib.nullcontext()
@@ -93,8 +97,10 @@ class EpisodeRunner:
         Raises:
             AgentError: one of them failed twice.
             EngineError: the loop blocks its thread, and with it all other episodes here: this process must be replaced.
-            asyncio.CancelledError: the engine aborted them.
+            asyncio.CancelledError: the engine aborted them, or the runner was stopped.
         """
+        if self._stopped:
+            raise asyncio.CancelledError("the run is over")
         here = asyncio.get_running_loop()
         outcome = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._run_all(episodes, here), self._events))
         try:
@@ -104,10 +110,11 @@ class EpisodeRunner:
             outcome.cancel()
         return outcome.result()
 
-    def stop(self) -> None:
-        """End the thread."""
+    async def stop(self) -> None:
+        """End the episodes, then the agent loop and its thread; a thread that is blocked is not waited for."""
         self._stopped = True
         self._events.call_soon_threadsafe(self._events.stop)
+        await asyncio.to_thread(self._thread.join, STOP_S)
 
     def _serve(self) -> None:
         while not self._stopped:
@@ -115,13 +122,15 @@ class EpisodeRunner:
                 self._events.run_forever()
             except (SystemExit, KeyboardInterrupt):  # of a task that the user's code has made: it has that as its error
                 continue
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):  # likewise, and the run is over
+            self._events.run_until_complete(self._end())
+
+    async def _end(self) -> None:
+        await _cancelled(self._groups)
         if self._loop is not None:
-            with contextlib.suppress(*USER_ERRORS, asyncio.CancelledError):  # the run is over
-                self._events.run_until_complete(asyncio.wait_for(self._loop.close(), CANCEL_S))
-        if tasks := asyncio.all_tasks(self._events):  # else they complain when they are collected as garbage
-            for task in tasks:
-                task.cancel()
-            self._events.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_S))
+            with contextlib.suppress(*USER_ERRORS, asyncio.CancelledError):
+                await asyncio.wait_for(self._loop.close(), CANCEL_S)
+        await _cancelled(asyncio.all_tasks() - {asyncio.current_task()})  # else they complain as garbage
 
     async def _make(self) -> AgentLoop:
         loop_class = load_agent_loop(self.settings.name, self.settings.kwargs)
@@ -134,6 +143,9 @@ class EpisodeRunner:
             raise ConfigError(f"{where}: {problem}") from None
 
     async def _run_all(self, episodes: Sequence[Episode], engine: asyncio.AbstractEventLoop) -> list[Episode]:
+        if (whole := asyncio.current_task()) is not None:
+            self._groups.add(whole)
+            whole.add_done_callback(self._groups.discard)
         group = _Group()
         tasks = [asyncio.create_task(self._run_one(episode, engine, group)) for episode in episodes]
         together = asyncio.gather(*tasks)
@@ -142,9 +154,7 @@ class EpisodeRunner:
             return list(await asyncio.shield(together))  # who cancels this cancels the tasks below
         finally:
             group.ending = True
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks, timeout=CANCEL_S)
+            await _cancelled(tasks)
 
     async def _run_one(self, episode: Episode, engine: asyncio.AbstractEventLoop, group: _Group) -> Episode:
         try:
@@ -243,6 +253,8 @@ class EpisodeRunner:
 
         async def sample(prompt: list[int], sampling: SamplingSettings) -> Response | None:
             nonlocal left, under_way
+            if group.ending:  # a task that the user's code has left running
+                raise asyncio.CancelledError("the episode is over")
             if not under_way and (when := limit.when()) is not None:
                 left = when - self._events.time()
                 limit.reschedule(None)
@@ -265,14 +277,17 @@ class EpisodeRunner:
         assert gateway is not None
 
         async def sample_here(prompt: list[int], sampling: SamplingSettings) -> Response | None:
+            if self._stopped:  # nobody would run it
+                return None
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(sample(prompt, sampling), here))
 
-        opening = asyncio.run_coroutine_threadsafe(gateway.open(recording, sample_here), engine)
-        session = await asyncio.wrap_future(opening)
+        session = Session(recording, sample_here)
         try:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(gateway.open(session), engine))
             yield Endpoint(f"{gateway.url}/v1", session.token)
-        finally:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(gateway.close(session), engine))
+        finally:  # whoever cancels the wait for it does not cancel the end of the session
+            closing = asyncio.run_coroutine_threadsafe(gateway.close(session), engine)
+            await asyncio.shield(asyncio.wrap_future(closing))
 
     async def _check_not_blocked(self) -> None:
         sign_of_life = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._events))
@@ -300,6 +315,14 @@ class EpisodeRunner:
         """Where the thread is, in the file of the user's class if it passes there."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return _last_line(traceback.extract_stack(frame), type(self._made))
+
+
+async def _cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and give them time to clean up."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=CANCEL_S)
 
 
 def _last_line(stack: Sequence[traceback.FrameSummary], loop_class: type) -> str:

@@ -147,9 +147,9 @@ class RolloutWorker(Mailbox, Process):
     async def shutdown(self) -> None:
         """Stop the engine and the agent loop."""
         if self.runner is not None:
-            self.runner.stop()
-            if self.gateway is not None:
-                await self.gateway.stop()
+            await self.runner.stop()
+        if self.gateway is not None:
+            await self.gateway.stop()
         self.engine.shutdown()
 
 

@@ -23,7 +23,7 @@ from grpo_dist.agents import AgentLoop
 
 class Tool(AgentLoop):
     cleaned = running = most = 0
-    closed = False
+    closed = None  # how many episodes had ended by then
 
     def __init__(self, mode="answer", api_key=None):
         if mode == "broken":
@@ -83,7 +83,7 @@ class Tool(AgentLoop):
         episode.reward = float("nan")
 
     async def close(self):
-        Tool.closed = True
+        Tool.closed = Tool.cleaned
 
     async def no_metrics(self, episode):
         episode.metrics = None
@@ -120,6 +120,12 @@ class Stoic(AgentLoop):
             episode.reward = 0.0
 
 
+class Visitor(Stoic):
+    async def run(self, episode):
+        async with episode.endpoint():
+            pass
+
+
 class Judge(Tool):
     gives_reward = True
 
@@ -136,16 +142,22 @@ def line_of(text: str) -> int:
 
 @asynccontextmanager
 async def runner(
-    folder: Path, generate: object, mode: str, timeout_s: float = 30.0, name: str = "Tool", **limits: Any
+    folder: Path,
+    generate: object,
+    mode: str,
+    timeout_s: float = 30.0,
+    name: str = "Tool",
+    gateway: Any = None,
+    **limits: Any,
 ) -> AsyncIterator[EpisodeRunner]:
     (folder / "tool.py").write_text(LOOPS)
     settings = AgentSettings(f"{folder}/tool.py:{name}", {"mode": mode, "api_key": "SECRET123"}, timeout_s, **limits)
-    made = EpisodeRunner(settings, generate)  # type: ignore[arg-type]
+    made = EpisodeRunner(settings, generate, gateway)  # type: ignore[arg-type]
     try:
         await made.start()
         yield made
     finally:
-        made.stop()
+        await made.stop()
 
 
 def episodes(count: int = 4, **limits: Any) -> list[Episode]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from grpo_dist.agents import Episode, External, Row, verifiers_worker
+from grpo_dist.agents import Episode, External, Row, external, verifiers_worker
 from grpo_dist.agents.episode import Endpoint
 from grpo_dist.agents.recording import Recording
 from grpo_dist.engines.base import Response
@@ -25,7 +26,7 @@ from tests.agents.fakes import Characters
 from tests.messages import refuses, says
 
 PROGRAM = """
-import asyncio, os, sys
+import asyncio, os, sys, time
 
 import helper  # beside it
 
@@ -41,6 +42,8 @@ async def play(task, base_url, token):
             await asyncio.sleep(1000)
         finally:
             open(task["file"], "w").close()
+    if task["what"] == "block":
+        await asyncio.to_thread(time.sleep, 1000)
     if task["what"] == "leave":
         sys.exit("no licence")
     if task["what"] == "object":
@@ -183,6 +186,25 @@ def test_an_episode_that_ends_here_ends_there(program: str, tmp_path: Path) -> N
     in_loop(test)
 
 
+def test_threads_that_hang_hold_up_no_other_episode(program: str) -> None:
+    """More of them than Python has for `asyncio.to_thread`."""
+
+    async def test() -> None:
+        loop = External(play=program)
+        blocked = [asyncio.create_task(loop.run(episode(what="block"))) for _ in range(40)]
+        await asyncio.sleep(0)
+        for task in blocked[:20]:
+            task.cancel()
+        played = episode(what="play", number=1)
+        await loop.run(played)
+        assert played.reward is not None
+        await loop.close()
+        ended = await asyncio.gather(*blocked, return_exceptions=True)
+        assert [isinstance(each, RuntimeError) for each in ended] == [False] * 20 + [True] * 20
+
+    in_loop(test)
+
+
 def test_closing_the_loop_ends_the_process_and_its_guard(program: str) -> None:
     async def test() -> list[psutil.Process]:
         before = set(psutil.Process().children(recursive=True))
@@ -221,26 +243,100 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
         in_loop(test)
 
 
-@pytest.mark.parametrize("status", [200, 500])
-def test_a_server_is_asked_by_post(status: int) -> None:
-    asked: list[dict[str, Any]] = []
+class Server:
+    """Answers each POST with the next of these statuses, and then 200, once so many have come."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        length = int(head.partition("content-length:")[2].split()[0])
-        asked.append(json.loads(await reader.readexactly(length)))
-        body = json.dumps({"ok": True, "reward": 0.5}).encode()
-        writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
-        await writer.drain()
+    def __init__(self, *statuses: int, together: int = 1) -> None:
+        self.statuses, self.together = list(statuses), together
+        self.asked: list[dict[str, Any]] = []
+        self.socket = socket.socket()
+        self.socket.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}/play"
 
-    async def test() -> Episode:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/play"
-        played = episode(what="play", index=4)
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        self.all_there = asyncio.Event()
+        server = await asyncio.start_server(self.answer, sock=self.socket, backlog=1000)
         try:
-            await External(url=url).run(played)
+            yield
         finally:
             server.close()
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(head.partition("content-length:")[2].split()[0])
+        self.asked.append(json.loads(await reader.readexactly(length)))
+        if len(self.asked) == self.together:
+            self.all_there.set()
+        await self.all_there.wait()
+        status = self.statuses.pop(0) if self.statuses else 200
+        body = json.dumps({"ok": True, "reward": 0.5}).encode()
+        head = f"HTTP/1.1 {status} X\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        writer.close()
+
+
+def test_a_server_plays_any_number_of_episodes_at_the_same_time() -> None:
+    server = Server(together=250)  # HTTP clients have 100 connections by default
+
+    async def test() -> None:
+        loop, played = External(url=server.url), [episode(what="play") for _ in range(server.together)]
+        async with server.listening():
+            await asyncio.gather(*map(loop.run, played))
+        await loop.close()
+        assert {each.reward for each in played} == {0.5}
+
+    in_loop(test)
+
+
+def test_a_server_that_is_not_there_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No episode has failed meanwhile. Then it listens, says that it is not ready, and plays."""
+    monkeypatch.setattr(external, "FIRST_WAIT_S", 0.01)
+    server = Server(503, 503)
+
+    async def test() -> None:
+        loop, played, refused = External(url=server.url), episode(what="play"), asyncio.Event()
+        sleep = asyncio.sleep
+
+        async def waits(seconds: float) -> None:
+            refused.set()
+            await sleep(seconds)
+
+        monkeypatch.setattr(asyncio, "sleep", waits)
+        playing = asyncio.create_task(loop.run(played))
+        await refused.wait()
+        async with server.listening():
+            await playing
+        await loop.close()
+        assert (played.reward, played.failure, len(server.asked)) == (0.5, None, 3)
+
+    in_loop(test)
+
+
+@pytest.mark.parametrize(("statuses", "problem"), [((), "ConnectError"), ((503,) * 100, "status 503")])
+def test_a_server_that_never_comes_is_an_error_in_the_end(
+    statuses: tuple[int, ...], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external, "SERVER_S", 0.2)
+    server = Server(*statuses)
+
+    async def test() -> None:
+        async with server.listening() if statuses else nullcontext():
+            await External(url=server.url).run(episode(what="play"))
+
+    with refuses(RuntimeError, server.url, "0.2 s", problem):
+        in_loop(test)
+    server.socket.close()
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_a_server_is_asked_by_post(status: int) -> None:
+    server = Server(status)
+
+    async def test() -> Episode:
+        played = episode(what="play", index=4)
+        async with server.listening():
+            await External(url=server.url).run(played)
         return played
 
     if status == 500:
@@ -248,13 +344,13 @@ def test_a_server_is_asked_by_post(status: int) -> None:
             in_loop(test)
         return
     assert in_loop(test).reward == 0.5
-    assert asked[0]["task"] == {
+    assert server.asked[0]["task"] == {
         "what": "play",
         "index": 4,
         "messages": [{"role": "user", "content": "hi"}],
         "data_source": "games",
     }
-    assert asked[0]["token"] == "secret"
+    assert server.asked[0]["token"] == "secret"
 
 
 def test_the_function_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

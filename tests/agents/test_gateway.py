@@ -4,88 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
 from grpo_dist.agents import gateway as module
-from grpo_dist.agents.gateway import Gateway, Session
-from grpo_dist.agents.recording import Recording
+from grpo_dist.agents.gateway import Gateway
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError
+from tests.agents.gateways import CHAT, App, opened, post, run
 from tests.messages import refuses
-
-CHAT = "/v1/chat/completions"
-
-
-class Letters:
-    """A tokenizer of one token per byte."""
-
-    def decode(self, token_ids: list[int], **options: object) -> str:
-        return bytes(token_ids).decode()
-
-
-class App:
-    """Stands for vLLM's: samples with the body as the prompt and answers with the tokens."""
-
-    def __init__(self, sample: Any) -> None:
-        self.sample = sample
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body, more = b"", True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body, more = body + message["body"], message.get("more_body", False)
-        try:
-            response = await self.sample(list(body), 5, ())
-            status, answer = 200, bytes(response.token_ids)
-        except ValueError as error:
-            status, answer = 400, str(error).encode()
-        await send({"type": "http.response.start", "status": status, "headers": []})
-        await send({"type": "http.response.body", "body": answer})
-
-
-async def upper(prompt: list[int], sampling: SamplingSettings) -> Response | None:
-    ids = list(bytes(prompt).upper())[: sampling.max_tokens]
-    return Response(ids, [-0.5] * len(ids), False, [3] * len(ids))
-
-
-@asynccontextmanager
-async def serving() -> AsyncIterator[Gateway]:
-    async def make_app(sample: Any) -> App:
-        return App(sample)
-
-    gateway = Gateway(make_app)
-    try:
-        yield gateway
-    finally:
-        await gateway.stop()
-
-
-async def opened(gateway: Gateway, sample: Any = upper, **options: Any) -> Session:
-    sampling = SamplingSettings(1, 1.0, 1.0, -1, 50, 7)
-    return await gateway.open(Recording(sampling, Letters(), 90, **options), sample)
-
-
-def run(test: Callable[[Gateway], Awaitable[None]]) -> None:
-    async def whole() -> None:
-        async with asyncio.timeout(60), serving() as gateway:
-            await test(gateway)
-
-    asyncio.run(whole())
-
-
-async def post(gateway: Gateway, path: str, token: str = "", body: Any = b"hi", **headers: str) -> httpx.Response:
-    if token:
-        headers["authorization"] = f"Bearer {token}"
-    async with httpx.AsyncClient() as client:
-        return await client.post(gateway.url + path, content=body, headers=headers)
 
 
 def test_each_session_has_its_own_calls_whichever_way_its_token_comes() -> None:

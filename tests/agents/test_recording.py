@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from grpo_dist.agents import recording as module
 from grpo_dist.agents.recording import MOST_AT_ONCE, Call, Recording
 from grpo_dist.engines.base import RequestRefused, Response
 from grpo_dist.engines.settings import SamplingSettings
@@ -90,13 +91,16 @@ def test_the_runs_settings_are_used_and_the_room_counts_from_the_first_prompt() 
         found.begin([6] * 40, is_chat=True)
 
 
-def test_limits_of_calls() -> None:
-    found = recording(max_calls=2)
+@pytest.mark.parametrize("limit", [2, None])
+def test_limits_of_calls(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the config sets none, an agent that begins anew for ever is stopped by ours."""
+    monkeypatch.setattr(module, "MOST_CALLS", 2)
+    found = recording(max_calls=limit)
     for _ in range(2):
         ask(found, [5], [1])
     with refuses(RequestRefused, "max_assistant_turns", "2"):
         found.begin([5], is_chat=True)
-    found = recording()
+    found = recording(max_calls=100)
     calls = [found.begin([5], is_chat=True)[0] for _ in range(MOST_AT_ONCE)]
     with refuses(RequestRefused, str(MOST_AT_ONCE)):
         found.begin([5], is_chat=True)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import warnings
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from grpo_dist.agents import Episode
+from grpo_dist.agents import runner as module
+from grpo_dist.agents.gateway import Session
 from grpo_dist.engines.base import Response
+from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import AgentError, ConfigError, EngineError
 from grpo_dist.rewards.output_lines import OutputLines, printing_to
 from tests.agents.fakes import Writer
@@ -79,7 +85,11 @@ def test_failures_are_named_and_after_a_second_time_end_the_group(
     assert time.perf_counter() - began < 25, "the others are not waited for"
 
 
-def test_a_loop_that_blocks_its_thread_is_named_and_its_process_must_go(tmp_path: Path) -> None:
+def test_a_loop_that_blocks_its_thread_is_named_and_its_process_must_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STOP_S", 0.1)
+
     async def test() -> None:
         async with runner(tmp_path, Writer(*["1+1="] * 4).generate, "block", 3.0) as made:
             await made.run(episodes())
@@ -239,6 +249,89 @@ def test_abort_ends_episodes_in_the_tool_and_in_the_engine(tmp_path: Path) -> No
     in_loop(engine_aborts)
 
 
+def assert_all_awaited(test: Callable[[], Awaitable[object]]) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        in_loop(test)
+        gc.collect()
+    assert not [str(each.message) for each in told if "never awaited" in str(each.message)]
+
+
+def test_the_end_of_the_run_ends_episodes_before_the_loop_and_leaves_nothing_unawaited(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with runner(tmp_path, Writer(*["1+1="] * 4).generate, "hang") as made:
+            group, tool = episodes(), type(made._loop)
+            task = asyncio.create_task(made.run(group))
+            async with asyncio.timeout(60):
+                while any(episode.num_turns == 0 for episode in group):
+                    await asyncio.sleep(0.01)
+                await made.stop()
+            assert not made._thread.is_alive()
+            assert (tool.cleaned, tool.closed) == (4, 4), "the episodes, and when it was closed"
+            for asked in (task, made.run(episodes())):
+                with pytest.raises(asyncio.CancelledError):
+                    await asked
+
+    assert_all_awaited(test)
+
+
+class Doors:
+    """A gateway that opens and closes sessions when it is told to."""
+
+    url = "http://127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.may_open, self.may_close, self.closing = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.sessions: list[Session] = []
+        self.num_closed = 0
+
+    async def open(self, session: Session) -> None:
+        self.sessions.append(session)
+        await self.may_open.wait()
+
+    async def close(self, session: Session) -> None:
+        self.closing.set()
+        await self.may_close.wait()
+        self.num_closed += 1
+
+
+@pytest.mark.parametrize("moment", ["opening", "closing"])
+def test_a_session_ends_whenever_its_episode_is_cancelled(tmp_path: Path, moment: str) -> None:
+    async def test() -> None:
+        doors = Doors()
+        async with runner(tmp_path, Writer().generate, "", name="Visitor", gateway=doors) as made:
+            running = asyncio.create_task(made.run(episodes(1)))
+            async with asyncio.timeout(60):
+                while not doors.sessions:
+                    await asyncio.sleep(0.01)
+                if moment == "closing":  # the episode has ended, and its session is about to
+                    doors.may_open.set()
+                    await doors.closing.wait()
+                running.cancel()
+                await asyncio.wait({running})
+                doors.may_close.set()
+                while doors.num_closed < 1:
+                    await asyncio.sleep(0.01)
+
+    in_loop(test)
+
+
+def test_a_stopped_runner_takes_no_call_from_the_endpoint(tmp_path: Path) -> None:
+    async def test() -> None:
+        doors = Doors()
+        doors.may_open.set()
+        async with runner(tmp_path, Writer().generate, "", name="Visitor", gateway=doors) as made:
+            running = asyncio.create_task(made.run(episodes(1)))
+            await doors.closing.wait()
+            doors.may_close.set()
+            await made.stop()
+            session, *_ = doors.sessions
+            assert await session.sample([1], SamplingSettings(1, 1.0, 1.0, -1, 30, 5)) is None
+            await asyncio.wait({running})
+
+    assert_all_awaited(test)
+
+
 @pytest.mark.parametrize(("mode", "text"), [("broken", "OSError: no such"), ("leaving", "SystemExit: no licence")])
 def test_a_class_that_cannot_be_made(tmp_path: Path, mode: str, text: str) -> None:
     async def test() -> None:
@@ -253,7 +346,6 @@ def test_the_loop_is_closed_when_the_run_ends(tmp_path: Path) -> None:
     async def test() -> object:
         async with runner(tmp_path, Writer().generate, "answer") as made:
             tool = type(made._loop)
-        await asyncio.to_thread(made._thread.join, 30)
         return tool.closed  # type: ignore[attr-defined]
 
-    assert in_loop(test) is True
+    assert in_loop(test) == 0, "episodes had run"

@@ -73,6 +73,7 @@ def test_failed_episodes_cost_their_groups_and_no_more(tmp_path: Path) -> None:
     says(done.stdout + done.stderr, "OSError", "game.py")
     rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["step"]]
     assert [row["agent/failures/error"] for row in rows[:2]] == [3.0, 1.0]  # row 3's two episodes, and 1's or 6's
+    assert [row["agent/dropped_groups"] for row in rows[:2]] == [1.0, 1.0]
     assert rows[0]["critic/score/mean"] == 0.5
     assert rows[0]["reward_extra/moves/mean"] == 3
     trained = [

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.engines.settings import AgentSettings, EngineSettings, SamplingSettings
+from grpo_dist.engines.weights.buckets import pack
 from grpo_dist.protocol import DataProto
-from grpo_dist.workers.group import WorkerGroup
+from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.reward import Task
-from grpo_dist.workers.rollout import RolloutWorker
+from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
 from tests.processes import spawned
 
 pytestmark = pytest.mark.ray
@@ -79,6 +82,27 @@ class Chat(AgentLoop):
                 raise AssertionError(wrong)
         episode.metrics["lengths"] = sum(map(len, texts))
         assert all(texts), texts
+
+    async def long(self, client, episode):
+        await client.completions.create(model="policy", prompt="1+1=", max_tokens=200)
+
+    async def misuse(self, client, episode):
+        await self.say(client, [{"role": "user", "content": "12+34=?"}])  # an episode needs a turn
+        headers = {"x-api-key": client.api_key}
+        body = {"model": "policy", "input": "1+1=?", "store": True, "background": True}
+        async with httpx.AsyncClient(base_url=str(client.base_url), headers=headers) as http:
+            for more in ({}, {"stream": True}):
+                refused = await http.post("responses", json=body | more)
+                assert refused.status_code == 400 and "background" in refused.text, refused.text
+            kept = (await http.post("responses", json=body | {"background": False, "max_output_tokens": 4})).json()
+            follow = await http.post("responses", json=body | {"background": False, "previous_response_id": kept["id"]})
+            assert follow.status_code in (400, 404), "answers are not stored"
+            assert (await http.get("responses/" + kept["id"])).status_code == 404
+            for method in ("GET", "PUT", "PATCH", "DELETE"):
+                for path in ("chat/completions", "completions", "responses", "messages"):
+                    assert (await http.request(method, path, json=body)).status_code == 405, (method, path)
+            nonsense = await http.post("chat/completions", content=b"{")
+            assert nonsense.status_code == 400, nonsense.text
 """
 N = 2
 SAMPLING = SamplingSettings(N, 1.0, 1.0, -1, 100, 11)
@@ -93,16 +117,20 @@ def agents(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         model, "cpu", "float32", False, 1, 256, 64, 1024, 0.8, 0.0625, True, False, 0, needs_tokenizer=True
     )
     settings = EngineSettings(**(vars(settings) | {"agent": AgentSettings(f"{file}:Chat")}))
-    with spawned("rollout", RolloutWorker, [()], env={"OMP_NUM_THREADS": "1"}) as group:
+    stores = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}  # which the endpoint does not heed
+    with spawned("rollout", WatchedRolloutWorker, [()], env={"OMP_NUM_THREADS": "1"} | stores) as group:
         group.call_each("start", "start", [(settings,)])
         yield group
         group.call_all("shutdown", "shutdown")
 
 
-def play(agents: WorkerGroup, what: str) -> tuple[dict[str, Any], DataProto]:
+def ask(agents: WorkerGroup, what: str, sampling: SamplingSettings = SAMPLING) -> Call:
     task = Task("sums", "", {"what": what}, [{"role": "user", "content": "12+34=?"}])
-    call = agents.submit(0, "generate", "generate", what, np.array([4, 5], np.int32), SAMPLING, task)
-    (label, _), data = agents.gather([call])[0]
+    return agents.submit(0, "generate", "generate", what, np.array([4, 5], np.int32), sampling, task)
+
+
+def play(agents: WorkerGroup, what: str) -> tuple[dict[str, Any], DataProto]:
+    (label, _), data = agents.gather([ask(agents, what)])[0]
     return label.small, data
 
 
@@ -161,3 +189,32 @@ def test_a_prompt_of_the_agents_own_and_a_branch(agents: WorkerGroup) -> None:
 def test_every_route_samples_and_what_cannot_be_honoured_is_refused(agents: WorkerGroup) -> None:
     small, _ = play(agents, "routes")
     assert (small["reward_extra/lengths"] > 0).all()
+
+
+def test_nothing_is_stored_or_sampled_in_the_background(agents: WorkerGroup) -> None:
+    small, _ = play(agents, "misuse")
+    assert small["first_failure"].tolist() == ["", ""]
+
+
+def test_weights_that_come_during_a_call_are_told_token_by_token(agents: WorkerGroup) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        resolve_model_path("builtin:tiny-qwen3"), dtype=torch.float32
+    )
+
+    def send(version: int, *when_running: int) -> Call:
+        weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+        buckets = [ray.put(bucket) for bucket in pack(weights, bucket_bytes=1 << 20)]
+        name = "load_weights_when_running" if when_running else "load_weights"
+        return agents.submit(0, "sync_weights", name, *when_running, buckets, version)
+
+    agents.gather([send(0)])
+    calls = [ask(agents, "long", replace(SAMPLING, max_tokens=200, ignore_eos=True)), send(1, N)]
+    (_, data), version = agents.gather(calls)
+    assert version == 1
+    for versions, mask in zip(data["weight_versions"].rows(), data["response_mask"].rows(), strict=True):
+        told = versions[mask == 1].tolist()
+        assert told == sorted(told)
+        assert (len(told), set(told)) == (200, {0, 1})
+    assert (data["weight_version"].tolist(), data["last_weight_version"].tolist()) == ([0, 0], [1, 1])

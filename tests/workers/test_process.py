@@ -108,11 +108,9 @@ def test_what_an_agent_loop_prints_in_an_engine_is_kept(tmp_path: Path, random_m
         worker.tokenizer = Characters()  # type: ignore[assignment]
         print("not the loop")
         await worker.generate("p", np.array([1, 2]), SamplingSettings(2, 1.0, 1.0, -1, 30, 5))
-
-    try:
-        asyncio.run(episodes())
-    finally:
         assert worker.runner is not None
-        worker.runner.stop()
+        await worker.runner.stop()
+
+    asyncio.run(episodes())
     lines, more = worker.take_printed()
     assert (lines[0], sorted(lines[1:]), more) == ("made", ["said no", "said yes"], 0)

@@ -58,6 +58,8 @@ async def openai_app(engine: Any, model_path: str, sample: AppSample, options: M
     tasks: Any = await client.get_supported_tasks()
     app = build_app(arguments, tasks, client.model_config)
     await init_app_state(client, app.state, arguments, tasks)  # type: ignore[arg-type]
+    # Stored, answers of all episodes would stay in memory, and those with background=true would outlive their episode.
+    app.state.openai_serving_responses.enable_store = False  # whatever VLLM_ENABLE_RESPONSES_API_STORE says
     return app
 
 

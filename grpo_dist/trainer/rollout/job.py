@@ -74,8 +74,9 @@ class RolloutJob:
                 return
 
     def episode_metrics(self, prefix: str = "agent") -> dict[str, float]:
-        """How many episodes failed at their first attempt, by kind, if any did."""
-        return {f"{prefix}/failures/{kind}": float(count) for kind, count in self.failed_episodes.items()}
+        """How many episodes failed at their first attempt, by kind, and how many groups were dropped, if any."""
+        found = {f"{prefix}/failures/{kind}": float(count) for kind, count in self.failed_episodes.items()}
+        return found | ({f"{prefix}/dropped_groups": float(len(self.failed))} if self.failed else {})
 
     def cancel(self, groups: Iterable[int]) -> None:
         """Cancel those of these groups that have no scores yet."""
