@@ -20,7 +20,7 @@ import sys
 from typing import Any
 
 KEY = "GRPO_DIST_EPISODE_KEY"  # verifiers reads keys from variables; ours is a part of the address
-HARNESS = "null"  # verifiers' plain chat loop, with the task's tools
+HARNESS = "verifiers_harness"  # the module beside this one
 
 _serving: dict[str, Any] = {}  # environments and their tasks, by their settings
 _open = contextlib.AsyncExitStack()
@@ -48,12 +48,15 @@ async def play(task: dict[str, Any], base_url: str, token: str) -> dict[str, Any
 
 
 async def _environment(taskset: str, settings: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """An environment that serves, and its tasks; made once."""
+    """An environment and its tasks; made once."""
     name = json.dumps([taskset, settings], sort_keys=True)
     async with _starting:
         if name not in _serving:
             env = _make(taskset, settings)
-            await _open.enter_async_context(env.serving())
+            # A server for all episodes keeps a client for each address that it has ever seen, and each episode has its
+            # own: without one, verifiers starts and ends a small one for each. Tools that tasks share need it.
+            if env.taskset.toolsets(env.taskset.config):
+                await _open.enter_async_context(env.serving())
             _serving[name] = env, list(env.taskset)
     return _serving[name]
 

@@ -24,13 +24,15 @@ _DAPO_SOURCES = (
     *("math_dapo", "math", "math_dapo_reasoning", "aime24", "aime25", "aime2024", "aime2025", "aime_2024", "aime_2025"),
     *("HuggingFaceH4/aime_2024", "Maxwell-Jia/AIME_2024", "yentinglin/aime_2025"),
 )
-# The built-in scorer of each data_source. They are named and not imported: tasks lie above rewards.
+# The built-in scorer of each data_source; a name that ends in a slash stands for all that begin with it. They are named
+# and not imported: tasks lie above rewards.
 SCORERS = {
     **dict.fromkeys(("openai/gsm8k", "gsm8k", "arithmetic"), "grpo_dist.tasks.gsm8k:compute_score"),
     **dict.fromkeys(_MATH_SOURCES, f"{_MATH}:compute_score"),
     **dict.fromkeys(_DAPO_SOURCES, f"{_MATH}:compute_score_dapo"),
     "countdown": "grpo_dist.tasks.countdown:compute_score",
     "planner": "grpo_dist.tasks.planner:compute_score",
+    "reasoning_gym/": "grpo_dist.tasks.reasoning_gym:compute_score",
 }
 # Scorers that were in grpo_dist.rewards once, and where they are now; the examples are copied or named by their path.
 MOVED = {
@@ -110,19 +112,28 @@ def check_data_sources(data_sources: Iterable[str]) -> None:
     """Check that every data source has a built-in scorer; for runs without a custom reward function.
 
     Raises:
-        ConfigError: some have none; the message lists them and the known ones.
+        ConfigError: some have none, and the message lists them and the known ones; or a scorer lacks its package.
     """
-    unknown = sorted(set(data_sources) - set(SCORERS))
-    if unknown:
+    sources = set(data_sources)
+    if unknown := sorted(source for source in sources if built_in_scorer(source) is None):
         raise ConfigError(
             f"no built-in scorer for data_source {', '.join(map(repr, unknown))}: set {PATH_KEY} to a Python "
             f"file with your reward function. Built-in: {', '.join(sorted(SCORERS))}"
         )
+    for function in {_built_in(source) for source in sources}:
+        check = getattr(sys.modules[function.__module__], "check_reward_kwargs", None)
+        if check is not None:
+            check()
+
+
+def built_in_scorer(data_source: str) -> str | None:
+    """The name of the scorer of a data source, if it has one."""
+    return SCORERS.get(data_source) or SCORERS.get("".join(data_source.partition("/")[:2]))
 
 
 @cache
 def _built_in(data_source: str) -> Callable[..., Any]:
-    return load_attribute(SCORERS[data_source], key="data_source")
+    return load_attribute(built_in_scorer(data_source), key="data_source")
 
 
 def _declared(declare: Callable[..., Any], reward_kwargs: Mapping[str, Any]) -> dict[str, float]:

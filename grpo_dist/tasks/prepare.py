@@ -4,6 +4,7 @@ python -m grpo_dist.tasks.prepare gsm8k --local_save_dir data/gsm8k [--local_dat
 python -m grpo_dist.tasks.prepare math --local_save_dir data/math [--local_dataset_path FOLDER]
 python -m grpo_dist.tasks.prepare countdown --local_save_dir data/countdown [--train_size 8000] [--seed 0]
 python -m grpo_dist.tasks.prepare planner --local_save_dir data/planner [--size small] [--seed 0]
+python -m grpo_dist.tasks.prepare reasoning_gym --local_save_dir data/gym --task chain_sum [--train_size 8000]
 python -m grpo_dist.tasks.prepare arithmetic --local_save_dir data/arithmetic
 """
 
@@ -16,7 +17,7 @@ from functools import partial
 
 from grpo_dist.data.conversion import LOCAL_KEY, Written, convert, write_splits
 from grpo_dist.errors import GrpoDistError
-from grpo_dist.tasks import arithmetic, countdown, gsm8k, planner_rows
+from grpo_dist.tasks import arithmetic, countdown, gsm8k, planner_rows, reasoning_gym
 from grpo_dist.tasks.competition_math import task as competition_math
 
 
@@ -62,7 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     planned.add_argument("--sft_size", type=int, default=2000, help="rows with answers, in sft.parquet (%(default)s)")
     hasty = "share of answers with steps in the order in which they are named (%(default)s)"
     planned.add_argument("--hasty_share", type=float, default=0.0, help=hasty)
-    for each in (generated, planned):
+    gym = add("reasoning_gym", reasoning_gym.prepare, "tasks of Reasoning Gym, one or a mixture; generated")
+    share = "NAME, or '{NAME: {weight: 2, SETTING: VALUE}}' as YAML"
+    gym.add_argument("--task", nargs="+", required=True, metavar="TASK", help=share)
+    gym.add_argument("--instruction", default=reasoning_gym.INSTRUCTION, help="behind each question (%(default)s)")
+    gym.add_argument("--allow_eval", action="store_true", help="take tasks whose scorers run answers as Python code")
+    for each in (generated, planned, gym):
         each.add_argument("--train_size", type=int, default=8000, help="rows in train.parquet (%(default)s)")
         each.add_argument("--test_size", type=int, default=200, help="rows in test.parquet (%(default)s)")
         each.add_argument("--seed", type=int, default=0, help="another seed, other rows (%(default)s)")

@@ -268,6 +268,21 @@ def test_the_openai_agent_resolves(tmp_path: Path) -> None:
     assert "given by the agent loop" in done.stdout
 
 
+def test_the_environment_of_verifiers_resolves(tmp_path: Path) -> None:
+    """With an interpreter that writes rows as the worker does; the real one: tests/e2e/test_verifiers_run.py."""
+    row = json.dumps(
+        {"prompt": "1+1=?", "data_source": "additions", "extra_info": {"taskset": "additions", "index": 0}}
+    )
+    other = tmp_path / "python"
+    other.write_text(f"#!/bin/sh\nfor i in $(seq 300); do echo '{row}'; done > \"$3\"\n")
+    other.chmod(0o755)
+    env = {"VERIFIERS_PYTHON": str(other), "DATA_DIR": str(tmp_path / "rows")}
+    done = run_script(EXAMPLES / "verifiers" / "run.sh", DRY_RUN, cwd=tmp_path, **env)
+    assert done.returncode == 0, done.stderr
+    assert f"python: {other}" in done.stdout
+    assert re.search(r"prompts: 100 for training, 200 for validation", done.stdout)
+
+
 def test_instructions_resolve(tmp_path: Path, smollm2: Path) -> None:
     env = {"SMOLLM2_DIR": str(smollm2), "DATA_DIR": str(tmp_path / "rows")}
     done = run_script(EXAMPLES / "instructions" / "run.sh", OF_CONFIG, cwd=tmp_path, **env)
