@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from grpo_dist.agents.base import AGENT_LOOP, KWARGS_KEY, AgentLoop
-from grpo_dist.agents.chat_template import behind_turn, opening_of_calls, rendered, tool_call
+from grpo_dist.agents.chat_template import MARK, behind_turn, opening_of_calls, rendered, tool_call
 from grpo_dist.agents.episode import Episode, Turn
 from grpo_dist.agents.tools import TOOLS_KEY, Toolbox, load_tools
 from grpo_dist.code_names import absolute
@@ -89,34 +89,14 @@ class ToolAgent(AgentLoop):
         Raises:
             ConfigError: it does not.
         """
-        remedy = "use a model whose chat template has tools, or add them to its chat_template.jinja"
-        plain = {name: value for name, value in template_kwargs.items() if name != "tools"}
-        if not tokenizer.chat_template or rendered(tokenizer, _PROBE, plain) == rendered(
-            tokenizer, _PROBE, template_kwargs
-        ):
-            raise ConfigError(f"{TOOLS_KEY}: the model's chat template does not tell the policy of tools; {remedy}")
-        name = template_kwargs["tools"][0]["function"]["name"]
-        for count in (1, min(2, kwargs.get("max_parallel_calls", 2))):
-            calls = [tool_call(i, name) for i in range(count)]
-            try:
-                text = behind_turn(
-                    tokenizer,
-                    _PROBE,
-                    _messages(calls, [_PROBE_ANSWER] * count),
-                    calls=calls,
-                    ends=ends,
-                    is_ended=True,
-                    template_kwargs=template_kwargs,
-                )
-            except Exception as error:  # noqa: BLE001 - whatever a template raises
-                fewer = "; or set max_parallel_calls=1" if count > 1 else ""
-                problem = f"{type(error).__name__}: {error}"
-                raise ConfigError(
-                    f"{TOOLS_KEY}: the model's chat template refuses {count} calls of a tool in a turn, with their "
-                    f"answers: {problem}; {remedy}{fewer}"
-                ) from None
-            if text.count(_PROBE_ANSWER) != count:
-                raise ConfigError(f"{TOOLS_KEY}: the model's chat template leaves out what tools answer; {remedy}")
+        problem = "is not there"
+        if tokenizer.chat_template:
+            problem = _fault(tokenizer, template_kwargs, kwargs.get("max_parallel_calls", 2), ends)
+        if problem:
+            raise ConfigError(
+                f"{TOOLS_KEY}: the model's chat template {problem}; use a model whose template has tools, or add them to "
+                "its chat_template.jinja"
+            )
 
     async def run(self, episode: Episode) -> None:
         """Play the episode."""
@@ -160,3 +140,24 @@ def _messages(calls: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> lis
         {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": answer}
         for call, answer in zip(calls, answers, strict=True)
     ]
+
+
+def _fault(tokenizer: Any, template_kwargs: Mapping[str, Any], most: int, ends: Collection[str]) -> str:
+    """What is wrong with a chat template, in words; "": nothing."""
+    first = template_kwargs["tools"][0]
+    marked = {**first, "function": {**first["function"], "name": MARK}}
+    doing = "tells nobody of tools"
+    try:
+        if MARK not in rendered(tokenizer, _PROBE, {**template_kwargs, "tools": [marked]}):
+            return doing
+        for count in (1, 2)[:most]:
+            doing = f"cannot render {count} calls of a tool in a turn" + " (or set max_parallel_calls=1)" * (count - 1)
+            calls = [tool_call(i, first["function"]["name"]) for i in range(count)]
+            answers = _messages(calls, [_PROBE_ANSWER] * count)
+            options: dict[str, Any] = {"calls": calls, "ends": ends, "template_kwargs": template_kwargs}
+            text = behind_turn(tokenizer, _PROBE, answers, is_ended=True, **options)
+            if text.count(_PROBE_ANSWER) != count:
+                return "leaves out what tools answer"
+    except Exception as error:  # noqa: BLE001 - whatever a template raises
+        return f"{doing}: {type(error).__name__}: {error}"
+    return ""

@@ -64,7 +64,7 @@ def test_the_tag_that_opens_calls(template: str, tag: str | None) -> None:
 def test_any_loop_may_put_in_messages() -> None:
     """A turn that a text has stopped gets its end; one that follows text that was put in, too."""
     tokenizer = tokenizer_of()
-    speaker = Speaker(tokenizer, "5", tokenizer.encode("x", add_special_tokens=False))
+    speaker = Speaker(tokenizer, "5", tokenizer.encode("xy", add_special_tokens=False))
     sampling = SamplingSettings(1, 1.0, 1.0, -1, 500, 5)
     episode = Episode(Row("p", [1], MESSAGES), sampling, tokenizer=tokenizer, max_model_len=600)
     episode.connect(speaker.sample)

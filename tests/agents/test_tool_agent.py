@@ -174,8 +174,8 @@ def test_arguments_that_cannot_be(kwargs: dict[str, Any], change: dict[str, Any]
 
 
 NO_TOOLS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}"
-WITH_TOOLS = "{{ tools | length }}" + NO_TOOLS.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")
-ONE_CALL = "{% if (messages[1].tool_calls or []) | length > 1 %}{{ raise_exception('one only') }}{% endif %}"
+WITH_TOOLS = "{{ tools[0].function.name }}" + NO_TOOLS.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")
+ONE_CALL = "{% if messages[1:] and messages[1].tool_calls | length > 1 %}{{ raise_exception('one only') }}{% endif %}"
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,8 @@ def with_tools(tmp_path: Path, template: str = QWEN3) -> list[str]:
     """The built-in model with another chat template, and an agent that has a tool; files are in `tmp_path`."""
     folder = shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), tmp_path / "model")
     (folder / "chat_template.jinja").write_text(template)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 2048}
+    (folder / "config.json").write_text(json.dumps(config))
     (tmp_path / "mine.py").write_text(TOOLS)
     agent = "actor_rollout_ref.rollout.agent"
     return [

@@ -1,0 +1,130 @@
+"""Two tools, and questions that take several calls of them.
+
+python examples/tools/tools.py calculator data/tools/calculator         writes train.jsonl and validation.jsonl
+python examples/tools/tools.py search data/tools/search
+custom_reward_function.path=examples/tools/tools.py                     the scorer of both
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import operator
+import random
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+SIZES = {"train": 2000, "validation": 100}
+SYSTEM = "Find the answer with the tools. End with the answer alone in <answer> </answer> tags."
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+
+
+def calculator(expression: str) -> int:
+    """Compute the value of an expression.
+
+    Args:
+        expression: Whole numbers, joined by +, - and *, with brackets, such as (17 + 4) * 3.
+    """
+    return _value(ast.parse(expression.strip(), mode="eval").body)
+
+
+def search(query: str) -> list[str]:
+    """Search the documents; the two that fit best.
+
+    Args:
+        query: A few words.
+    """
+    return sorted(DOCUMENTS, key=lambda document: _bm25(_words(query), _words(document)), reverse=True)[:2]
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, float]:
+    """1 for the right answer, 0.1 for another one in its tags; what tools say has no tags."""
+    answers = re.findall(r"<answer>(.*?)</answer>", solution_str, re.DOTALL)
+    right = bool(answers) and answers[-1].strip().rstrip(".").lower() == str(ground_truth).lower()
+    return {"score": 1.0 if right else 0.1 * bool(answers), "acc": float(right)}
+
+
+def _value(node: ast.AST) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return int(OPERATORS[type(node.op)](_value(node.left), _value(node.right)))
+    raise ValueError(f"no number, +, - or *: {ast.unparse(node)}")
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def _bm25(query: list[str], document: list[str], k1: float = 1.5, b: float = 0.75) -> float:
+    """Okapi BM25, https://doi.org/10.1561/1500000019."""
+    counts, longer = Counter(document), len(document) / MEAN_LENGTH
+    return sum(
+        math.log(1 + (len(DOCUMENTS) - IN_DOCUMENTS[word] + 0.5) / (IN_DOCUMENTS[word] + 0.5))
+        * counts[word]
+        * (k1 + 1)
+        / (counts[word] + k1 * (1 - b + b * longer))
+        for word in query
+    )
+
+
+def _world() -> tuple[list[str], list[tuple[str, str]]]:
+    """Documents on firms, people and towns that no model has heard of, and questions that take two or three of them."""
+    rng = random.Random(1)
+    names = ["".join(parts) for parts in {tuple(rng.choices(SYLLABLES, k=3)): None for _ in range(400)}]
+    firms, people, towns, rivers = (
+        [name.capitalize() for name in names[start : start + count]]
+        for start, count in ((0, 120), (120, 120), (240, 40), (280, 40))
+    )
+    homes = [rng.choice(range(len(towns))) for _ in people]
+    documents = [f"The firm {firm} was founded by {person}." for firm, person in zip(firms, people, strict=True)]
+    documents += [
+        f"{person} was born in the town of {towns[home]}." for person, home in zip(people, homes, strict=True)
+    ]
+    documents += [f"{town} lies on the river {river}." for town, river in zip(towns, rivers, strict=True)]
+    questions = []
+    for firm, home in zip(firms, homes, strict=True):
+        born = f"the founder of the firm {firm} was born"
+        questions.append((f"In which town was the founder of the firm {firm} born?", towns[home]))
+        questions.append((f"On which river lies the town where {born}?", rivers[home]))
+    return documents, questions
+
+
+def _sum(rng: random.Random) -> tuple[str, str]:
+    a, b, c, d = (rng.randint(11, 99) for _ in range(4))
+    form = rng.choice(("{} * {} + {} * {}", "({} + {}) * {} - {}", "{} * ({} - {}) + {}"))
+    text = form.format(a, b, c, d)
+    return f"What is {text}?", str(calculator(text))
+
+
+def write_rows(task: str, folder: Path) -> None:
+    """Write the rows of a task; no question stands in both files."""
+    rng = random.Random(2)
+    if task == "calculator":
+        questions = list(dict(_sum(rng) for _ in range(2 * sum(SIZES.values()))).items())
+    else:
+        questions = rng.sample(QUESTIONS, len(QUESTIONS))
+    folder.mkdir(parents=True, exist_ok=True)
+    most = min(SIZES["validation"], len(questions) // 4)
+    for split, rows in (("validation", questions[:most]), ("train", questions[most:][: SIZES["train"]])):
+        with (folder / f"{split}.jsonl").open("w") as file:
+            for question, answer in rows:
+                messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+                file.write(json.dumps({"prompt": messages, "answer": answer, "data_source": task}) + "\n")
+
+
+SYLLABLES = "ba do fe gi ka lo me nu pa ri so ta ve zu".split()
+DOCUMENTS, QUESTIONS = _world()
+IN_DOCUMENTS = Counter(word for document in DOCUMENTS for word in set(_words(document)))
+MEAN_LENGTH = sum(len(_words(document)) for document in DOCUMENTS) / len(DOCUMENTS)
+
+if __name__ == "__main__":
+    write_rows(sys.argv[1], Path(sys.argv[2]))
