@@ -7,7 +7,6 @@ custom_reward_function.path=examples/tools/tools.py                     the scor
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import operator
@@ -16,20 +15,22 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 SIZES = {"train": 2000, "validation": 100}
 SYSTEM = "Find the answer with the tools. End with the answer alone in <answer> </answer> tags."
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
-def calculator(expression: str) -> int:
-    """Compute the value of an expression.
+def calculator(a: int, operation: Literal["+", "-", "*"], b: int) -> int:
+    """Compute with two numbers.
 
     Args:
-        expression: Whole numbers, joined by +, - and *, with brackets, such as (17 + 4) * 3.
+        a: The first number.
+        operation: What to do with them.
+        b: The second number.
     """
-    return _value(ast.parse(expression.strip(), mode="eval").body)
+    return int(OPERATIONS[operation](a, b))
 
 
 def search(query: str) -> list[str]:
@@ -48,16 +49,6 @@ def compute_score(
     answers = re.findall(r"<answer>(.*?)</answer>", solution_str, re.DOTALL)
     right = bool(answers) and answers[-1].strip().rstrip(".").lower() == str(ground_truth).lower()
     return {"score": 1.0 if right else 0.1 * bool(answers), "acc": float(right)}
-
-
-def _value(node: ast.AST) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand)
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return int(OPERATORS[type(node.op)](_value(node.left), _value(node.right)))
-    raise ValueError(f"no number, +, - or *: {ast.unparse(node)}")
 
 
 def _words(text: str) -> list[str]:
@@ -99,10 +90,9 @@ def _world() -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _sum(rng: random.Random) -> tuple[str, str]:
-    a, b, c, d = (rng.randint(11, 99) for _ in range(4))
-    form = rng.choice(("{} * {} + {} * {}", "({} + {}) * {} - {}", "{} * ({} - {}) + {}"))
-    text = form.format(a, b, c, d)
-    return f"What is {text}?", str(calculator(text))
+    a, b, c = (rng.randint(11, 99) for _ in range(3))
+    form, value = rng.choice(((f"{a} * {b} + {c}", a * b + c), (f"({a} + {b}) * {c}", (a + b) * c)))
+    return f"What is {form}?", str(value)
 
 
 def write_rows(task: str, folder: Path) -> None:

@@ -94,8 +94,8 @@ class ToolAgent(AgentLoop):
             problem = _fault(tokenizer, template_kwargs, kwargs.get("max_parallel_calls", 2), ends)
         if problem:
             raise ConfigError(
-                f"{TOOLS_KEY}: the model's chat template {problem}; use a model whose template has tools, or add them to "
-                "its chat_template.jinja"
+                f"{TOOLS_KEY}: the model's chat template {problem}; use a model whose template has tools, or add them "
+                "to its chat_template.jinja"
             )
 
     async def run(self, episode: Episode) -> None:
