@@ -25,7 +25,8 @@ def tool_call(index: int, name: str, arguments: Any = "{}") -> dict[str, Any]:
 def rendered(tokenizer: Any, messages: Sequence[Message], variables: Mapping[str, Any], *, goes_on: bool = True) -> str:
     """A conversation as the template writes it, up to where the policy goes on or, without that, to its end."""
     options = {"tokenize": False, "add_generation_prompt": goes_on}
-    return str(tokenizer.apply_chat_template(list(messages), **options, **variables))
+    text = str(tokenizer.apply_chat_template(list(messages), **options, **variables))
+    return text.encode(errors="replace").decode()  # JSON may escape half a character, which no tokenizer takes
 
 
 def behind_turn(

@@ -108,7 +108,7 @@ class Toolbox:
             return self._error(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
         try:
             arguments = json.loads(call.arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return self._error(f"the arguments of {call.name} are not JSON: {error}")
         if not isinstance(arguments, dict):
             return self._error(f"the arguments of {call.name} are not a JSON object: {call.arguments}")

@@ -90,6 +90,8 @@ def test_sampled_tokens_stay_as_they_were_sampled(kwargs: dict[str, Any]) -> Non
         (call("divide", '{"a": 1, "b": 0}'), ["ZeroDivisionError"]),
         ("<tool_call>\nadd(2, 3)\n</tool_call>", ["Error"]),
         ("I think that <tool_call> adds.", ["Error"]),
+        (call("add", '{"a": "\\ud800", "b": 3}'), ["add: a"]),
+        (call("\\ud800", "{}"), ["add, divide"]),
     ],
 )
 def test_mistakes_are_told_and_the_episode_goes_on(kwargs: dict[str, Any], said: str, told: list[str]) -> None:

@@ -172,6 +172,7 @@ def test_what_is_no_text_is_told_as_json(file: str) -> None:
     ("name", "given", "told"),
     [
         ("area", '{"sides": [1', ["area", "JSON"]),
+        ("area", "[" * 100_000, ["area", "JSON"]),
         ("area", [1, 2], ["area", "[1, 2]", "JSON object"]),
         ("area", {}, ["area: sides"]),
         ("area", {"sides": [1, "two"]}, ["area: sides.1"]),
