@@ -6,6 +6,7 @@
 # TOOLS_MODEL   folder of a model whose chat template has tools    default: SmolLM2-135M-Instruct with a template that does
 # TOOL_PARSER   vLLM's parser for that model                       default: hermes
 # SMOLLM2_DIR   where SmolLM2 is, or is made                       default: models/smollm2-135m-instruct
+# DATA_DIR      where the rows are, or are written                 default: data/tools/TASK
 # Relative paths start at the repository root.
 set -euo pipefail
 task=calculator
@@ -19,14 +20,14 @@ else
   # shellcheck source=examples/smollm2.sh
   source "$(dirname "${BASH_SOURCE[0]}")/../smollm2.sh"
   with_tools=$model-tools
-  mkdir -p "$with_tools"
-  cp "$model"/* examples/tools/chat_template.jinja "$with_tools"
+  [[ -d $with_tools ]] || cp -r "$model" "$with_tools"
+  cp examples/tools/chat_template.jinja "$with_tools"
   model=$with_tools
 fi
 
 declare -A tools=([calculator]=tools.py:calculator [search]=tools.py:search [agents]=agents.py:ask)
 file=examples/tools/${tools[$task]%:*}
-data=data/tools/$task
+data=${DATA_DIR:-data/tools/$task}
 [[ -f $data/validation.jsonl ]] || "$python" "$file" "$task" "$data"
 
 "$python" -m grpo_dist.main \
