@@ -101,20 +101,48 @@ def write_rows(task: str, folder: Path) -> None:
     if task == "calculator":
         questions = list(dict(_sum(rng) for _ in range(2 * sum(SIZES.values()))).items())
     else:
-        questions = rng.sample(QUESTIONS, len(QUESTIONS))
+        questions = rng.sample(QUESTIONS[1:], len(QUESTIONS) - 1)  # the first one is shown with its answer
     folder.mkdir(parents=True, exist_ok=True)
     most = min(SIZES["validation"], len(questions) // 4)
     for split, rows in (("validation", questions[:most]), ("train", questions[most:][: SIZES["train"]])):
         with (folder / f"{split}.jsonl").open("w") as file:
             for question, answer in rows:
-                messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+                messages = [{"role": "system", "content": SYSTEM}, *SHOWN[task], {"role": "user", "content": question}]
                 file.write(json.dumps({"prompt": messages, "answer": answer, "data_source": task}) + "\n")
+
+
+def _shown(question: str, calls: list[dict[str, Any]], answer: object) -> list[dict[str, str]]:
+    """A question with its calls and its answer, as messages in front of another question: small models go by them."""
+    messages = [{"role": "user", "content": question}]
+    for arguments in calls:
+        tool = search if "query" in arguments else calculator
+        call = json.dumps({"name": tool.__name__, "arguments": arguments})
+        said, told = f"<tool_call>{call}</tool_call>", tool(**arguments)
+        messages += [{"role": "assistant", "content": said}, {"role": "tool", "content": json.dumps(told)}]
+    return [*messages, {"role": "assistant", "content": f"<answer>{answer}</answer>"}]
 
 
 SYLLABLES = "ba do fe gi ka lo me nu pa ri so ta ve zu".split()
 DOCUMENTS, QUESTIONS = _world()
 IN_DOCUMENTS = Counter(word for document in DOCUMENTS for word in set(_words(document)))
 MEAN_LENGTH = sum(len(_words(document)) for document in DOCUMENTS) / len(DOCUMENTS)
+_FIRST, _HOME = re.findall(r"firm (\w+)", QUESTIONS[0][0])[0], QUESTIONS[0][1]
+_FOUNDER = re.findall(rf"{_FIRST} was founded by (\w+)", " ".join(DOCUMENTS))[0]
+SHOWN = {
+    "calculator": [
+        *_shown(
+            "What is 12 * 31 + 45?",
+            [{"a": 12, "operation": "*", "b": 31}, {"a": 372, "operation": "+", "b": 45}],
+            417,
+        ),
+        *_shown(
+            "What is (57 + 22) * 14?",
+            [{"a": 57, "operation": "+", "b": 22}, {"a": 79, "operation": "*", "b": 14}],
+            1106,
+        ),
+    ],
+    "search": _shown(QUESTIONS[0][0], [{"query": f"founder of {_FIRST}"}, {"query": f"{_FOUNDER} born"}], _HOME),
+}
 
 if __name__ == "__main__":
     write_rows(sys.argv[1], Path(sys.argv[2]))

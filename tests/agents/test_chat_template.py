@@ -18,7 +18,7 @@ CALLS = [tool_call(0, "add"), tool_call(1, "add")]
 # A turn of the assistant, and one of a tool; calls stand in JSON.
 JSON_CALLS = (
     "{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}"
-    "{{ raise_exception('one call only') }}{% endif %}"
+    "{{ raise_exception('one_call_only') }}{% endif %}"
     '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
     "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
@@ -52,7 +52,7 @@ def test_a_template_may_end_turns_with_another_token_and_some_refuse() -> None:
     assert behind([ANSWER], other, calls=CALLS[:1], ends={"<|eot|>", "<|im_end|>"}) == "<tool>5<|eot|><assistant>"
     with refuses(ValueError, "'<|im_end|>'"):
         behind([ANSWER], other, calls=CALLS[:1])
-    with pytest.raises(Exception, match="one call only"):
+    with refuses(Exception, "one_call_only"):
         behind([ANSWER], JSON_CALLS, calls=CALLS)
 
 
