@@ -84,7 +84,7 @@ class Chat(AgentLoop):
         episode.metrics["lengths"] = sum(map(len, texts))
         assert all(texts), texts
 """
-PARSER = {"enable_auto_tools": True, "tool_call_parser": "hermes"}
+PARSER = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
 N = 2
 SAMPLING = SamplingSettings(N, 1.0, 1.0, -1, 100, 11)
 
