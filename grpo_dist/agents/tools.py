@@ -24,6 +24,7 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.registry import described, load_attribute
 
 TOOLS_KEY = f"{KWARGS_KEY}.tools"
+_Outcome = tuple[Any, BaseException | None]  # what a function returns, and what it raises
 
 
 class Answer(NamedTuple):
@@ -142,15 +143,20 @@ async def _returned(function: Callable[..., Any], arguments: Mapping[str, Any]) 
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
     loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    outcome: asyncio.Future[_Outcome] = loop.create_future()
+
+    def tell(told: _Outcome) -> None:
+        if not outcome.done():  # by the time limit
+            outcome.set_result(told)
 
     def work() -> None:
+        told: _Outcome
         try:
             told = function(**arguments), None
         except USER_ERRORS as error:  # not as the future's exception: that cannot be a StopIteration
             told = None, error
         with contextlib.suppress(RuntimeError):  # the run is over, and its event loop closed
-            loop.call_soon_threadsafe(lambda: outcome.done() or outcome.set_result(told))
+            loop.call_soon_threadsafe(tell, told)
 
     threading.Thread(target=contextvars.copy_context().run, args=(work,), name="tool", daemon=True).start()
     returned, error = await outcome
