@@ -17,9 +17,9 @@ MARK = "grpo_dist_mark"  # what a template may take for a name or a text, and no
 _TAG = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 
 
-def tool_call(index: int, name: str, arguments: Any = "{}") -> dict[str, Any]:
+def tool_call(index: int, name: str) -> dict[str, Any]:
     """A call as a message of the assistant has it, with an id that every template takes: nine letters and digits."""
-    return {"id": f"call{index:05}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": f"call{index:05}", "type": "function", "function": {"name": name, "arguments": {}}}
 
 
 def rendered(tokenizer: Any, messages: Sequence[Message], variables: Mapping[str, Any], *, goes_on: bool = True) -> str:
@@ -66,7 +66,7 @@ def behind_turn(
 
 def opening_of_calls(tokenizer: Any, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> str | None:
     """The first tag of a call of a tool, such as <tool_call>; None: calls begin without one."""
-    call = {"role": "assistant", "content": "", "tool_calls": [tool_call(0, MARK, {})]}
+    call = {"role": "assistant", "content": "", "tool_calls": [tool_call(0, MARK)]}
     turns = [[*messages, turn] for turn in (call, _turn(()))]
     called, said = (rendered(tokenizer, turn, template_kwargs, goes_on=False) for turn in turns)
     front = called[: called.find(MARK)]
