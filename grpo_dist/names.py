@@ -37,7 +37,7 @@ LOSS_MODES = (
     "kl_cov",
 )
 ROLLOUT_ENGINES = ("vllm",)
-AGENT_LOOPS = ("single_turn_agent", "external")
+AGENT_LOOPS = ("single_turn_agent", "tool_agent", "external")
 TOKEN_SELECTING_LOSSES = ("clip_cov", "kl_cov")  # select tokens over the whole batch, before the update
 SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")  # published as a mean over sequences
 # The reward functions that return the score of the reward model, a weighted sum of others, and the built-in scorer's

@@ -3,5 +3,6 @@
 from grpo_dist.agents.base import AgentLoop, SingleTurn, load_agent_loop
 from grpo_dist.agents.episode import Episode, Row, Turn
 from grpo_dist.agents.external import External
+from grpo_dist.agents.tool_agent import ToolAgent
 
-__all__ = ["AgentLoop", "Episode", "External", "Row", "SingleTurn", "Turn", "load_agent_loop"]
+__all__ = ["AgentLoop", "Episode", "External", "Row", "SingleTurn", "ToolAgent", "Turn", "load_agent_loop"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from grpo_dist.agents.episode import Episode
@@ -45,6 +45,33 @@ class AgentLoop(ABC):
             ConfigError: something that they name is not there.
         """
         return kwargs
+
+    @classmethod
+    def template_kwargs(cls, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Variables of the chat template for prompts, such as `tools`, besides data.apply_chat_template_kwargs.
+
+        Called before the run starts, with `agent_kwargs`.
+
+        Raises:
+            ConfigError: something that they name is not there.
+        """
+        return {}
+
+    @classmethod  # noqa: B027 - most loops need nothing of it
+    def check_template(
+        cls, kwargs: Mapping[str, Any], tokenizer: Any, template_kwargs: Mapping[str, Any], ends: Collection[str]
+    ) -> None:
+        """Check that the model's chat template has what the loop needs; called before the run starts.
+
+        Args:
+            kwargs: `agent_kwargs`.
+            tokenizer: the model's.
+            template_kwargs: all variables of the chat template.
+            ends: the tokens that end a turn.
+
+        Raises:
+            ConfigError: it has not.
+        """
 
     async def cut_short(self, episode: Episode) -> None:  # noqa: B027 - most loops have nothing to do here
         """Called where a limit of time or turns has ended `run`: a loop that can may set `episode.reward`."""

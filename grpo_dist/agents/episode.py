@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from grpo_dist.agents.chat_template import behind_turn
 from grpo_dist.agents.recording import SEED_BITS, Recording
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
@@ -82,6 +83,7 @@ class Episode:
         tokenizer: the model's.
         max_model_len: most tokens of prompt and response.
         max_turns: most turns; None: as many as there is room for.
+        template_kwargs: variables of the chat template, as the prompt was rendered with.
         first_failure: the kind of failure that ended this episode's first attempt; "": this is the first one.
 
     Attributes:
@@ -90,6 +92,7 @@ class Episode:
         tokenizer: the model's.
         prompt_ids: the row's prompt; after `endpoint` that of the first call there.
         token_ids: the response so far, sampled and put in.
+        template_kwargs: variables of the model's chat template.
         num_turns: how often the policy was sampled.
         truncated: whether the response was cut short, or ran out of room; a loop may set it too.
         reward: what the episode has earned, for a loop to set; None: the reward function scores the response.
@@ -107,6 +110,7 @@ class Episode:
         tokenizer: Any,
         max_model_len: int,
         max_turns: int | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
         first_failure: str = "",
     ) -> None:
         self.row, self.index, self.tokenizer = row, index, tokenizer
@@ -115,7 +119,9 @@ class Episode:
         self.failure: str | None = None
         self.first_failure = first_failure
         self.step_rewards: dict[int, float] = {}
+        self.template_kwargs = dict(template_kwargs or {})
         self._max_model_len, self._max_turns, self._num_calls = max_model_len, max_turns, 0
+        self._end_id: int | None = None  # the token that has ended the turn right before
         self.token_ids: list[int] = []
         self.num_turns, self.truncated = 0, False
         self._sampling = sampling
@@ -137,6 +143,7 @@ class Episode:
             tokenizer=self.tokenizer,
             max_model_len=self._max_model_len,
             max_turns=self._max_turns,
+            template_kwargs=self.template_kwargs,
             first_failure=failure,
         )
 
@@ -193,6 +200,8 @@ class Episode:
         self.num_turns += 1
         self.truncated = self.truncated or (response.truncated and limit == self.room)
         self._extend(response.token_ids, 1, response.log_probs, response.weight_versions)
+        is_ended = response.stop is None and not response.truncated
+        self._end_id = response.token_ids[-1] if is_ended and response.token_ids else None
         text = self._decode(response.token_ids)
         return Turn(text, tuple(response.token_ids), response.stop, response.truncated)
 
@@ -267,7 +276,36 @@ class Episode:
             )
         self.truncated = self.truncated or len(ids) > self.room
         ids = ids[: max(self.room, 0)]
+        self._end_id = None
         self._extend(ids, 0, [0.0] * len(ids), [NO_VERSION] * len(ids))
+
+    def append_messages(self, messages: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Put in what the chat template writes for messages behind the policy's turn, up to where the policy goes on.
+
+        None of it trains. The end of the policy's turn is put in too, where the policy has not written it.
+
+        Args:
+            messages: such as {"role": "user", "content": "..."}.
+            calls: of tools, that the policy's turn has made, where the messages are their results; as a message of the
+                assistant has them.
+
+        Raises:
+            ValueError: the row has no messages, or the template ends turns with no end token.
+            Exception: of the template's, which refuses the messages.
+        """
+        if not self.row.messages:
+            raise ValueError("episode.append_messages: the row has no messages that these could go on from")
+        end = None if self._end_id is None else self.tokenizer.decode([self._end_id], skip_special_tokens=False)
+        text = behind_turn(
+            self.tokenizer,
+            self.row.messages,
+            messages,
+            calls=calls,
+            ends={each for each in (end, self.tokenizer.eos_token) if each},
+            is_ended=end is not None,
+            template_kwargs=self.template_kwargs,
+        )
+        self.append(text)
 
     def add_step_reward(self, value: float) -> None:
         """Reward what the policy has done up to here: a step, for estimators that judge steps (`grpo_process`).

@@ -71,6 +71,17 @@ class RequestRefused(ValueError):
 AppSample = Callable[[list[int], int | None, Sequence[str]], Awaitable[Response]]
 
 
+class ToolCall(NamedTuple):
+    """A call of a tool as the policy wrote it: its name, and its arguments as the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+# Finds the calls in what the policy wrote in a turn, special tokens included; there may be none.
+ParseCalls = Callable[[str], Sequence[ToolCall]]
+
+
 @dataclass(frozen=True)
 class EngineLoad:
     """Sequences that run in an engine, and that wait in it, after its last step."""

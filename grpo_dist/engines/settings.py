@@ -197,6 +197,7 @@ class AgentSettings:
         max_assistant_turns: turns that it may have.
         max_concurrent_episodes: how many may run at the same time.
         endpoint_kwargs: arguments of vLLM's server, for the endpoint that a loop may open.
+        template_kwargs: variables of the chat template that prompts are rendered with.
     """
 
     name: str
@@ -206,6 +207,7 @@ class AgentSettings:
     max_assistant_turns: int | None = None
     max_concurrent_episodes: int | None = None
     endpoint_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Checks:
         pass
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
-        if isinstance(error, GrpoDistError):
+        if isinstance(error, GrpoDistError) and str(error) not in map(str, self.found):
             self.found.append(error)
         return isinstance(error, GrpoDistError)
 

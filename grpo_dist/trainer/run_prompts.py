@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_dist.assets.model_folder import ModelFolder
+from grpo_dist.agents import load_agent_loop
+from grpo_dist.assets.model_folder import ModelFolder, end_token_ids
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.columns import SOURCE
 from grpo_dist.data.curriculum import CustomSampler
@@ -18,6 +19,7 @@ from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, load_token
 from grpo_dist.rewards import check_data_sources
 from grpo_dist.rewards.base import RowNeeds
 from grpo_dist.trainer.checkpoint.config_changes import identify_prompts
+from grpo_dist.trainer.settings import template_kwargs
 
 
 @dataclass
@@ -54,6 +56,7 @@ def load_run_prompts(config: RunConfig, model: ModelFolder, needs: RowNeeds | No
     data = config.data
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
     needs = needs or RowNeeds()
+    _check_template(config, model, tokenizer)
     train, notes = _load(config, "data.train_files", data.train_files, data.train_max_samples, tokenizer, needs)
     validation: list[TokenizedPrompt] = []
     if data.val_files:
@@ -63,6 +66,15 @@ def load_run_prompts(config: RunConfig, model: ModelFolder, needs: RowNeeds | No
         largest = ((each.prompt.location, int(each.token_ids.max())) for each in [*train, *validation])
         check_token_ids(largest, model.vocab_size, setting=model_setting(config))
     return Prompts(train, validation, new_sampler(config, train)), notes
+
+
+def _check_template(config: RunConfig, model: ModelFolder, tokenizer: Any) -> None:
+    """Have the agent loop look at the model's chat template."""
+    agent = config.actor_rollout_ref.rollout.agent
+    loop = load_agent_loop(agent.default_agent_loop, agent.agent_kwargs)
+    ids = {*end_token_ids(model.folder, setting=model_setting(config)), tokenizer.eos_token_id} - {None}
+    ends = {tokenizer.decode([token_id]) for token_id in ids}
+    loop.check_template(agent.agent_kwargs, tokenizer, template_kwargs(config), ends)
 
 
 def _load(
@@ -82,7 +94,7 @@ def _load(
         max_prompt_length=data.max_prompt_length,
         truncation=data.truncation,
         filter_overlong_prompts=data.filter_overlong_prompts,
-        apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+        apply_chat_template_kwargs=template_kwargs(config),
     )
     if overlong:
         what = "were left out" if data.filter_overlong_prompts else f"were cut (data.truncation={data.truncation})"

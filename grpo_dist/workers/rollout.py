@@ -105,6 +105,7 @@ class RolloutWorker(Mailbox, Process):
             row = replace(row, messages=task.messages, data_source=task.data_source, extra_info=task.extra_info)
         common: dict[str, Any] = {"tokenizer": self.tokenizer, "max_model_len": self.engine.settings.max_model_len}
         common["max_turns"] = runner.settings.max_assistant_turns
+        common["template_kwargs"] = runner.settings.template_kwargs
         episodes = [Episode(row, sampling, index=i, **common) for i in range(sampling.n)]
         with printing_to(self.printed):  # the task goes on in it, and so does the loop's thread
             self.episodes[uid] = asyncio.create_task(runner.run(episodes))

@@ -33,7 +33,16 @@ PUBLIC = {
         "kl_penalty",
         "policy_objective",
     },
-    "grpo_dist.agents": {"AgentLoop", "Episode", "External", "Row", "SingleTurn", "Turn", "load_agent_loop"},
+    "grpo_dist.agents": {
+        "AgentLoop",
+        "Episode",
+        "External",
+        "Row",
+        "SingleTurn",
+        "ToolAgent",
+        "Turn",
+        "load_agent_loop",
+    },
     "grpo_dist.protocol": {"DataProto", "Max", "Mean", "Metric", "Ragged", "Sum", "merge_metrics", "metric_values"},
     "grpo_dist.data": {
         "Prompt",

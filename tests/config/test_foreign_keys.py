@@ -96,6 +96,7 @@ def test_keys_without_a_meaning_are_said_once(override: str) -> None:
         ("algorithm.rollout_is_threshold=2", "algorithm.rollout_correction.rollout_is_threshold"),
         ("data.custom_cls.path=mine.py", "verl's schema"),
         ("actor_rollout_ref.rollout.multi_turn.enable=true", "rollout.agent.default_agent_loop"),
+        ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "rollout.agent.agent_kwargs.tools"),
         ("actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml", "default_agent_loop"),
         ("--config-name=ppo_megatron_trainer.yaml", "out"),
     ],

@@ -254,7 +254,7 @@ def test_a_sampler_has_a_path_and_a_name():
 def test_the_file_of_an_agent_loop_is_there(tmp_path):
     key = "actor_rollout_ref.rollout.agent.default_agent_loop"
     says(refused(f"{key}=gone.py:Loop"), f"{key}=gone.py", "file")
-    says(refused(f"{key}=tool_agent"), f"{key}=tool_agent", "single_turn_agent")
+    says(refused(f"{key}=tool_agnt"), f"{key}=tool_agnt", "single_turn_agent", "tool_agent")
     (tmp_path / "loop.py").write_text("")
     load(f"{key}={tmp_path}/loop.py:Loop", "actor_rollout_ref.rollout.agent.agent_kwargs={depth: 2}")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from grpo_dist.assets import resolve_model_path
 from grpo_dist.tracking.jsonl import read_metrics
 from tests.chaos.runs import STEPS, Outcome, train
 from tests.config.read_back import read_back
@@ -175,3 +176,56 @@ def test_a_run_with_an_agent_loop(tmp_path: Path) -> None:
     sums = [re.fullmatch(r"(\d)\+(\d)=(\d+)", output.split()[0]) for output in outputs if "=" in output.split()[0]]
     assert len(sums) > 10
     assert all(int(found[1]) + int(found[2]) == int(found[3]) for found in sums if found)
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools[0].function.name }}<|im_end|>\n{% endif %}{% for m in messages %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{{ m.tool_calls }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHECK = '''
+import json
+
+
+def check(answer: int):
+    """Look at an answer.
+
+    Args:
+        answer: The answer.
+    """
+    return f"{answer % 10}?"
+
+
+def parse(text):
+    found = text.rpartition("#### ")[2]
+    return [("check", json.dumps({"answer": found}))] if found else []
+'''
+
+
+@pytest.mark.long
+def test_a_run_with_tools(tmp_path: Path) -> None:
+    """Whatever the policy says is a call; trainer and engine agree on what was sampled behind the tool's answer."""
+    model = shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), tmp_path / "model")
+    (model / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    (tmp_path / "mine.py").write_text(CHECK)
+    agent = "actor_rollout_ref.rollout.agent"
+    overrides = [
+        f"actor_rollout_ref.model.path={model}",
+        f"{agent}.default_agent_loop=tool_agent",
+        f"{agent}.agent_kwargs={{tools: ['{tmp_path}/mine.py:check'], tool_parser: '{tmp_path}/mine.py:parse'}}",
+        f"{agent}.max_assistant_turns=2",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=false",
+    ]
+    done = subprocess.run(command(tmp_path, *overrides), capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for row in metrics(tmp_path)[-2:]:
+        assert row["training/rollout_probs_diff_max"] < 0.01
+        assert 1 < row["reward_extra/tool_calls/mean"] <= 2
+    shown = [json.loads(line) for line in (tmp_path / "rollouts" / "2.jsonl").read_text().splitlines()]
+    assert all(row["input"].startswith("system\ncheck\nuser\n") for row in shown)
+    called = [row["parts"] for row in shown if len(row["parts"]) > 1]
+    answers = [re.fullmatch(r"\ntool\n(.*)\nassistant\n", parts[1][1], re.DOTALL) for parts in called]
+    assert all(found is not None for found in answers)
+    right = [(parts[0][1].split("#### ")[-1], found[1]) for parts, found in zip(called, answers, strict=True) if found]
+    assert any(text == f"{answer[-1]}?" for answer, text in right)

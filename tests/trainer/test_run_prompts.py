@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from grpo_dist.agents import ToolAgent
+from grpo_dist.assets import resolve_model_path
 from grpo_dist.config.load import load_config
-from grpo_dist.data import PromptSampler
+from grpo_dist.data import PromptSampler, load_tokenizer
 from grpo_dist.data.curriculum import CustomSampler
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.rewards.base import RowNeeds
 from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.run_prompts import Prompts, load_run_prompts
+from tests.agents.speaking import QWEN3, TOOLS
 from tests.messages import refuses, says
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "curriculum" / "easiest_first.py"
@@ -134,3 +138,39 @@ def test_built_in_scorers_go_by_the_data_source(tmp_path: Path) -> None:
 def test_fewer_rows_than_a_batch(tmp_path: Path) -> None:
     with refuses(DataError, "data.train_batch_size=2", "1 rows", "at most 1"):
         load(tmp_path, contents=["1+1=?"])
+
+
+def with_tools(tmp_path: Path, template: str = QWEN3) -> list[str]:
+    """The built-in model with another chat template, and an agent that has a tool; files are in `tmp_path`."""
+    folder = shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(template)
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 2048}
+    (folder / "config.json").write_text(json.dumps(config))
+    (tmp_path / "mine.py").write_text(TOOLS)
+    agent = "actor_rollout_ref.rollout.agent"
+    return [
+        f"actor_rollout_ref.model.path={folder}",
+        f"{agent}.default_agent_loop=tool_agent",
+        f"{agent}.agent_kwargs={{tools: ['{tmp_path}/mine.py:add'], tool_parser: hermes}}",
+        "data.max_prompt_length=1000",
+    ]
+
+
+def test_prompts_tell_of_the_tools_and_are_as_long_as_that(tmp_path: Path) -> None:
+    overrides = [*with_tools(tmp_path), "data.apply_chat_template_kwargs={enable_thinking: false}"]
+    prompts, (note,) = load(tmp_path, *overrides, contents=["1+1=?", "2+2=?", "1+" * 200])
+    assert len(prompts.train) == 2
+    says(note, "1 of 3", "data.max_prompt_length=1000")
+    tokenizer = load_tokenizer(str(tmp_path / "model"), trust_remote_code=False)
+    text = tokenizer.decode(prompts.train[0].token_ids)
+    schema = ToolAgent.template_kwargs({"tools": [f"{tmp_path}/mine.py:add"]})["tools"][0]
+    says(text, json.dumps(schema))
+    assert text.endswith("<think>\n\n</think>\n\n")
+
+
+def test_a_template_that_has_no_tools_is_refused_and_so_are_variables_of_two(tmp_path: Path) -> None:
+    overrides = with_tools(tmp_path, Path(resolve_model_path("builtin:tiny-qwen3"), "chat_template.jinja").read_text())
+    with refuses(ConfigError, "agent_kwargs.tools", "chat_template.jinja"):
+        load(tmp_path, *overrides, contents=["1+1=?"] * 2)
+    with refuses(ConfigError, "data.apply_chat_template_kwargs.tools", "default_agent_loop=tool_agent"):
+        load(tmp_path, *overrides, "data.apply_chat_template_kwargs={tools: []}", contents=["1+1=?"] * 2)

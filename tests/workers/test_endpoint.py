@@ -80,6 +80,10 @@ class Chat(AgentLoop):
                 assert next(iter(wrong)) in str(error) or "top_logprobs" in str(error), error
             else:
                 raise AssertionError(wrong)
+        tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+        told = await client.chat.completions.create(model="policy", messages=messages, tools=tools)
+        assert told.choices[0].finish_reason == "stop"
+        assert "<|" not in told.choices[0].message.content, "special tokens are shown to parsers of tool calls"
         episode.metrics["lengths"] = sum(map(len, texts))
         assert all(texts), texts
 
@@ -104,6 +108,7 @@ class Chat(AgentLoop):
             nonsense = await http.post("chat/completions", content=b"{")
             assert nonsense.status_code == 400, nonsense.text
 """
+PARSER = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
 N = 2
 SAMPLING = SamplingSettings(N, 1.0, 1.0, -1, 100, 11)
 
@@ -116,7 +121,7 @@ def agents(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     settings = EngineSettings(
         model, "cpu", "float32", False, 1, 256, 64, 1024, 0.8, 0.0625, True, False, 0, needs_tokenizer=True
     )
-    settings = EngineSettings(**(vars(settings) | {"agent": AgentSettings(f"{file}:Chat")}))
+    settings = EngineSettings(**(vars(settings) | {"agent": AgentSettings(f"{file}:Chat", endpoint_kwargs=PARSER)}))
     stores = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}  # which the endpoint does not heed
     with spawned("rollout", WatchedRolloutWorker, [()], env={"OMP_NUM_THREADS": "1"} | stores) as group:
         group.call_each("start", "start", [(settings,)])

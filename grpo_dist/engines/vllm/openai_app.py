@@ -112,7 +112,9 @@ def _output(response: Response, params: Any, tokenizer: Any) -> Any:
     from vllm.logprobs import Logprob
     from vllm.outputs import CompletionOutput
 
-    text = tokenizer.decode(response.token_ids, skip_special_tokens=params.skip_special_tokens)
+    is_ended = response.stop is None and not response.truncated  # by a token, which is no part of the text
+    ids = response.token_ids[:-1] if is_ended else response.token_ids
+    text = tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
     if response.stop is not None:
         head, found, _ = text.rpartition(response.stop)
         text = (head + found if params.include_stop_str_in_output else head) if found else text

@@ -1,0 +1,163 @@
+"""The agent loop of tools: the policy calls Python functions, in the form that its model was trained for.
+
+    actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent
+    actor_rollout_ref.rollout.agent.agent_kwargs={tools: ["tools.py:add"], tool_parser: hermes}
+
+The chat template tells the policy of the tools and renders their answers, and the model's parser finds the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from grpo_dist.agents.base import AGENT_LOOP, KWARGS_KEY, AgentLoop
+from grpo_dist.agents.chat_template import MARK, behind_turn, opening_of_calls, rendered, tool_call
+from grpo_dist.agents.episode import Episode, Turn
+from grpo_dist.agents.tools import TOOLS_KEY, Toolbox, load_tools
+from grpo_dist.code_names import absolute
+from grpo_dist.engines.base import ParseCalls, ToolCall
+from grpo_dist.engines.vllm.tool_parsers import parser_names, vllm_parser
+from grpo_dist.errors import ConfigError
+from grpo_dist.registry import load_attribute
+
+PARSER_KEY = f"{KWARGS_KEY}.tool_parser"
+_LIMITS = {"max_parallel_calls": int, "max_tool_response_length": int, "tool_timeout_s": float}
+# A conversation that any template takes, to see what it makes of tools.
+_PROBE = ({"role": "user", "content": "How much is it?"},)
+_PROBE_ANSWER = "42 and 43"
+
+
+@AGENT_LOOP.register("tool_agent")
+class ToolAgent(AgentLoop):
+    """Samples the policy, runs the tools that it calls, and goes on with their answers, until it calls none.
+
+    What a tool raises, a call of no tool, and arguments that do not fit are answers too. Answers do not train.
+    `tool_calls` and `tool_errors` are metrics of the episode.
+
+    Args:
+        tools: the functions, each as `path/to/file.py:NAME` or `pkg.module:NAME`; they have type hints and Google
+            docstrings, may be async, and serve many episodes at the same time.
+        tool_parser: what finds the calls in the policy's text: vLLM's parser of this name, such as hermes or qwen3_xml,
+            or a function from that text to (name, arguments as JSON text) pairs, as `path/to/file.py:NAME`.
+        max_parallel_calls: calls of a turn that are run, side by side; the policy is told that others are not.
+        max_tool_response_length: characters of an answer; what is longer is cut in the middle, which the answer says.
+        tool_timeout_s: seconds that a call may take.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[str],
+        tool_parser: str,
+        max_parallel_calls: int = 8,
+        max_tool_response_length: int = 2048,
+        tool_timeout_s: float = 60.0,
+    ) -> None:
+        found = load_tools(tools)
+        self._schemas = [tool.schema for tool in found.values()]
+        self._parser, self._most = tool_parser, max_parallel_calls
+        self._toolbox = Toolbox(found, max_tool_response_length, tool_timeout_s)
+        self._parse: ParseCalls | None = None
+        self._opening: str | None = None
+
+    @classmethod
+    def resolved(cls, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `AgentLoop.resolved`: files have their whole paths."""
+        load_tools(kwargs["tools"])
+        parser, known = kwargs["tool_parser"], parser_names()
+        if not isinstance(parser, str) or (":" not in parser and known and parser not in known):
+            raise ConfigError(f"{PARSER_KEY}={parser}: vLLM has no such parser. Known: {', '.join(known)}")
+        if ":" in parser:
+            load_attribute(parser, key=PARSER_KEY)
+        for name, kind in _LIMITS.items():
+            value = kwargs.get(name, 1)
+            if isinstance(value, bool) or not isinstance(value, (int, kind)) or value <= 0:
+                raise ConfigError(f"{KWARGS_KEY}.{name}={value!r}: must be above 0, of type {kind.__name__}")
+        return {**kwargs, "tools": [absolute(each) for each in kwargs["tools"]], "tool_parser": absolute(parser)}
+
+    @classmethod
+    def template_kwargs(cls, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `AgentLoop.template_kwargs`: the tools' schemas."""
+        return {"tools": [dict(tool.schema) for tool in load_tools(kwargs["tools"]).values()]}
+
+    @classmethod
+    def check_template(
+        cls, kwargs: Mapping[str, Any], tokenizer: Any, template_kwargs: Mapping[str, Any], ends: Collection[str]
+    ) -> None:
+        """See `AgentLoop.check_template`: it tells of tools, and renders as many answers as a turn may have.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        problem = "is not there"
+        if tokenizer.chat_template:
+            problem = _fault(tokenizer, template_kwargs, kwargs.get("max_parallel_calls", 2), ends)
+        if problem:
+            raise ConfigError(
+                f"{TOOLS_KEY}: the model's chat template {problem}; use a model whose template has tools, or add them "
+                "to its chat_template.jinja"
+            )
+
+    async def run(self, episode: Episode) -> None:
+        """Play the episode."""
+        episode.metrics |= {"tool_calls": 0, "tool_errors": 0}
+        while not (turn := await episode.generate()).truncated:
+            calls = self._calls(episode, turn)
+            if not calls:
+                return
+            made = calls[: self._most]
+            answers = await self._toolbox.answers(made)
+            episode.metrics["tool_calls"] += len(made)
+            episode.metrics["tool_errors"] += sum(answer.is_error for answer in answers)
+            texts = [answer.text for answer in answers]
+            if len(calls) > len(made):
+                texts[-1] += f"\n[{len(calls) - len(made)} more calls were not run: a turn may have {self._most}]"
+            told = [tool_call(i, call.name) for i, call in enumerate(made)]
+            episode.append_messages(_messages(told, texts), told)
+
+    def _calls(self, episode: Episode, turn: Turn) -> Sequence[ToolCall]:
+        """The calls of a turn; one without a name stands for those that cannot be read."""
+        if self._parse is None:
+            self._parse = self._load_parser(episode.tokenizer)
+            self._opening = opening_of_calls(episode.tokenizer, _PROBE, episode.template_kwargs)
+        ids = turn.token_ids if turn.stop is not None else turn.token_ids[:-1]  # without the token that ended it
+        text = episode.tokenizer.decode(ids, skip_special_tokens=False)
+        calls = self._parse(text)
+        if not calls and self._opening is not None and self._opening in text:
+            return [ToolCall("", "")]
+        return calls
+
+    def _load_parser(self, tokenizer: Any) -> ParseCalls:
+        if ":" not in self._parser:
+            return vllm_parser(self._parser, tokenizer, self._schemas, key=PARSER_KEY)
+        function = load_attribute(self._parser, key=PARSER_KEY)
+        return lambda text: [ToolCall(*call) for call in function(text)]
+
+
+def _messages(calls: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> list[dict[str, Any]]:
+    """The tools' answers to calls."""
+    return [
+        {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": answer}
+        for call, answer in zip(calls, answers, strict=True)
+    ]
+
+
+def _fault(tokenizer: Any, template_kwargs: Mapping[str, Any], most: int, ends: Collection[str]) -> str:
+    """What is wrong with a chat template, in words; "": nothing."""
+    first = template_kwargs["tools"][0]
+    marked = {**first, "function": {**first["function"], "name": MARK}}
+    doing = "tells nobody of tools"
+    try:
+        if MARK not in rendered(tokenizer, _PROBE, {**template_kwargs, "tools": [marked]}):
+            return doing
+        for count in (1, 2)[:most]:
+            doing = f"cannot render {count} calls of a tool in a turn" + " (or set max_parallel_calls=1)" * (count - 1)
+            calls = [tool_call(i, first["function"]["name"]) for i in range(count)]
+            answers = _messages(calls, [_PROBE_ANSWER] * count)
+            options: dict[str, Any] = {"calls": calls, "ends": ends, "template_kwargs": template_kwargs}
+            text = behind_turn(tokenizer, _PROBE, answers, is_ended=True, **options)
+            if text.count(_PROBE_ANSWER) != count:
+                return "leaves out what tools answer"
+    except Exception as error:  # noqa: BLE001 - whatever a template raises
+        return f"{doing}: {type(error).__name__}: {error}"
+    return ""
