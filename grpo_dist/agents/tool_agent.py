@@ -22,7 +22,11 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.registry import load_attribute
 
 PARSER_KEY = f"{KWARGS_KEY}.tool_parser"
-_LIMITS = {"max_parallel_calls": int, "max_tool_response_length": int, "tool_timeout_s": float}
+_LIMITS: Mapping[str, type[int] | type[float]] = {
+    "max_parallel_calls": int,
+    "max_tool_response_length": int,
+    "tool_timeout_s": float,
+}
 # A conversation that any template takes, to see what it makes of tools.
 _PROBE = ({"role": "user", "content": "How much is it?"},)
 _PROBE_ANSWER = "42 and 43"

@@ -43,7 +43,7 @@ class Chat(NullHarness):
                 ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=tool_interception_url
             )
         system, prompt = self.resolve_prompt(data)
-        messages = [{"role": "system", "content": system}] if system else []
+        messages: list[Any] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
             messages.append({"role": "user", "content": prompt})
         else:

@@ -133,7 +133,9 @@ def built_in_scorer(data_source: str) -> str | None:
 
 @cache
 def _built_in(data_source: str) -> Callable[..., Any]:
-    return load_attribute(built_in_scorer(data_source), key="data_source")
+    named = built_in_scorer(data_source)
+    assert named is not None, "it was looked for before"
+    return load_attribute(named, key="data_source")
 
 
 def _declared(declare: Callable[..., Any], reward_kwargs: Mapping[str, Any]) -> dict[str, float]:
