@@ -43,8 +43,8 @@ def vllm_parser(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]], *
 
     for module in ("vllm.tool_parsers", "vllm.parser"):  # the policy is told of a call that they cannot read
         logging.getLogger(module).setLevel(logging.CRITICAL)
-    cached = get_cached_tokenizer(tokenizer)
-    request = ChatCompletionRequest(messages=[], tools=list(tools))  # type: ignore[arg-type]
+    cached: Any = get_cached_tokenizer(tokenizer)
+    request: Any = ChatCompletionRequest.model_validate({"messages": [], "tools": list(tools)})
     try:
         parser = ParserManager.get_parser(name, enable_auto_tools=True, tokenizer=cached)
     except TypeError as error:
