@@ -214,6 +214,8 @@ def test_a_run_with_tools(tmp_path: Path) -> None:
         f"{agent}.default_agent_loop=tool_agent",
         f"{agent}.agent_kwargs={{tools: ['{tmp_path}/mine.py:check'], tool_parser: '{tmp_path}/mine.py:parse'}}",
         f"{agent}.max_assistant_turns=2",
+        "actor_rollout_ref.actor.fsdp_config.dtype=fp32",
+        "actor_rollout_ref.rollout.dtype=fp32",
         "trainer.total_training_steps=2",
         "trainer.val_before_train=false",
     ]
@@ -224,8 +226,8 @@ def test_a_run_with_tools(tmp_path: Path) -> None:
         assert 1 < row["reward_extra/tool_calls/mean"] <= 2
     shown = [json.loads(line) for line in (tmp_path / "rollouts" / "2.jsonl").read_text().splitlines()]
     assert all(row["input"].startswith("system\ncheck\nuser\n") for row in shown)
-    called = [row["parts"] for row in shown if len(row["parts"]) > 1]
-    answers = [re.fullmatch(r"\ntool\n(.*)\nassistant\n", parts[1][1], re.DOTALL) for parts in called]
-    assert all(found is not None for found in answers)
-    right = [(parts[0][1].split("#### ")[-1], found[1]) for parts, found in zip(called, answers, strict=True) if found]
-    assert any(text == f"{answer[-1]}?" for answer, text in right)
+    called = [row["parts"] for row in shown if "parts" in row]  # those to which a tool has answered
+    pairs = [(parts[0][1], re.fullmatch(r"\ntool\n(\d)\?\nassistant\n", parts[1][1])) for parts in called]
+    answered = [(said, found[1]) for said, found in pairs if found]  # others had no number, or no room
+    assert len(answered) > len(shown) / 2
+    assert all(said.endswith(digit) for said, digit in answered)
