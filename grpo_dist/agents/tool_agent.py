@@ -75,7 +75,7 @@ class ToolAgent(AgentLoop):
             load_attribute(parser, key=PARSER_KEY)
         for name, kind in _LIMITS.items():
             value: Any = kwargs.get(name, 1)
-            if isinstance(value, bool) or not isinstance(value, (int, kind)) or value <= 0:
+            if type(value) not in (int, kind) or value <= 0:  # True is no number
                 raise ConfigError(f"{KWARGS_KEY}.{name}={value!r}: must be above 0, of type {kind.__name__}")
         return {**kwargs, "tools": [absolute(each) for each in kwargs["tools"]], "tool_parser": absolute(parser)}
 
