@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import GrpoDistError
@@ -16,7 +16,9 @@ from grpo_dist.trainer.model_usage import model_usage
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import EXPORTED
 from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.gang import Gang
+
+if TYPE_CHECKING:  # it imports Ray, which must not be imported before the run connects
+    from grpo_dist.workers.gang import Gang
 
 StepCallback = Callable[[int, dict[str, float]], Any]
 

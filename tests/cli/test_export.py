@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_dist.assets import resolve_model_path
+from grpo_dist.assets.usage import FILE as USAGE
 from grpo_dist.cli.entry import main
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import load_command
@@ -68,7 +69,7 @@ def test_it_is_what_the_run_exports(case: str, tmp_path: Path, capsys: pytest.Ca
     assert main(["export", str(run_dir)]) == 0
     folder = run_dir / "huggingface_step_4"
     says(capsys.readouterr().out, "steps 2, 4", "step 4", folder)
-    assert {path.name for path in folder.iterdir()} == {path.name for path in whole.iterdir()}
+    assert {path.name for path in folder.iterdir()} == {path.name for path in whole.iterdir()} | {USAGE}
     mine, theirs = (load_file(path / "model.safetensors") for path in (folder, whole))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
