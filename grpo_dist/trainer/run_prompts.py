@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.agents import load_agent_loop
+from grpo_dist.agents.base import KEY as AGENT_KEY
 from grpo_dist.assets.model_folder import ModelFolder, end_token_ids
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.columns import SOURCE
@@ -16,10 +17,10 @@ from grpo_dist.data.curriculum import CustomSampler
 from grpo_dist.data.prompts import NO_DATA_SOURCE, Prompt, add_system_prompt, load_prompts
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, load_tokenizer, named_rows, tokenize_prompts
+from grpo_dist.errors import ConfigError
 from grpo_dist.rewards import check_data_sources
 from grpo_dist.rewards.base import RowNeeds
 from grpo_dist.trainer.checkpoint.config_changes import identify_prompts
-from grpo_dist.trainer.settings import template_kwargs
 
 
 @dataclass
@@ -104,6 +105,21 @@ def _load(
             f"{data.max_prompt_length} tokens and {what}: {named}"
         )
     return tokenized, notes
+
+
+def template_kwargs(config: RunConfig) -> dict[str, Any]:
+    """The chat template's variables for prompts: `data.apply_chat_template_kwargs` and the agent loop's own.
+
+    Raises:
+        ConfigError: one is in both.
+    """
+    agent, given = config.actor_rollout_ref.rollout.agent, config.data.apply_chat_template_kwargs
+    own = load_agent_loop(agent.default_agent_loop, agent.agent_kwargs).template_kwargs(agent.agent_kwargs)
+    if both := sorted(own.keys() & given.keys()):
+        raise ConfigError(
+            f"data.apply_chat_template_kwargs.{both[0]}: {AGENT_KEY}={agent.default_agent_loop} sets it; leave it out"
+        )
+    return {**given, **own}
 
 
 def _taken(key: str, prompts: Sequence[Prompt]) -> Iterator[str]:

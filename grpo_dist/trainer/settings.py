@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from grpo_dist.agents import load_agent_loop
-from grpo_dist.agents.base import KEY as AGENT_KEY
 from grpo_dist.algorithms.kl_control import KLController
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.code_names import absolute
@@ -24,9 +22,9 @@ from grpo_dist.engines.settings import (
     SamplingSettings,
     ValueSettings,
 )
-from grpo_dist.errors import ConfigError
 from grpo_dist.names import TOKEN_SELECTING_LOSSES
 from grpo_dist.trainer.model_settings import actor_model, critic_model, lora_settings, reference_model, reward_model
+from grpo_dist.trainer.run_prompts import template_kwargs
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.policy import PolicySettings
 from grpo_dist.workers.reward import OverlongPenalty, RewardSettings
@@ -304,21 +302,6 @@ def agent_settings(config: RunConfig) -> AgentSettings | None:
         agent.endpoint_kwargs,
         template_kwargs(config),
     )
-
-
-def template_kwargs(config: RunConfig) -> dict[str, Any]:
-    """The chat template's variables for prompts: `data.apply_chat_template_kwargs` and the agent loop's own.
-
-    Raises:
-        ConfigError: one is in both.
-    """
-    agent, given = config.actor_rollout_ref.rollout.agent, config.data.apply_chat_template_kwargs
-    own = load_agent_loop(agent.default_agent_loop, agent.agent_kwargs).template_kwargs(agent.agent_kwargs)
-    if both := sorted(own.keys() & given.keys()):
-        raise ConfigError(
-            f"data.apply_chat_template_kwargs.{both[0]}: {AGENT_KEY}={agent.default_agent_loop} sets it; leave it out"
-        )
-    return {**given, **own}
 
 
 def kl_controller(config: KLCtrlConfig) -> KLController:

@@ -221,7 +221,7 @@ def test_the_runner_makes_the_loop_and_a_limit_of_turns_truncates(kwargs: dict[s
         try:
             return await runner.run([Episode(Row("p", [1], MESSAGES), sampling, tokenizer=tokenizer, **limits)])
         finally:
-            runner.stop()
+            await runner.stop()
 
     (episode,) = asyncio.run(run())
     assert (episode.truncated, episode.num_turns, episode.metrics["tool_calls"]) == (True, 2, 2)
