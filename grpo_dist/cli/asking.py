@@ -11,13 +11,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from grpo_dist.cli.scoring import sample_of
 from grpo_dist.cli.trained import TrainedModel, engine_for
 from grpo_dist.data.prompts import Prompt, add_system_prompt
 from grpo_dist.data.tokenize import load_tokenizer, named_rows, tokenize_prompts
 from grpo_dist.engines.base import Response, RolloutEngine, rollout_engine
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.rewards.base import RewardResult
-from grpo_dist.rewards.forms import Failure, Sample
+from grpo_dist.rewards.forms import Failure
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.trainer.settings import sampling_settings
@@ -161,6 +162,4 @@ def prompt_of(messages: list[dict[str, str]], index: int = 0, location: str = "p
 
 async def judge(scorer: Scorer, prompt: Prompt, texts: Sequence[str]) -> list[RewardResult | Failure]:
     """What the reward function says of the responses to a prompt, all together, as in a run."""
-    known = {each.name for each in fields(Prompt)}
-    row = {each.name: getattr(prompt, each.name) for each in fields(Sample) if each.name in known}
-    return await asyncio.to_thread(scorer.score, [Sample(solution_str=text, **row) for text in texts])
+    return await asyncio.to_thread(scorer.score, [sample_of(prompt, text) for text in texts])

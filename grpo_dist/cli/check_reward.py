@@ -10,23 +10,21 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
+from grpo_dist.cli.scoring import sample_of, start_scorer
 from grpo_dist.config.load import load_config
-from grpo_dist.config.problems import shown
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import Prompt, add_system_prompt
-from grpo_dist.errors import ConfigError, RewardError
+from grpo_dist.errors import ConfigError
 from grpo_dist.names import REWARD_MODEL_FUNCTION, RM_SCORE
 from grpo_dist.rewards.base import RewardResult, RowNeeds
 from grpo_dist.rewards.forms import Failure, Sample
-from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.trainer.run_prompts import read_prompts
 
 # Columns, and entries of extra_info, that hold a whole answer, beside the ground truth that it is compared with.
 OWN_ANSWERS = ("completion", "solution", "response", "answer")
 MOST_SHOWN = 160  # characters of a prompt's end and of a response
-_OF_PROMPT = {field.name for field in fields(Prompt)}
 
 
 @dataclass(frozen=True)
@@ -50,12 +48,7 @@ def main(arguments: Sequence[str]) -> int:
             "reward_model.enable=true: the reward is the score of the reward model, which only a run's workers can "
             "compute; set custom_reward_function.path to check a function beside it"
         )
-    scorer = Scorer(*config.reward_code, timeout_s=config.reward.timeout_s)
-    try:
-        scorer.start()
-    except RewardError as error:
-        named = shown(config.custom_reward_function.path)
-        raise ConfigError(f"custom_reward_function.path={named}: {error}") from error
+    scorer = start_scorer(config)
     scores: list[float] = []
     num_failed = 0
     try:
@@ -102,8 +95,7 @@ def _rows(config: RunConfig, needs: RowNeeds, row: int | None, most: int) -> lis
 
 def _sample(config: RunConfig, prompt: Prompt, text: str) -> Sample:
     """The response with what a reward process knows of its row."""
-    row = {field.name: getattr(prompt, field.name) for field in fields(Sample) if field.name in _OF_PROMPT}
-    sample = Sample(solution_str=text, **row)
+    sample = sample_of(prompt, text)
     stand_in = {RM_SCORE: 0.0} if config.reward_model.enable else {}
     return replace(sample, extra_info=sample.extra_info | stand_in)
 

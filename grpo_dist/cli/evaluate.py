@@ -22,9 +22,9 @@ import numpy as np
 from grpo_dist.algorithms.validation import best_at_k, interval, judged, majority_at_n, normal_interval, subset_sizes
 from grpo_dist.cli.asking import add_sampling_arguments, asking, judge, sampling_of
 from grpo_dist.cli.lm_eval import figures_of, run_lm_eval
+from grpo_dist.cli.scoring import start_scorer
 from grpo_dist.cli.serve import split
 from grpo_dist.cli.trained import TrainedModel, base_of, find_trained, run_and_step
-from grpo_dist.config.problems import shown
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
@@ -196,12 +196,7 @@ def _scorer(model: TrainedModel) -> Scorer:
             "reward_model.enable=true: the reward is the score of the reward model, which only a run computes "
             "(trainer.val_only=true); set custom_reward_function.path=FILE to score with a function"
         )
-    scorer = Scorer(*config.reward_code, timeout_s=config.reward.timeout_s)
-    try:
-        scorer.start()
-    except RewardError as error:
-        raise ConfigError(f"custom_reward_function.path={shown(config.custom_reward_function.path)}: {error}") from None
-    return scorer
+    return start_scorer(config)
 
 
 def _rows(model: TrainedModel, options: argparse.Namespace, scorer: Scorer) -> list[Prompt]:

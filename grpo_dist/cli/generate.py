@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from grpo_dist.assets import BUILTIN
 from grpo_dist.cli.asking import Asker, add_sampling_arguments, asking, judge, prompt_of, sampling_of
 from grpo_dist.cli.chat import Chat
+from grpo_dist.cli.scoring import start_scorer
 from grpo_dist.cli.trained import TrainedModel, add_model_argument, find_trained
 from grpo_dist.config.data_files import HUB, SUFFIXES
 from grpo_dist.data.prompts import Prompt
@@ -106,9 +107,7 @@ def _scorer(model: TrainedModel, prompts: Sequence[Prompt]) -> Scorer | None:
         except ConfigError as error:
             sys.stderr.write(f"without scores: {error}\n")
             return None
-    scorer = Scorer(*config.reward_code, timeout_s=config.reward.timeout_s)
-    scorer.start()
-    return scorer
+    return start_scorer(config)
 
 
 def _parser() -> argparse.ArgumentParser:

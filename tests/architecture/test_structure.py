@@ -27,6 +27,7 @@ TESTED_ELSEWHERE = {
     "eval.py": "cli/test_evaluate.py",  # the same command as there
     "generate.py": "cli/test_generate.py",  # likewise
     "cli/asking.py": "cli/test_generate.py",  # what both ask with
+    "cli/scoring.py": "cli/test_check_reward.py",  # and score with
     "trainer/model_usage.py": "cli/test_trained.py",  # read there
     "agents/child_loop.py": "agents/test_external.py",  # what runs beside a rollout engine
     "agents/guard.py": "agents/test_external.py",  # likewise
