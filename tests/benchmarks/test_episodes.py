@@ -71,12 +71,15 @@ def test_what_is_not_accounted_for_is_found(
 
 
 def test_ratios_are_of_the_same_agent() -> None:
+    """Of the play agent 8 s with failures, 4 of which are a time-out; of the server 20, 15 of which are one."""
     rows = [
-        {"agent": agent, "failures": failures, "episodes/s": speed}
-        for agent, failures, speed in (("url", "none", 10.0), ("url", "with", 9.0), ("play", "none", 8.0))
+        {"agent": agent, "failures": failures, "seconds a step": seconds}
+        for agent, failures, seconds in (("url", "none", 4.0), ("url", "with", 20.0), ("play", "none", 3.0))
     ]
-    rows.append({"agent": "play", "failures": "with", "episodes/s": 4.0})
+    rows.append({"agent": "play", "failures": "with", "seconds a step": 8.0})
     assert episodes.ratios(rows) == {
-        "episodes/url, with failures of without": 0.9,
-        "episodes/play, with failures of without": 0.5,
+        "episodes/url, without failures of with": 0.2,
+        "episodes/url, beyond time-outs": 0.8,
+        "episodes/play, without failures of with": 0.375,
+        "episodes/play, beyond time-outs": 0.75,
     }
