@@ -8,6 +8,7 @@ best@k is the unbiased pass@k of Chen et al. (arXiv 2107.03374), 1 - C(n-c, k) /
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import comb, sqrt
 
 import numpy as np
@@ -68,6 +69,12 @@ def majority_score(scores: np.ndarray, answers: np.ndarray) -> float:
 def majority_at_n(scores: np.ndarray, answers: np.ndarray) -> np.ndarray:
     """`majority_score` of each prompt: scores and answers (P, n) -> (P,) float64."""
     return np.array([majority_score(*prompt) for prompt in zip(scores, answers, strict=True)], np.float64)
+
+
+def pred_ids(preds: Sequence[str | None]) -> np.ndarray:
+    """Number the answers, since labels hold numbers only: (N,) float32, equal for equal answers, nan for none."""
+    numbers = {pred: i for i, pred in enumerate(dict.fromkeys(preds))}
+    return np.array([np.nan if pred is None else numbers[pred] for pred in preds], np.float32)
 
 
 def judged(scores: np.ndarray, failed: np.ndarray, acc: np.ndarray | None) -> dict[str, np.ndarray]:

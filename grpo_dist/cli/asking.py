@@ -9,6 +9,7 @@ import warnings
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from grpo_dist.cli.scoring import sample_of
@@ -17,6 +18,7 @@ from grpo_dist.data.prompts import Prompt, add_system_prompt
 from grpo_dist.data.tokenize import load_tokenizer, named_rows, tokenize_prompts
 from grpo_dist.engines.base import Response, RolloutEngine, rollout_engine
 from grpo_dist.engines.settings import SamplingSettings
+from grpo_dist.errors import ConfigError
 from grpo_dist.rewards.base import RewardResult
 from grpo_dist.rewards.forms import Failure
 from grpo_dist.rewards.scorer import Scorer
@@ -153,6 +155,16 @@ def sampling_of(model: TrainedModel, options: argparse.Namespace) -> SamplingSet
     if found.n > 1 and found.temperature == 0.0 and "temperature" not in given:
         found = replace(found, temperature=model.config.actor_rollout_ref.rollout.temperature)
     return replace(found, stop=tuple(found.stop))
+
+
+def check_new(output: str | None) -> None:
+    """Check that the file of --output, if it is given, is not there yet.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if output is not None and Path(output).exists():
+        raise ConfigError(f"--output {output} exists; remove it, or name another file")
 
 
 def prompt_of(messages: list[dict[str, str]], index: int = 0, location: str = "prompt") -> Prompt:

@@ -19,8 +19,16 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from grpo_dist.algorithms.validation import best_at_k, interval, judged, majority_at_n, normal_interval, subset_sizes
-from grpo_dist.cli.asking import add_sampling_arguments, asking, judge, sampling_of
+from grpo_dist.algorithms.validation import (
+    best_at_k,
+    interval,
+    judged,
+    majority_at_n,
+    normal_interval,
+    pred_ids,
+    subset_sizes,
+)
+from grpo_dist.cli.asking import add_sampling_arguments, asking, check_new, judge, sampling_of
 from grpo_dist.cli.lm_eval import figures_of, run_lm_eval
 from grpo_dist.cli.scoring import start_scorer
 from grpo_dist.cli.serve import split
@@ -118,8 +126,7 @@ def _check(options: argparse.Namespace, more: Sequence[str]) -> None:
         )
     if options.likelihood and not options.lm_eval:
         raise ConfigError("--likelihood: it is for tasks of lm-eval; name them with --lm-eval")
-    if options.output is not None and Path(options.output).exists():
-        raise ConfigError(f"--output {options.output} exists; remove it, or name another file")
+    check_new(options.output)
 
 
 def figures(model: str, answers: Sequence[Answers]) -> Iterator[Figures]:
@@ -238,12 +245,8 @@ def _statistics(values: np.ndarray, votes: np.ndarray) -> Iterator[tuple[str, np
 
 def _votes(answers: Sequence[Answers]) -> np.ndarray:
     """(P, n): equal numbers for equal answers to a prompt, nan for none."""
-    rows = []
-    for each in answers:
-        preds = [None if isinstance(result, Failure) else result.pred for result in each.results]
-        numbers = {pred: float(i) for i, pred in enumerate(dict.fromkeys(preds))}
-        rows.append([np.nan if pred is None else numbers[pred] for pred in preds])
-    return np.array(rows)
+    preds = ([None if isinstance(result, Failure) else result.pred for result in each.results] for each in answers)
+    return np.array([pred_ids(each) for each in preds])
 
 
 def _why(results: Sequence[RewardResult | Failure]) -> str:

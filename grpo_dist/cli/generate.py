@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from grpo_dist.assets import BUILTIN
-from grpo_dist.cli.asking import Asker, add_sampling_arguments, asking, judge, prompt_of, sampling_of
+from grpo_dist.cli.asking import Asker, add_sampling_arguments, asking, check_new, judge, prompt_of, sampling_of
 from grpo_dist.cli.chat import Chat
 from grpo_dist.cli.scoring import start_scorer
 from grpo_dist.cli.trained import TrainedModel, add_model_argument, find_trained
@@ -34,8 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         GrpoDistError: see errors.py.
     """
     options = _parser().parse_intermixed_args(arguments)
-    if options.output is not None and Path(options.output).exists():
-        raise ConfigError(f"--output {options.output} exists; remove it, or name another file")
+    check_new(options.output)
     model = find_trained(options.model, options.overrides, options.step)
     sampling = sampling_of(model, options)
     prompts, rows = _prompts(model, options.prompts)

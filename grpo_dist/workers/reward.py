@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo_dist.algorithms.validation import pred_ids
 from grpo_dist.data.step_tokens import split_steps
 from grpo_dist.errors import RewardError
 from grpo_dist.names import OVERLONG_PENALTY, RM_STEP_SCORES
@@ -268,12 +269,6 @@ class RewardWorker(BatchWork):
         with_token = self.tokenizer.batch_decode(windows, skip_special_tokens=True)
         without = self.tokenizer.batch_decode([window[:-1] for window in windows], skip_special_tokens=True)
         return [text[len(before) :] for text, before in zip(with_token, without, strict=True)]
-
-
-def pred_ids(preds: Sequence[str | None]) -> np.ndarray:
-    """Number the answers, since labels hold numbers only: (N,) float32, equal for equal answers, nan for none."""
-    numbers = {pred: i for i, pred in enumerate(dict.fromkeys(preds))}
-    return np.array([np.nan if pred is None else numbers[pred] for pred in preds], np.float32)
 
 
 def on_last_token(scores: torch.Tensor, responses: Ragged, mask: Ragged | None = None) -> Ragged:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.targets import TargetSettings
+from grpo_dist.algorithms.validation import pred_ids
 from grpo_dist.data import Prompt, TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import BatchError, ConfigError, DataError, RewardError
@@ -19,7 +20,7 @@ from grpo_dist.rewards.base import RewardResult
 from grpo_dist.rewards.forms import Sample
 from grpo_dist.trainer.rollout.sampling import make_request
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.reward import OverlongPenalty, RewardSettings, RewardWorker, on_last_token, pred_ids
+from grpo_dist.workers.reward import OverlongPenalty, RewardSettings, RewardWorker, on_last_token
 from tests.messages import refuses, says
 from tests.workers.local_reward import RESPONSES, SCORER, TASK, Local, put, rows
 
