@@ -30,7 +30,8 @@ class Chart:
         unit: of its values.
         lines: (metric, label) of each curve.
         note: what to look for.
-        share: whether the values are shares, drawn from 0 to 1.
+        share: whether the values are shares, drawn in percent from 0.
+        all_lines: whether runs are compared by all lines; otherwise by the first that a run has.
     """
 
     title: str
@@ -38,6 +39,7 @@ class Chart:
     lines: Names
     note: str
     share: bool = False
+    all_lines: bool = False
 
 
 CHARTS = (
@@ -66,7 +68,11 @@ CHARTS = (
     Chart(
         "Response length",
         "tokens",
-        ((metric_names.RESPONSE_LENGTH, "mean"), ("response_length/max", "longest"), ("response_length/min", "shortest")),
+        (
+            (metric_names.RESPONSE_LENGTH, "mean"),
+            ("response_length/max", "longest"),
+            ("response_length/min", "shortest"),
+        ),
         "Jumps to the limit or to a few tokens are a warning.",
     ),
     Chart(
@@ -126,6 +132,7 @@ def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
         "",
         tuple((name, name.removeprefix(metric_names.VALIDATION)) for name in validation),
         "On rows that training never sees. If it falls while the reward rises, the policy exploits the reward.",
+        all_lines=True,
     )
     found = [_curves(chart, runs) for chart in (CHARTS[0], held_out, *CHARTS[1:])]
     found += [_timing(run, runs) for run in runs] + [_idle(runs)]
@@ -134,15 +141,23 @@ def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 def _curves(chart: Chart, runs: Sequence[RunFolder]) -> dict[str, Any]:
     data = []
-    for run, dash in zip(runs, _dashes(len(runs)), strict=True):
-        for (metric, label), color in zip(chart.lines, _colors(len(chart.lines)), strict=True):
+    for run, dash, of_run in zip(runs, _dashes(len(runs)), _colors(len(runs)), strict=True):
+        lines = _lines_of(chart, run)
+        if len(runs) > 1 and not chart.all_lines:  # of what is compared, the line that says most
+            lines = [(metric, label, of_run) for metric, label, _ in lines[:1]]
+        for metric, label, color in lines:
             points = [(int(row["step"]), row[metric]) for row in run.rows if metric in row]
-            if points:
-                line = {"color": color, "dash": dash, "width": 2}
-                data.append(_line(points, _named(label, run, runs), line, few=len(points) <= 30))
-    if runs:
-        data += _alarms(chart, runs[0])
+            line = {"color": color, "dash": dash, "width": 2}
+            data.append(_line(points, _named(label, run, runs), line, few=len(points) <= 30))
+    data += _alarms(chart, runs[0])
     return {"title": chart.title, "note": chart.note, "figure": {"data": data, "layout": _layout(chart)}}
+
+
+def _lines_of(chart: Chart, run: RunFolder) -> list[tuple[str, str, str]]:
+    """(metric, label, colour) of the lines that a run has."""
+    there = {name for row in run.rows for name in row}
+    lines = zip(chart.lines, _colors(len(chart.lines)), strict=True)
+    return [(metric, label, color) for (metric, label), color in lines if metric in there]
 
 
 def _alarms(chart: Chart, run: RunFolder) -> list[dict[str, Any]]:
@@ -194,15 +209,17 @@ def _timing(run: RunFolder, runs: Sequence[RunFolder]) -> dict[str, Any]:
         )
     title = f"Where a step's seconds go{f': {run.name}' if len(runs) > 1 else ''}"
     layout = _layout(Chart(title, "seconds", (), ""), barmode="stack")
-    note = "Phases that run at the same time stand on top of each other too: a column may be higher than the step is long."
+    note = (
+        "Phases that run at the same time stand on top of each other too: a column may be higher than the step is long."
+    )
     return {"title": title, "note": note, "figure": {"data": data, "layout": layout}}
 
 
 def _idle(runs: Sequence[RunFolder]) -> dict[str, Any]:
     roles = dict.fromkeys(name for run in runs for row in run.rows for name in row if name.startswith(IDLE))
     lines = tuple((name, name.removeprefix(IDLE)) for name in roles)
-    note = "The share of the time in which a role's processes had nothing to do. The one near 0 is what the others wait for."
-    return _curves(Chart("Idle shares", "share", lines, note, share=True), runs)
+    note = "The share of the time in which a role had nothing to do. The one near 0 is what the others wait for."
+    return _curves(Chart("Idle shares", "share", lines, note, share=True, all_lines=True), runs)
 
 
 def _line(points: Sequence[tuple[int, float]], name: str, line: dict[str, Any], few: bool) -> dict[str, Any]:
@@ -221,7 +238,7 @@ def _layout(chart: Chart, **more: Any) -> dict[str, Any]:
     axis: dict[str, Any] = {"title": {"text": chart.unit}}
     if chart.share:
         axis |= {"rangemode": "tozero", "tickformat": ".0%"}
-    return {"xaxis": {"title": {"text": "step"}}, "yaxis": axis, "hovermode": "x unified", **more}
+    return {"xaxis": {"hoverformat": "d"}, "yaxis": axis, "hovermode": "x unified", **more}
 
 
 def _finite(value: float) -> float | None:

@@ -21,7 +21,7 @@ STATIC = files("grpo_dist.report") / "static"
 
 
 def overview(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """All but the responses: head, alarms, charts, differences of the configs; the page draws it, again when it changes."""
+    """All but the responses, which the page draws, again when it changes: head, alarms, charts, config differences."""
     run = runs[0]
     return {
         "title": " against ".join(each.name for each in runs),

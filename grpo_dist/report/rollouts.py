@@ -54,8 +54,8 @@ class TokenTexts:
         """The text of each token; a character of several tokens stands at the first of them."""
         missing = [token for token in dict.fromkeys(ids) if token not in self._texts]
         # behind a letter, since some tokenizers leave out the space of the first word
-        behind = self.tokenizer.batch_decode([[*self._anchor, token] for token in missing])
-        self._texts |= {t: text.removeprefix(self._anchor_text) for t, text in zip(missing, behind, strict=True)}
+        for token in missing:
+            self._texts[token] = self.tokenizer.decode([*self._anchor, token]).removeprefix(self._anchor_text)
         texts = [self._texts[token] for token in ids]
         start = 0
         while start < len(texts):
@@ -91,8 +91,8 @@ def read_step(run_dir: Path, step: int, texts: TokenTexts | None) -> dict[str, A
     Returns:
         {"step", "pieces", "groups": [{"uid", "input", "gts", "responses": [...]}]}: a response has "output", "score",
         "advantage", "failure", "extra" (the reward function's other numbers), and, with tokens, "tokens" (positions in
-        "pieces", the step's different token texts), "mask", "advantages", "mismatch" (log-prob of trainer less sampler),
-        "kl" (trainer less reference), "log_probs" (nats), "truncated" and "versions".
+        "pieces", the step's different token texts), "mask", "advantages", "log_probs" (nats), "mismatch" (those of the
+        trainer less those of the sampler), "kl" (less those of the reference), "truncated" and "versions".
 
     Raises:
         DataError: the step's files are not there or cannot be read.

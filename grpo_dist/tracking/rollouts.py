@@ -1,15 +1,15 @@
 """The files of a run that hold its rollouts: texts for people, and tokens for the report and for programs.
 
-    rollouts/STEP.jsonl     prompts, responses, scores as text: a JSON object for each response (workers/batch_work.py)
-    rollouts/STEP.parquet   the columns of the step's batch (protocol/fields.py), a row for each response
-    tokenizer/              what turns token ids into text, as it was in the run
+rollouts/STEP.jsonl     prompts, responses, scores as text: a JSON object for each response (workers/batch_work.py)
+rollouts/STEP.parquet   the columns of the step's batch (protocol/fields.py), a row for each response
+tokenizer/              what turns token ids into text, as it was in the run
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto
@@ -19,13 +19,6 @@ from grpo_dist.protocol.parquet import write_parquet
 ROLLOUTS, TOKENIZER = "rollouts", "tokenizer"
 # Hidden states are a thousand times larger than all the rest, and can be computed again.
 _NOT_WRITTEN = frozenset({"ref_hidden_states"})
-
-
-class SavesItself(Protocol):
-    """A tokenizer of transformers."""
-
-    def save_pretrained(self, folder: str) -> object:
-        """Write the tokenizer's files into a folder."""
 
 
 def is_recorded(column: str) -> bool:
@@ -38,13 +31,13 @@ def recorded_steps(run_dir: Path) -> list[int]:
     return sorted(int(path.stem) for path in (run_dir / ROLLOUTS).glob("*.jsonl") if path.stem.isdecimal())
 
 
-def write_tokens(data: DataProto, path: Path, tokenizer: SavesItself) -> None:
+def write_tokens(data: DataProto, path: Path, save_tokenizer: Callable[[str], object]) -> None:
     """Write a batch, and once for the run its tokenizer beside the folder; files are whole or not there.
 
     Args:
         data: the batch's recorded columns.
         path: RUN_DIR/rollouts/STEP.parquet.
-        tokenizer: of the run.
+        save_tokenizer: writes the run's tokenizer into a folder.
 
     Raises:
         ConfigError: they cannot be written; the message names the key without which they are not needed.
@@ -57,7 +50,7 @@ def write_tokens(data: DataProto, path: Path, tokenizer: SavesItself) -> None:
         if not folder.exists():
             scratch = folder.with_name(f"{TOKENIZER}.tmp")
             shutil.rmtree(scratch, ignore_errors=True)
-            tokenizer.save_pretrained(str(scratch))
+            save_tokenizer(str(scratch))
             scratch.replace(folder)
     except OSError as error:
         raise ConfigError(

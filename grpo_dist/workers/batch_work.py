@@ -157,7 +157,7 @@ class BatchWork(Process):
         """
         file = Path(path)
         columns = [name for name in batch.columns if is_recorded(name)]
-        write_tokens(_whole(batch, columns), file.with_suffix(".parquet"), self.tokenizer)
+        write_tokens(_whole(batch, columns), file.with_suffix(".parquet"), self.tokenizer.save_pretrained)
         self.write_samples(batch, path, step, ground_truths)
         make_room(file.parent, most_bytes)
 

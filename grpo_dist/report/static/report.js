@@ -49,10 +49,10 @@ function drawCharts() {
       smooth && String(trace.mode).startsWith("lines") ? { ...trace, y: smoothed(trace.y) } : trace);
     const given = chart.figure.layout;
     const layout = {
-      ...given, margin: { l: 52, r: 8, t: 8, b: 38 }, font: { color: ink, size: 11 },
+      ...given, margin: { l: 52, r: 8, t: 8, b: 30 }, font: { color: ink, size: 11 },
       paper_bgcolor: card, plot_bgcolor: card, hoverlabel: { bgcolor: card, bordercolor: edge, font: { color: ink }, align: "left" },
       xaxis: { ...axis, ...given.xaxis }, yaxis: { ...axis, ...given.yaxis },
-      legend: { orientation: "h", y: -0.25, font: { size: 10 } }, showlegend: traces.length > 1, uirevision: "kept",
+      legend: { orientation: "h", y: -0.12, font: { size: 10 } }, showlegend: traces.length > 1, uirevision: "kept",
     };
     Plotly.react(`plot-${i}`, traces, layout, { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] });
   });
@@ -180,7 +180,12 @@ async function openStep() {
   const label = (group) => group.input.trim().split("\n").filter((line) => line.trim() && line !== "assistant").pop() ?? group.uid;
   $("group").replaceChildren(make("option", { value: "", textContent: "all prompts" }), ...step.groups.map((group) =>
     make("option", { value: group.uid, textContent: `${group.uid}: ${label(group).slice(0, 60)}` })));
-  $("group").value = step.groups.some((group) => group.uid === before) ? before : step.groups.length ? step.groups[0].uid : "";
+  const spread = (group) => {
+    const scores = group.responses.map((response) => response.score ?? NaN).filter((score) => !Number.isNaN(score));
+    return Math.max(...scores) - Math.min(...scores);
+  };
+  const first = step.groups.find((group) => spread(group) > 0) ?? step.groups[0]; // one that teaches something
+  $("group").value = step.groups.some((group) => group.uid === before) ? before : first?.uid ?? "";
   drawn = AT_ONCE;
   drawRollouts();
 }
