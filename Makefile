@@ -2,6 +2,7 @@
 # make test         set up and run all tests
 # make test-long    what takes too long for `make test`, but for the next
 # make chaos        kill and stop every role at every moment of a run; resume on other ranks (40 minutes)
+# make test-browser the run report in Chromium, which it installs (Debian or Ubuntu, as root)
 # make smollm2      train SmolLM2-135M-Instruct for a few steps on GSM8K and on arithmetic
 # make gpu-check    what a machine with one NVIDIA GPU shows: kernels, updates, memory, the main job (under 9 minutes; what
 #                   was cut off goes on). CHECK='--layer engine' and other arguments: docs/performance.md
@@ -21,7 +22,7 @@ CODE := $(wildcard grpo_dist tests scripts benchmarks examples)
 
 export PYTHON DEVICE CUDA
 
-.PHONY: help constraints setup quickstart smollm2 test test-long chaos gpu-check bench bench-baseline check format clean
+.PHONY: help constraints setup quickstart smollm2 test test-long test-browser chaos gpu-check bench bench-baseline check format clean
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
@@ -46,6 +47,11 @@ test: setup
 
 test-long: setup
 	$(BIN)/python -m pytest -m long --ignore=tests/chaos
+
+test-browser: setup
+	command -v chromium > /dev/null || (apt-get update -qq && apt-get install -y -qq chromium)
+	.venv/bin/uv pip install --quiet --python $(BIN)/python playwright
+	$(BIN)/python -m pytest tests/browser
 
 chaos: setup
 	$(BIN)/python -m pytest -m long tests/chaos -s

@@ -32,6 +32,7 @@ ENTRIES = {
     "generate": Entry("grpo_dist.cli.generate:main", "answer prompts with a trained model, or chat with it"),
     "eval": Entry("grpo_dist.cli.evaluate:main", "compare models on rows, with confidence intervals"),
     "serve": Entry("grpo_dist.cli.serve:main", "serve a trained model over HTTP, as OpenAI's API"),
+    "report": Entry("grpo_dist.cli.report:main", "curves, alarms and responses of a run, as a page"),
     "export": Entry("grpo_dist.cli.export:main", "write the model of a checkpoint as a Hugging Face folder"),
     "data": Entry("grpo_dist.tasks.prepare:main", "write GSM8K, MATH, Countdown or plans as files of rows"),
     "doctor": Entry("grpo_dist.cli.doctor:main", "what this machine has, and what will not work, with the fix"),

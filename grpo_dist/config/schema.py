@@ -197,6 +197,7 @@ class TrainerConfig(JobTrainerConfig):
     expected_response_length: Count | None
     max_worker_restarts: NonNegativeInt
     log_rollouts: bool
+    log_rollouts_max_gib: PositiveFloat | None
     log_val_generations: NonNegativeInt
     stage_timeout_s: dict[TimedStage, PositiveFloat | None]
     health: HealthConfig

@@ -37,6 +37,12 @@ def format_summary(history: Sequence[Row], *, run_dir: Path, seconds: float, hf_
         lines.append(_entry("model (Hugging Face)", str(hf_model)))
     if (run_dir / "tensorboard").is_dir():
         lines.append(_entry("curves", f"tensorboard --logdir {shlex.quote(str(run_dir / 'tensorboard'))}"))
+    folder = shlex.quote(str(run_dir))
+    if history:
+        lines.append(_entry("look at it", f"grpo-dist report {folder}"))
+    if hf_model is not None and any(metric_names.REWARD in row for row in trained):
+        lines.append(_entry("compare it", f"grpo-dist eval {folder} --base"))
+        lines.append(_entry("serve it", f"grpo-dist serve {folder}"))
     return "\n".join(lines)
 
 

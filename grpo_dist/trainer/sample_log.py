@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_dist.config.schema import TrainerConfig
+from grpo_dist.sizes import GIB
+from grpo_dist.tracking.rollouts import ROLLOUTS
 from grpo_dist.trainer.validation import shown_rows
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.reward_pool import RewardPool
@@ -27,12 +30,24 @@ class SampleLog:
     reward: RewardPool
     _writing: list[asyncio.Task[None]] = field(default_factory=list)
 
-    async def write(self, folder: str, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> None:
-        """Start writing a batch to FOLDER/STEP.jsonl in the run directory; first waits for the previous file."""
+    async def write_rollouts(self, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> None:
+        """Start writing a training step, its tokens too; first waits for the previous files."""
         await self.collect()
         if self.config.log_rollouts:
-            path = str((self.config.record_dir / folder / f"{step}.jsonl").absolute())
+            limit = self.config.log_rollouts_max_gib
+            most_bytes = math.inf if limit is None else limit * GIB
+            arguments = self._path(ROLLOUTS, step), step, _ground_truths(requests), most_bytes
+            self._writing.append(self.reward.write_rollouts(batch, *arguments))
+
+    async def write_validation(self, step: int, batch: DataProtoRef, requests: Sequence[GroupRequest]) -> None:
+        """Start writing the responses of a validation as text; first waits for the previous files."""
+        await self.collect()
+        if self.config.log_rollouts:
+            path = self._path("validation", step)
             self._writing.append(self.reward.write_samples(batch, path, step, _ground_truths(requests)))
+
+    def _path(self, folder: str, step: int) -> str:
+        return str((self.config.record_dir / folder / f"{step}.jsonl").absolute())
 
     async def collect(self) -> None:
         """Wait until all started files are written."""

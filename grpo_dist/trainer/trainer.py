@@ -160,7 +160,7 @@ class GRPOTrainer(TrainingLoop):
                 self.step, self.validated = self.step + 1, {}
                 self.sampler.close(self.step)
                 self.measure(batch)
-                run(self.samples.write("rollouts", self.step, batch, self._requests))
+                run(self.samples.write_rollouts(self.step, batch, self._requests))
                 del batch  # the object store frees it before the next one is there
                 self.end_step()
             self.finish()
@@ -281,7 +281,7 @@ class GRPOTrainer(TrainingLoop):
         self.validated = validation_metrics(batch, sources, self.val_sampling.n)
         require_metric(self.config.trainer.keep_best_metric, self.validated)
         self.metrics |= self.validated | job.episode_metrics("val-aux/agent")
-        await self.samples.write("validation", self.step, batch, requests)
+        await self.samples.write_validation(self.step, batch, requests)
         if shown := await self.samples.read_some(self.step, batch, requests):
             self.trackers.log_samples(shown, self.step)
             self.progress.message(format_samples(shown))

@@ -25,6 +25,7 @@ from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.components import chosen_components
 from grpo_dist.rewards.output_lines import printing_to
+from grpo_dist.tracking.rollouts import is_recorded, make_room, write_tokens
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.process import Process
 
@@ -139,6 +140,27 @@ class BatchWork(Process):
         """
         _write_rows(self.read_samples(batch, step, ground_truths), path, "trainer.log_rollouts=false")
 
+    def write_rollouts(
+        self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any], most_bytes: float
+    ) -> None:
+        """Write a training batch as text to `path`, and its columns beside it (tracking/rollouts.py).
+
+        Args:
+            batch: a whole step.
+            path: RUN_DIR/rollouts/STEP.jsonl.
+            step: its number.
+            ground_truths: by uid.
+            most_bytes: that the folder may hold; the oldest steps are removed.
+
+        Raises:
+            ConfigError: the files cannot be written.
+        """
+        file = Path(path)
+        columns = [name for name in batch.columns if is_recorded(name)]
+        write_tokens(_whole(batch, columns), file.with_suffix(".parquet"), self.tokenizer.save_pretrained)
+        self.write_samples(batch, path, step, ground_truths)
+        make_room(file.parent, most_bytes)
+
     def write_judged(
         self, batch: DataProtoRef, path: str, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> None:
@@ -171,9 +193,7 @@ class BatchWork(Process):
         """
         from safetensors import SafetensorError
 
-        # small columns that are only in the handle become columns of the file
-        extra = {name: torch.tensor(values) for name, values in groups.small.items() if name not in groups.columns}
-        data = groups.fetch(groups.columns).union(DataProto.from_dict(extra))
+        data = _whole(groups, groups.columns)
         target = Path(path)
         files = [target.with_name(f"{target.name}.{ending}") for ending in ("safetensors", "json")]
         try:
@@ -207,6 +227,12 @@ class BatchWork(Process):
 
     def _decode(self, column: Ragged) -> list[str]:
         return self.tokenizer.batch_decode([row.tolist() for row in column.rows()], skip_special_tokens=True)
+
+
+def _whole(batch: DataProtoRef, columns: Sequence[str]) -> DataProto:
+    """These columns, and the small ones that only the handle has."""
+    extra = {name: torch.tensor(values) for name, values in batch.small.items() if name not in batch.columns}
+    return batch.fetch(columns).union(DataProto.from_dict(extra))
 
 
 def _write_rows(rows: Sequence[Mapping[str, Any]], path: str, without: str) -> None:

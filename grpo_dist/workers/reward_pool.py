@@ -20,6 +20,7 @@ from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.rewards.output_lines import PrintedLines
+from grpo_dist.tracking.rollouts import is_recorded
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.batch_work import SAMPLE_COLUMNS, TARGET_COLUMNS
 from grpo_dist.workers.event_loop import give
@@ -155,6 +156,14 @@ class RewardPool(Pool):
         """Start writing the batch as text to `path`."""
         arguments = batch.select(SAMPLE_COLUMNS), path, step, ground_truths
         return self.spawn(self._ask_any("write_samples", "write_samples", *arguments))
+
+    def write_rollouts(
+        self, batch: DataProtoRef, path: str, step: int, ground_truths: Mapping[str, Any], most_bytes: float
+    ) -> asyncio.Task[None]:
+        """Start writing a training batch to `path`, as text, and all of its recorded columns beside it."""
+        columns = batch.select(name for name in batch.columns if is_recorded(name))
+        arguments = columns, path, step, ground_truths, most_bytes
+        return self.spawn(self._ask_any("write_samples", "write_rollouts", *arguments))
 
     def write_judged(
         self, batch: DataProtoRef, path: str, conversations: Mapping[str, Sequence[Mapping[str, Any]]]

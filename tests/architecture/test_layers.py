@@ -54,7 +54,8 @@ ARROWS: dict[str, set[str]] = {
     "command_line": BASE | {"trainer"},
     **{command: {"config", "command_line"} for command in COMMANDS},
     "api": BASE | {"function_files", "tracking", "trainer", "workers"},
-    "cli": BASE | PARTS | {"workers", "trainer"},
+    "report": BASE | {"tracking", "trainer"},
+    "cli": BASE | PARTS | {"workers", "trainer", "report"},
     **{name: {"cli"} for name in ("__main__", "eval", "generate", "serve")},
 }
 MAY_USE_RAY = {"workers", "trainer"}

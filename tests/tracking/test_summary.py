@@ -43,6 +43,21 @@ def test_before_after_and_best(tmp_path):
     assert "tensorboard" not in text
 
 
+def test_it_ends_with_what_to_do_next(tmp_path):
+    folder = tmp_path / "my run"
+    text = summary([row(1, 0.3)], folder, Path("/models/final"))
+    assert [line.strip().split("  ")[-1].strip() for line in text.splitlines()[-3:]] == [
+        f"grpo-dist report '{folder}'",
+        f"grpo-dist eval '{folder}' --base",
+        f"grpo-dist serve '{folder}'",
+    ]
+    without_model = summary([row(1, 0.3)], folder)
+    assert "grpo-dist report" in without_model
+    assert "grpo-dist serve" not in without_model
+    of_sft = summary([{"step": 1, "timing_s/step": 1.0, "sft/loss": 2.0}], folder, Path("/models/final"))
+    assert "grpo-dist eval" not in of_sft, "it has no reward to evaluate with"
+
+
 def test_time_table_has_mean_seconds_shares_and_the_rest(tmp_path):
     # Step 0 only validates: its time belongs to no step.
     history = [

@@ -12,6 +12,7 @@ from grpo_dist.algorithms.advantage import STD_EPS
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.errors import BatchError, ConfigError
 from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.reward import OverlongPenalty, RewardSettings, on_last_token
 from tests.workers.local_reward import RESPONSES, Local, put, rows
@@ -159,6 +160,24 @@ def test_samples_are_written_as_json_lines(worker: Local, tmp_path: Path) -> Non
     assert [line["output"] for line in lines] == ["w5 w6", "w6", "w5"]
     assert [(line["score"], line.get("failure")) for line in lines[1:]] == [(None, "it raised"), (11.0, "too slow")]
     assert list(path.parent.iterdir()) == [path], "no half-written file is left"
+
+
+@pytest.mark.ray
+def test_a_training_step_is_written_with_its_tokens(worker: Local, tmp_path: Path) -> None:
+    """What only the handle has, such as the reward function's numbers, is there too; old steps make room."""
+    targets = {"advantages": Ragged.from_rows([[0.5] * len(row) for row in RESPONSES], torch.float32)}
+    batch = sample_batch().union(DataProtoRef.put(DataProto.from_dict(targets), ()))
+    batch = replace(batch, small=batch.small | {"reward_extra/short": np.array([2, np.nan, 1], np.float32)})
+    folder = tmp_path / "rollouts"
+    for step in (4, 5):
+        worker.write_rollouts(batch, str(folder / f"{step}.jsonl"), step, {"p0": "w5"}, 10.0)
+    assert sorted(path.name for path in folder.iterdir()) == ["5.jsonl", "5.parquet"]
+    found = read_parquet(folder / "5.parquet")
+    assert [row.tolist() for row in found["responses"].rows()] == RESPONSES
+    assert found["advantages"].values.tolist() == [0.5] * sum(map(len, RESPONSES))
+    assert found["reward_extra/short"].nan_to_num(nan=9).tolist() == [2, 9, 1]
+    assert found["uid"].tolist() == ["p0"] * 3
+    assert (tmp_path / "tokenizer" / "tokenizer.json").is_file()
 
 
 @pytest.mark.ray

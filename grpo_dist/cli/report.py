@@ -1,0 +1,84 @@
+"""`grpo-dist report RUN_DIR`: a page with the run's curves, alarms and responses."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_dist.errors import ConfigError
+
+MOST_RESPONSES = 10_000
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the report, or serve it while the run goes on.
+
+    Raises:
+        ConfigError: a folder is none of a run, or Plotly is not installed.
+        DataError: the responses of a step cannot be read.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        import plotly  # noqa: F401
+    except ImportError:
+        raise ConfigError("grpo-dist report draws with Plotly: pip install 'grpo_dist[report]'") from None
+    from grpo_dist.report.page import page
+    from grpo_dist.report.rollouts import chosen_steps, load_token_texts, read_step
+    from grpo_dist.report.run_folder import read_run
+
+    folders = [Path(folder).expanduser() for folder in (options.run_dir, *options.compare)]
+    runs = [read_run(folder) for folder in folders]
+    if options.serve:
+        return _serve(folders, options.port)
+    steps = chosen_steps(folders[0], runs[0].rollout_steps, options.responses)
+    texts = load_token_texts(folders[0]) if steps else None
+    whole = page(runs, {step: read_step(folders[0], step, texts) for step in steps})
+    target = Path(options.output or folders[0] / "report.html")
+    temporary = target.with_name(target.name + ".tmp")
+    try:
+        temporary.write_text(whole, encoding="utf-8", errors="replace")
+        temporary.replace(target)
+    except OSError as error:
+        raise ConfigError(f"--output {target}: {error}") from None
+    left_out = len(runs[0].rollout_steps) - len(steps)
+    more = f"; responses of {len(steps)} steps, {left_out} left out (--responses, --serve)" if left_out else ""
+    sys.stdout.write(f"wrote {target} ({target.stat().st_size / 2**20:.1f} MiB{more})\n")
+    return 0
+
+
+def _serve(folders: Sequence[Path], port: int) -> int:
+    from grpo_dist.report.server import ReportServer
+
+    with ReportServer(folders, port) as server:
+        sys.stdout.write(f"{server.url}\nends with Ctrl-C\n")
+        sys.stdout.flush()
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="grpo-dist report",
+        description="One HTML file about a run, which needs no network: curves with health alarms, where the seconds "
+        "went, and the responses token by token.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run, finished or going on")
+    parser.add_argument(
+        "--compare", metavar="OTHER", action="append", default=[], help="folder of another run, for curves and config"
+    )
+    parser.add_argument("--output", metavar="FILE", help="to write; default: RUN_DIR/report.html")
+    parser.add_argument(
+        "--responses",
+        metavar="N",
+        type=int,
+        default=MOST_RESPONSES,
+        help="responses that the file may hold; of more, steps are left out evenly (default: %(default)s)",
+    )
+    parser.add_argument("--serve", action="store_true", help="serve a page that follows the run, on loopback, instead")
+    parser.add_argument("--port", type=int, default=0, help="with --serve; default: a free one")
+    return parser

@@ -1,0 +1,259 @@
+"""The charts of the report: which metrics stand together, and the figures for Plotly.
+
+A chart is a row of `CHARTS`. One that no run has metrics for is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_dist.config.schema_health import RULES
+from grpo_dist.report.run_folder import Alarm, RunFolder
+from grpo_dist.tracking import metric_names
+
+COLORS = ("#2a78d6", "#e07b39", "#3a9d6e", "#b0549c", "#8a6d3b", "#c23b4b", "#5b6ee1", "#6b7f8c")
+IDLE = "perf/idle/"
+# Line styles of the runs that are compared: the first one is drawn through.
+_DASHES = ("solid", "dot", "dash", "dashdot")
+Names = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves over the steps.
+
+    Attributes:
+        title: of the chart.
+        unit: of its values.
+        lines: (metric, label) of each curve.
+        note: what to look for.
+        share: whether the values are shares, drawn in percent from 0.
+        all_lines: whether runs are compared by all lines; otherwise by the first that a run has.
+    """
+
+    title: str
+    unit: str
+    lines: Names
+    note: str
+    share: bool = False
+    all_lines: bool = False
+
+
+CHARTS = (
+    Chart(
+        "Reward",
+        "score",
+        ((metric_names.REWARD, "mean"), ("critic/score/max", "best"), ("critic/score/min", "worst")),
+        "The score of the responses that train. It rises, with noise.",
+    ),
+    Chart(
+        "KL",
+        "nats per token",
+        (
+            (metric_names.KL_LOSS, "to the reference"),
+            ("actor/reward_kl_penalty", "to the reference, in the reward"),
+            (metric_names.PPO_KL, "to the policy before the update"),
+        ),
+        "How far the policy has gone. To the reference it grows slowly.",
+    ),
+    Chart(
+        "Entropy",
+        "nats per token",
+        (("actor/entropy", "policy"), ("rollout_corr/rollout_log_ppl", "surprise of the sampled tokens")),
+        "Where it falls to 0 the policy has stopped exploring.",
+    ),
+    Chart(
+        "Response length",
+        "tokens",
+        (
+            (metric_names.RESPONSE_LENGTH, "mean"),
+            ("response_length/max", "longest"),
+            ("response_length/min", "shortest"),
+        ),
+        "Jumps to the limit or to a few tokens are a warning.",
+    ),
+    Chart(
+        "Shares that teach nothing",
+        "share",
+        ((metric_names.CLIPPED, "responses cut off"), (metric_names.ZERO_VARIANCE, "groups without a difference")),
+        "Responses cut off at the limit, and groups whose responses all score the same.",
+        share=True,
+    ),
+    Chart(
+        "Clipped tokens",
+        "share",
+        (("actor/pg_clipfrac", "ratio clipped"), ("actor/pg_clipfrac_lower", "by the dual clip")),
+        "Below 0.2; 0 where a batch is one optimizer step.",
+        share=True,
+    ),
+    Chart(
+        "Gradient norm",
+        "",
+        tuple((f"{role}/grad_norm", role) for role in ("actor", "critic", "reward_model", "sft")),
+        "Before clipping. It stays of one size.",
+    ),
+    Chart(
+        "Sampler against trainer",
+        "difference of probabilities",
+        (("training/rollout_probs_diff_mean", "mean"), ("training/rollout_probs_diff_max", "largest")),
+        "The same tokens by the engine and by the trainer: small, and not growing.",
+    ),
+    Chart(
+        "Staleness",
+        "updates",
+        (("staleness/mean", "mean"), ("staleness/max", "oldest")),
+        "How many updates older than the policy the weights were that sampled a token.",
+    ),
+    Chart("Loss", "nats", (("sft/loss", "SFT"), ("reward_model/loss", "reward model")), "It falls."),
+    Chart(
+        "Reward model",
+        "share",
+        (("reward_model/accuracy", "right judgements"),),
+        "Pairs, or labels, that it judges right: from 0.5 upwards.",
+        share=True,
+    ),
+    Chart("Learning rate", "", tuple((f"{role}/lr", role) for role in ("actor", "critic", "reward_model", "sft")), ""),
+    Chart("Speed", "tokens per second", ((metric_names.THROUGHPUT, "all devices"),), "Prompts and responses."),
+)
+
+
+def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """The figures of one run, or of several to compare, the first being the one that is reported.
+
+    Returns:
+        For each chart {"title", "note", "figure": {"data", "layout"}}: what Plotly draws.
+    """
+    validation = dict.fromkeys(name for run in runs for name in run.validation)
+    held_out = Chart(
+        "Validation",
+        "",
+        tuple((name, name.removeprefix(metric_names.VALIDATION)) for name in validation),
+        "On rows that training never sees. If it falls while the reward rises, the policy exploits the reward.",
+        all_lines=True,
+    )
+    found = [_curves(chart, runs) for chart in (CHARTS[0], held_out, *CHARTS[1:])]
+    found += [_timing(run, runs) for run in runs] + [_idle(runs)]
+    return [chart for chart in found if chart["figure"]["data"]]
+
+
+def _curves(chart: Chart, runs: Sequence[RunFolder]) -> dict[str, Any]:
+    data = []
+    for run, dash, of_run in zip(runs, _dashes(len(runs)), _colors(len(runs)), strict=True):
+        lines = _lines_of(chart, run)
+        if len(runs) > 1 and not chart.all_lines:  # of what is compared, the line that says most
+            lines = [(metric, label, of_run) for metric, label, _ in lines[:1]]
+        for metric, label, color in lines:
+            points = [(int(row["step"]), row[metric]) for row in run.rows if metric in row]
+            line = {"color": color, "dash": dash, "width": 2}
+            data.append(_line(points, _named(label, run, runs), line, few=len(points) <= 30))
+    data += _alarms(chart, runs[0])
+    return {"title": chart.title, "note": chart.note, "figure": {"data": data, "layout": _layout(chart)}}
+
+
+def _lines_of(chart: Chart, run: RunFolder) -> list[tuple[str, str, str]]:
+    """(metric, label, colour) of the lines that a run has."""
+    there = {name for row in run.rows for name in row}
+    lines = zip(chart.lines, _colors(len(chart.lines)), strict=True)
+    return [(metric, label, color) for (metric, label), color in lines if metric in there]
+
+
+def _alarms(chart: Chart, run: RunFolder) -> list[dict[str, Any]]:
+    """A mark where a rule on one of the chart's metrics was broken."""
+    names = [metric for metric, _ in chart.lines]
+
+    def metric_of(alarm: Alarm, row: Any) -> str | None:
+        looked_at = (*RULES[alarm.rule].metrics, *RULES[alarm.rule].needs)
+        return next((name for name in looked_at if name in names and name in row), None)
+
+    rows = {int(row["step"]): row for row in run.rows}
+    marks = [(a, metric_of(a, rows[a.step])) for a in run.alarms if a.rule in RULES]
+    shown = [(alarm, rows[alarm.step][metric]) for alarm, metric in marks if metric is not None]
+    if not shown:
+        return []
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": "alarm",
+            "x": [alarm.step for alarm, _ in shown],
+            "y": [_finite(value) for _, value in shown],
+            "text": [alarm.text.replace("&", "&amp;").replace("<", "&lt;").replace("\n", "<br>") for alarm, _ in shown],
+            "hovertemplate": "%{text}<extra></extra>",
+            "marker": {"symbol": "triangle-up", "size": 12, "color": "#c23b4b"},
+        }
+    ]
+
+
+def _timing(run: RunFolder, runs: Sequence[RunFolder]) -> dict[str, Any]:
+    """Seconds of each step by phase, on top of each other."""
+    phases: dict[str, float] = {}
+    for row in run.rows:
+        for name, value in row.items():
+            if name.startswith(metric_names.TIMING) and name != metric_names.STEP_TIME and math.isfinite(value):
+                phases[name] = phases.get(name, 0.0) + value
+    data = []
+    for name, color in zip(sorted(phases, key=lambda name: -phases[name]), _colors(len(phases)), strict=True):
+        points = [(int(row["step"]), row[name]) for row in run.rows if name in row]
+        data.append(
+            {
+                "type": "bar",
+                "name": name.removeprefix(metric_names.TIMING),
+                "x": [step for step, _ in points],
+                "y": [_finite(value) for _, value in points],
+                "marker": {"color": color},
+                "hovertemplate": "%{y:.2f} s",
+            }
+        )
+    title = f"Where a step's seconds go{f': {run.name}' if len(runs) > 1 else ''}"
+    layout = _layout(Chart(title, "seconds", (), ""), barmode="stack")
+    note = (
+        "Phases that run at the same time stand on top of each other too: a column may be higher than the step is long."
+    )
+    return {"title": title, "note": note, "figure": {"data": data, "layout": layout}}
+
+
+def _idle(runs: Sequence[RunFolder]) -> dict[str, Any]:
+    roles = dict.fromkeys(name for run in runs for row in run.rows for name in row if name.startswith(IDLE))
+    lines = tuple((name, name.removeprefix(IDLE)) for name in roles)
+    note = "The share of the time in which a role had nothing to do. The one near 0 is what the others wait for."
+    return _curves(Chart("Idle shares", "share", lines, note, share=True, all_lines=True), runs)
+
+
+def _line(points: Sequence[tuple[int, float]], name: str, line: dict[str, Any], few: bool) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if few else "lines",
+        "name": name,
+        "x": [step for step, _ in points],
+        "y": [_finite(value) for _, value in points],
+        "line": line,
+        "hovertemplate": "%{y:.4g}",
+    }
+
+
+def _layout(chart: Chart, **more: Any) -> dict[str, Any]:
+    axis: dict[str, Any] = {"title": {"text": chart.unit}}
+    if chart.share:
+        axis |= {"rangemode": "tozero", "tickformat": ".0%"}
+    return {"xaxis": {"hoverformat": "d"}, "yaxis": axis, "hovermode": "x unified", **more}
+
+
+def _finite(value: float) -> float | None:
+    """JSON has neither NaN nor infinity; Plotly leaves a gap for null."""
+    return value if math.isfinite(value) else None
+
+
+def _named(label: str, run: RunFolder, runs: Sequence[RunFolder]) -> str:
+    name = f"{label} ({run.name})" if len(runs) > 1 else label
+    return name.replace("<", "&lt;")  # Plotly reads some HTML in names
+
+
+def _dashes(count: int) -> list[str]:
+    return [_DASHES[i % len(_DASHES)] for i in range(count)]
+
+
+def _colors(count: int) -> list[str]:
+    return [COLORS[i % len(COLORS)] for i in range(count)]

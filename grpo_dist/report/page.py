@@ -1,0 +1,98 @@
+"""Makes the report's page: one HTML file with everything in it, which needs no network."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+from typing import Any
+
+import grpo_dist
+from grpo_dist.report.charts import charts
+from grpo_dist.report.run_folder import RunFolder, compare_configs
+from grpo_dist.tracking import metric_names
+from grpo_dist.tracking.summary import format_seconds
+
+STATIC = files("grpo_dist.report") / "static"
+
+
+def overview(runs: Sequence[RunFolder]) -> dict[str, Any]:
+    """All but the responses, which the page draws, again when it changes: head, alarms, charts, config differences."""
+    run = runs[0]
+    return {
+        "title": " against ".join(each.name for each in runs),
+        "facts": _facts(run),
+        "alarms": [{"step": alarm.step, "rule": alarm.rule, "text": alarm.text} for alarm in run.alarms],
+        "charts": charts(runs),
+        "differences": {
+            "runs": [each.name for each in runs],
+            "keys": [{"key": key, "values": values} for key, values in compare_configs(runs)],
+        },
+        "steps": list(run.rollout_steps),
+    }
+
+
+def page(runs: Sequence[RunFolder], steps: Mapping[int, Any] | None) -> str:
+    """The page.
+
+    Args:
+        runs: the run that is reported, then those that it is compared with.
+        steps: responses by step (`rollouts.read_step`), which go into the page; None: the page asks the server for
+            what it shows (server.py).
+    """
+    parts = {"style": _static("report.css"), "script": _static("report.js"), "plotly": _plotly()}
+    if steps is None:
+        blobs = ""
+    else:
+        shown = overview(runs) | {"steps": list(steps)}
+        data = {"overview": shown} | {f"step-{number}": step for number, step in steps.items()}
+        blobs = "\n".join(
+            f'<script type="application/octet-stream" id="data-{name}">{_packed(value)}</script>'
+            for name, value in data.items()
+        )
+    made = f"grpo_dist {grpo_dist.__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    template = _static("report.html")
+    values = {"title": html.escape(runs[0].name), "made": html.escape(made), "data": blobs, **parts}
+    before, *rest = template.split("{{ ")  # what is put in is never searched for places
+    return before + "".join(values[name] + text for name, _, text in (part.partition(" }}") for part in rest))
+
+
+def _facts(run: RunFolder) -> list[tuple[str, str]]:
+    """What the head of the page says of the run."""
+    trained = [row for row in run.rows if metric_names.STEP_TIME in row]
+    facts = [("folder", str(run.path.absolute())), ("steps", str(max((int(r["step"]) for r in run.rows), default=0)))]
+    seconds = sum(row[metric_names.STEP_TIME] for row in trained)
+    if trained:
+        facts.append(("training time", f"{format_seconds(seconds)}, {format_seconds(seconds / len(trained))} a step"))
+    for name in run.validation:
+        values = [row[name] for row in run.rows if name in row]
+        arrow = f"{values[0]:.3g} → {values[-1]:.3g}" if len(values) > 1 else f"{values[0]:.3g}"
+        facts.append((name.removeprefix(metric_names.VALIDATION), arrow))
+    rewards = [row[metric_names.REWARD] for row in trained if metric_names.REWARD in row]
+    if rewards:
+        facts.append(("reward", f"{rewards[0]:.3g} → {rewards[-1]:.3g}"))
+    model = run.config.get("actor_rollout_ref", run.config).get("model", {})
+    if isinstance(model, Mapping) and model.get("path"):
+        facts.append(("model", str(model["path"])))
+    return facts
+
+
+def _packed(value: Any) -> str:
+    """JSON, compressed, in letters that mean nothing to HTML."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 6, mtime=0)).decode()
+
+
+def _static(name: str) -> str:
+    return (STATIC / name).read_text(encoding="utf-8")
+
+
+def _plotly() -> str:
+    """Plotly's own code for browsers."""
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())

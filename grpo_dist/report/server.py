@@ -1,0 +1,85 @@
+"""Serves the report of a run that is still going on: the page asks every few seconds for what is new."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.errors import ConfigError, GrpoDistError
+from grpo_dist.report.page import overview, page
+from grpo_dist.report.rollouts import load_token_texts, read_step
+from grpo_dist.report.run_folder import read_run
+
+LOOPBACK = "127.0.0.1"
+
+
+class ReportServer(ThreadingHTTPServer):
+    """Serves the report on this machine's loopback address, to those who know its address.
+
+    Attributes:
+        url: of the page; it holds a token, since other users of the machine reach the port too.
+
+    Args:
+        folders: of the run, and of those that it is compared with.
+        port: 0: a free one.
+
+    Raises:
+        ConfigError: the port cannot be had.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folders: Sequence[Path], port: int) -> None:
+        self.folders = list(folders)
+        self._token = secrets.token_urlsafe(24)
+        try:
+            super().__init__((LOOPBACK, port), _Handler)
+        except OSError as error:
+            raise ConfigError(f"--port {port}: {error}; choose another port, or 0 for a free one") from None
+        self.url = f"http://{LOOPBACK}:{self.server_address[1]}/{self._token}/"
+
+    def answer(self, path: str) -> tuple[int, str, str]:
+        """(status, content type, body) for a path."""
+        token, _, name = path.lstrip("/").partition("/")
+        if not secrets.compare_digest(token.encode(), self._token.encode()):
+            return 403, "text/plain", "open the address that `grpo-dist report --serve` has printed"
+        known: dict[str, Callable[[], Any]] = {"data/overview": self._overview}
+        kind, _, number = name.rpartition("-")
+        if kind == "data/step" and number.isdecimal():
+            known[name] = lambda: self._step(int(number))
+        if name == "":
+            return 200, "text/html; charset=utf-8", page([read_run(self.folders[0])], None)
+        if name not in known:
+            return 404, "text/plain", "there is nothing here"
+        return 200, "application/json", json.dumps(known[name](), ensure_ascii=False, allow_nan=False)
+
+    def _overview(self) -> dict[str, Any]:
+        return overview([read_run(folder) for folder in self.folders])
+
+    def _step(self, step: int) -> dict[str, Any]:
+        return read_step(self.folders[0], step, load_token_texts(self.folders[0]))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ReportServer
+
+    def do_GET(self) -> None:
+        try:
+            status, kind, text = self.server.answer(self.path.partition("?")[0])
+        except GrpoDistError as error:  # such as a file that is being written
+            status, kind, text = 500, "text/plain", str(error)
+        body = text.encode("utf-8", "replace")
+        self.send_response(status)
+        for name, value in (("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store")):
+            self.send_header(name, value)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Requests are not shown: their paths hold the token."""

@@ -1,0 +1,74 @@
+"""The report's figures."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+
+from grpo_dist.config.schema_health import RULES
+from grpo_dist.report.charts import CHARTS, charts
+from grpo_dist.report.run_folder import read_run
+from tests.report.runs import write_run
+
+ROWS = [
+    {
+        "step": step,
+        "critic/score/mean": step / 4,
+        "critic/score/max": 1.0,
+        "actor/kl_loss": 1.5,
+        "timing_s/step": 3.0,
+        "timing_s/gen": 2.0,
+        "timing_s/update_actor": 1.0 + step,
+        "perf/idle/actor": 0.25,
+        "actor/grad_norm": math.nan if step == 2 else 1.0,
+    }
+    for step in range(1, 5)
+]
+
+
+def by_title(found: list[dict[str, Any]]) -> dict[str, Any]:
+    return {chart["title"]: {trace["name"]: trace for trace in chart["figure"]["data"]} for chart in found}
+
+
+def test_curves_of_what_is_there(tmp_path: Path) -> None:
+    found = charts([read_run(write_run(tmp_path / "run", ROWS))])
+    shown = by_title(found)
+    assert shown.keys() == {"Reward", "KL", "Gradient norm", "Where a step's seconds go", "Idle shares"}
+    assert shown["Reward"].keys() == {"mean", "best"}
+    assert (shown["Reward"]["mean"]["x"], shown["Reward"]["mean"]["y"]) == ([1, 2, 3, 4], [0.25, 0.5, 0.75, 1.0])
+    assert shown["Gradient norm"]["actor"]["y"] == [1.0, None, 1.0, 1.0], "a gap where there is no number"
+    for chart in found:
+        go.Figure(chart["figure"])  # which raises for what Plotly does not know
+
+
+def test_seconds_by_phase_and_idle_roles(tmp_path: Path) -> None:
+    shown = by_title(charts([read_run(write_run(tmp_path / "run", ROWS))]))
+    seconds = shown["Where a step's seconds go"]
+    assert list(seconds) == ["update_actor", "gen"], "the longest first, without the step itself"
+    assert seconds["update_actor"]["y"] == [2.0, 3.0, 4.0, 5.0]
+    assert shown["Idle shares"]["actor"]["y"] == [0.25] * 4
+
+
+def test_alarms_are_marked_on_the_curve(tmp_path: Path) -> None:
+    alarm = by_title(charts([read_run(write_run(tmp_path / "run", ROWS))]))["KL"]["alarm"]
+    assert (alarm["x"], alarm["y"]) == ([3], [1.5])
+    assert "<br>" in alarm["text"][0]
+    assert "\n" not in alarm["text"][0]
+
+
+def test_runs_are_compared_by_the_line_that_says_most(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / n, ROWS, f"trainer.experiment_name={n}")) for n in ("a", "b")]
+    shown = by_title(charts(runs))
+    assert shown["Reward"].keys() == {"mean (grpo_dist/a)", "mean (grpo_dist/b)"}
+    styles = [(trace["line"]["color"], trace["line"]["dash"]) for trace in shown["Reward"].values()]
+    assert len({color for color, _ in styles}) == len({dash for _, dash in styles}) == 2
+    assert {"Where a step's seconds go: grpo_dist/a", "Where a step's seconds go: grpo_dist/b"} < shown.keys()
+
+
+def test_every_health_rule_of_a_metric_can_be_marked() -> None:
+    drawn = {metric for chart in CHARTS for metric, _ in chart.lines}
+    unseen = {name for name, rule in RULES.items() if not drawn & {*rule.metrics, *rule.needs}}
+    assert unseen <= {"reward_failures", "no_reward", "non_finite"}, "these stand in the list of alarms"

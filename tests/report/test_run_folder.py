@@ -1,0 +1,58 @@
+"""What the report reads of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from grpo_dist.errors import ConfigError
+from grpo_dist.report.run_folder import compare_configs, read_run
+from tests.messages import refuses, says
+from tests.report.runs import write_run, write_step
+
+
+def test_a_run(tmp_path: Path) -> None:
+    rows = [
+        {"step": 0, "val-core/sums/acc/mean@1": 0.25},
+        {"step": 1, "critic/score/mean": 0.5, "val-core/sums/acc/mean@1": 0.5, "val-core/sums/reward/mean@1": 0.5},
+    ]
+    folder = write_run(tmp_path / "run", rows, "trainer.project_name=sums", "trainer.experiment_name=first")
+    write_step(folder, 1, ["1", "2"], [1.0, 0.0], tokens=False)
+    run = read_run(folder)
+    assert (run.name, len(run.rows), run.rollout_steps, run.validation) == (
+        "sums/first", 2, [1], ["val-core/sums/acc/mean@1"],
+    )  # fmt: skip
+    assert run.alarms == []
+
+
+def test_alarms_are_those_of_the_run(tmp_path: Path) -> None:
+    """KL above 1 for three steps in a row, by the run's own threshold above 2."""
+    rows = [{"step": step, "actor/kl_loss": kl} for step, kl in enumerate((0.1, 1.5, 1.5, 0.1, 1.5, 1.6, 1.7, 1.8), 1)]
+    (alarm,) = read_run(write_run(tmp_path / "run", rows)).alarms
+    assert (alarm.step, alarm.rule) == (7, "kl")
+    says(alarm.text, "actor/kl_loss", "1.7", "actor.kl_loss_coef")
+    assert read_run(write_run(tmp_path / "other", rows, "trainer.health.kl.threshold=2")).alarms == []
+
+
+def test_secrets_are_not_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [{"step": 1, "critic/score/mean": 1.0}])
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("reward_kwargs: {}", "reward_kwargs: {api_key: hush}"))
+    assert "hush" in (folder / "config.yaml").read_text()
+    assert "hush" not in str(read_run(folder).config)
+
+
+def test_keys_that_differ(tmp_path: Path) -> None:
+    rows = [{"step": 1, "critic/score/mean": 1.0}]
+    runs = [read_run(write_run(tmp_path / str(n), rows, f"actor_rollout_ref.rollout.n={n}")) for n in (4, 8)]
+    assert dict(compare_configs(runs))["actor_rollout_ref.rollout.n"] == ["4", "8"]
+    assert "algorithm.adv_estimator" not in dict(compare_configs(runs))
+    assert compare_configs(runs[:1]) == []
+
+
+def test_folders_of_no_run_are_refused(tmp_path: Path) -> None:
+    with refuses(ConfigError, tmp_path, "metrics.jsonl", "trainer.default_local_dir"):
+        read_run(tmp_path)
+    folder = write_run(tmp_path / "run", [{"step": 1, "loss": 1.0}])
+    (folder / "config.yaml").unlink()
+    with refuses(ConfigError, folder / "config.yaml"):
+        read_run(folder)
