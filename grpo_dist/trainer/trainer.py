@@ -21,14 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from grpo_dist.algorithms.kl_control import KLController
 from grpo_dist.algorithms.targets import TargetSettings
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.config.schema_models import CriticConfig
-from grpo_dist.config.schema_roles import ActorConfig
 from grpo_dist.engines.settings import ObjectiveSettings, SamplingSettings, ValueSettings
 from grpo_dist.errors import AgentError, WorkerLost
 from grpo_dist.protocol import metric_values
@@ -43,6 +39,7 @@ from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.health import HealthMonitor
 from grpo_dist.trainer.loop import TrainingLoop
 from grpo_dist.trainer.metrics import IdleShares, PeakMemory, batch_metrics, performance_metrics, staleness_metrics
+from grpo_dist.trainer.mini_batches import mini_batches
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.retraining import Retraining
 from grpo_dist.trainer.roles import Roles
@@ -225,9 +222,9 @@ class GRPOTrainer(TrainingLoop):
     async def update_critic(self, batch: DataProtoRef) -> None:
         """The critic's optimizer steps: one per mini-batch, `ppo_epochs` times over."""
         assert self.roles.critic is not None
-        mini_batches = self._mini_batches(len(batch), self.config.critic)
+        rows = mini_batches(self.config, self.config.critic, len(batch), self.step)
         await self.roles.rollout.begin_update()
-        _, metrics = await self.roles.critic.update(batch, mini_batches, self.value_objective, self.step + 1)
+        _, metrics = await self.roles.critic.update(batch, rows, self.value_objective, self.step + 1)
         self.metrics |= metric_values(metrics)
 
     @property
@@ -238,9 +235,9 @@ class GRPOTrainer(TrainingLoop):
     @stage("update_actor", needs=("responses", "advantages"), adds=("old_log_probs",))
     async def update(self, batch: DataProtoRef) -> DataProtoRef:
         """One optimizer step per mini-batch, `ppo_epochs` times over."""
-        mini_batches = self._mini_batches(len(batch), self.config.actor_rollout_ref.actor)
+        rows = mini_batches(self.config, self.config.actor_rollout_ref.actor, len(batch), self.step)
         await self.roles.rollout.begin_update()
-        batch, metrics = await self.roles.actor.update(batch, mini_batches, self.objective, self.step + 1)
+        batch, metrics = await self.roles.actor.update(batch, rows, self.objective, self.step + 1)
         self.metrics |= metric_values(metrics)
         return batch
 
@@ -378,18 +375,6 @@ class GRPOTrainer(TrainingLoop):
         await self.export(self.roles.actor, self.config.export_dtype)
 
     # --- parts -------------------------------------------------------------------------------------------------
-    def _mini_batches(self, num_rows: int, section: ActorConfig | CriticConfig) -> list[np.ndarray]:
-        """Row positions of each mini-batch of each epoch; a group is never cut, so its responses meet one policy."""
-        groups = np.arange(num_rows).reshape(-1, self.config.actor_rollout_ref.rollout.n)
-        batches: list[np.ndarray] = []
-        for epoch in range(section.ppo_epochs):
-            order = np.arange(len(groups))
-            if section.shuffle:
-                order = np.random.default_rng([self.config.trainer.seed, self.step, epoch]).permutation(order)
-            parts = np.array_split(order, len(groups) // section.ppo_mini_batch_size)
-            batches.extend(groups[part].reshape(-1) for part in parts)
-        return batches
-
     def _show_failures(self, failures: Sequence[str], failed: Sequence[AgentError]) -> None:
         """Count the responses that could not be scored, show one of them, and one of the episodes that failed."""
         self.metrics["reward/failures"] = self.metrics.get("reward/failures", 0.0) + len(failures)

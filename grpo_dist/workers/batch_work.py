@@ -61,8 +61,15 @@ class BatchWork(Process):
             columns of `algorithms.targets`).
         """
         data = batch.fetch(("uid", *TARGET_COLUMNS, *settings.columns))
+        label, metrics, found = self.targets_of(data, batch.small, settings, kl_coef, seed)
+        return (label, metrics, self.take_printed()), found
+
+    def targets_of(
+        self, data: DataProto, given: Mapping[str, np.ndarray], settings: TargetSettings, kl_coef: float, seed: int
+    ) -> tuple[Label, dict[str, float], DataProto]:
+        """The same for a batch that is here, and numbers of its sequences (`truncated`, `score`, ...)."""
         lengths = data["token_level_scores"].lengths
-        small = {name: torch.as_tensor(values) for name, values in batch.small.items() if values.dtype.kind in "fiub"}
+        small = {name: torch.as_tensor(values) for name, values in given.items() if values.dtype.kind in "fiub"}
         components = {k.removeprefix(EXTRA): v for k, v in small.items() if k.startswith(EXTRA)}
         if "reward_components" in settings.needs:
             settings = self._with_components(settings, components)
@@ -87,7 +94,7 @@ class BatchWork(Process):
         columns["advantage_mean"] = out["advantages"].sum(-1) / out["response_mask"].sum(-1).clamp_min(1)
         columns["reward"] = out["token_level_rewards"].sum(-1)
         found = DataProto.from_dict(columns)
-        return (Label.of(found, ("advantage_mean", "reward")), metrics, self.take_printed()), found
+        return Label.of(found, ("advantage_mean", "reward")), metrics, found
 
     def _with_components(self, settings: TargetSettings, returned: Iterable[str]) -> TargetSettings:
         """The settings with gdpo's reward keys and weights filled in."""

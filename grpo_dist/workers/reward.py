@@ -141,15 +141,19 @@ class RewardWorker(BatchWork):
         given = batch.small.get("episode_reward", np.full(len(data), np.nan, np.float32))
         ends = np.cumsum(sizes)
         parts = [
-            self._score_group(data.index(np.arange(end - size, end)), task, given[end - size : end])
+            self.score_group(data.index(np.arange(end - size, end)), task, given[end - size : end])
             for size, end, task in zip(sizes, ends, tasks, strict=True)
         ]
         found = [(label, failures) for label, failures, _ in parts]
         scored = DataProto.concat([each for *_, each in parts])
         return (found, self.scorer.printed.take(), time.monotonic() - started), scored
 
-    def _score_group(self, data: DataProto, task: Task, given: np.ndarray) -> tuple[Label, list[str], DataProto]:
-        """Score a group whose episodes have brought the rewards `given`, nan where one has brought none."""
+    def score_group(self, data: DataProto, task: Task, given: np.ndarray) -> tuple[Label, list[str], DataProto]:
+        """Score a group whose episodes have brought the rewards `given`, nan where one has brought none.
+
+        Returns:
+            (label, failures and data of `score`, of this group).
+        """
         responses, mask = data["responses"], data["response_mask"]
         texts = self._decode(responses)
         results = self._with_rewards(texts, task, given)

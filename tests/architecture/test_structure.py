@@ -20,6 +20,8 @@ MOST_FUNCTION_LINES = 80
 ADVANTAGE_FILES = ("components", "groups", "inputs", "outcome", "process", "returns")
 POLICY_LOSS_FILES = ("clipped", "covariance", "inputs", "unclipped")
 TESTED_ELSEWHERE = {
+    "cli/replay.py": "e2e/test_using_the_model.py",  # on the step of a run
+    "trainer/mini_batches.py": "trainer/test_trainer.py",  # what the update gets
     # one test file for each door
     **{f"algorithms/advantage/{name}.py": "algorithms/test_advantage.py" for name in ADVANTAGE_FILES},
     **{f"algorithms/policy_loss/{name}.py": "algorithms/test_policy_loss.py" for name in POLICY_LOSS_FILES},

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from grpo_dist.cli.entry import main
+from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.parquet import read_parquet, write_parquet
 from tests.chaos.runs import STEPS, Outcome
+from tests.messages import says
 
 pytestmark = pytest.mark.ray  # the run needs it
 
@@ -25,3 +31,67 @@ def test_eval_gives_the_figures_that_the_run_gave(main_run: Outcome) -> None:
     assert base["acc mean@1"][0] == pytest.approx(measured[0], abs=1e-6)
     assert trained["acc mean@1"][0] == pytest.approx(measured[STEPS], abs=1e-6)
     assert base["prompts"] == 16
+
+
+def test_steps_of_a_run_are_computed_again(main_run: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first, by the model's own weights, and a later one by those of a checkpoint: two optimizer steps each."""
+    for step in (1, STEPS):
+        assert main(["replay", str(main_run.run_dir), str(step), "--update"]) == 0
+        row = next(row for row in main_run.metrics() if row["step"] == step)
+        told = capsys.readouterr().out
+        says(told, "old_log_probs", "advantages", f"actor/grad_norm {row['actor/grad_norm']:.4g}")
+
+
+@pytest.fixture
+def copied(main_run: Outcome, tmp_path: Path) -> Path:
+    """What a replay without an update needs of the run."""
+    (tmp_path / "rollouts").mkdir()
+    for name in ("config.yaml", "metrics.jsonl", "rollouts/2.parquet"):
+        shutil.copy(main_run.run_dir / name, tmp_path / name)
+    return tmp_path
+
+
+def change(run_dir: Path, name: str, place: int, value: float) -> DataProto:
+    path = run_dir / "rollouts" / "2.parquet"
+    data = read_parquet(path)
+    column = data[name]
+    values = column.values if isinstance(column, Ragged) else column
+    values[place] = value
+    write_parquet(data, path)
+    return data
+
+
+@pytest.mark.parametrize("name", ["score", "advantages"])
+def test_the_first_number_that_differs_is_named(name: str, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = int(read_parquet(copied / "rollouts" / "2.parquet")["responses"].lengths[0])
+    place = 1 if name == "score" else first + 2  # of the second response
+    data = change(copied, name, place, 17.0)
+    assert main(["replay", str(copied), "2"]) == 1
+    token = "" if name == "score" else "token 2"
+    says(capsys.readouterr().out, name, 17, f"response 1 ({data['uid'][1]})", *filter(None, [token]))
+
+
+def test_another_reward_function(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It turns the scores around: all differ, and so do all advantages that are not 0."""
+    data = read_parquet(copied / "rollouts" / "2.parquet")
+    (tmp_path / "mine.py").write_text(
+        "from grpo_dist.tasks.arithmetic import compute_score as right\n"
+        "def compute_score(solution_str, ground_truth, **more):\n"
+        "    return 1 - right(solution_str=solution_str, ground_truth=ground_truth, **more)['score']\n"
+    )
+    mine = f"custom_reward_function.path={tmp_path / 'mine.py'}"
+    assert main(["replay", str(copied), "2", mine]) == 0
+    told = capsys.readouterr().out
+    assert set(data["score"].tolist()) <= {0.0, 1.0}
+    turned = int((data["advantage_mean"].abs() > 0).sum())
+    mean = float(data["score"].mean())
+    says(told, f"{len(data)} of {len(data)}", f"{mean:.4g} -> {1 - mean:.4g}", f"{turned} of {len(data)}")
+
+
+def test_steps_that_cannot_be_replayed(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(copied), "5"]) == 2
+    says(capsys.readouterr().err, "step 5", copied / "rollouts" / "5.parquet", 2)
+    assert main(["replay", str(copied), "2", "--update"]) == 2
+    says(capsys.readouterr().err, "step 2", "trainer.save_freq")
+    assert main(["replay", str(copied), "2"]) == 0, "rewards and advantages are as they were"
+    says(capsys.readouterr().out, "update", "trainer.save_freq")

@@ -124,9 +124,8 @@ def test_engines_give_their_memory_back_before_an_update_begins(stage: str, resu
         value_objective=None,
         step=0,
         metrics={},
-        _mini_batches=lambda rows, section: [],
     )
-    assert run(getattr(GRPOTrainer, stage).__wrapped__(trainer, range(4))) == result
+    assert run(getattr(GRPOTrainer, stage).__wrapped__(trainer, range(8 * 32))) == result
     assert order == ["begin_update", "update"]
 
 

@@ -1,0 +1,141 @@
+"""`grpo-dist replay RUN_DIR STEP`: a recorded step computed again, and the first number that differs."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from grpo_dist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grpo_dist.protocol import DataProto
+    from grpo_dist.trainer.replay import Difference, Recorded
+
+# Numbers that are computed on another machine, or by the engine on GPU, differ by rounding.
+TOLERANCE = {"fp32": 1e-4, "bf16": 0.1}
+MOST_SHOWN = 5
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Replay a step; 1 if a number differs.
+
+    Raises:
+        ConfigError: there is no such step, or its update cannot be computed again although it is asked for.
+        GrpoDistError: the rows are gone, or the reward function cannot be loaded.
+    """
+    options = _parser().parse_intermixed_args(arguments)
+    from grpo_dist.trainer.replay import read_recorded, rescore, retarget, reward_worker
+
+    recorded = read_recorded(Path(options.run_dir).expanduser(), options.step, tuple(options.overrides))
+    with reward_worker(recorded.config) as worker:
+        scores, failures = rescore(recorded, worker)
+        targets = retarget(recorded, worker, scores)
+    if options.overrides:
+        _write(_changes(recorded, scores, targets, failures))
+        return 0
+    same = _tell("rewards", recorded, scores, 1e-6) and _tell("advantages", recorded, targets, 1e-4)
+    if same and not options.no_update:
+        same = _update(recorded, options.update)
+    return 0 if same else 1
+
+
+def _tell(what: str, recorded: Recorded, computed: DataProto, tolerance: float) -> bool:
+    from grpo_dist.trainer.replay import first_difference
+
+    difference = first_difference(recorded.data, computed, tolerance)
+    columns = ", ".join(name for name in computed.columns() if name in recorded.data.columns())
+    _write([f"{what}: as recorded ({columns})"] if difference is None else _differs(what, recorded, difference))
+    return difference is None
+
+
+def _update(recorded: Recorded, asked: bool) -> bool:
+    """Compare the update, if there are weights to begin with."""
+    from grpo_dist.trainer.replay import UPDATE_METRICS, metric_difference, reupdate
+
+    config = recorded.config
+    dtype = config.actor_rollout_ref.actor.fsdp_config.resolved_dtype(config.default_dtype)
+    try:
+        old, metrics = reupdate(recorded)
+    except ConfigError as error:
+        if asked:
+            raise
+        _write([f"update: not computed: {error}"])
+        return True
+    if not _tell("log-probs before the update", recorded, old, TOLERANCE[dtype]):
+        return False
+    difference = metric_difference(recorded.metrics, metrics, TOLERANCE[dtype])
+    if difference is not None:
+        _write(_differs("update", recorded, difference))
+        return False
+    shown = (f"{name} {metrics[name]:.4g}" for name in UPDATE_METRICS if name in metrics and name in recorded.metrics)
+    _write([f"update: as recorded, up to {TOLERANCE[dtype]:g} ({dtype}): {', '.join(shown)}"])
+    return True
+
+
+def _differs(what: str, recorded: Recorded, difference: Difference) -> Iterator[str]:
+    where = ""
+    if difference.row is not None:
+        where = f", response {difference.row} ({recorded.data['uid'][difference.row]})"
+        where += "" if difference.token is None else f", token {difference.token}"
+    yield f"{what}: the first difference is in {difference.name}{where}"
+    yield f"  recorded {difference.recorded:.9g}"
+    yield f"  computed {difference.computed:.9g}"
+
+
+def _changes(recorded: Recorded, scores: DataProto, targets: DataProto, failures: Sequence[str]) -> Iterator[str]:
+    """What the changed keys would have changed."""
+    before, after = recorded.data["score"], scores["score"]
+    moved = ((before - after).abs() > 1e-6) | (before.isnan() != after.isnan())
+    yield f"step {recorded.step} with the changed keys: {int(moved.sum())} of {len(before)} responses score otherwise"
+    yield f"  mean score            {_mean(before):.4g} -> {_mean(after):.4g}"
+    n = recorded.config.actor_rollout_ref.rollout.n
+    equal = [f"{_equal_groups(column, n)} of {len(before) // n}" for column in (before, after)]
+    yield f"  groups without a difference  {equal[0]} -> {equal[1]}"
+    was, now = recorded.data["advantage_mean"], targets["advantage_mean"]
+    turned = int(((was.sign() * now.sign()) < 0).sum())
+    yield f"  advantages that change sign  {turned} of {len(was)}"
+    if failures:
+        yield f"  the function failed on {len(failures)}: {failures[0].splitlines()[0]}"
+    largest = (after - before).abs().nan_to_num(nan=math.inf).argsort(descending=True, stable=True)[:MOST_SHOWN]
+    for row in largest.tolist():
+        if moved[row]:
+            advantages = f"{float(was[row]):.3g} -> {float(now[row]):.3g}"
+            score = f"{float(before[row]):.4g} -> {float(after[row]):.4g}"
+            yield f"  response {row} ({recorded.data['uid'][row]}): score {score}, advantage {advantages}"
+
+
+def _mean(scores: torch.Tensor) -> float:
+    return float(scores[~scores.isnan()].mean())
+
+
+def _equal_groups(scores: torch.Tensor, n: int) -> int:
+    """Groups whose responses all score the same."""
+    groups = scores.nan_to_num(nan=0.0).reshape(-1, n)
+    return int((groups == groups[:, :1]).all(dim=1).sum())
+
+
+def _write(lines: Sequence[str] | Iterator[str]) -> None:
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="grpo-dist replay",
+        description="Compute a recorded step again, on CPU: rewards, advantages and, where there is a checkpoint of "
+        "the step before, the update. Names the first number that differs (exit code 1). With key=value, such as "
+        "another custom_reward_function.path, it shows what that would have changed.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of the run")
+    parser.add_argument("step", metavar="STEP", type=int, help="a step of rollouts/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the run's config to change")
+    update = parser.add_mutually_exclusive_group()
+    update.add_argument("--update", action="store_true", help="an update that cannot be computed again is an error")
+    update.add_argument("--no-update", action="store_true", help="rewards and advantages alone")
+    return parser
