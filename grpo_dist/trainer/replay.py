@@ -1,6 +1,6 @@
 """Computes a recorded training step again: rewards, advantages and, from the checkpoint before it, the update.
 
-What a run has recorded of a step (tracking/rollouts.py) is all that the step was made of, but for the weights. So it can
+What a run has recorded of a step (tracking/rollouts.py) is all that it was made of, but for the weights. So it can
 be computed again anywhere, without Ray, without rollout engines and on CPU, and compared number by number.
 """
 
