@@ -8,6 +8,7 @@
 #                   was cut off goes on). CHECK='--layer engine' and other arguments: docs/performance.md
 # make bench        has something become slower? Short benchmarks against benchmarks/baseline.json (a few minutes, on a
 #                   quiet machine); make bench-baseline makes the figures this kind of processor's baseline
+# make dist         the wheel and the source distribution, in dist/ (docs/releasing.md)
 # make check        what every change must pass: format, lint, types, layers, fast tests
 # make format       let ruff format and fix; make clean removes caches and builds
 #
@@ -22,7 +23,7 @@ CODE := $(wildcard grpo_dist tests scripts benchmarks examples)
 
 export PYTHON DEVICE CUDA
 
-.PHONY: help constraints setup quickstart smollm2 test test-long test-browser chaos gpu-check bench bench-baseline check format clean
+.PHONY: help constraints setup quickstart smollm2 test test-long test-browser chaos gpu-check bench bench-baseline dist check format clean
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
@@ -71,6 +72,9 @@ check: setup
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long"
+
+dist: setup
+	bash scripts/dist.sh
 
 format: setup
 	$(BIN)/ruff format $(CODE)
