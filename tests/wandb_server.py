@@ -1,7 +1,7 @@
 """A W&B server on loopback that speaks as much of its protocol as wandb-core needs, and can be away for a while.
 
-It keeps what it is sent: of each run its history by line (a line that is sent for an offset replaces what is there, as at
-W&B), config, summary, files and exit code. It knows one API key.
+It keeps what it is sent: of each run its history by line (a line that is sent for an offset replaces what is there, as
+at W&B), config, summary, files and exit code. It knows one API key.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import wandb
 from wandb.sdk.lib.wbauth import read_netrc_auth
 
+import wandb
 from grpo_dist.errors import ConfigError
 from grpo_dist.redact import redact_text
 from grpo_dist.tracking.base import WANDB_RUN_ID, RunInfo
@@ -211,8 +211,9 @@ def _check_key() -> None:
         return
     if refused:
         raise ConfigError(
-            f"trainer.logger: 'wandb': {_base_url()} refuses the API key (HTTP {answer.status_code}): correct "
-            "WANDB_API_KEY or run `wandb login --relogin`, set WANDB_MODE=offline, or remove 'wandb' from trainer.logger"
+            f"trainer.logger: 'wandb': {_base_url()} refuses the API key (HTTP {answer.status_code}): "
+            "correct WANDB_API_KEY, run `wandb login --relogin`, set WANDB_MODE=offline, or remove 'wandb' from "
+            "trainer.logger"
         )
 
 

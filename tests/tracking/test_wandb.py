@@ -4,8 +4,8 @@ import time
 from urllib.parse import urlsplit
 
 import pytest
-import wandb
 
+import wandb
 from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import build_trackers, check_trackers
 from grpo_dist.tracking.wandb import choose_mode

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import wandb
 
+import wandb
 from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import Trackers, build_trackers, check_trackers
 from grpo_dist.tracking.samples import SAMPLES
@@ -84,14 +84,18 @@ def test_metrics_arrive_with_their_steps(server, start):
 
 
 def test_a_run_that_fails_is_marked(server, start):
-    with pytest.raises(ValueError, match="broken"), start() as trackers:
-        log(trackers, 1)
-        raise ValueError("broken")
+    def fail() -> None:
+        with start() as trackers:
+            log(trackers, 1)
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        fail()
     assert server.run.exit_code == 1
 
 
 def test_a_resumed_run_goes_on_and_what_is_done_again_is_not_refused(server, start):
-    """The run had logged steps 4 and 5 after its checkpoint of step 3. Both attempts can be told apart by W&B's step."""
+    """The run had logged steps 4 and 5 after its checkpoint of step 3. W&B's own step tells both attempts apart."""
     with start() as trackers:
         log(trackers, 1, 2, 3, 4, 5)
     with start(resumed_step=3) as trackers:
