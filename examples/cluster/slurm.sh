@@ -79,7 +79,7 @@ children+=($!)
 if ((nodes > 1)); then
   until (: <"/dev/tcp/$head/$port") 2>/dev/null; do
     kill -0 "${children[0]}" 2>/dev/null || { echo "Ray does not start at $head:$port" >&2; exit 1; }
-    sleep 1
+    sleep 0.2
   done
   srun --relative=1 --nodes=$((nodes - 1)) --ntasks=$((nodes - 1)) --ntasks-per-node=1 \
     "${ray[@]}" --address="$head:$port" &

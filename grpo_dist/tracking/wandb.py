@@ -69,7 +69,6 @@ class WandbTracker:
         try:
             self._run = _start(run, mode, run_id)
         except _ServerAway as error:
-            wandb.teardown()  # else its process still holds the run's id
             away, mode = f" (no answer from {_base_url()}: {error})", "offline"
             self._run = _start(run, mode, run_id)
         id_file.write_text(self._run.id + "\n")
@@ -95,11 +94,7 @@ class WandbTracker:
             self._run.log({SAMPLES: wandb.Html(as_html(samples))}, step=self._row(step), commit=False)
 
     def close(self) -> None:
-        """Finish the W&B run; it is marked as failed if an exception is being handled.
-
-        Offline, W&B's own process may still write for some milliseconds after this returns; a normal exit of the
-        interpreter waits for it.
-        """
+        """Finish the W&B run, which is marked as failed if an exception is being handled, and end W&B's process."""
         try:
             self._run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
         except TimeoutError:
@@ -107,6 +102,8 @@ class WandbTracker:
                 "W&B: %s did not take the last metrics within %.0f s; upload them with: wandb sync --include-online %s",
                 *(_base_url(), _FINISH_TIMEOUT_S, shlex.quote(str(self._run.settings.sync_dir))),
             )
+        finally:
+            _end_process()
 
     def _row(self, step: int) -> int:
         """W&B's own step: the training step, or the next that W&B takes, if the run has gone back."""
@@ -114,7 +111,10 @@ class WandbTracker:
 
     def _catch_up(self, run: RunInfo) -> int:
         """Send the rows up to the checkpoint that were lost on their way, or logged offline; returns how many."""
-        newest = self._run.summary.get(STEP, -1)
+        summary = self._run.summary
+        # the summary travels apart from the rows, and may have come without its row
+        lost = summary.get("_step", -1) - (self._run.starting_step - 1)
+        newest = summary.get(STEP, -1) - lost
         missing = [row for row in read_metrics(run.run_dir / METRICS) if row["step"] > newest]
         for row in missing:
             self.log(row, int(row.pop("step")))
@@ -159,6 +159,7 @@ def _start(run: RunInfo, mode: str, run_id: str | None) -> Any:
                 settings=settings,
             )
     except wandb.Error as error:
+        _end_process()  # it still holds the run's id, and the key
         cause = " ".join(str(error).split())
         if mode == "online" and time.monotonic() - started >= _INIT_TIMEOUT_S:
             raise _ServerAway(cause) from error
@@ -166,6 +167,12 @@ def _start(run: RunInfo, mode: str, run_id: str | None) -> Any:
             f"trainer.logger: 'wandb' cannot start ({mode}): {cause}; check project and API key, "
             "set WANDB_MODE=offline, or remove 'wandb' from trainer.logger"
         ) from error
+
+
+def _end_process() -> None:
+    """End W&B's process, if it has not died: the next tracker gets one of its own."""
+    with contextlib.suppress(Exception):
+        wandb.teardown()
 
 
 @contextlib.contextmanager

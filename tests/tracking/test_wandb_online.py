@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-import wandb
 from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import Trackers, build_trackers, check_trackers
 from grpo_dist.tracking.samples import SAMPLES
@@ -43,9 +43,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WandbSer
     monkeypatch.setenv("WANDB__FILE_STREAM_TRANSMIT_INTERVAL", "1")  # seconds, whole ones
     with wandb_server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        wandb.teardown()  # its process and settings may be those of another server
         yield server
-        wandb.teardown()
 
 
 @pytest.fixture
@@ -139,6 +137,22 @@ def test_without_a_server_at_the_start_the_run_begins_offline_and_the_next_start
         says(trackers.notes[1], "W&B online", "2 steps")
         log(trackers, 3)
     assert server.run.values(SCORE) == eighths(1, 2, 3)
+
+
+def test_when_wandbs_own_process_dies_the_run_goes_on_and_the_next_start_sends_the_rest(server, start, caplog):
+    """Such a start may be one in the same process, when all workers are started again."""
+    before = psutil.Process().children()
+    with start() as trackers:
+        log(trackers, 1)
+        (core,) = (process for process in psutil.Process().children() if process not in before)
+        core.kill()
+        core.wait()
+        trackers.log({SCORE: 2 / 8}, 2)
+        trackers.log({SCORE: 3 / 8}, 3)
+    says([record.getMessage() for record in caplog.records], "'wandb'")
+    with start(resumed_step=3) as trackers:
+        log(trackers, 4)
+    assert server.run.values(SCORE) == eighths(1, 2, 3, 4)
 
 
 @pytest.mark.long
