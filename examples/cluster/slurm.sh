@@ -81,7 +81,7 @@ if ((nodes > 1)); then
     kill -0 "${children[0]}" 2>/dev/null || { echo "Ray does not start at $head:$port" >&2; exit 1; }
     sleep 0.2
   done
-  srun --relative=1 --nodes=$((nodes - 1)) --ntasks=$((nodes - 1)) --ntasks-per-node=1 \
+  srun --relative=1 --nodes=$((nodes - 1)) --ntasks=$((nodes - 1)) --ntasks-per-node=1 --cpu-bind=none \
     "${ray[@]}" --address="$head:$port" &
   children+=($!)
 fi

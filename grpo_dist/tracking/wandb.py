@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import wandb
 from wandb.sdk.lib.wbauth import read_netrc_auth
 
-import wandb
 from grpo_dist.errors import ConfigError
 from grpo_dist.redact import redact_text
 from grpo_dist.tracking.base import WANDB_RUN_ID, RunInfo
@@ -74,7 +74,7 @@ class WandbTracker:
         id_file.write_text(self._run.id + "\n")
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
-        caught_up = self._catch_up(run) if mode == "online" and run_id and run.resumed_step is not None else 0
+        caught_up = self._catch_up(run) if mode == "online" and run_id else 0
         self.note = f"W&B {mode}"
         if mode == "online":
             self.note += f": {self._run.url}" + (f" ({caught_up} steps of before sent now)" if caught_up else "")
@@ -94,7 +94,11 @@ class WandbTracker:
             self._run.log({SAMPLES: wandb.Html(as_html(samples))}, step=self._row(step), commit=False)
 
     def close(self) -> None:
-        """Finish the W&B run, which is marked as failed if an exception is being handled, and end W&B's process."""
+        """Finish the W&B run; it is marked as failed if an exception is being handled.
+
+        Offline, W&B's own process may still write for some milliseconds after this returns; a normal exit of the
+        interpreter waits for it.
+        """
         try:
             self._run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
         except TimeoutError:
@@ -102,8 +106,9 @@ class WandbTracker:
                 "W&B: %s did not take the last metrics within %.0f s; upload them with: wandb sync --include-online %s",
                 *(_base_url(), _FINISH_TIMEOUT_S, shlex.quote(str(self._run.settings.sync_dir))),
             )
-        finally:
+        except Exception:
             _end_process()
+            raise
 
     def _row(self, step: int) -> int:
         """W&B's own step: the training step, or the next that W&B takes, if the run has gone back."""
@@ -117,7 +122,8 @@ class WandbTracker:
         newest = summary.get(STEP, -1) - lost
         missing = [row for row in read_metrics(run.run_dir / METRICS) if row["step"] > newest]
         for row in missing:
-            self.log(row, int(row.pop("step")))
+            step = int(row.pop("step"))
+            self.log(row, step)
         return len(missing)
 
 
@@ -170,7 +176,7 @@ def _start(run: RunInfo, mode: str, run_id: str | None) -> Any:
 
 
 def _end_process() -> None:
-    """End W&B's process, if it has not died: the next tracker gets one of its own."""
+    """End W&B's process after a failure, also if it has died: the next tracker gets a new one."""
     with contextlib.suppress(Exception):
         wandb.teardown()
 

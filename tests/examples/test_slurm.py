@@ -124,7 +124,7 @@ def test_a_run_to_its_end(start: Callable[..., Job]) -> None:
         asked[0] == f"python {ray} --head --node-ip-address=127.0.0.1 --port={address[10:]} --include-dashboard=false"
     )
     others = f"{job.python} {ray} --address={address}"
-    assert f"srun --relative=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 {others}" in asked
+    assert f"srun --relative=1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --cpu-bind=none {others}" in asked
     assert f"python {ray} --address={address}" in asked
     assert f"python examples/cluster/wait_for_nodes.py {address} 2" in asked
     run = f"python -m grpo_dist.main ray_kwargs.ray_init.address={address} cluster=multi_node trainer.nnodes=2"

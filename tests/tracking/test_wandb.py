@@ -3,8 +3,8 @@ import re
 from urllib.parse import urlsplit
 
 import pytest
-
 import wandb
+
 from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import build_trackers, check_trackers
 from grpo_dist.tracking.wandb import choose_mode
@@ -21,7 +21,8 @@ def no_account(monkeypatch, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
-    return home
+    yield home
+    wandb.teardown()  # the next test has other settings
 
 
 @pytest.mark.parametrize("explicit", [True, False])
@@ -35,6 +36,7 @@ def test_offline_run_needs_no_account_and_holds_the_data(tmp_path, monkeypatch, 
         trackers.log({"critic/score/mean": 0.625}, 2)
         assert len(trackers.notes) == 2, "none was dropped"
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    wandb.teardown()  # W&B's process may still write
     content = file.read_bytes()
     assert b"0.625" in content
     assert b"critic/score/mean" in content

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import wandb
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import Trackers, build_trackers, check_trackers
@@ -43,7 +44,9 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WandbSer
     monkeypatch.setenv("WANDB__FILE_STREAM_TRANSMIT_INTERVAL", "1")  # seconds, whole ones
     with wandb_server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        wandb.teardown()  # its process and settings may be those of another server
         yield server
+        wandb.teardown()
 
 
 @pytest.fixture
@@ -185,7 +188,7 @@ def test_without_a_server_at_the_end_the_run_ends_and_says_what_to_do(server, st
     assert server.run.exit_code is None
     server.away = False
     command = [sys.executable, "-m", "wandb", "sync", "--include-online", str(folder)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
     assert set(server.run.values(SCORE)) == set(eighths(1, 2))
 
 
