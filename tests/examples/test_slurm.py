@@ -199,6 +199,7 @@ def test_slurm_can_start_it_and_has_what_it_relies_on() -> None:
 
 @pytest.mark.long
 @pytest.mark.ray
+@pytest.mark.timeout(900)
 def test_two_nodes_are_stopped_in_a_run_that_goes_on_when_slurm_starts_it_again(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:

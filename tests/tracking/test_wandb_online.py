@@ -16,7 +16,7 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import Trackers, build_trackers, check_trackers
 from grpo_dist.tracking.samples import SAMPLES
 from tests.chaos.driver import Fault
-from tests.chaos.runs import STEPS, train
+from tests.chaos.runs import train
 from tests.messages import refuses, says
 from tests.tracking.test_samples import SAMPLE
 from tests.wandb_server import KEY, WandbServer, wandb_server
@@ -238,18 +238,15 @@ def test_no_secret_is_sent(server, start, tmp_path, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.ray
-def test_one_run_over_a_restart_of_all_workers_and_two_new_starts(server, tmp_path):
-    """An actor rank and then the driver are killed, then the driver gets SIGTERM."""
-    faults = [
-        Fault("actor", "updating", "SIGKILL", 2),
-        Fault("driver", "updating", "SIGKILL", 4),
-        Fault("driver", "updating", "SIGTERM", 6),
-    ]
-    outcome = train(tmp_path / "main", faults, "trainer.logger=[wandb]")
-    assert outcome.lives == 3
-    assert len(outcome.hits) == 3
+@pytest.mark.timeout(1500)
+def test_one_run_over_a_restart_of_all_workers_and_a_new_start(server, tmp_path):
+    """An actor rank is killed, and later the driver."""
+    faults = [Fault("actor", "updating", "SIGKILL", 2), Fault("driver", "updating", "SIGKILL", 4)]
+    outcome = train(tmp_path / "main", faults, "trainer.logger=[wandb]", "trainer.total_training_steps=5")
+    assert outcome.lives == 2
+    assert len(outcome.hits) == 2
     run = server.run
-    assert run.starts == 4
+    assert run.starts == 3
     assert run.exit_code == 0
-    assert sorted(dict(run.values(SCORE)).items()) == outcome.rewards()
-    assert [step for step, _ in outcome.rewards()] == list(range(1, STEPS + 1))
+    assert [step for step, _ in outcome.rewards()] == [1, 2, 3, 4, 5]
+    assert list(dict(run.values(SCORE)).items()) == outcome.rewards()
