@@ -25,7 +25,8 @@
 #     reach its workers on all nodes (a job runs on the head: set them for `ray start` there). What names a folder, such as
 #     HF_HOME, each node sets for itself. Each node downloads a model of the hub once; one that cannot get it, or lacks a
 #     folder, is named.
-#   - Follow a job: ray job logs -f ID. End it: ray job stop ID; its workers end with it.
+#   - Follow a job: ray job logs -f ID. End it: ray job stop ID; its workers end with it. It has 3 seconds after SIGTERM, too
+#     few for a checkpoint: set RAY_JOB_STOP_WAIT_TIME_S=600 for `ray start` on the head.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

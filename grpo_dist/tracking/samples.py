@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 Sample = Mapping[str, Any]
 """step, uid, input, output, gts (the ground truth) and score (None: it could not be scored) of one response, and the
 numbers that the reward function has returned besides the score."""
-
-TEXTS = ("uid", "input", "output", "gts", "failure")
-"""The fields of a sample that are no numbers; the ground truth may have any type."""
 
 SAMPLES = "val/generations"
 """The name of the samples in trackers, as in verl."""
@@ -34,6 +32,15 @@ def as_markdown(sample: Sample) -> str:
     for label in ("input", "output"):
         blocks += [label, "\n".join(f"    {line}" for line in sample[label].splitlines())]
     return "\n\n".join(blocks) + "\n"
+
+
+def as_html(samples: Sequence[Sample]) -> str:
+    """Format samples as an HTML table with a row for each; what a model has written stays text."""
+    columns = dict.fromkeys(name for sample in samples for name in sample)
+    rows = ["".join(f"<th>{escape(name)}</th>" for name in columns)]
+    rows += ["".join(f"<td>{escape(str(s.get(name, '')))}</td>" for name in columns) for s in samples]
+    style = "<style>td {white-space: pre-wrap; vertical-align: top; border-top: 1px solid}</style>"
+    return f"{style}<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
 
 
 def _head(sample: Sample, truth: str) -> str:

@@ -1,4 +1,4 @@
-from grpo_dist.tracking.samples import as_markdown, format_samples
+from grpo_dist.tracking.samples import as_html, as_markdown, format_samples
 
 SAMPLE = {"step": 0, "uid": "val-7", "input": "1+1=?", "output": "#### 2", "gts": "2", "score": 1.0}
 
@@ -22,3 +22,15 @@ def test_escape_sequences_do_not_reach_the_terminal():
 
 def test_markdown_of_the_text_stays_text():
     assert as_markdown(SAMPLE) == "val-7: score 1, gts `2`\n\ninput\n\n    1+1=?\n\noutput\n\n    #### 2\n"
+
+
+def test_as_a_table():
+    """A model cannot write markup into it, and a row without a field has an empty cell."""
+    table = as_html([SAMPLE | {"output": "<script>", "gts": [1]}, {"step": 0, "uid": "val-8", "acc": 0.5}])
+    header, first, second = (part.partition("</tr>")[0] for part in table.split("<tr>")[1:])
+    cells = [part.replace("</th>", "</td>").replace("<th>", "<td>") for part in (header, first, second)]
+    assert [part[4:-5].split("</td><td>") for part in cells] == [
+        ["step", "uid", "input", "output", "gts", "score", "acc"],
+        ["0", "val-7", "1+1=?", "&lt;script&gt;", "[1]", "1.0", ""],
+        ["0", "val-8", "", "", "", "", "0.5"],
+    ]

@@ -1,0 +1,104 @@
+"""examples/cluster/rayjob.yaml against what it starts: the image, the config and the plan of the run.
+
+KubeRay's own schema (v1.6.2, 1.7) takes the file; no package has it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+import yaml
+from dockerfile_parse import DockerfileParser
+
+from grpo_dist.config.load import load_config
+from grpo_dist.errors import ConfigError
+from tests.messages import refuses
+
+ROOT = Path(__file__).parents[2]
+CHECK = "trainer.dry_run=config"  # the data lies on the cluster's disk
+UNITS = {"Gi": 2**30}
+
+
+@pytest.fixture(scope="module")
+def spec() -> dict[str, Any]:
+    job = yaml.safe_load((ROOT / "examples/cluster/rayjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    return job["spec"]
+
+
+@pytest.fixture(scope="module")
+def image() -> dict[str, str]:
+    steps = DockerfileParser(str(ROOT / "Dockerfile"), fileobj=None).structure
+    return {step["instruction"]: step["value"] for step in steps}
+
+
+def pods(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    groups = [spec["rayClusterSpec"]["headGroupSpec"], *spec["rayClusterSpec"]["workerGroupSpecs"]]
+    return [group["template"]["spec"] for group in groups]
+
+
+def size(text: str) -> int:
+    return int(text[:-2]) * UNITS[text[-2:]]
+
+
+def test_its_command_is_a_config_for_the_gpus_that_it_asks_for(spec: dict[str, Any], image: dict[str, str]) -> None:
+    words = shlex.split(spec["entrypoint"])
+    entry = json.loads(image["ENTRYPOINT"])
+    assert words[: len(entry)] == entry
+    assert not set(spec["entrypoint"]) & set("'\"$[]{}*"), "two shells read it"
+    config, _ = load_config([*words[len(entry) :], CHECK])
+    (workers,) = spec["rayClusterSpec"]["workerGroupSpecs"]
+    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == config.trainer.nnodes == 2
+    (container,) = workers["template"]["spec"]["containers"]
+    for kind in ("requests", "limits"):
+        assert container["resources"][kind]["nvidia.com/gpu"] == str(config.trainer.n_gpus_per_node)
+    assert spec["rayClusterSpec"]["headGroupSpec"]["rayStartParams"] == {"num-gpus": "0"}
+    with refuses(ConfigError, "trainer.nnode"):
+        load_config([*words[len(entry) :], CHECK, "trainer.nnode=2"])
+
+
+def test_a_run_that_ends_early_goes_on_and_nothing_stays(spec: dict[str, Any]) -> None:
+    assert spec["backoffLimit"] > 0
+    assert spec["shutdownAfterJobFinishes"] is True
+    assert "trainer.save_interval_minutes=" in spec["entrypoint"]
+    assert "resume_mode" not in spec["entrypoint"], "a new start goes on from the newest checkpoint"
+
+
+def test_only_who_has_the_token_reaches_the_cluster(spec: dict[str, Any]) -> None:
+    assert spec["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+    for pod in pods(spec):
+        for container in pod["containers"]:
+            secret = [each for each in container["env"] if "KEY" in each["name"] or "TOKEN" in each["name"]]
+            assert [list(each["valueFrom"]) for each in secret] == [["secretKeyRef"]] * 2, "no secret in the file"
+
+
+def test_every_pod_has_the_same_ray_the_image_and_its_user(spec: dict[str, Any], image: dict[str, str]) -> None:
+    (ray,) = [
+        line for line in (ROOT / "constraints/gpu.txt").read_text().splitlines() if line.partition("==")[0] == "ray"
+    ]
+    assert spec["rayClusterSpec"]["rayVersion"] == ray.partition("==")[2]
+    for pod in pods(spec):
+        assert [container["image"] for container in pod["containers"]] == ["grpo_dist"]
+        assert pod["securityContext"] == {"fsGroup": int(image["USER"])}
+
+
+def test_paths_lie_on_the_shared_disk_and_shared_memory_has_room(spec: dict[str, Any]) -> None:
+    values = [word.partition("=")[2] for word in shlex.split(spec["entrypoint"])]
+    paths = [PurePosixPath(value) for value in values if value.startswith("/")]
+    assert len(paths) == 3
+    for pod in pods(spec):
+        (container,) = pod["containers"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes.keys() == mounts.keys()
+        (claim,) = [name for name, volume in volumes.items() if "persistentVolumeClaim" in volume]
+        cache = [PurePosixPath(each["value"]) for each in container["env"] if each["name"] == "HF_HOME"]
+        assert all(path.is_relative_to(mounts[claim]) for path in [*paths, *cache])
+        (memory,) = [name for name, path in mounts.items() if path == "/dev/shm"]
+        assert volumes[memory]["emptyDir"]["medium"] == "Memory"
+        limit = size(container["resources"]["limits"]["memory"])
+        assert 2**34 <= size(volumes[memory]["emptyDir"]["sizeLimit"]) < limit

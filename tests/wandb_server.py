@@ -1,0 +1,203 @@
+"""A W&B server on loopback that speaks as much of its protocol as wandb-core needs, and can be away for a while.
+
+It keeps what it is sent: of each run its history by line (a line that is sent for an offset replaces what is there, as
+at W&B), config, summary, files and exit code. It knows one API key.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote
+
+KEY = "0123456789" * 4
+USER = "somebody"
+
+
+@dataclass
+class StoredRun:
+    """What the server knows of a run."""
+
+    project: str
+    name: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    lines: dict[str, list[str]] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+    exit_code: int | None = None
+    starts: int = 0
+
+    def history(self) -> list[dict[str, Any]]:
+        """The rows, in order."""
+        return [json.loads(line) for line in self.lines.get("wandb-history.jsonl", [])]
+
+    def values(self, metric: str, by: str = "training/global_step") -> list[tuple[int, float]]:
+        """Step and value of the rows that have the metric."""
+        return [(row[by], row[metric]) for row in self.history() if metric in row]
+
+
+class WandbServer:
+    """The server. While `away` is set it ends every connection without an answer, and counts them."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, StoredRun] = {}
+        self.sent = b""
+        self.away = False
+        self.turned_away = 0
+        self.changed = threading.Condition()
+        self.http = _Http(("127.0.0.1", 0), _Handler)
+        self.http.wandb = self
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http.server_address[1]}"
+
+    @property
+    def run(self) -> StoredRun:
+        """The only run."""
+        (run,) = self.runs.values()
+        return run
+
+    def wait_for(self, wanted: Callable[[], Any], timeout: float = 60) -> None:
+        """Return once `wanted()` is true; looks after each request."""
+        with self.changed:
+            assert self.changed.wait_for(wanted, timeout), f"not within {timeout} s; runs: {self.runs}"
+
+
+@contextlib.contextmanager
+def wandb_server() -> Iterator[WandbServer]:
+    """A server that listens and has no run."""
+    server = WandbServer()
+    thread = threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.http.shutdown()
+        thread.join()
+        server.http.server_close()
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False  # wandb-core keeps its connections open
+    wandb: WandbServer
+
+    def handle_error(self, *_: Any) -> None:
+        """Connections of processes that are killed end in the middle of something."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Http
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _answer_to(self, body: bytes) -> Any:
+        wandb, parts = self.server.wandb, self.path.strip("/").split("/")
+        if parts[0] == "graphql":
+            request = json.loads(body)
+            return {"data": _graphql(wandb, request["query"], request.get("variables") or {})}
+        if parts[0] == "files":  # files/ENTITY/PROJECT/RUN/file_stream
+            _store(wandb.runs[parts[3]], json.loads(body))
+        elif parts[0] == "storage":  # storage/RUN/NAME, the addresses that CreateRunFiles has given
+            wandb.runs[parts[1]].files[unquote(parts[2])] = body
+        return {}
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        wandb = self.server.wandb
+        known = "Basic " + base64.b64encode(f"api:{KEY}".encode()).decode()
+        status, answer = 200, None
+        with wandb.changed:
+            if wandb.away:
+                wandb.turned_away += 1
+                wandb.changed.notify_all()
+                self.close_connection = True
+                return
+            if self.headers.get("Authorization") == known or self.command == "PUT":
+                wandb.sent += self.path.encode() + b"\n" + body + b"\n"
+                answer = self._answer_to(body)
+            else:
+                status, answer = 401, {"errors": [{"message": "user is not logged in"}]}
+            wandb.changed.notify_all()
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_PUT = do_POST
+
+
+def _graphql(wandb: WandbServer, query: str, given: dict[str, Any]) -> dict[str, Any]:
+    if "upsertBucket" in query:
+        return {"upsertBucket": _upsert(wandb, given)}
+    if "createRunFiles" in query:
+        addresses = [
+            {"name": name, "uploadUrl": f"{wandb.url}/storage/{given['run']}/{name.replace('/', '%2F')}"}
+            for name in given["files"]
+        ]
+        return {"createRunFiles": {"runID": given["run"], "uploadHeaders": [], "files": addresses}}
+    if "missingOk" in query:  # RunResumeStatus
+        found = wandb.runs.get(given["name"])
+        project = {"name": given["project"], "entity": {"name": USER}}
+        return {"model": None if found is None else {**project, "bucket": _resume_status(given["name"], found)}}
+    if "viewer" in query:
+        viewer = {"id": "u1", "entity": USER, "username": USER, "email": "", "flags": "{}", "teams": {"edges": []}}
+        return {"viewer": viewer}
+    if "serverInfo" in query:
+        return {"serverInfo": {"features": []}}
+    return {"entity": None}
+
+
+def _upsert(wandb: WandbServer, given: dict[str, Any]) -> dict[str, Any]:
+    is_new = given["name"] not in wandb.runs
+    run = wandb.runs.setdefault(given["name"], StoredRun(given["project"]))
+    run.name = given["displayName"] or run.name
+    if given["host"]:  # the first upsert of a process
+        run.starts += 1
+        run.exit_code = None
+    if given["config"]:
+        run.config = {key: item["value"] for key, item in json.loads(given["config"]).items()}
+    project = {"id": "p1", "name": run.project, "entity": {"id": "e1", "name": USER}}
+    bucket = {"id": given["name"], "name": given["name"], "displayName": run.name, "description": None}
+    bucket |= {"config": given["config"], "sweepName": None, "project": project}
+    bucket["historyLineCount"] = len(run.lines.get("wandb-history.jsonl", []))
+    return {"bucket": bucket, "inserted": is_new}
+
+
+def _resume_status(run_id: str, run: StoredRun) -> dict[str, Any]:
+    def tail(name: str) -> str:
+        return json.dumps(run.lines.get(name, [])[-1:])
+
+    return {
+        "id": run_id,
+        "name": run_id,
+        "displayName": run.name,
+        "summaryMetrics": (run.lines.get("wandb-summary.json") or ["{}"])[0],
+        "logLineCount": len(run.lines.get("output.log", [])),
+        "historyLineCount": len(run.lines.get("wandb-history.jsonl", [])),
+        "eventsLineCount": len(run.lines.get("wandb-events.jsonl", [])),
+        "historyTail": tail("wandb-history.jsonl"),
+        "eventsTail": tail("wandb-events.jsonl"),
+        "config": json.dumps({key: {"value": value} for key, value in run.config.items()}),
+        "tags": [],
+        "notes": None,
+        "wandbConfig": json.dumps({"t": run.config.get("_wandb", {}).get("t", {})}),
+    }
+
+
+def _store(run: StoredRun, sent: dict[str, Any]) -> None:
+    for name, part in (sent.get("files") or {}).items():
+        lines = run.lines.setdefault(name, [])
+        lines[part["offset"] : part["offset"] + len(part["content"])] = part["content"]
+    if sent.get("complete"):
+        run.exit_code = sent["exitcode"]
