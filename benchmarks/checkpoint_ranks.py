@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,40 +17,98 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-import transformers
+import torch.multiprocessing as mp
 from safetensors.torch import save_file
 
-from benchmarks.throughput import TIMEOUT_S, kill
 from grpo_dist.config.load import load_config
-from grpo_dist.config.node_layout import slots_of
+from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
 from grpo_dist.engines.settings import ModelSettings, OptimizerSettings
+from grpo_dist.engines.train.durable_files import FileDigest
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.sharded_tensors import local_shard
 from grpo_dist.trainer.checkpoint.folder import RunState
 from grpo_dist.trainer.checkpoint.manifest import damage, read_manifest
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.gang import ActorGroup
-from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.limits import TimeLimits
-from grpo_dist.workers.policy import ActorWorker, PolicySettings
-from grpo_dist.workers.resources import release, reserve
+from grpo_dist.workers.freed_memory import FreedMemory
 
-MIB, SAMPLED_S, PIECE = 1 << 20, 0.1, 16 << 20
+MIB, SAMPLED_S, PIECE, TIMEOUT_S = 1 << 20, 0.1, 16 << 20, 600.0
+# Imported once, by the server that the ranks are forked from.
+PRELOADED = ["benchmarks.checkpoint_ranks", "transformers.models.qwen3.modeling_qwen3"]
 
 
-class Rank(ActorWorker):
-    """An actor whose optimizer has states, as after a step."""
+class Ranks:
+    """Processes with an engine each, asked as a `Gang` is, but through pipes: Ray has no part in what is measured.
 
-    def fill_states(self) -> None:
-        """Draw them."""
-        optimizer = self.engine.optimizer  # type: ignore[attr-defined]
-        for parameter in self.engine.model.parameters():  # type: ignore[attr-defined]
-            means = {name: torch.rand_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.tensor(1.0), **means}
-        ctypes.CDLL(None).malloc_trim(0)  # what loading has left, which a pass would use
+    Args:
+        model: folder of the model.
+        count: number of ranks.
+    """
+
+    def __init__(self, model: Path, count: int) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self._store = open_store(LOOPBACK)
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            arguments = (rank, count, self._store.port, str(model), theirs)
+            self.processes.append(context.Process(target=_serve, args=arguments, daemon=True))
+            self._pipes.append(ours)
+            self.processes[-1].start()
+        for pipe in self._pipes:
+            pipe.recv()  # the model is loaded
+
+    def ask(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """What the method of the engine returns on each rank."""
+        for pipe in self._pipes:
+            pipe.send((method, args, kwargs))
+        return [pipe.recv() for pipe in self._pipes]
+
+    async def checkpoint_bytes(self) -> int:
+        """As of a `Gang`."""
+        return int(self.ask("checkpoint_bytes")[0])
+
+    async def begin_save(self, folder: str) -> None:
+        """As of a `Gang`."""
+        await asyncio.to_thread(self.ask, "begin_save", Path(folder))
+
+    async def finished_save(self, *, wait: bool) -> dict[str, FileDigest] | None:
+        """As of a `Gang`."""
+        parts = await asyncio.to_thread(self.ask, "finished_save", wait=wait)
+        return None if None in parts else {name: digest for part in parts for name, digest in part.items()}
+
+    def end(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, count: int, port: int, model: str, pipe: Connection) -> None:
+    """A rank: it loads the model, gives it the optimizer states of a first step, and does as it is told."""
+    torch.set_num_threads(1)
+    FreedMemory()  # as workers on CPU have it
+    store = torch.distributed.TCPStore(LOOPBACK, port)
+    init_process_group(device="cpu", rank=rank, world_size=count, store=store, timeout_s=TIMEOUT_S)
+    settings = ModelSettings(model, False, "fp32", "fp32", False, True)
+    schedule = OptimizerSettings(1e-6, 0.0, (0.9, 0.999), "constant", 0, 10, 0.0)
+    engine = FSDPEngine(settings, device="cpu", temperature=1.0, optimizer=schedule)
+    for parameter in engine.model.parameters():
+        means = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        for each in means.values():
+            local_shard(each).uniform_()
+        engine.optimizer.state[parameter] = {"step": torch.tensor(1.0), **means}
+    ctypes.CDLL(None).malloc_trim(0)  # what loading has left, and a pass would use
+    pipe.send(None)
+    while True:
+        method, args, kwargs = pipe.recv()
+        pipe.send(getattr(engine, method)(*args, **kwargs))
 
 
 class Memory:
-    """Memory of some processes together, shared pages counted once, MiB.
+    """Memory of the ranks together, shared pages counted once, MiB.
 
     Attributes:
         before: when a block began.
@@ -57,8 +117,8 @@ class Memory:
 
     before = peak = 0.0
 
-    def __init__(self, workers: WorkerGroup) -> None:
-        self._processes = [psutil.Process(each.pid) for each in run(workers.call_home())]
+    def __init__(self, ranks: Ranks) -> None:
+        self._processes = [psutil.Process(process.pid) for process in ranks.processes]
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -79,11 +139,13 @@ class Memory:
             thread.join()
 
     def _now(self) -> float:
-        return sum(process.memory_full_info().pss for process in self._processes) / MIB
+        return float(sum(process.memory_full_info().pss for process in self._processes) / MIB)
 
 
 def write_model(folder: Path, sizes: dict[str, Any]) -> None:
     """A Qwen3 with random weights in fp32, written without a model around them."""
+    import transformers
+
     folder.mkdir()
     config = transformers.Qwen3Config(**sizes, architectures=["Qwen3ForCausalLM"])
     config.save_pretrained(folder)
@@ -93,37 +155,36 @@ def write_model(folder: Path, sizes: dict[str, Any]) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def measure(folder: Path, ranks: int, rounds: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def measure(folder: Path, count: int, rounds: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Save `folder/model` in the background and waited for, in turns, and load the last checkpoint on fewer ranks."""
-    with started(folder / "model", ranks) as actor:
-        saves, checkpoint = save(actor, folder, rounds)
-        loads = [load(actor, checkpoint)]
-    for fewer in (number for number in range(ranks - 1, 0, -1) if ranks % number == 0):
-        with started(folder / "model", fewer) as actor:
-            loads.append(load(actor, checkpoint))
+    with started(folder / "model", count) as ranks:
+        saves, checkpoint = save(ranks, folder, rounds)
+    loads = []
+    for fewer in (number for number in range(count, 0, -1) if count % number == 0):
+        with started(folder / "model", fewer) as ranks:
+            loads.append(load(ranks, checkpoint))
     return saves, loads
 
 
-def save(actor: ActorGroup, folder: Path, rounds: int) -> tuple[list[dict[str, Any]], Path]:
+def save(ranks: Ranks, folder: Path, rounds: int) -> tuple[list[dict[str, Any]], Path]:
     """What saves of both kinds take; and the last checkpoint."""
     config, _ = load_config([f"trainer.default_local_dir={folder / 'run'}", "trainer.max_actor_ckpt_to_keep=1"])
-    run(actor.workers.ask_all("start", "fill_states"))
-    memory = Memory(actor.workers)
+    memory, actor = Memory(ranks), {"actor": ranks}
     found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     for step in range(1, 2 * rounds + 1):
         background = step % 2 == 1
-        saver = CheckpointSaver(config, lambda: {"actor": actor}, async_save=background)
+        saver = CheckpointSaver(config, lambda: actor, async_save=background)  # type: ignore[arg-type, return-value]
         with memory.watched():
             seconds = _save(saver, step)
         assert saver.last is not None
         found[background].append(seconds | {"before": memory.before, "peak": memory.peak})
     num_bytes = sum(file["bytes"] for file in read_manifest(saver.last)["files"].values())
-    alone = {"disk": disk_seconds(folder / "zeros", num_bytes), "copy": copy_seconds(num_bytes)}
+    alone = {"disk": disk_seconds(folder / "noise", num_bytes), "copy": copy_seconds(num_bytes)}
     rows = []
     for background, figures in found.items():
         row: dict[str, Any] = {"save": "in the background" if background else "waited for", "MB": num_bytes / 1e6}
-        row |= {name: median(each[name] for each in figures) for name in figures[0]}
-        rows.append(row | {"first peak": figures[0]["peak"]} | alone)
+        row |= {name: median(each[name] for each in figures) for name in ("blocked", "whole")}
+        rows.append(row | alone | {"before": figures[0]["before"], "peak": max(each["peak"] for each in figures)})
     return rows, saver.last
 
 
@@ -137,54 +198,32 @@ def _save(saver: CheckpointSaver, step: int) -> dict[str, float]:
     return {"blocked": blocked, "whole": time.perf_counter() - began}
 
 
-def load(actor: ActorGroup, checkpoint: Path) -> dict[str, Any]:
+def load(ranks: Ranks, checkpoint: Path) -> dict[str, Any]:
     """What it takes to verify a checkpoint and to load it."""
-    memory, seconds = Memory(actor.workers), []
+    memory = Memory(ranks)
     with memory.watched():
-        for work in (lambda: damage(checkpoint), lambda: run(actor.load_checkpoint(str(checkpoint / "actor")))):
-            forget(checkpoint)
-            began = time.perf_counter()
-            assert not work()
-            seconds.append(time.perf_counter() - began)
-    return {
-        "ranks": len(actor.workers),
-        "verify": seconds[0],
-        "load": seconds[1],
-        "before": memory.before,
-        "peak": memory.peak,
-    }
+        verified = _seconds(lambda: damage(checkpoint) == [], checkpoint)
+        loaded = _seconds(lambda: not any(ranks.ask("load_checkpoint", checkpoint / "actor")), checkpoint)
+    row = {"ranks": len(ranks.processes), "verify": verified, "load": loaded}
+    return row | {"before": memory.before, "peak": memory.peak}
+
+
+def _seconds(work: Callable[[], bool], checkpoint: Path) -> float:
+    """Seconds of what reads a checkpoint from the disk."""
+    forget(checkpoint)
+    began = time.perf_counter()
+    assert work()
+    return time.perf_counter() - began
 
 
 @contextmanager
-def started(model: Path, ranks: int) -> Iterator[ActorGroup]:
-    """Ranks that hold the model, with one thread each; their processes end with the block."""
-    groups, bundles = reserve(slots_of({"actor": [0] * ranks}, {"actor": (0.01, 0.0)}))
-    workers = WorkerGroup.spawn(
-        "actor",
-        Rank,
-        bundles["actor"],
-        args=[(rank, ranks) for rank in range(ranks)],
-        env={"OMP_NUM_THREADS": "1"},
-        limits=TimeLimits(TIMEOUT_S),
-    )
-    settings = PolicySettings(
-        model=ModelSettings(str(model), False, "fp32", "fp32", False, True),
-        device="cpu",
-        num_threads=1,
-        temperature=1.0,
-        columns=("old_log_probs",),
-        log_prob_micro_batch_size=1,
-        collective_timeout_s=240.0,
-        seed=1,
-        optimizer=OptimizerSettings(1e-6, 0.0, (0.9, 0.999), "constant", 0, 10, 0.0),
-    )
+def started(model: Path, count: int) -> Iterator[Ranks]:
+    """Ranks that hold the model; they end with the block."""
+    ranks = Ranks(model, count)
     try:
-        actor = ActorGroup(workers)
-        run(actor.start(settings))
-        yield actor
+        yield ranks
     finally:
-        kill([workers])
-        release(groups)
+        ranks.end()
 
 
 def forget(folder: Path) -> None:
@@ -213,7 +252,7 @@ def copy_seconds(num_bytes: int) -> float:
     """In which one thread copies so many bytes into memory that is new to the process."""
     source = np.ones(PIECE, np.uint8)
     began = time.perf_counter()
-    copied = [source.copy() for _ in range(num_bytes // PIECE)]
+    copies = [source.copy() for _ in range(num_bytes // PIECE)]
     seconds = time.perf_counter() - began
-    assert copied
+    assert copies
     return seconds

@@ -8,8 +8,7 @@ background and waited for; then it is loaded on as many ranks, on half of them a
 - `disk`: seconds in which one process writes and flushes as many bytes; `copy`: in which it copies them in memory.
 - `verify`: seconds in which the driver compares all files with their digests; `load`: in which the ranks read them.
   Both read from the disk: what the kernel keeps of the files is dropped before.
-- Memory is that of all ranks together, shared pages counted once, MiB: before, at its peak, and at that of the first
-  save, after which a process keeps what it has freed for the next one.
+- Memory is that of all ranks together, shared pages counted once, MiB: before the first save, and at its peak.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.workers.cluster import connect, set_local_environment
+from benchmarks import checkpoint_ranks, record
 
 # 260 million parameters: 1.04 GB in fp32, 3.1 GB with AdamW's states.
 QWEN3 = {
@@ -36,9 +35,6 @@ QWEN3 = {
 
 def main() -> None:
     """Measure, print and write."""
-    set_local_environment()  # before the others import Ray
-    from benchmarks import checkpoint_ranks, record
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/checkpoints.json"))
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; without it that of temporary files")
@@ -47,7 +43,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="saves of each kind, in turns; seconds are medians")
     options = parser.parse_args()
     result: dict[str, Any] = record.begun()
-    connect("local", None)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         checkpoint_ranks.write_model(folder / "model", QWEN3 | {"num_hidden_layers": options.layers})
