@@ -74,6 +74,18 @@ def num_bytes(model: nn.Module, optimizer: Optimizer | None) -> int:
     return sum(held.values()) + ADAM_STATES * sum(held[weight] for weight in trained)
 
 
+def copied(state: Any) -> Any:
+    """A copy of nested dicts and lists, with each tensor, or this rank's shard of it, in CPU memory.
+
+    (DCP's `stage` copies a shard three times, and what it has freed stays with the process.)
+    """
+    if isinstance(state, Tensor):
+        return state.detach().clone() if state.device.type == "cpu" else state.detach().cpu()
+    if isinstance(state, dict):
+        return {key: copied(value) for key, value in state.items()}
+    return [copied(value) for value in state] if isinstance(state, list | tuple) else state
+
+
 class ShardWriter:
     """Writes this rank's shards in the background, one checkpoint at a time. Made on all ranks at once."""
 
@@ -90,8 +102,9 @@ class ShardWriter:
         """
         if self._running is not None and not self._running.done():
             raise CheckpointError(f"{folder}: the checkpoint before it is still being written")
-        writer = dcp.FileSystemWriter(folder, sync_files=False)  # `_write` does
-        copies, states = writer.stage(state), random_states()
+        # `_write` flushes the files; and what is on CPU need not be copied ahead
+        writer = dcp.FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
+        copies, states = copied(state), random_states()
         self._running = self._thread.submit(self._write, writer, copies, states, folder)
 
     def finished(self, *, wait: bool) -> dict[str, FileDigest] | None:

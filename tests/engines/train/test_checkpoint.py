@@ -15,6 +15,7 @@ from grpo_dist.engines.settings import LoraSettings, ModelSettings, OptimizerSet
 from grpo_dist.engines.train.checkpoint import (
     RANDOM_STATES,
     ShardWriter,
+    copied,
     random_states,
     set_random_states,
     training_state,
@@ -246,6 +247,25 @@ def test_random_states_round_trip_through_a_file(tmp_path: Path) -> None:
     expected = torch.rand(4).tolist(), [random.random() for _ in range(4)], random.gauss(0, 1)
     set_random_states(torch.load(path, weights_only=True))
     assert (torch.rand(4).tolist(), [random.random() for _ in range(4)], random.gauss(0, 1)) == expected
+
+
+def test_a_copy_is_one_of_everything() -> None:
+    weights = torch.arange(6.0).reshape(2, 3)
+    state = {
+        "w": weights,
+        "view": weights[1:],
+        "groups": [{"betas": (0.9, 0.999), "step": torch.tensor(2.0)}],
+        "n": None,
+    }
+    copy = copied(state)
+    weights.fill_(-1)
+    state["groups"][0]["step"].add_(1)
+    state["groups"].append({})
+    assert copy["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert copy["view"].tolist() == [[3, 4, 5]]
+    assert copy["view"].untyped_storage().nbytes() == 3 * 4, "not the whole that it is a part of"
+    assert copy["groups"] == [{"betas": [0.9, 0.999], "step": torch.tensor(2.0)}]
+    assert copy["n"] is None
 
 
 def go_on_with_another_rate(rank: int, path: str, source: Path) -> dict[str, Any]:
