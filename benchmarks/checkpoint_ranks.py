@@ -239,7 +239,7 @@ def disk_seconds(file: Path, num_bytes: int) -> float:
     piece = np.random.default_rng(0).bytes(PIECE)
     began = time.perf_counter()
     with file.open("wb") as stream:
-        for _ in range(num_bytes // PIECE):
+        for _ in range(-(-num_bytes // PIECE)):
             stream.write(piece)
         stream.flush()
         os.fsync(stream.fileno())
@@ -252,7 +252,7 @@ def copy_seconds(num_bytes: int) -> float:
     """In which one thread copies so many bytes into memory that is new to the process."""
     source = np.ones(PIECE, np.uint8)
     began = time.perf_counter()
-    copies = [source.copy() for _ in range(num_bytes // PIECE)]
+    copies = [source.copy() for _ in range(-(-num_bytes // PIECE))]
     seconds = time.perf_counter() - began
     assert copies
     return seconds
