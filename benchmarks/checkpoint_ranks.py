@@ -177,15 +177,16 @@ def save(ranks: Ranks, folder: Path, rounds: int) -> tuple[list[dict[str, Any]],
         with memory.watched():
             seconds = _save(saver, step)
         assert saver.last is not None
+        checkpoint = saver.last
         found[background].append(seconds | {"before": memory.before, "peak": memory.peak})
-    num_bytes = sum(file["bytes"] for file in read_manifest(saver.last)["files"].values())
+    num_bytes = sum(file["bytes"] for file in read_manifest(checkpoint)["files"].values())
     alone = {"disk": disk_seconds(folder / "noise", num_bytes), "copy": copy_seconds(num_bytes)}
     rows = []
     for background, figures in found.items():
         row: dict[str, Any] = {"save": "in the background" if background else "waited for", "MB": num_bytes / 1e6}
         row |= {name: median(each[name] for each in figures) for name in ("blocked", "whole")}
         rows.append(row | alone | {"before": figures[0]["before"], "peak": max(each["peak"] for each in figures)})
-    return rows, saver.last
+    return rows, checkpoint
 
 
 def _save(saver: CheckpointSaver, step: int) -> dict[str, float]:
