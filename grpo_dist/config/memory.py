@@ -30,6 +30,8 @@ class RoleMemory:
         forward: peak of a pass that computes log-probs or values (of roles that train).
         between: what stays on the GPU while other roles compute.
         host: peak CPU memory, by purpose; without GPUs this comes on top of `parts`.
+        saved: what all processes of the role together write into a checkpoint.
+        exported: the model that they write at the end.
         remark: explains a part that has no fixed size.
     """
 
@@ -38,6 +40,8 @@ class RoleMemory:
     forward: float = 0.0
     between: float = 0.0
     host: Mapping[str, float] = field(default_factory=dict)
+    saved: float = 0.0
+    exported: float = 0.0
     remark: str = ""
 
     @property
@@ -176,6 +180,8 @@ def _trained(
             exports=exports,
             stored=stored,
         ),
+        saved=(rank.weights + states) * rank.shards / GIB,
+        exported=rank.shape.num_parameters * DTYPE_BYTES[config.export_dtype] / GIB * exports,
     )
 
 
@@ -239,7 +245,7 @@ def _follower(config: RunConfig, role: str, rank: Rank, parts: Parts, *, offload
         rank, offloaded=rank.weights if offloads else 0.0, copied=rank.weights if saves else 0.0, exports=False
     )
     between = 0.0 if offloads else rank.weights / GIB if placement(config).sharing else total
-    return RoleMemory(role, in_gib(parts), total, between, host)
+    return RoleMemory(role, in_gib(parts), total, between, host, saved=rank.weights * rank.shards / GIB * saves)
 
 
 # --- rollout engines -----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from grpo_dist.config.model_shape import model_shape
 from grpo_dist.config.problems import Problem, value_of
 from grpo_dist.config.rank_memory import CUDA_GIB, MiniBatch, Rank
 from grpo_dist.config.schema_supervised import SFTConfig, SupervisedConfig
+from grpo_dist.sizes import GIB
 
 # Tried in this order: cheapest first.
 _REMEDIES: Mapping[str, tuple[Any, ...]] = {
@@ -70,7 +71,13 @@ def memory_estimate(
         rank, offloaded=offloaded, copied=rank.weights + rank.states, exports=config.trainer.export_hf_model
     )
     peak = rank.forward(tokens, tokens if is_lm else 0) if config.trainer.val_only else batch.peak()
-    return RoleMemory(config.role, in_gib(peak), host=host)
+    return RoleMemory(
+        config.role,
+        in_gib(peak),
+        host=host,
+        saved=(rank.weights + rank.states) * rank.shards / GIB,
+        exported=rank.shape.num_parameters * DTYPE_BYTES[config.export_dtype] / GIB,
+    )
 
 
 def memory_problems(

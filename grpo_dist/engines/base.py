@@ -342,6 +342,9 @@ class TrainEngine(Protocol):
     def output_layer(self, device: str) -> Any:
         """A copy of the output layer, for another engine's `reference_head`; it has a method `to(device)`."""
 
+    def checkpoint_bytes(self) -> int:
+        """Bytes of all tensors that the ranks together write into a checkpoint. Not collective."""
+
     def begin_save(self, folder: Path) -> None:
         """Copy the weights and, if it trains, optimizer, schedule and random states, and begin to write them.
 

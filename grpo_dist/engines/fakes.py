@@ -247,6 +247,10 @@ class FakeTrainEngine:
         """An output layer without weights."""
         return FakeOutputLayer()
 
+    def checkpoint_bytes(self) -> int:
+        """Those of the weights."""
+        return self.weights.nbytes
+
     def begin_save(self, folder: Path) -> None:
         """Write the weights as text."""
         folder.mkdir(parents=True, exist_ok=True)

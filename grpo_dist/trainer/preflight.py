@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from grpo_dist.assets import POLICY_SECTION, resolve_model_path
 from grpo_dist.assets.model_folder import ModelFolder, check_model_folder
+from grpo_dist.config.memory import memory_estimate
 from grpo_dist.config.model_rules import model_problems
 from grpo_dist.config.node_layout import slots
 from grpo_dist.config.problems import config_error
@@ -25,6 +26,7 @@ from grpo_dist.trainer.checks import (
     is_on_the_hub,
 )
 from grpo_dist.trainer.critic_check import check_critic
+from grpo_dist.trainer.disk_check import check_disk
 from grpo_dist.trainer.machine import Machine
 from grpo_dist.trainer.named_code import import_reward, resolve_names
 from grpo_dist.trainer.reward_model_check import check_conversations, check_reward_model
@@ -94,6 +96,9 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
         found = "" if ready is None else check_resume(config, ready.prompts.identity, ready.steps, verify=rehearsal)
         if found:
             tell(found)
+    with checks:
+        if model is not None and ready is not None:
+            check_disk(config, memory_estimate(config, model.config, model.num_parameters), ready, tell)
     checks.end()
     assert ready is not None
     return ready

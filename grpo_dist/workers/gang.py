@@ -86,6 +86,10 @@ class Gang:
         """One sentence on how the ranks batch sequences (packed or padded), and why."""
         return (await self.workers.ask_all("report", "forward_report"))[0]
 
+    async def checkpoint_bytes(self) -> int:
+        """Bytes of all tensors that the ranks together write into a checkpoint."""
+        return int(await self.workers.ask(0, "save_checkpoint", "checkpoint_bytes"))
+
     async def begin_save(self, folder: str) -> None:
         """Start writing a checkpoint into `folder` in the background; returns once the state has been copied."""
         await self.workers.ask_all("save_checkpoint", "begin_save", folder)

@@ -190,6 +190,10 @@ class PolicyWorker(Process):
         head = self.engine.output_layer("cpu")
         return [ray.put(head)] if self.rank == 0 else []
 
+    def checkpoint_bytes(self) -> int:
+        """Bytes of all tensors that the ranks together write into a checkpoint."""
+        return self.engine.checkpoint_bytes()
+
     @on_device(optimizer=True)
     def begin_save(self, folder: str) -> None:
         """Copy this rank's shard of the state to CPU memory, and begin to write it into `folder`."""

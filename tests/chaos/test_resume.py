@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load
 
 from grpo_dist.protocol import DataProto
 from tests.chaos.driver import Fault
 from tests.chaos.runs import STEPS, STEPS_PER_EPOCH, Outcome, train
+from tests.shards import all_tensors
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1500)]
 AHEAD = ["trainer.max_staleness=1"]
@@ -24,14 +26,53 @@ def test_on_another_number_of_ranks(main_run: Outcome, tmp_path: Path) -> None:
     """The run had two actor ranks; its checkpoint at the end of an epoch goes on with one."""
     found = list((main_run.run_dir / f"global_step_{STEPS_PER_EPOCH}" / "actor").glob("__*_0.distcp"))
     assert len(found) == 2, "two ranks wrote it"
-    shutil.copytree(found[0].parents[1], tmp_path / "run" / f"global_step_{STEPS_PER_EPOCH}")
-    outcome = train(tmp_path, [], "cluster.actor_world_size=1")
-    assert f"resumed from {outcome.run_dir}/global_step_{STEPS_PER_EPOCH}" in outcome.log
+    outcome = go_on(main_run, STEPS_PER_EPOCH, tmp_path, "cluster.actor_world_size=1")
     assert outcome.rewards() == main_run.rewards()[STEPS_PER_EPOCH:]
     ours, theirs = load(outcome.weights), load(main_run.weights)
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():
         np.testing.assert_allclose(weight, theirs[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def go_on(before: Outcome, step: int, folder: Path, *overrides: str) -> Outcome:
+    """A run that goes on in a folder of its own from a checkpoint of another one."""
+    name = f"global_step_{step}"
+    shutil.copytree(before.run_dir / name, folder / "run" / name)
+    outcome = train(folder, [], *overrides)
+    assert f"resumed from {outcome.run_dir}/{name}" in outcome.log
+    return outcome
+
+
+def test_from_4_ranks_to_2_to_1_and_from_one_process_of_an_engine_to_2(tmp_path: Path) -> None:
+    """Four ranks train steps 1 to 5. From their second step two ranks take step 3, and from there one rank takes steps
+    4 and 5, beside an engine of two processes.
+
+    What is loaded are the saved weights, bit by bit. The engine then holds them too: step 3 has the same responses, and
+    step 4 but for those in which the sums of two processes turn a token over.
+    """
+    four = train(tmp_path / "four", [], "cluster.actor_world_size=4", "trainer.total_training_steps=5")
+    assert len(list((four.run_dir / "global_step_2" / "actor").glob("__*_0.distcp"))) == 4, "four ranks wrote it"
+    until_3 = "trainer.total_training_steps=3"
+    two = go_on(four, 2, tmp_path / "two", "cluster.actor_world_size=2", until_3)
+    assert texts(two, 3) == texts(four, 3)
+    assert two.rewards() == four.rewards()[2:3]
+    narrow = ["cluster.actor_world_size=1", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+    loaded = load(go_on(two, 3, tmp_path / "loaded", *narrow, until_3).weights)
+    saved = all_tensors(two.run_dir / "global_step_3" / "actor")
+    assert set(loaded) == {name.removeprefix("model.") for name in saved if name.startswith("model.")}
+    for name, weight in loaded.items():
+        assert torch.equal(weight, saved[f"model.{name}"]), name
+    one = go_on(two, 3, tmp_path / "one", *narrow, "trainer.total_training_steps=5")
+    same = [ours == theirs for ours, theirs in zip(texts(one, 4), texts(four, 4), strict=True)]
+    assert sum(same) >= 0.9 * len(same)
+    assert [step for step, _ in one.rewards()] == [4, 5]
+    rewards = [[score for _, score in run.rewards()[-2:]] for run in (one, four)]
+    assert sum(rewards[0]) == pytest.approx(sum(rewards[1]), abs=0.2)
+
+
+def texts(outcome: Outcome, step: int) -> list[tuple[str, str]]:
+    """The responses of a step, by prompt."""
+    return sorted((row["uid"], row["output"]) for row in outcome.samples(step))
 
 
 def prompts(outcome: Outcome) -> list[list[str]]:

@@ -104,6 +104,7 @@ def test_weights_move_and_are_saved_and_read(tmp_path: Path) -> None:
     [bucket] = pack(other.full_parameters("float32"), bucket_bytes=64)
     engine.mix_parameters(unpack(bucket.data, bucket.entries), 0.25)
     assert (engine.weights.tolist(), engine.shares) == ([2.0] * 4, [0.25])
+    assert engine.checkpoint_bytes() == 4 * 4
     engine.begin_save(tmp_path / "actor")
     files = engine.finished_save(wait=True)
     assert files is not None

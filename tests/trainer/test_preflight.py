@@ -117,6 +117,19 @@ def test_for_distillation_prompts_are_enough(dry_run, model: Path, tmp_path: Pat
     says(message, f"{TEACHER}={model}", f"{PATH}=builtin:tiny-qwen3", "tokens")
 
 
+def test_a_checkpoint_must_fit_on_the_disk(dry_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has 476,224 parameters in fp32, and AdamW two numbers for each: 12 bytes, and 4 in the export."""
+    count = 476_224
+    monkeypatch.setattr("grpo_dist.trainer.disk_check.free_bytes", lambda folder: 12 * count)
+    key, checkpoint = f"{RUN_DIR}={tmp_path}/run", f"{12 * count / 2**30:.3g} GiB"
+    lines, _ = dry_run(key)
+    says(lines, "disk", checkpoint, f"{4 * count / 2**30:.3g} GiB")
+    says(lines, key, "trainer.max_actor_ckpt_to_keep=2")
+    monkeypatch.setattr("grpo_dist.trainer.disk_check.free_bytes", lambda folder: 12 * count - 1)
+    _, message = dry_run(key, code=2)
+    says(message, key, checkpoint, RUN_DIR)
+
+
 def test_an_adapter_to_go_on_from(dry_run, tmp_path: Path) -> None:
     key = "actor_rollout_ref.model.lora_adapter_path"
     lines, _ = dry_run(f"{key}={write_adapter(tmp_path / 'adapter')}")

@@ -37,7 +37,9 @@ def export_adapter(model: Any, settings: ModelSettings, folder: Path, dtype: str
             {name: factor.contiguous() for name, factor in factors}, temporary / ADAPTER_WEIGHTS, {"format": "pt"}
         )
 
-    write_folder(folder, write, factors)
+    parts = [part for layer in lora_layers(model).values() for part in (layer.lora_A, layer.lora_B)]
+    num_parameters = sum(factor.numel() for part in parts for factor in part.parameters())
+    write_folder(folder, write, factors, num_parameters * DTYPES[dtype].itemsize)
 
 
 def _config(model: Any, settings: ModelSettings) -> Any:

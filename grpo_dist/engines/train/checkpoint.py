@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from grpo_dist.config.rank_memory import ADAM_STATES
 from grpo_dist.engines.train.checkpoint_reader import SafePlanner, SafeReader
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush_path
 from grpo_dist.engines.train.optimizer import keep_settings
@@ -39,16 +40,50 @@ RANDOM_STATES = "random_{rank}.pt"
 
 
 def training_state(model: nn.Module, optimizer: Optimizer | None, schedule: Any) -> dict[str, Any]:
-    """What a checkpoint holds: the weights and, of a model that trains, its optimizer and its schedule."""
+    """What a checkpoint holds: the weights and, of a model that trains, its optimizer and its schedule.
+
+    A weight that has several names, such as an output layer tied to the embedding, is there once, under the first.
+    """
     if optimizer is None:
-        return {"model": get_model_state_dict(model)}
+        return {"model": _each_once(model, get_model_state_dict(model))}
     if not optimizer.state:
         # torch makes the states by a step with gradients of 0, and counts it: the first real one would be a smaller one
         get_optimizer_state_dict(model, optimizer)
         for state in optimizer.state.values():
             state["step"].zero_()
     weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments, "schedule": schedule.state_dict()}
+    return {"model": _each_once(model, weights), "optimizer": moments, "schedule": schedule.state_dict()}
+
+
+def _other_names(model: nn.Module) -> dict[str, str]:
+    """Further names of weights that have several -> the first one."""
+    first: dict[Tensor, str] = {}
+    names = {name: first.setdefault(each, name) for name, each in model.named_parameters(remove_duplicate=False)}
+    return {name: other for name, other in names.items() if name != other}
+
+
+def _each_once(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+    others = _other_names(model)
+    return {name: weight for name, weight in weights.items() if name not in others}
+
+
+def num_bytes(model: nn.Module, optimizer: Optimizer | None) -> int:
+    """Bytes of the weights and optimizer states that all ranks together write into a checkpoint."""
+    held = {weight: weight.numel() * weight.element_size() for weight in model.parameters()}
+    trained = [weight for group in optimizer.param_groups for weight in group["params"]] if optimizer else []
+    return sum(held.values()) + ADAM_STATES * sum(held[weight] for weight in trained)
+
+
+def copied(state: Any) -> Any:
+    """A copy of nested dicts and lists, with each tensor, or this rank's shard of it, in CPU memory.
+
+    (DCP's `stage` copies a shard three times, and what it has freed stays with the process.)
+    """
+    if isinstance(state, Tensor):
+        return state.detach().clone() if state.device.type == "cpu" else state.detach().cpu()
+    if isinstance(state, dict):
+        return {key: copied(value) for key, value in state.items()}
+    return [copied(value) for value in state] if isinstance(state, list | tuple) else state
 
 
 class ShardWriter:
@@ -67,8 +102,9 @@ class ShardWriter:
         """
         if self._running is not None and not self._running.done():
             raise CheckpointError(f"{folder}: the checkpoint before it is still being written")
-        writer = dcp.FileSystemWriter(folder)
-        copies, states = writer.stage(state), random_states()
+        # `_write` flushes the files; and what is on CPU need not be copied ahead
+        writer = dcp.FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
+        copies, states = copied(state), random_states()
         self._running = self._thread.submit(self._write, writer, copies, states, folder)
 
     def finished(self, *, wait: bool) -> dict[str, FileDigest] | None:
@@ -92,10 +128,13 @@ class ShardWriter:
         dcp.save(state, storage_writer=writer, process_group=self._group)
         own = folder / RANDOM_STATES.format(rank=rank)
         torch.save(states, own)
-        flush_path(own)
-        # DCP has flushed its own: __RANK_*.distcp, and on rank 0 the index
+        # DCP's own: __RANK_*.distcp, and on rank 0 the index
         paths = [own, *sorted(folder.glob(f"__{rank}_*")), *([folder / ".metadata"] if rank == 0 else [])]
-        return {path.name: digest_file(path) for path in paths}
+        with ThreadPoolExecutor(1) as disk:  # which is at work while this thread digests
+            flushed = disk.map(flush_path, paths)
+            digests = {path.name: digest_file(path) for path in paths}
+            list(flushed)  # raises what a flush has raised
+        return digests
 
 
 def load_training_state(folder: Path, model: nn.Module, optimizer: Optimizer | None, schedule: Any) -> None:
@@ -108,11 +147,13 @@ def load_training_state(folder: Path, model: nn.Module, optimizer: Optimizer | N
         CheckpointError: the folder is not a readable checkpoint of this model.
     """
     load_state(state := training_state(model, optimizer, schedule), folder)
+    weights: dict[str, Any] = state["model"]
+    weights |= {name: weights[first] for name, first in _other_names(model).items()}
     if optimizer is None:
-        set_model_state_dict(model, state["model"])
+        set_model_state_dict(model, weights)
         return
     with keep_settings(optimizer, schedule):
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state["optimizer"])
         schedule.load_state_dict(state["schedule"])
     if len(list(folder.glob(RANDOM_STATES.format(rank="*")))) == dist.get_world_size():
         set_random_states(torch.load(folder / RANDOM_STATES.format(rank=dist.get_rank()), weights_only=True))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
+
+from grpo_dist.sizes import GIB
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,23 @@ def digest_file(path: Path) -> FileDigest:
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32))
         return FileDigest(stream.tell(), digest.hexdigest())
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that may be written into a folder, or into one that will be made in its place."""
+    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
+
+
+def require_room(folder: Path, num_bytes: float) -> None:
+    """Check that so much may be written, before it is.
+
+    Raises:
+        OSError: ENOSPC: the disk has less.
+    """
+    free = free_bytes(folder)
+    if free < num_bytes:
+        text = f"{num_bytes / GIB:.3g} GiB are needed, and {free / GIB:.3g} GiB are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}")
 
 
 def write_durably(path: Path, text: str) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.adapter_export import ADAPTER_FOLDER, export_adapter
-from grpo_dist.engines.train.checkpoint import ShardWriter, load_training_state, training_state
+from grpo_dist.engines.train.checkpoint import ShardWriter, load_training_state, num_bytes, training_state
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.engines.train.exact_kl import copy_output_layer
 from grpo_dist.engines.train.fsdp_model import full_factors, full_parameters
@@ -74,6 +74,10 @@ class FSDPWeights:
     def output_layer(self, device: str) -> ReferenceHead:
         """A copy of the output layer in the compute type."""
         return copy_output_layer(self.model, device, DTYPES[self.settings.compute_dtype])
+
+    def checkpoint_bytes(self) -> int:
+        """See `TrainEngine.checkpoint_bytes`."""
+        return num_bytes(self.model, self.optimizer)
 
     def begin_save(self, folder: Path) -> None:
         """See `TrainEngine.begin_save`."""

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_dist.engines.settings import ModelSettings
-from grpo_dist.engines.train.durable_files import flush_path, flush_tree, publish_modes
+from grpo_dist.engines.train.durable_files import flush_path, flush_tree, publish_modes, require_room
 from grpo_dist.engines.train.fsdp_model import full_parameters
 from grpo_dist.engines.train.hf_names import as_in_files
 from grpo_dist.engines.train.model_loading import DTYPES
@@ -66,16 +66,18 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
             part.save_pretrained(temporary)
         _save_safetensors(as_in_files(model, tensors), temporary)
 
-    write_folder(folder, write, tensors)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    write_folder(folder, write, tensors, num_parameters * DTYPES[dtype].itemsize)
 
 
-def write_folder(folder: Path, write: Callable[[Path], None], tensors: Iterator[Any]) -> None:
+def write_folder(folder: Path, write: Callable[[Path], None], tensors: Iterator[Any], num_bytes: int) -> None:
     """Have rank 0 write a folder, which appears only when it is complete, and replaces one of that name. Collective.
 
     Args:
         folder: the folder.
         write: writes the files into another, temporary folder.
         tensors: what rank 0 gathers while it writes: the other ranks take part, and drop them.
+        num_bytes: about what is written; without as much room on the disk nothing is.
 
     Raises:
         CheckpointError: on every rank: the files cannot be written.
@@ -83,7 +85,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], tensors: Iterator[
     failure = [""]
     if dist.get_rank() == 0:
         try:
-            _write(write, folder)
+            _write(write, folder, num_bytes)
         except (OSError, SafetensorError) as error:
             failure = [f"{type(error).__name__}: {error}"]
     for _ in tensors:  # gathering is collective, also what comes after a failure
@@ -110,11 +112,12 @@ def _set_padding(config: Any, tokenizer: Any) -> None:
     config.pad_token_id = padding
 
 
-def _write(write: Callable[[Path], None], folder: Path) -> None:
+def _write(write: Callable[[Path], None], folder: Path, num_bytes: int) -> None:
     """Write into a temporary folder, then rename it."""
     temporary = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
+        require_room(folder, num_bytes)
         write(temporary)
         publish_modes(temporary)
         flush_tree(temporary)

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.engines.train.durable_files import FileDigest, flush_path, flush_tree, write_durably
+from grpo_dist.engines.train.durable_files import FileDigest, flush_path, flush_tree, require_room, write_durably
 from grpo_dist.errors import CheckpointError
 from grpo_dist.tracking.metric_names import is_loss
 from grpo_dist.trainer.checkpoint.manifest import damage, read_manifest, write_manifest
@@ -68,17 +68,23 @@ class RunState:
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
-def begin_checkpoint(run_dir: Path, step: int) -> Path:
+def begin_checkpoint(run_dir: Path, step: int, num_bytes: int = 0) -> Path:
     """Create an empty folder, readable only by the user, for the checkpoint of `step`.
 
+    Args:
+        run_dir: where the run's checkpoints are.
+        step: the last finished training step.
+        num_bytes: that will be written into it.
+
     Raises:
-        CheckpointError: it cannot be created.
+        CheckpointError: it cannot be created, or the disk has less room.
     """
     temporary = run_dir / f"global_step_{step}{WRITING}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         if temporary.exists():
             shutil.rmtree(temporary)
+        require_room(run_dir, num_bytes)
         temporary.mkdir(mode=0o700)
     except OSError as error:
         raise cannot_write(temporary, error) from error
@@ -144,6 +150,12 @@ def cannot_write(folder: Path, error: object) -> CheckpointError:
     )
 
 
+def leftovers(run_dir: Path) -> list[Path]:
+    """What a killed run has left half written, half removed, or replaced."""
+    found = [path for path in run_dir.glob("global_step_*") if path.suffix in (WRITING, ASIDE, REMOVING)]
+    return [path for path in found if path.suffix != ASIDE or path.with_suffix("").exists()]
+
+
 def clear_leftovers(run_dir: Path) -> None:
     """Remove checkpoints that a killed run left half written or half removed, and restore `.old` ones it replaced.
 
@@ -151,12 +163,10 @@ def clear_leftovers(run_dir: Path) -> None:
         CheckpointError: a folder cannot be removed or renamed.
     """
     try:
-        for path in list(run_dir.glob("global_step_*")) if run_dir.is_dir() else []:
-            final = path.with_suffix("")
-            if path.suffix == ASIDE and not final.exists():
-                path.rename(final)
-            elif path.suffix in (WRITING, ASIDE, REMOVING):
-                shutil.rmtree(path)
+        for path in leftovers(run_dir):
+            shutil.rmtree(path)
+        for path in list(run_dir.glob(f"global_step_*{ASIDE}")):
+            path.rename(path.with_suffix(""))
     except OSError as error:
         raise CheckpointError(
             f"trainer.default_local_dir={run_dir}: cannot be cleared of leftovers: {error}"

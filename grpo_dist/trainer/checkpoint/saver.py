@@ -95,12 +95,14 @@ class CheckpointSaver:
             groups: finished groups for later steps.
 
         Raises:
-            CheckpointError: this checkpoint, or the previous one, cannot be written.
+            CheckpointError: this checkpoint, or the previous one, cannot be written; the disk has no room for it, say.
         """
         await self.finish()
         self._last, self.step = time.monotonic(), state.step
-        folder = begin_checkpoint(self.run_dir, state.step)
-        pending = _Pending(folder, state, self.holders(), [])
+        roles = self.holders()
+        needed = sum([await role.checkpoint_bytes() for role in roles.values()])
+        folder = begin_checkpoint(self.run_dir, state.step, needed)
+        pending = _Pending(folder, state, roles, [])
         with self._giving_up(pending):
             if self.reward is not None:
                 pending.groups = [each.begin_write(folder, self.reward) for each in groups]

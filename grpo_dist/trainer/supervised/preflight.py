@@ -11,7 +11,7 @@ from grpo_dist.config.problems import config_error
 from grpo_dist.config.schema_supervised import SFTConfig, SupervisedConfig
 from grpo_dist.config.supervised import is_valid
 from grpo_dist.config.supervised_layout import slots
-from grpo_dist.config.supervised_memory import memory_problems
+from grpo_dist.config.supervised_memory import memory_estimate, memory_problems
 from grpo_dist.tracking.metric_names import SUPERVISED_VALIDATION, require_metric
 from grpo_dist.trainer.checks import (
     Checks,
@@ -22,6 +22,7 @@ from grpo_dist.trainer.checks import (
     describe_model,
     is_on_the_hub,
 )
+from grpo_dist.trainer.disk_check import check_disk
 from grpo_dist.trainer.machine import Machine
 from grpo_dist.trainer.supervised.rows import Rows, total_steps
 from grpo_dist.trainer.supervised.tasks import TASKS, load_rows, read_rows
@@ -71,6 +72,10 @@ def preflight(config: SupervisedConfig, tell: Callable[[str], None], *, rehearsa
         found = "" if ready is None else check_resume(config, ready.rows.identity, ready.steps, verify=rehearsal)
         if found:
             tell(found)
+    with checks:
+        if model is not None and ready is not None:
+            role = memory_estimate(config, model.config, model.num_parameters if isinstance(config, SFTConfig) else 0)
+            check_disk(config, None if role is None else [role], ready, tell)
     checks.end()
     assert ready is not None
     return ready

@@ -19,6 +19,7 @@ from grpo_dist.engines.train import hf_export
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.value_forward import with_score_token
 from grpo_dist.errors import CheckpointError
+from tests.disks import MIB, small_disk
 from tests.engines.train.test_objectives import pairs
 from tests.messages import says
 from tests.models import objective, random_batch, random_model, trainable_engine
@@ -49,6 +50,27 @@ def test_a_full_disk_leaves_the_one_before_and_all_ranks_say_so(random_models: d
     assert list(tmp_path.iterdir()) == [folder], "nothing half written is left"
     (neighbour := tmp_path / "metrics.jsonl").touch()
     assert {path.stat().st_mode for path in folder.iterdir()} == {neighbour.stat().st_mode}, "weights too"
+
+
+def export_without_room(rank: int, model: str, folder: Path) -> tuple[str, list[str]]:
+    """The error of an export to a disk that is too small, and what there is then."""
+    engine = trainable_engine(model)
+    try:
+        engine.export_hf_model(folder / "huggingface", "fp32")
+    except CheckpointError as error:
+        torch.distributed.barrier()
+        return str(error), [path.name for path in folder.iterdir()]
+    return "", []
+
+
+def test_the_disk_is_asked_for_the_whole_model_first(random_models: dict[str, str], tmp_path: Path) -> None:
+    """It has room for config and tokenizer, and for two of three parts of the weights."""
+    size = sum(weight.nbytes for weight in load_file(Path(random_models["untied"], "model.safetensors")).values())
+    with small_disk(tmp_path / "disk", mib=1) as disk:
+        (disk / "filler").write_bytes(bytes(MIB - size * 2 // 3))
+        for error, left in run_ranks(2, export_without_room, random_models["untied"], disk):
+            says(error, f"{disk}/huggingface", f"{size / 2**30:.3g} GiB", "trainer.default_local_dir")
+            assert left == ["filler"]
 
 
 def export(rank: int, model: str, folder: Path, lora: LoraSettings | None) -> dict[str, Any]:

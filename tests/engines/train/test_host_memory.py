@@ -1,4 +1,4 @@
-"""Peak memory of each rank's process while a model is loaded and exported: its shards, and little else."""
+"""Peak memory of each rank's process while a model is loaded, copied and exported: its shards, and little else."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train import hf_export
+from grpo_dist.engines.train.checkpoint import copied, training_state
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from tests.ranks import run_ranks
 
@@ -64,22 +65,24 @@ def _status(name: str) -> int:
     raise AssertionError(name)
 
 
-def load_and_export(rank: int, path: str, folder: Path, dtype: str, file_bytes: int) -> tuple[int, int]:
+def load_and_export(rank: int, path: str, folder: Path, dtype: str, file_bytes: int) -> tuple[int, int, int]:
     hf_export.EXPORT_FILE_BYTES = file_bytes
     settings = ModelSettings(path, False, "fp32", "bf16", False, True)
     engine, loading = peak(lambda: FSDPEngine(settings, device="cpu", temperature=1.0))
     _, exporting = peak(lambda: engine.export_hf_model(folder, dtype))
-    return loading, exporting
+    _, copying = peak(lambda: copied(training_state(engine.model, None, None)))
+    return loading, exporting, copying
 
 
 def check(path: Path, sizes: tuple[int, int], file_bytes: int, allowance: int, dtype: str) -> None:
     total, largest = sizes
     gathered = 3 * largest // (2 if dtype == "bf16" else 1)  # gloo copies on its way from the shards to the tensor
     peaks = run_ranks(RANKS, load_and_export, str(path), path / "exported", dtype, file_bytes)
-    shown = ", ".join(f"{loading / MIB:.0f} and {exporting / MIB:.0f}" for loading, exporting in peaks)
-    print(f"{total / MIB:.0f} MiB, largest {largest / MIB:.0f}: peaks of loading and export by rank, MiB: {shown}")
-    for rank, (loading, exporting) in enumerate(peaks):
+    shown = "; ".join(", ".join(f"{each / MIB:.0f}" for each in rank) for rank in peaks)
+    print(f"{total / MIB:.0f} MiB, largest {largest / MIB:.0f}: MiB by rank for loading, export, a copy: {shown}")
+    for rank, (loading, exporting, copying) in enumerate(peaks):
         assert loading <= total / RANKS + largest + allowance, shown
+        assert copying <= total / RANKS + 16 * MIB, shown
         assert exporting <= gathered + allowance + file_bytes * (rank == 0), shown
 
 

@@ -13,6 +13,7 @@ from grpo_dist.errors import CheckpointError, GrpoDistError, RewardError, Traini
 from grpo_dist.trainer.checkpoint.folder import LATEST, find_checkpoint, read_state
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.workers.event_loop import run
+from tests.disks import MIB, enlarge, small_disk
 from tests.messages import refuses
 from tests.trainer.checkpoints import names, run_state
 
@@ -22,7 +23,11 @@ class Writer:
 
     def __init__(self) -> None:
         self.done, self.begun, self.waits, self.has_moved = False, [], 0, False
+        self.num_bytes = len("weights")
         self.error: Exception | None = None
+
+    async def checkpoint_bytes(self) -> int:
+        return self.num_bytes
 
     async def begin_save(self, folder: str) -> None:
         self.begun.append(Path(folder).name)
@@ -116,6 +121,26 @@ def test_a_worker_that_cannot_write_is_told_and_nothing_is_lost(tmp_path: Path) 
         run(saver.poll())
     assert names(tmp_path) == ["global_step_1", LATEST]
     run(saver.poll())  # there is nothing to ask for any more
+
+
+def test_the_disk_is_asked_before_anything_is_written(tmp_path: Path) -> None:
+    """Each role fits on it, both do not; the one before stays, and once there is room the run saves again."""
+    with small_disk(tmp_path / "disk", mib=4) as run_dir:
+        saver, actor, ref = make_saver(run_dir)
+        run(saver.begin(run_state(1)))
+        run(saver.finish())
+        actor.num_bytes = ref.num_bytes = 3 * MIB
+        ref.has_moved = True
+        needed, key = f"{6 / 1024:.3g} GiB", f"trainer.default_local_dir={run_dir}"
+        with refuses(CheckpointError, f"{run_dir}/global_step_2", needed, key):
+            run(saver.begin(run_state(2)))
+        assert names(run_dir) == ["global_step_1", LATEST]
+        assert find_checkpoint(run_dir, "auto", None) == run_dir / "global_step_1"
+        assert (actor.begun, ref.begun) == (["actor"], []), "nobody has been asked to write"
+        enlarge(run_dir, mib=8)
+        run(saver.begin(run_state(2)))
+        run(saver.finish())
+        assert names(run_dir) == ["global_step_1", "global_step_2", LATEST]
 
 
 def test_a_worker_that_dies_stays_what_it_is(tmp_path: Path) -> None:
