@@ -6,15 +6,20 @@ As on many systems the host name stands for 127.0.1.1 in /etc/hosts. Needs Linux
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.cluster import slow_switch
+from tests.cluster.slow_switch import MTU, Link
 
 ENTER = """
 hostname "$1"
@@ -61,16 +66,41 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
+def _plug_into_bridge(tag: str, names: Sequence[str]) -> None:
+    """In a namespace of its own no firewall of this machine's, such as Docker's, comes between them."""
+    _ip("-n", tag, "link", "add", "bridge", "type", "bridge")
+    _ip("-n", tag, "link", "set", "bridge", "up")
+    for number, name in enumerate(names):
+        port = f"port{number}"
+        _ip("link", "add", port, "netns", tag, "type", "veth", "peer", "name", "eth0", "netns", name)
+        _ip("-n", tag, "link", "set", port, "master", "bridge", "up")
+
+
+def _plug_into_slow_switch(link: Link, tag: str, names: Sequence[str]) -> None:
+    ports = [f"port{number}" for number in range(len(names))]
+    command = ["ip", "netns", "exec", tag, sys.executable, slow_switch.__file__]
+    switch = subprocess.Popen(
+        [*command, str(link.delay_s), str(link.bits_per_s), *ports], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert switch.stdout is not None
+    if switch.stdout.readline() != b"ready\n":
+        raise subprocess.CalledProcessError(switch.wait(), command, *switch.communicate())
+    for port, name in zip(ports, names, strict=True):
+        _ip("-n", tag, "link", "set", port, "netns", name, "name", "eth0")
+        _ip("-n", name, "link", "set", "eth0", "mtu", str(MTU))
+
+
 _made = itertools.count()
 
 
 @contextlib.contextmanager
-def machines(count: int, folder: Path) -> Iterator[Machines]:
+def machines(count: int, folder: Path, link: Link | None = None) -> Iterator[Machines]:
     """So many machines, until the block ends; the test is skipped where they cannot be made.
 
     Args:
         count: of machines.
         folder: for their files; its path must be short, since those of Ray's sockets are limited to 107 characters.
+        link: what the network between them is like; None: as fast as this machine can.
     """
     missing = [f"`{tool}`" for tool in ("ip", "unshare") if not shutil.which(tool)] + ["root"] * (os.geteuid() != 0)
     if missing:
@@ -79,15 +109,11 @@ def machines(count: int, folder: Path) -> Iterator[Machines]:
     names = [f"{tag}-{number}" for number in range(count)]
     try:
         try:
-            # In a namespace of its own no firewall of this machine's, such as Docker's, comes between them.
             _ip("netns", "add", tag)
-            _ip("-n", tag, "link", "add", "bridge", "type", "bridge")
-            _ip("-n", tag, "link", "set", "bridge", "up")
-            for number, name in enumerate(names):
+            for name in names:
                 _ip("netns", "add", name)
-                port = f"port{number}"
-                _ip("link", "add", port, "netns", tag, "type", "veth", "peer", "name", "eth0", "netns", name)
-                _ip("-n", tag, "link", "set", port, "master", "bridge", "up")
+            (_plug_into_bridge if link is None else functools.partial(_plug_into_slow_switch, link))(tag, names)
+            for number, name in enumerate(names):
                 _ip("-n", name, "addr", "add", f"{net}.{number + 1}/24", "dev", "eth0")
                 for device in ("eth0", "lo"):
                     _ip("-n", name, "link", "set", device, "up")
@@ -95,10 +121,9 @@ def machines(count: int, folder: Path) -> Iterator[Machines]:
             pytest.skip(f"emulated machines cannot be made here: {error.stderr.decode().strip()}")
         yield Machines(names, [f"{net}.{number + 1}" for number in range(count)], folder)
     finally:
-        for name in names:
+        for name in (*names, tag):
             pids = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True).stdout
             for pid in pids.split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-        subprocess.run(["ip", "netns", "del", tag], check=False, capture_output=True)

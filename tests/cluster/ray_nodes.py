@@ -6,15 +6,21 @@ import json
 import os
 import secrets
 import sys
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from grpo_dist.engines.rendezvous import INTERFACE_VARIABLES
-from tests.cluster.machines import Machines
+from tests.cluster.machines import Machines, machines
+from tests.cluster.slow_switch import Link
 
 RAY = Path(sys.executable).parent / "ray"
-PORT = 6379
+PORT, DASHBOARD_PORT = 6379, 8265
+LIMIT_S = 600
 
 
 def environment() -> dict[str, str]:
@@ -31,7 +37,7 @@ def start_ray(there: Machines, env: dict[str, str], *, num_cpus: int = 3, dashbo
         there: the machines.
         env: from `environment`.
         num_cpus: logical CPUs of each node.
-        dashboard: whether the head has one, at port 8265 of its address, which `ray job submit` needs.
+        dashboard: whether the head has one, at `DASHBOARD_PORT`, which `ray job submit` needs.
     """
     for number in range(len(there.names)):
         start_node(there, env, number, num_cpus=num_cpus, dashboard=dashboard)
@@ -59,14 +65,56 @@ def start_node(
     pytest.fail(f"ray start ended: {''.join(said)}")
 
 
-def metric(run_dir: Path, name: str) -> list[float]:
-    """A metric of a run's training steps."""
+@dataclass(frozen=True)
+class Cluster:
+    """A Ray cluster on emulated machines.
+
+    Attributes:
+        there: the machines.
+        env: what joins it.
+        address: of the head.
+    """
+
+    there: Machines
+    env: dict[str, str]
+    address: str
+
+    def run(self, command: str, run_dir: Path, *overrides: str, nodes: int, **env: str) -> tuple[int, str]:
+        """Run a command of the package on the head, with one process per logical CPU, so that no node has room for all.
+
+        Returns:
+            (exit code, what it wrote).
+        """
+        where = [f"trainer.default_local_dir={run_dir}", f"ray_kwargs.ray_init.address={self.address}"]
+        size = [f"trainer.nnodes={nodes}", "trainer.n_gpus_per_node=0", "cluster.num_cpus_per_worker=1"]
+        main = [sys.executable, "-m", f"grpo_dist.{command}", *overrides, *where, *size]
+        driver = self.there.start(0, *main, env=self.env | env)
+        out, err = driver.communicate(timeout=LIMIT_S)
+        return driver.returncode, err + out
+
+    def logs(self, number: int) -> set[Path]:
+        """The log files that Ray's workers have on a machine."""
+        return set((self.there.own(number) / "private").rglob("worker-*.out"))
+
+
+@contextmanager
+def cluster(count: int, link: Link | None = None, *, dashboard: bool = False) -> Iterator[Cluster]:
+    """A Ray cluster of so many machines, until the block ends; see `machines` and `start_ray`."""
+    with (
+        tempfile.TemporaryDirectory(prefix="gm-", ignore_cleanup_errors=True) as folder,
+        machines(count, Path(folder), link) as there,
+    ):
+        env = environment()
+        yield Cluster(there, env, start_ray(there, env, dashboard=dashboard))
+
+
+def metric(run_dir: Path, name: str) -> list[tuple[int, float]]:
+    """A metric by training step."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [row[name] for row in rows if row["step"] > 0]
+    return [(row["step"], row[name]) for row in rows if row["step"] > 0]
 
 
-def workers_on(there: Machines, number: int) -> set[str]:
-    """Classes of the workers that ran on a machine, by Ray's logs."""
-    logs = (there.own(number) / "private").rglob("worker-*.out")
+def classes(logs: Collection[Path]) -> set[str]:
+    """Classes of the workers that wrote these logs."""
     lines = (line for path in logs for line in path.read_text().splitlines())
     return {line.removeprefix(":actor_name:") for line in lines if line.startswith(":actor_name:")}
