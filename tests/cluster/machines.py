@@ -1,6 +1,7 @@
-"""Several machines on this one: network namespaces on a bridge, each with its own address, host name and /dev/shm.
+"""Several machines on this one: network namespaces, each with its own address, host name and /dev/shm.
 
-As on many systems the host name stands for 127.0.1.1 in /etc/hosts. Needs Linux and root.
+As on many systems the host name stands for 127.0.1.1 in /etc/hosts. All disks are shared, but for one folder. Needs
+Linux and root.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ def machines(count: int, folder: Path, link: Link | None = None) -> Iterator[Mac
                 for device in ("eth0", "lo"):
                     _ip("-n", name, "link", "set", device, "up")
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"emulated machines cannot be made here: {error.stderr.decode().strip()}")
+            why = error.stderr.decode().strip().rpartition("\n")[2]
+            pytest.skip(f"emulated machines cannot be made here: {why}")
         yield Machines(names, [f"{net}.{number + 1}" for number in range(count)], folder)
     finally:
         for name in (*names, tag):
