@@ -5,18 +5,14 @@ Each node is asked by a Ray task, before any worker is started there.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from grpo_dist.errors import ConfigError
+from grpo_dist.workers.probe import ask_nodes
 from grpo_dist.workers.resources import nodes_in_order
 
 # A live node answers within seconds. One that does not is named when its workers do not start.
@@ -38,7 +34,8 @@ def check_shared(run_dir: Path, nodes: Collection[str]) -> None:
     if not asked:
         return
     with tempfile.NamedTemporaryFile(prefix="seen_by_all_nodes.", dir=run_dir) as mark:
-        problems = _ask(asked, mark.name)
+        answers = ask_nodes(folder_problem, [(node["NodeID"], mark.name) for node in asked], ANSWER_TIMEOUT_S)
+    problems = [f"node {_name(node)} {answer}" for node, answer in zip(asked, answers, strict=True) if answer]
     if problems:
         raise ConfigError(
             f"trainer.default_local_dir={run_dir}: node {_name(here)} made this folder, but {'; '.join(problems)}. "
@@ -51,22 +48,6 @@ def folder_problem(mark: str) -> str:
     if not Path(mark).is_file():
         return "does not see it"
     return "" if os.access(Path(mark).parent, os.W_OK | os.X_OK) else "cannot write into it"
-
-
-def _ask(nodes: Collection[Mapping[str, Any]], mark: str) -> list[str]:
-    """A message for each node where something is wrong."""
-    ask: Any = ray.remote(num_cpus=0, max_retries=0)(folder_problem)
-    refs = {}
-    for node in nodes:
-        place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        refs[ask.options(scheduling_strategy=place).remote(mark)] = node
-    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=ANSWER_TIMEOUT_S)
-    problems = []
-    for ref in ready:
-        with contextlib.suppress(RayError):  # the node is lost
-            if problem := ray.get(ref):
-                problems.append(f"node {_name(refs[ref])} {problem}")
-    return problems
 
 
 def _name(node: Mapping[str, Any]) -> str:

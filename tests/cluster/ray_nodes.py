@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterator
@@ -88,13 +89,21 @@ class Cluster:
         where = [f"trainer.default_local_dir={run_dir}", f"ray_kwargs.ray_init.address={self.address}"]
         size = [f"trainer.nnodes={nodes}", "trainer.n_gpus_per_node=0", "cluster.num_cpus_per_worker=1"]
         main = [sys.executable, "-m", f"grpo_dist.{command}", *overrides, *where, *size]
-        driver = self.there.start(0, *main, env=self.env | env)
-        out, err = driver.communicate(timeout=LIMIT_S)
-        return driver.returncode, err + out
+        return ended(self.there.start(0, *main, env=self.env | env))
 
     def logs(self, number: int) -> set[Path]:
         """The log files that Ray's workers have on a machine."""
         return set((self.there.own(number) / "private").rglob("worker-*.out"))
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """A process's exit code and what it wrote, once it has ended; after `LIMIT_S` it is killed."""
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+    return process.returncode, err + out
 
 
 @contextmanager

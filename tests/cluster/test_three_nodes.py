@@ -11,19 +11,15 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.assets import resolve_model_path
-from tests.chaos.runs import SETTINGS
-from tests.cluster.conftest import STEPS
-from tests.cluster.ray_nodes import DASHBOARD_PORT, LIMIT_S, RAY, Cluster, classes, cluster
+from tests.cluster.conftest import SETTINGS
+from tests.cluster.ray_nodes import DASHBOARD_PORT, RAY, Cluster, classes, cluster, ended
 from tests.cluster.slow_switch import Link
 from tests.messages import says
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parents[2]
 SLOW = Link(delay_s=0.002, bits_per_s=1e9)
-TWO_STEPS = [
-    *(f"trainer.total_training_steps={STEPS}", "trainer.save_freq=-1"),
-    *("trainer.val_before_train=false", "trainer.export_hf_model=false"),
-]
+NOT_SAVED = ["trainer.save_freq=-1", "trainer.export_hf_model=false"]
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 
 
@@ -49,7 +45,7 @@ def test_nodes_train_as_one(
     homes: list[set[str]],
 ) -> None:
     before = [three.logs(number) for number in range(3)]
-    code, said = three.run("main", tmp_path, *SETTINGS, *TWO_STEPS, f"{BACKEND}={backend}", nodes=nodes)
+    code, said = three.run("main", tmp_path, *SETTINGS, *NOT_SAVED, f"{BACKEND}={backend}", nodes=nodes)
     assert code == 0, said
     as_on_one_machine(tmp_path)
     found = [classes(three.logs(number) - before[number]) for number in range(3)]
@@ -64,9 +60,7 @@ def submit(three: Cluster, env: dict[str, str], *overrides: str) -> tuple[int, s
         "PATH": f"{RAY.parent}:{os.environ['PATH']}",
     }
     script = str(ROOT / "examples/ray_job_submit.sh")
-    process = three.there.start(2, "bash", script, *overrides, env=env | there)
-    out, err = process.communicate(timeout=LIMIT_S)
-    return process.returncode, out + err
+    return ended(three.there.start(2, "bash", script, *overrides, env=env | there))
 
 
 def test_a_job_that_another_node_submits(
@@ -75,7 +69,7 @@ def test_a_job_that_another_node_submits(
     """With the cluster's token, and not without. Its driver is on the head, and has the code that was sent along."""
     where = [f"trainer.default_local_dir={tmp_path}", f"ray_kwargs.ray_init.address={three.address}"]
     size = ["trainer.nnodes=3", "cluster.num_cpus_per_worker=1", f"{BACKEND}=object_store"]
-    job = [*SETTINGS, *TWO_STEPS, *where, *size]
+    job = [*SETTINGS, *NOT_SAVED, *where, *size]
     stranger = {name: value for name, value in three.env.items() if name != "RAY_AUTH_TOKEN"} | {
         "RAY_AUTH_MODE": "disabled"
     }
@@ -91,7 +85,7 @@ def test_a_job_that_another_node_submits(
 def test_a_model_that_one_node_has_alone_is_refused(three: Cluster, tmp_path: Path) -> None:
     shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), three.there.own(0) / "private" / "model")
     key, model = "actor_rollout_ref.model.path", three.there.private / "model"
-    code, said = three.run("main", tmp_path, *SETTINGS, *TWO_STEPS, f"{key}={model}", nodes=3)
+    code, said = three.run("main", tmp_path, *SETTINGS, *NOT_SAVED, f"{key}={model}", nodes=3)
     assert code == 2, said
     says(said, f"{key}={model}", "share")
     assert f"node1 ({three.there.addresses[1]})" in said or f"node2 ({three.there.addresses[2]})" in said, said

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.runs import SETTINGS, SUPERVISED
-from tests.cluster.conftest import STEPS
+from tests.chaos.runs import SUPERVISED
+from tests.cluster.conftest import SETTINGS, STEPS
 from tests.cluster.ray_nodes import Cluster, classes, cluster
 from tests.messages import says
 
@@ -38,11 +38,11 @@ def test_a_run_directory_that_one_node_has_alone_is_refused(two: Cluster, comman
 def test_two_nodes_train_as_one(two: Cluster, as_on_one_machine: Callable[[Path], None], tmp_path: Path) -> None:
     """New weights are broadcast from one node to the other, and both write their part of the checkpoint."""
     before = [two.logs(number) for number in (0, 1)]
-    steps = (f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={STEPS}", "trainer.val_before_train=false")
+    saving = f"trainer.save_freq={STEPS}"
     transport = "actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast"
     # variables that a run on one machine leaves behind in its process, and a secret
     env = {"HF_TOKEN": TOKEN, "NCCL_SOCKET_IFNAME": "lo"}
-    code, said = two.run("main", tmp_path, *SETTINGS, *steps, transport, nodes=2, **env)
+    code, said = two.run("main", tmp_path, *SETTINGS, saving, transport, nodes=2, **env)
     assert code == 0, said
     as_on_one_machine(tmp_path)
     assert {"ActorWorker", "RolloutWorker"} <= classes(two.logs(0) - before[0])
