@@ -36,7 +36,7 @@ def test_a_run_directory_that_one_node_has_alone_is_refused(two: Cluster, comman
 
 
 def test_two_nodes_train_as_one(two: Cluster, as_on_one_machine: Callable[[Path], None], tmp_path: Path) -> None:
-    """New weights are broadcast from one node to the other, and both write their part of the checkpoint."""
+    """The ranks of the actor are on both, and both write their part of the checkpoint."""
     before = [two.logs(number) for number in (0, 1)]
     saving = f"trainer.save_freq={STEPS}"
     transport = "actor_rollout_ref.rollout.checkpoint_engine.backend=broadcast"
