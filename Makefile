@@ -1,6 +1,6 @@
 # make quickstart   set up .venv and train the built-in model on the built-in task (a few minutes, no download of models)
 # make test         set up and run all tests
-# make test-long    what takes too long for `make test`, but for the next
+# make test-long    what takes too long for `make test`, but for the next two
 # make chaos        kill and stop every role at every moment of a run; resume on other ranks (40 minutes)
 # make cluster      train on 2 and 3 machines, emulated on this one (Linux, root)
 # make smollm2      train SmolLM2-135M-Instruct for a few steps on GSM8K and on arithmetic
