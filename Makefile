@@ -1,8 +1,9 @@
 # make quickstart   set up .venv and train the built-in model on the built-in task (a few minutes, no download of models)
 # make test         set up and run all tests
-# make test-long    what takes too long for `make test`, but for the next
+# make test-long    what takes too long for `make test`, but for the next two
 # make chaos        kill and stop every role at every moment of a run; resume on other ranks (40 minutes)
 # make test-browser the run report in Chromium, which it installs (Debian or Ubuntu, as root)
+# make cluster      train on 2 and 3 machines, emulated on this one (Linux, root)
 # make smollm2      train SmolLM2-135M-Instruct for a few steps on GSM8K and on arithmetic
 # make gpu-check    what a machine with one NVIDIA GPU shows: kernels, updates, memory, the main job (under 9 minutes; what
 #                   was cut off goes on). CHECK='--layer engine' and other arguments: docs/performance.md
@@ -23,7 +24,8 @@ CODE := $(wildcard grpo_dist tests scripts benchmarks examples)
 
 export PYTHON DEVICE CUDA
 
-.PHONY: help constraints setup quickstart smollm2 test test-long test-browser chaos gpu-check bench bench-baseline dist check format clean
+.PHONY: help constraints setup quickstart smollm2 test test-long test-browser chaos cluster gpu-check bench bench-baseline
+.PHONY: dist check format clean
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
@@ -47,7 +49,7 @@ test: setup
 	$(BIN)/python -m pytest -m "(ray or slow) and not long"
 
 test-long: setup
-	$(BIN)/python -m pytest -m long --ignore=tests/chaos
+	$(BIN)/python -m pytest -m long --ignore=tests/chaos --ignore=tests/cluster
 
 test-browser: setup
 	command -v chromium > /dev/null || (apt-get update -qq && apt-get install -y -qq chromium)
@@ -56,6 +58,10 @@ test-browser: setup
 
 chaos: setup
 	$(BIN)/python -m pytest -m long tests/chaos -s
+
+# All of them, also those of `make test`. -rs: why a machine cannot do it.
+cluster: setup
+	$(BIN)/python -m pytest -m "long or not long" tests/cluster -rs
 
 # Sets nothing up: a part that lacks something says so.
 gpu-check:

@@ -81,6 +81,7 @@ class Workers(RoleProcesses):
             slots(config),
             WORKERS,
             time_limits(config),
+            config.trainer.record_dir.absolute(),
             env={"rollout": _thread_environment(self.place)},
             concurrency={"rollout": MAX_PROMPTS_IN_FLIGHT},
         )

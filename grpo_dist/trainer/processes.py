@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from grpo_dist.config.node_layout import Slot
+from grpo_dist.errors import ConfigError
 from grpo_dist.trainer.metrics import ask_for_peak, take_peaks
 from grpo_dist.workers.environment import shared_environment
 from grpo_dist.workers.event_loop import blocking
@@ -13,7 +15,8 @@ from grpo_dist.workers.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.policy import PolicyWorker
 from grpo_dist.workers.process import Process
-from grpo_dist.workers.resources import release, reserve
+from grpo_dist.workers.resources import nodes_of, release, reserve
+from grpo_dist.workers.shared_folder import check_shared
 
 # Seconds that a finished run waits for its workers to report their peak memory.
 MEMORY_TIMEOUT_S = 30.0
@@ -29,8 +32,12 @@ class RoleProcesses:
         slots: the processes with their resources and machines; those of a role in rank order.
         workers: the worker class of each role.
         limits: seconds that a call may take.
+        run_dir: the run directory, absolute.
         env: by role, what the environment of a process must have when it starts.
         concurrency: by role, how many calls a process takes at a time; 1 for the others.
+
+    Raises:
+        ConfigError: the cluster does not have the resources, or its nodes do not share the run directory.
     """
 
     def __init__(
@@ -38,11 +45,17 @@ class RoleProcesses:
         slots: Sequence[Slot],
         workers: Mapping[str, type[Process]],
         limits: TimeLimits,
+        run_dir: Path,
         *,
         env: Mapping[str, Mapping[str, str]] | None = None,
         concurrency: Mapping[str, int] | None = None,
     ) -> None:
         self._placement_groups, bundles = reserve(slots)
+        try:
+            check_shared(run_dir, nodes_of(self._placement_groups))
+        except ConfigError:
+            release(self._placement_groups)
+            raise
         shared = shared_environment(os.environ)
         self.groups: dict[str, WorkerGroup] = {}
         for role, worker in workers.items():

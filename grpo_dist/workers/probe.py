@@ -1,4 +1,4 @@
-"""Reads the state of a worker's process from the kernel of its node, since the worker itself may not answer.
+"""Asks nodes what no worker there need answer, such as the state of a worker's process by the kernel of its node.
 
 When one of several ranks that work together is lost, all of them exceed their time limit; the lost one is the one that
 is stopped, dead or gone.
@@ -6,14 +6,16 @@ is stopped, dead or gone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_dist.workers.process import Address
+if TYPE_CHECKING:  # it imports torch, which the task's process on a node need not
+    from grpo_dist.workers.process import Address
 
 # A live node answers within a second or two, even if Ray must start a process there first.
 PROBE_TIMEOUT_S = 20.0
@@ -44,18 +46,36 @@ def probe(addresses: Mapping[int, Address], timeout_s: float = PROBE_TIMEOUT_S) 
         By rank the value of `process_state`, or "gone" if the node does not answer.
     """
     here = ray.get_runtime_context().get_node_id()
-    states, asked = {}, {}
-    for rank, address in addresses.items():
-        if address.node_id == here:
-            states[rank] = process_state(address.pid)
-        else:
-            place = NodeAffinitySchedulingStrategy(address.node_id, soft=False)
-            ask = ray.remote(num_cpus=0, max_retries=0)(process_state)
-            asked[rank] = ask.options(scheduling_strategy=place).remote(address.pid)
-    ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
-    for rank, ref in asked.items():
+    states = {rank: process_state(each.pid) for rank, each in addresses.items() if each.node_id == here}
+    others = {rank: (each.node_id, each.pid) for rank, each in addresses.items() if each.node_id != here}
+    answers = ask_nodes(process_state, list(others.values()), timeout_s)
+    return states | {rank: state or "gone" for rank, state in zip(others, answers, strict=True)}
+
+
+def ask_nodes(question: Callable[[Any], str], asked: Sequence[tuple[str, Any]], timeout_s: float) -> list[str | None]:
+    """Ask nodes something that any process there can see, each in a Ray task.
+
+    Args:
+        question: the function that a node runs.
+        asked: Ray's id of each node, and the argument.
+        timeout_s: seconds to wait.
+
+    Returns:
+        The answers in this order; None from a node that does not answer.
+    """
+    if not asked:
+        return []
+    task: Any = ray.remote(num_cpus=0, max_retries=0)(question)
+    places = [NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id, _ in asked]
+    refs = [
+        task.options(scheduling_strategy=place).remote(argument)
+        for place, (_, argument) in zip(places, asked, strict=True)
+    ]
+    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
+    answers: list[str | None] = []
+    for ref in refs:
         try:
-            states[rank] = ray.get(ref) if ref in ready else "gone"
+            answers.append(ray.get(ref) if ref in ready else None)
         except RayError:
-            states[rank] = "gone"
-    return states
+            answers.append(None)
+    return answers

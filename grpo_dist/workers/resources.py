@@ -88,6 +88,11 @@ def nodes_in_order() -> list[dict[str, Any]]:
     return sorted((node for node in ray.nodes() if node["Alive"]), key=key)
 
 
+def nodes_of(groups: Sequence[Any]) -> set[str]:
+    """Ray's ids of the nodes of placed groups."""
+    return {_node_id(group) for group in groups}
+
+
 def _total(wanted: Sequence[Slot]) -> tuple[float, float]:
     """(CPUs, GPUs) of all slots together."""
     return sum(slot.num_cpus for slot in wanted), sum(slot.num_gpus for slot in wanted)

@@ -10,7 +10,7 @@ import pytest
 from grpo_dist.errors import WorkerError, WorkerLost
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.probe import LOST, probe, process_state
+from grpo_dist.workers.probe import LOST, ask_nodes, probe, process_state
 from grpo_dist.workers.process import Process
 from tests.messages import refuses, says
 from tests.processes import spawned
@@ -52,6 +52,14 @@ def test_a_node_that_is_not_there_has_lost_its_processes(group: WorkerGroup) -> 
     found = probe({0: elsewhere, 1: group.addresses[0]}, timeout_s=1.0)
     assert found[0] == "gone"
     assert found[1] not in LOST
+
+
+def test_nodes_answer_in_the_order_in_which_they_are_asked(group: WorkerGroup) -> None:
+    here, nowhere = group.addresses[0].node_id, "e" * 56
+    asked = [(here, os.getpid()), (nowhere, os.getpid()), (here, 2**22 + 1)]
+    first, second, third = ask_nodes(process_state, asked, timeout_s=60.0)
+    assert first not in (None, *LOST)
+    assert (second, third) == (None, "gone")
 
 
 def test_a_rank_that_is_stopped_or_gone_is_named_rather_than_those_that_wait_for_it(group: WorkerGroup) -> None:

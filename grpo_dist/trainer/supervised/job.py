@@ -39,7 +39,8 @@ def build(
     from grpo_dist.workers.supervised import SupervisedGroup, SupervisedWorker
 
     started, role = time.monotonic(), config.role
-    workers = RoleProcesses(slots(config), {role: SupervisedWorker}, TimeLimits(config.trainer.worker_timeout_s))
+    limits = TimeLimits(config.trainer.worker_timeout_s)
+    workers = RoleProcesses(slots(config), {role: SupervisedWorker}, limits, run_dir)
     stack.callback(workers.shutdown)
     say(config, f"starting workers: {config.world_size} {role}")
     resumed = find_resumed(config, ready.rows.identity)
