@@ -19,9 +19,7 @@ def actor_model(config: RunConfig, place: Placement) -> ModelSettings:
     """The policy, as it trains."""
     fsdp = config.actor_rollout_ref.actor.fsdp_config
     policy = _policy(config, place, fsdp.model_dtype, fsdp.resolved_dtype(config.default_dtype))
-    return _sharded(
-        replace(policy, activation_offload=config.actor_rollout_ref.model.enable_activation_offload), fsdp
-    )
+    return _sharded(replace(policy, activation_offload=config.actor_rollout_ref.model.enable_activation_offload), fsdp)
 
 
 def critic_model(config: RunConfig, place: Placement) -> ModelSettings:
