@@ -5,8 +5,8 @@ update, with gradient checkpointing, the log-probs, and the generation. Each mea
 has done the same with a short response before. Memory is the most that it held resident beside what it held before;
 seconds are processor seconds of a thread.
 
-`growth` is the exponent between a length and the one before: 1 is linear, 2 the square. Attention takes seconds with the
-square of the length; nothing may take memory so.
+`growth` is the exponent between a length and the one before: 1 is linear, 2 the square. Attention takes seconds with
+the square of the length; nothing may take memory so.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def fake_engine(shape: dict[str, Any], settings: ModelSettings, ranks: int, *, t
         mock.patch.dict(lm_head.CHUNK_LOGITS, cpu=lm_head.CHUNK_LOGITS["cuda"]),
         mock.patch.object(torch.nn.Module, "to", _to),
         # as on CPU, any mask of four axes keeps the model from making its own of all pairs of tokens
-        mock.patch.object(attention, "block_mask", lambda _: torch.ones(1, 1, 1, 1, dtype=torch.bool)),
+        mock.patch.object(attention, "block_mask", return_value=torch.ones(1, 1, 1, 1, dtype=torch.bool)),
         mock.patch.object(objectives.PolicyObjective, "counts", _real(objectives.PolicyObjective.counts)),
         mock.patch.object(ShardingPropagator, _SHAPES, _real(getattr(ShardingPropagator, _SHAPES))),
     ]

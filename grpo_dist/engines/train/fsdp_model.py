@@ -25,8 +25,8 @@ from grpo_dist.engines.train.lora import (
     lora_hidden,
     merged_parameters,
 )
-from grpo_dist.engines.train.offload import saved_in_cpu_memory
 from grpo_dist.engines.train.model_loading import DTYPES, UnloadedModel, load_weights, open_model
+from grpo_dist.engines.train.offload import saved_in_cpu_memory
 from grpo_dist.engines.train.rope import hold_longrope_factors
 from grpo_dist.engines.train.sharded_tensors import free_gathered, num_shards
 from grpo_dist.errors import ConfigError
