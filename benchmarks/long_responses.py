@@ -17,6 +17,7 @@ import json
 import math
 import multiprocessing
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from itertools import pairwise
@@ -122,10 +123,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = model_with_positions(Path(folder) / "model", max(arguments.lengths) + PROMPT)
         for part in arguments.parts:
-            jobs = [(part, path, length, arguments.threads) for length in arguments.lengths]
+            rows: list[dict[str, Any]] = []
             with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-                found = pool.starmap(measure, jobs, chunksize=1)
-            rows = [{"tokens": length, **row} for length, row in zip(arguments.lengths, found, strict=True)]
+                for length in arguments.lengths:
+                    rows.append({"tokens": length, **pool.apply(measure, (part, path, length, arguments.threads))})
+                    print(f"    {part}: {rows[-1]}", file=sys.stderr, flush=True)
             for name in ("seconds", "peak MiB"):
                 for row, exponent in zip(rows, [None, *growth(rows, name)], strict=True):
                     row[f"growth of {name}"] = exponent

@@ -132,13 +132,15 @@ def test_long_context_settings_arrive_at_the_engine_and_the_trainer() -> None:
     config = load(
         *("data.max_response_length=3072", "actor_rollout_ref.rollout.max_model_len=4096"),
         *("actor_rollout_ref.rollout.max_num_batched_tokens=2048", "actor_rollout_ref.rollout.max_num_seqs=16"),
+        "actor_rollout_ref.model.override_config.max_position_embeddings=4096",
         "actor_rollout_ref.model.override_config.rope_parameters={rope_type: yarn, rope_theta: 10000.0, factor: 8.0, "
         "original_max_position_embeddings: 512}",
     )
     engine = engine_settings(config, placement(config), 0)
     assert (engine.max_model_len, engine.max_num_batched_tokens, engine.enable_chunked_prefill) == (4096, 2048, True)
     policy = policy_settings(config, placement(config), 10).model
-    assert engine.override_config == policy.override_config == {"rope_parameters": rope}
+    wanted = {"max_position_embeddings": 4096, "rope_parameters": rope}
+    assert engine.override_config == policy.override_config == wanted
 
 
 def test_options_of_the_loss_arrive() -> None:
