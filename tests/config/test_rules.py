@@ -299,8 +299,8 @@ def test_hub_names_are_not_looked_up():
         ([f"{ACTOR}.optim.min_lr_ratio=0.1"], "lr_scheduler_type=constant"),
         ([f"{ACTOR}.fsdp_config.param_offload=true"], "param_offload=true"),
         (
-            [f"{MODEL}.enable_gradient_checkpointing=true", f"{MODEL}.enable_activation_offload=true"],
-            f"{MODEL}.enable_activation_offload=true",
+            [f"{MODEL}.enable_{it}=true" for it in ("gradient_checkpointing", "activation_offload")],
+            "activation_offload=true",
         ),
         (["reward_model.model.fsdp_config.param_offload=true"], "reward_model.model.fsdp_config.param_offload=true"),
         (["reward_model.model.path=some/model"], "reward_model.enable=false"),
