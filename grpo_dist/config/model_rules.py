@@ -170,7 +170,7 @@ def _experts_on_cpu_need_merged_factors(config: RunConfig, model_config: Mapping
 
 
 def _rope_is_set_as_a_whole(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Trainer and engines take RoPE's settings from `rope_parameters` as they stand there: `rope_theta` beside it has no
+    """Trainer and engines take RoPE's settings from `rope_parameters` as they are there: `rope_theta` beside it has no
     effect, and without one in it the model fails. Models that come with code of their own may read others.
     """
     model, key = config.actor_rollout_ref.model, f"{_MODEL}.override_config"
