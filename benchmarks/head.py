@@ -5,12 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks import workload
 from grpo_dist.algorithms.masking import token_log_probs
 from grpo_dist.engines.train.lm_head import HeadRequest, response_values
 
@@ -50,14 +50,15 @@ def measure(way: str, vocab: int, hidden: int, tokens: int, threads: int, times:
     targets = torch.randint(0, vocab, (tokens,))
     states.grad, weight.grad = torch.zeros_like(states), torch.zeros_like(weight)
     weight.grad.add_(1e-30)  # the pages are there from now on
-    _reset_peak()
-    before = _peak_mib()
     seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
-        WAYS[way](states, weight, targets).backward()
-        seconds.append(time.perf_counter() - start)
-    return {"peak_mib": _peak_mib() - before, "seconds": min(seconds)}
+
+    def work() -> None:
+        for _ in range(times):
+            start = time.perf_counter()
+            WAYS[way](states, weight, targets).backward()
+            seconds.append(time.perf_counter() - start)
+
+    return {"peak_mib": workload.peak_mib(work), "seconds": min(seconds)}
 
 
 def plain(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -79,12 +80,3 @@ def torchs_own(states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 PLAIN, CHUNKED = "plain logits", "chunked"
 WAYS = {PLAIN: plain, CHUNKED: chunked, "torch linear_cross_entropy": torchs_own}
-
-
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak_mib() -> float:
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 1024

@@ -144,6 +144,19 @@ def seconds(call: Callable[[], Any], device: str) -> float:
     return (clock() - start) / (1 if device == "cuda" else torch.get_num_threads())
 
 
+def peak_mib(call: Callable[[], Any]) -> float:
+    """The most resident memory that the process holds during a call beside what it held before, MiB."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _high_water_mib()
+    call()
+    return _high_water_mib() - before
+
+
+def _high_water_mib() -> float:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 1024
+
+
 def _first_rows(data: DataProto) -> list[int]:
     from grpo_dist.engines.train.micro_batch_plan import group_rows
 

@@ -85,6 +85,16 @@ def _real(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class _Away(torch.autograd.graph.saved_tensors_hooks):
+    """`saved_in_cpu_memory` where the CPU plays the GPU: away is where nothing is counted."""
+
+    def __init__(self, device: str) -> None:
+        def here(saved: torch.Tensor) -> torch.Tensor:
+            return torch.empty_like(saved, device=device)
+
+        super().__init__(lambda tensor: tensor.to("meta"), here)
+
+
 def _to(module: torch.nn.Module, device: Any = None, dtype: torch.dtype | None = None) -> torch.nn.Module:
     """`Module.to` for a layer that peft has made: it cannot swap fake tensors for converted ones."""
     for name, parameter in list(module.named_parameters(recurse=False)):
@@ -138,10 +148,12 @@ def fake_engine(shape: dict[str, Any], settings: ModelSettings, ranks: int, *, t
         mock.patch.object(fsdp_model, "open_model", build),
         mock.patch.object(fsdp_model, "load_weights"),
         mock.patch.object(fsdp_model, "draw_factors"),
+        mock.patch.object(fsdp_model, "saved_in_cpu_memory", _Away),
         mock.patch.object(fsdp_model, "init_device_mesh", _real(fsdp_model.init_device_mesh)),
         mock.patch.dict(lm_head.CHUNK_LOGITS, cpu=lm_head.CHUNK_LOGITS["cuda"]),
         mock.patch.object(torch.nn.Module, "to", _to),
-        mock.patch.object(attention, "block_mask", return_value=None),
+        # as on CPU, any mask of four axes keeps the model from making its own of all pairs of tokens
+        mock.patch.object(attention, "block_mask", return_value=torch.ones(1, 1, 1, 1, dtype=torch.bool)),
         mock.patch.object(objectives.PolicyObjective, "counts", _real(objectives.PolicyObjective.counts)),
         mock.patch.object(ShardingPropagator, _SHAPES, _real(getattr(ShardingPropagator, _SHAPES))),
     ]

@@ -18,6 +18,7 @@ from grpo_dist.config.load import load_config
 from grpo_dist.config.memory import RoleMemory, memory_estimate
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.protocol import DataProto
 from grpo_dist.trainer.settings import policy_settings, reference_settings
 from tests.fake_memory import fake_engine, peak_of_pass, peak_of_update, sequences
 
@@ -43,18 +44,22 @@ MODELS = {
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 FSDP = f"{ACTOR}.fsdp_config"
 NO_CHECKPOINTING = f"{MODEL}.enable_gradient_checkpointing=false"
-N, PROMPT, RESPONSE = 8, 512, 1024
+OFFLOAD = f"{MODEL}.enable_activation_offload=true"
+N, PROMPT, RESPONSE, LONG = 8, 512, 1024, 32768
 GROUP = PROMPT + N * RESPONSE  # tokens, the prompt shared
+# A pass is one sequence.
+ONE_BY_ONE = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu={PROMPT + LONG}")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A model on so many actor ranks, with overrides; `role` is the one that is measured."""
+    """A model on so many actor ranks, with overrides; `role` is the one that is measured, `response` in tokens."""
 
     model: str
     ranks: int
     overrides: tuple[str, ...] = ()
     role: str = "actor"
+    response: int = RESPONSE
 
 
 CELLS = {
@@ -77,6 +82,15 @@ CELLS = {
     "30B-A3B, 8 GPUs, LoRA": Cell("Qwen3-30B-A3B", 8, (f"{MODEL}.lora_rank=32", f"{FSDP}.model_dtype=bf16")),
     "30B-A3B, reference on 8 GPUs": Cell("Qwen3-30B-A3B", 8, role="ref"),
     "8B, reference on 2 GPUs": Cell("Qwen3-8B", 2, role="ref"),
+    "0.6B, 1 GPU, 32k": Cell("Qwen3-0.6B", 1, ONE_BY_ONE, response=LONG),
+    "0.6B, 1 GPU, 32k, activations offloaded": Cell("Qwen3-0.6B", 1, (*ONE_BY_ONE, OFFLOAD), response=LONG),
+    "1.7B, 1 GPU, 32k, activations offloaded": Cell("Qwen3-1.7B", 1, (*ONE_BY_ONE, OFFLOAD), response=LONG),
+    "8B, 4 GPUs, 32k": Cell("Qwen3-8B", 4, ONE_BY_ONE, response=LONG),
+    "8B, 4 GPUs, 32k, activations offloaded": Cell("Qwen3-8B", 4, (*ONE_BY_ONE, OFFLOAD), response=LONG),
+    "8B, 1 GPU, 32k, LoRA, activations offloaded": Cell(
+        "Qwen3-8B", 1, (*ONE_BY_ONE, OFFLOAD, f"{MODEL}.lora_rank=32", f"{FSDP}.model_dtype=bf16"), response=LONG),
+    "32B, 16 GPUs, 32k, activations offloaded": Cell("Qwen3-32B", 16, (*ONE_BY_ONE, OFFLOAD), response=LONG),
+    "8B, reference on 2 GPUs, 32k": Cell("Qwen3-8B", 2, ONE_BY_ONE, role="ref", response=LONG),
 }  # fmt: skip
 QUICK = ("0.6B, 1 GPU", "1.7B, reference on 1 GPU")
 
@@ -93,7 +107,7 @@ def run_config(cell: Cell, folder: Path) -> RunConfig:
             f"trainer.nnodes={nodes}",
             *(f"cluster.{role}_world_size={ranks}" for role, ranks in place.items()),
             f"data.max_prompt_length={PROMPT}",
-            f"data.max_response_length={RESPONSE}",
+            f"data.max_response_length={cell.response}",
             "data.train_batch_size=64",
             f"{ACTOR}.ppo_mini_batch_size=64",
             *cell.overrides,
@@ -117,12 +131,21 @@ def measured(cell: Cell, config: RunConfig) -> dict[str, float]:
     with fake_engine(MODELS[cell.model], settings.model, cell.ranks, trains=trains) as engine:
         if not trains:
             size, budget = settings.log_prob_micro_batch_size, settings.log_prob_max_token_len
-            data = sequences(size // N, N, PROMPT, RESPONSE)
+            data = _largest_pass(cell, size, budget, passes=1)
             return peak_of_pass(engine, data, micro_batch_size=size, max_token_len=budget)
         size, budget = settings.train_micro_batch_size, settings.train_max_token_len
-        groups = size // N if budget is None else budget // GROUP
-        data = sequences(2 * groups, N, PROMPT, RESPONSE)
+        data = _largest_pass(cell, size, budget, passes=2)
         return peak_of_update(engine, data, micro_batch_size=size, max_token_len=budget)
+
+
+def _largest_pass(cell: Cell, size: int, budget: int | None, *, passes: int) -> DataProto:
+    """Sequences that fill so many passes of `size` sequences or, if given, `budget` tokens."""
+    if budget is None:
+        return sequences(passes * size // N, N, PROMPT, cell.response)
+    group = PROMPT + N * cell.response
+    if group <= budget:
+        return sequences(passes * budget // group, N, PROMPT, cell.response)
+    return sequences(passes, 1, PROMPT, cell.response)
 
 
 def main(arguments: Sequence[str]) -> None:

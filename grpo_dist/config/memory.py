@@ -93,18 +93,17 @@ def _actor(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
         reshards=fsdp.reshard_after_forward,
         factors=shape.lora_parameters(roles.model),
     )
-    states, peak = rank.states, _mini_batch(config, rank).peak()
+    batch = _mini_batch(config, rank)
+    states, saved, peak = rank.states, batch.saved_on_cpu, batch.peak()
     if config.trainer.val_only:  # then there are neither gradients nor states
-        states, peak = 0.0, {"weights": rank.weights}
+        states, saved, peak = 0.0, 0.0, {"weights": rank.weights}
     if roles.actor.use_kl_loss and roles.actor.kl_loss_type == "full":
         peak["reference's output layer"] = (reference_shape(config, shape) or shape).matrix * rank.compute
     rollout = roles.rollout
     limit = roles.actor.log_prob_max_token_len(rollout)
     forward = rank.forward(*pass_tokens(config, rollout.log_prob_micro_batch_size_per_gpu, limit))
-    stored = _stored(config, shape)
-    return _trained(
-        config, "actor", rank, _offload(fsdp), states, peak, sum(forward.values()), exports=True, stored=stored
-    )
+    host = {"stored": _stored(config, shape), "saved": saved}
+    return _trained(config, "actor", rank, _offload(fsdp), states, peak, sum(forward.values()), exports=True, **host)
 
 
 def _critic(config: RunConfig, ranks: int) -> RoleMemory | None:
@@ -128,17 +127,17 @@ def _critic(config: RunConfig, ranks: int) -> RoleMemory | None:
         tokens,
         0,
         recomputes=section.model.enable_gradient_checkpointing,
+        saves_on_cpu=section.model.enable_activation_offload,
         defers=fsdp.defer_grad_sync,
         offloads=fsdp.optimizer_offload,
         has_output_layer=False,
     )
-    states, peak = rank.states, batch.peak()
+    states, saved, peak = rank.states, batch.saved_on_cpu, batch.peak()
     if config.trainer.val_only:
-        states, peak = 0.0, {"weights": rank.weights}
+        states, saved, peak = 0.0, 0.0, {"weights": rank.weights}
     tokens, _ = pass_tokens(config, section.forward_micro_batch_size_per_gpu, section.forward_max_token_len)
-    return _trained(
-        config, "critic", rank, _offload(fsdp), states, peak, sum(rank.forward(tokens, 0).values()), exports=False
-    )
+    forward = sum(rank.forward(tokens, 0).values())
+    return _trained(config, "critic", rank, _offload(fsdp), states, peak, forward, exports=False, saved=saved)
 
 
 class Offload(NamedTuple):
@@ -163,6 +162,7 @@ def _trained(
     *,
     exports: bool,
     stored: float = 0.0,
+    saved: float = 0.0,
 ) -> RoleMemory:
     """A role that trains, of which the bytes of its optimizer's states, of its peak and of a forward pass are known."""
     waits = (0.0 if offload.weights else rank.weights) + (0.0 if offload.states else states)
@@ -179,6 +179,7 @@ def _trained(
             copied=rank.weights + states,
             exports=exports,
             stored=stored,
+            saved=saved,
         ),
         saved=(rank.weights + states) * rank.shards / GIB,
         exported=rank.shape.num_parameters * DTYPE_BYTES[config.export_dtype] / GIB * exports,
@@ -191,6 +192,7 @@ def _mini_batch(config: RunConfig, rank: Rank) -> MiniBatch:
         rank,
         *pass_tokens(config, actor.ppo_micro_batch_size_per_gpu, actor.max_token_len),
         recomputes=config.actor_rollout_ref.model.enable_gradient_checkpointing,
+        saves_on_cpu=config.actor_rollout_ref.model.enable_activation_offload,
         entropies=actor.entropy_coeff != 0,
         defers=actor.fsdp_config.defer_grad_sync,
         offloads=actor.fsdp_config.optimizer_offload,
@@ -256,7 +258,8 @@ def _rollout(config: RunConfig, shape: ModelShape, tensor_parallel: int) -> Role
     if config.device == "cuda":
         per_token = (4 * shape.hidden + 3 * shape.width / tensor_parallel + shape.copies) * size
         sampler = 3 * 4 * rollout.max_num_seqs * shape.vocabulary
-        parts["pass"] = rollout.max_num_batched_tokens * per_token + sampler
+        whole = 0 if rollout.enable_chunked_prefill else config.max_model_len  # a pass then holds the longest sequence
+        parts["pass"] = max(rollout.max_num_batched_tokens, whole) * per_token + sampler
     host = {"weights being loaded": shape.largest * 4.0, "new weights": _bucket(config, shape)}
     if rollout.free_cache_engine and placement(config).shares_gpu:
         host["weights while it sleeps"] = weights
@@ -308,7 +311,9 @@ def _rollout_dtype(config: RunConfig) -> str:
 
 
 # --- CPU memory ----------------------------------------------------------------------------------------------------
-def host_memory(rank: Rank, *, offloaded: float, copied: float, exports: bool, stored: float = 0.0) -> dict[str, float]:
+def host_memory(
+    rank: Rank, *, offloaded: float, copied: float, exports: bool, stored: float = 0.0, saved: float = 0.0
+) -> dict[str, float]:
     """CPU memory of a rank, GiB: offloaded tensors, plus the largest of what loading, saving and export need.
 
     Args:
@@ -317,6 +322,7 @@ def host_memory(rank: Rank, *, offloaded: float, copied: float, exports: bool, s
         copied: bytes of the copy from which a checkpoint is written.
         exports: whether rank 0 writes a Hugging Face folder.
         stored: bytes that rank 0 puts into the object store.
+        saved: bytes of activations that wait for the backward pass. Pinned memory is kept when they are gone.
     """
     shape = rank.shape
     loading = shape.largest * rank.master + (rank.weights if rank.device == "cuda" else 0.0)
@@ -326,7 +332,7 @@ def host_memory(rank: Rank, *, offloaded: float, copied: float, exports: bool, s
         moments["export"] = min(file, shape.num_parameters * rank.master)
         moments["weights in the object store"] = stored
     largest = max(moments, key=lambda name: moments[name])
-    parts = {"offloaded": offloaded, largest: moments[largest]}
+    parts = {"offloaded": offloaded, "activations": saved, largest: moments[largest]}
     return in_gib({name: size for name, size in parts.items() if size} | {"process": PROCESS_GIB[rank.device] * GIB})
 
 

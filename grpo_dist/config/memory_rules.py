@@ -52,6 +52,7 @@ _REMEDIES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     (f"{_ROLLOUT}.tensor_model_parallel_size", (2, 4, 8)),
     (f"{_ACTOR}.fsdp_config.optimizer_offload", (True,)),
     (f"{_ACTOR}.fsdp_config.param_offload", (True,)),
+    (f"{_MODEL}.enable_activation_offload", (True,)),
 )
 # Tried after those: settings that need more GPUs.
 _MORE_GPUS: tuple[tuple[str, tuple[Any, ...]], ...] = (

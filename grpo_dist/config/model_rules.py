@@ -14,7 +14,7 @@ from typing import Any
 from grpo_dist.config.memory import memory_estimate
 from grpo_dist.config.memory_rules import memory_problems
 from grpo_dist.config.model_shape import MLP_NAMES, count, num_experts, text_config
-from grpo_dist.config.problems import Problem, problem_between
+from grpo_dist.config.problems import Problem, problem_between, shown
 from grpo_dist.config.schema import RunConfig
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -57,6 +57,7 @@ def model_problems(
     found = {**model_config, **config.actor_rollout_ref.model.override_config}
     yield from _tensor_parallel_divides_heads(config, found)
     yield from _tensor_parallel_divides_experts(config, found)
+    yield from _rope_is_set_as_a_whole(config, model_config)
     yield from _positions_hold_the_longest_sequence(config, found)
     yield from _no_router_auxiliary_loss(config, found)
     yield from _experts_get_no_lora(config, found)
@@ -166,6 +167,29 @@ def _experts_on_cpu_need_merged_factors(config: RunConfig, model_config: Mapping
     if config.sends_factors and config.device == "cpu" and num_experts(text_config(model_config)):
         why = "with adapters vLLM cannot compute experts on CPU; set it to true"
         yield problem_between(config, why, f"{_MODEL}.lora.merge", f"{_MODEL}.path")
+
+
+def _rope_is_set_as_a_whole(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Trainer and engines take RoPE's settings from `rope_parameters` as they are there: `rope_theta` beside it has no
+    effect, and without one in it the model fails. Models that come with code of their own may read others.
+    """
+    model, key = config.actor_rollout_ref.model, f"{_MODEL}.override_config"
+    changes, text = model.override_config, text_config(model_config)
+    scaling = changes.get("rope_parameters", changes.get("rope_scaling"))
+    names = [name for name in ("rope_theta", "rope_scaling") if name in changes]
+    nested = isinstance(scaling, Mapping) and any(isinstance(each, Mapping) for each in scaling.values())
+    incomplete = isinstance(scaling, Mapping) and not nested and "rope_theta" not in scaling
+    if model.trust_remote_code or not (names or incomplete):
+        return
+    own = text.get("rope_parameters")
+    own = own if isinstance(own, Mapping) else {}
+    theta = changes.get("rope_theta", text.get("rope_theta", own.get("rope_theta", "THAT_OF_THE_MODEL")))
+    whole = {"rope_theta": theta} | (dict(scaling) if isinstance(scaling, Mapping) else {"rope_type": "default"})
+    yield Problem(
+        f"{key} has {', '.join(names or ['rope_parameters'])}: transformers and vLLM take RoPE's settings as a whole, "
+        f"rope_theta among them, from one entry; set {key}.rope_parameters={shown(whole)} in its place",
+        (key,),
+    )
 
 
 def _positions_hold_the_longest_sequence(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:

@@ -119,6 +119,7 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
         "reward_model.model.fsdp_config.param_offload": config.reward_model.model.fsdp_config.param_offload,
         "critic.model.fsdp_config.param_offload": config.critic.model.fsdp_config.param_offload,
         "critic.model.fsdp_config.optimizer_offload": config.critic.model.fsdp_config.optimizer_offload,
+        "actor_rollout_ref.model.enable_activation_offload": config.actor_rollout_ref.model.enable_activation_offload,
     }
     model = config.actor_rollout_ref.model
     if not model.lora.merge and not model.lora_rank:

@@ -253,6 +253,18 @@ def token_budgets_hold_the_longest_sequence(config: RunConfig) -> Iterator[Probl
             yield problem_between(config, why, key, "data.max_prompt_length", "data.max_response_length")
 
 
+def offloaded_activations_are_inputs_of_layers(config: RunConfig) -> Iterator[Problem]:
+    """Without checkpointing a layer keeps its weights too, which must not be copied for every pass."""
+    sections = {"actor_rollout_ref.model": config.actor_rollout_ref.model}
+    sections |= {"critic.model": config.critic.model} if config.needs_critic else {}
+    for key, model in sections.items():
+        if model.enable_activation_offload and not model.enable_gradient_checkpointing:
+            why = "only what gradient checkpointing keeps is offloaded; set the second to true, or the first to false"
+            yield problem_between(
+                config, why, f"{key}.enable_activation_offload", f"{key}.enable_gradient_checkpointing"
+            )
+
+
 PLACEMENT_RULES: tuple[Rule, ...] = (
     mini_batches_divide_the_batch,
     ranks_divide_the_mini_batch,
@@ -268,4 +280,5 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
     engine_holds_the_longest_sequence,
     engine_passes_hold_a_token_of_each_sequence,
     token_budgets_hold_the_longest_sequence,
+    offloaded_activations_are_inputs_of_layers,
 )

@@ -8,6 +8,7 @@ unit, optimizer step. The estimate is the largest. tests/config/test_memory.py c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, log2
 from typing import TYPE_CHECKING
 
 from grpo_dist.config.model_shape import ModelShape
@@ -110,13 +111,17 @@ class MiniBatch:
 
     Args:
         rank: the rank.
-        tokens: tokens of the largest micro-batch.
+        tokens: tokens of the largest micro-batch, at least one.
         responses: response tokens of that micro-batch.
         recomputes: whether layers save only their inputs (gradient checkpointing).
+        saves_on_cpu: whether these wait in CPU memory, but for those of the layer that is at work (activation offload).
         entropies: whether the loss has an entropy term.
         defers: whether gradients are reduced only in the last micro-batch (`defer_grad_sync`).
         offloads: whether optimizer states are on the device only during the optimizer step.
         has_output_layer: whether the model has one; false: its head has few outputs.
+
+    Attributes:
+        saved_on_cpu: bytes of CPU memory of what waits there.
     """
 
     def __init__(
@@ -126,6 +131,7 @@ class MiniBatch:
         responses: int,
         *,
         recomputes: bool,
+        saves_on_cpu: bool = False,
         entropies: bool = False,
         defers: bool = False,
         offloads: bool = False,
@@ -135,7 +141,10 @@ class MiniBatch:
         self.tokens = tokens
         self.inputs = self.tokens * rank.shape.hidden * rank.compute
         layer = rank.layer_activations(self.tokens)
-        self.kept_by_layers = rank.shape.num_layers * (self.inputs if recomputes else layer)
+        self.kept_by_layers, self.saved_on_cpu = rank.shape.num_layers * (self.inputs if recomputes else layer), 0.0
+        if saves_on_cpu and rank.device == "cuda":
+            # pinned blocks have sizes of powers of two
+            self.kept_by_layers, self.saved_on_cpu = self.inputs, rank.shape.num_layers * 2.0 ** ceil(log2(self.inputs))
         self.recomputed = layer if recomputes else 0.0
         self.chunk, self.entropies = rank.chunk(responses), entropies
         self.trains_all = rank.factors == 0

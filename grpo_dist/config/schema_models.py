@@ -102,6 +102,7 @@ class CriticModelConfig(Section):
 
     path: Text
     enable_gradient_checkpointing: bool
+    enable_activation_offload: bool
     override_config: dict[str, Any]
     fsdp_config: FSDPConfig
 

@@ -57,6 +57,7 @@ class ModelConfig(Section):
     trust_remote_code: bool
     use_remove_padding: bool
     enable_gradient_checkpointing: bool
+    enable_activation_offload: bool
     lora_rank: NonNegativeInt
     lora_alpha: PositiveFloat
     target_modules: Annotated[tuple[Text, ...], Names]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -63,10 +63,12 @@ class ReplayStore:
             DataError: a file is missing or damaged.
         """
         known: set[bytes] = set()
-        earlier = self._new_rows(range(1, first), known) if share else []
-        chosen = np.random.default_rng([seed, last]).permutation(len(earlier))[: round(share * len(earlier))]
-        fresh = self._new_rows(range(first, last + 1), known)
-        return Selection(fresh, [earlier[i] for i in sorted(chosen.tolist())])
+        before = range(1, first if share else 1)
+        count = sum(1 for _ in self._new_rows(before, known))
+        chosen = set(np.random.default_rng([seed, last]).permutation(count)[: round(share * count)].tolist())
+        # read once more, since all responses of a run may be more than the memory holds
+        replayed = [row for i, row in enumerate(self._new_rows(before, set())) if i in chosen]
+        return Selection([*self._new_rows(range(first, last + 1), known)], replayed)
 
     def check(self, steps: Sequence[int]) -> None:
         """Check that the files of these steps are there.
@@ -96,16 +98,13 @@ class ReplayStore:
         except OSError as error:
             raise DataError(f"{KEY}: the judged responses cannot be copied to {other.folder}: {error}") from error
 
-    def _new_rows(self, steps: Sequence[int], known: set[bytes]) -> list[LabelledSteps]:
-        """The rows of these steps whose conversations are not among those known, which they join."""
+    def _new_rows(self, steps: Sequence[int], known: set[bytes]) -> Iterator[LabelledSteps]:
+        """The rows of these steps whose conversations are not among those known, which they join; a file at a time."""
         self.check(steps)
-        files = [self.file(step) for step in steps]
-        rows = [row for file in files if file.stat().st_size for row in load_steps([str(file)], key=KEY)]
-        found = []
-        for row in rows:
-            text = json.dumps([row.prompt, "".join(row.steps)])
-            digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-            if digest not in known:
-                known.add(digest)
-                found.append(row)
-        return found
+        for file in map(self.file, steps):
+            for row in load_steps([str(file)], key=KEY) if file.stat().st_size else ():
+                text = json.dumps([row.prompt, "".join(row.steps)])
+                digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+                if digest not in known:
+                    known.add(digest)
+                    yield row

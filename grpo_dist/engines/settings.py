@@ -47,6 +47,8 @@ class ModelSettings:
         defer_grad_sync: whether gradients are reduced over ranks only in a mini-batch's last micro-batch.
         param_offload: whether the weights are in CPU memory between the phases of a step.
         optimizer_offload: whether the optimizer's states are.
+        activation_offload: whether the inputs of layers, all that `gradient_checkpointing` keeps of them, are until the
+            backward pass needs them.
         shares_gpu: whether processes of other roles are on the same GPU.
         lora: train factors beside the weights; None: the weights themselves.
         max_model_len: most tokens of prompt and response, as the sampler has it; None: not known.
@@ -74,6 +76,7 @@ class ModelSettings:
     override_config: Mapping[str, Any] = field(default_factory=dict)
     param_offload: bool = False
     optimizer_offload: bool = False
+    activation_offload: bool = False
     shares_gpu: bool = False
     lora: LoraSettings | None = None
     max_model_len: int | None = None

@@ -18,7 +18,8 @@ from grpo_dist.trainer.checks import is_on_the_hub
 def actor_model(config: RunConfig, place: Placement) -> ModelSettings:
     """The policy, as it trains."""
     fsdp = config.actor_rollout_ref.actor.fsdp_config
-    return _sharded(_policy(config, place, fsdp.model_dtype, fsdp.resolved_dtype(config.default_dtype)), fsdp)
+    policy = _policy(config, place, fsdp.model_dtype, fsdp.resolved_dtype(config.default_dtype))
+    return _sharded(replace(policy, activation_offload=config.actor_rollout_ref.model.enable_activation_offload), fsdp)
 
 
 def critic_model(config: RunConfig, place: Placement) -> ModelSettings:
@@ -36,6 +37,7 @@ def critic_model(config: RunConfig, place: Placement) -> ModelSettings:
         override_config=critic.model.override_config,
         lora=None,
         gradient_checkpointing=critic.model.enable_gradient_checkpointing,
+        activation_offload=critic.model.enable_activation_offload,
         reshard_after_forward=fsdp.reshard_after_forward,
     )
     return _sharded(model, fsdp)

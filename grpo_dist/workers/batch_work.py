@@ -252,7 +252,8 @@ def _write_rows(rows: Sequence[Mapping[str, Any]], path: str, without: str) -> N
     temporary = target.with_suffix(".tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+        with temporary.open("w") as file:  # row by row: together they are a second copy of the batch's text
+            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         flush_path(temporary)
         temporary.replace(target)
         flush_path(target.parent)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import head, record, rollout, update
+from benchmarks import head, long_responses, record, rollout, update
 
 
 def test_a_record_says_where_it_is_from_and_holds_tables_and_ratios(
@@ -76,3 +76,12 @@ def test_of_every_ratio_higher_is_better() -> None:
     }
     assert list(rollout.ratios(rows).values()) == [0.6, 1.1, 0.02, 40.0]
     assert {name.partition("/")[0] for name in rollout.ratios(rows)} == {"rollout", "weight_sync", "control_plane"}
+
+
+def test_the_growth_of_long_responses_by_hand(tmp_path: Path) -> None:
+    """Four times the tokens and twice the memory: the square root, and half of what linear growth would need."""
+    rows = [{"tokens": 1024, "peak MiB": 10.0}, {"tokens": 4096, "peak MiB": 20.0}]
+    assert long_responses.growth(rows, "peak MiB") == [pytest.approx(0.5)]
+    assert long_responses.ratios({"update": rows}) == {"long/update, linear memory of 4096 tokens": 2.0}
+    config = Path(long_responses.model_with_positions(tmp_path / "model", 5000), "config.json")
+    assert json.loads(config.read_text())["max_position_embeddings"] == 5000

@@ -12,6 +12,7 @@ from grpo_dist.config.memory import RoleMemory, memory_estimate
 from grpo_dist.sizes import GIB
 from tests.memory_cells import CELLS, FSDP, MODELS, QUICK, measured, planned, run_config
 
+ROLLOUT = "actor_rollout_ref.rollout"
 MODEL, TEACHER = "actor_rollout_ref.model", "actor_rollout_ref.ref.model.path"
 # 2 layers of 4 * 8^2 + 3 * 8 * 16 + 2 * 8 = 656 numbers; an embedding and an output layer of 100 * 8, a norm of 8.
 SHAPE = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -75,6 +76,34 @@ def test_without_checkpointing_layers_keep_more(tmp_path: Path) -> None:
     # two norms and two of heads in float32, what follows them and the matrices' inputs in bfloat16
     layer = TOKENS * (2 * 8 * (4 + 2 * 2) + (8 + 8) * (4 + 3 * 2) + 4 * 16 * 2)
     assert actor.parts["activations"] * GIB == pytest.approx(2 * layer + 2 * INPUTS)
+
+
+def test_offloaded_activations_are_in_cpu_memory(tmp_path: Path) -> None:
+    """Of two layers the inputs of one are on the GPU; each waits in a pinned block, whose size is a power of two."""
+    offload = f"{MODEL}.enable_activation_offload=true"
+    stays, away = (plan(tmp_path, "cluster.actor_world_size=2", *more)["actor"] for more in ((), (offload,)))
+    assert stays.parts["activations"] * GIB == pytest.approx(2 * INPUTS + 2 * INPUTS)
+    assert away.parts["activations"] * GIB == pytest.approx(INPUTS + 2 * INPUTS)
+    assert INPUTS == 576
+    assert away.host["activations"] * GIB == pytest.approx(2 * 1024)
+    assert "activations" not in stays.host
+    on_cpu = [plan(tmp_path, "cluster=cpu", *more)["actor"] for more in ((), (offload,))]
+    assert on_cpu[0] == on_cpu[1]
+    critics = ("recipe=ppo", f"critic.model.path={tmp_path}", "cluster.critic_world_size=2")
+    stays, away = (plan(tmp_path, *critics, *more)["critic"] for more in ((), (offload,)))
+    assert stays.total - away.total == pytest.approx(INPUTS / GIB)
+    assert away.host["activations"] * GIB == pytest.approx(2 * 1024)
+    assert "activations" not in plan(tmp_path, offload, "trainer.val_only=true")["actor"].host
+
+
+def test_a_pass_of_an_engine_that_cuts_no_prompts_holds_the_longest_sequence(tmp_path: Path) -> None:
+    budget = (f"{ROLLOUT}.max_num_batched_tokens=8", f"{ROLLOUT}.max_num_seqs=8", "data.max_response_length=60")
+    cut, whole = (
+        plan(tmp_path, *budget, f"{ROLLOUT}.enable_chunked_prefill={value}")["rollout"].parts["pass"] * GIB
+        for value in ("true", "false")
+    )
+    per_token = (4 * 8 + 3 * 16) * 2
+    assert whole - cut == pytest.approx((64 - 8) * per_token)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -34,6 +34,13 @@ TOO_LARGE: dict[str, tuple[str, float, tuple[str, ...], tuple[str, ...]]] = {
         "Qwen3-8B", 60, ("cluster=node8", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=131072"),
         ("ppo_max_token_len_per_gpu=16384",)
     ),
+    "a long response": (
+        "Qwen3-8B", 36,
+        ("cluster=node8", "data.max_response_length=32768", f"{ACTOR}.use_dynamic_bsz=true",
+         f"{ACTOR}.ppo_max_token_len_per_gpu=33280", f"{ACTOR}.fsdp_config.optimizer_offload=true",
+         f"{ACTOR}.fsdp_config.param_offload=true"),
+        ("enable_activation_offload=true",)
+    ),
     "too few GPUs": ("Qwen3-8B", 23.6, ("cluster=node8",), ("trainer.nnodes=",)),
     "an engine on one GPU": (
         "Qwen3-32B", 79.1, ("cluster=multi_node", "trainer.nnodes=4"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.messages import says
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 TP = f"{ROLLOUT}.tensor_model_parallel_size"
 GPU = "cluster.gpu_memory_gib"
+OVERRIDE = f"{MODEL}.override_config"
 BATCH = ("data=arithmetic", "data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64")
 SHAPE = {"hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 16,
          "intermediate_size": 2816, "vocab_size": 32000, "tie_word_embeddings": False}  # fmt: skip
@@ -122,6 +124,37 @@ def test_a_sequence_longer_than_the_models_positions_is_refused(*BATCH, model, m
     load_config([*BATCH, path])
 
 
+YARN = "rope_type: yarn, factor: 4.0, original_max_position_embeddings: 128"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ("rope_theta: 50000", "rope_theta"),
+        (f"rope_scaling: {{{YARN}}}", "rope_scaling"),
+        (f"rope_parameters: {{{YARN}}}", "rope_parameters"),
+        (f"rope_theta: 50000, rope_scaling: {{{YARN}}}", "rope_theta, rope_scaling"),
+    ],
+)
+@pytest.mark.parametrize("own", [{"rope_theta": 7000.0}, {"rope_parameters": {"rope_theta": 7000.0}}])
+def test_rope_is_set_as_a_whole(model, changes: str, named: str, own: dict) -> None:
+    """Elsewhere it has no effect, or ends in an error of transformers; what the message names is taken."""
+    path = model(max_position_embeddings=512, **own)
+    text = refused(*BATCH, path, f"{OVERRIDE}={{{changes}}}")
+    whole = re.search(r"set (\S+rope_parameters=\{.*\}) in", text)
+    assert whole is not None
+    says(text, f"{OVERRIDE} has {named}:", f"rope_theta:{50000 if 'rope_theta' in named else 7000.0}")
+    assert ("factor:4.0" in whole[1]) == ("yarn" in changes)
+    config, _ = load_config([*BATCH, path, whole[1]])
+    assert set(config.actor_rollout_ref.model.override_config) == {"rope_parameters"}
+
+
+def test_rope_of_each_kind_of_layer_and_of_code_of_the_models_own_is_theirs(model) -> None:
+    nested = f"{OVERRIDE}.rope_parameters={{full_attention: {{rope_type: default, rope_theta: 1.0}}}}"
+    load_config([*BATCH, model(), nested])
+    load_config([*BATCH, model(), f"{OVERRIDE}.rope_theta=50000", f"{MODEL}.trust_remote_code=true"])
+
+
 def test_the_memory_of_gpus_says_nothing_about_a_run_without_them(model) -> None:
     _, notes = load_config([*BATCH, model(), f"{GPU}=0.001"])
     says(notes, f"{GPU}=0.001", "CPU")
@@ -129,7 +162,7 @@ def test_the_memory_of_gpus_says_nothing_about_a_run_without_them(model) -> None
 
 # --- a mixture of experts ------------------------------------------------------------------------------------------
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-OVERRIDE, TARGETS = f"{MODEL}.override_config", f"{MODEL}.target_modules"
+TARGETS = f"{MODEL}.target_modules"
 
 
 def test_a_loss_of_the_router_is_neither_dropped_nor_added(model) -> None:

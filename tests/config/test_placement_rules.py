@@ -100,6 +100,13 @@ VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
             [f"{ROLLOUT}.max_num_batched_tokens=127", f"{ROLLOUT}.max_num_seqs=129"],
             [f"{ROLLOUT}.max_num_batched_tokens=127", f"{ROLLOUT}.max_num_seqs=129", "raise", "lower"],
         ),
+        *(
+            (
+                [*role, f"{model}.enable_activation_offload=true"],
+                [f"{model}.enable_activation_offload=true", f"{model}.enable_gradient_checkpointing=false"],
+            )
+            for role, model in (([], "actor_rollout_ref.model"), (["recipe=ppo"], "critic.model"))
+        ),
         (
             [f"{ROLLOUT}.max_model_len=127"],
             [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,23 @@ def test_a_conversation_counts_once_where_it_came_first(tmp_path: Path) -> None:
     assert told(replayed) == [("q", "a")]
     assert told(fresh) == [("q", "b"), ("r", "a"), ("s", "xy")]
     assert [each.labels for each in fresh] == [[True], [True], [True, True]]
+
+
+def test_the_responses_of_a_run_are_not_all_in_memory(tmp_path: Path) -> None:
+    """Of four times as many steps, each with 200 kB, a hundredth is chosen: little more memory, not four times."""
+
+    def peak(folder: Path, steps: int) -> int:
+        made = store(folder, *[[row(f"q{step}", f"{i}" * 20_000) for i in range(10)] for step in range(1, steps + 1)])
+        tracemalloc.start()
+        fresh, replayed = made.select(steps, steps, 0.01, seed=1)
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert (len(fresh), len(replayed)) == (10, round(0.1 * (steps - 1)))
+        return found
+
+    (tmp_path / "few").mkdir()
+    (tmp_path / "many").mkdir()
+    assert peak(tmp_path / "many", 40) < 2 * peak(tmp_path / "few", 10)
 
 
 def test_files_that_are_missing_or_damaged(tmp_path: Path) -> None:

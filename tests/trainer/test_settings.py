@@ -116,6 +116,33 @@ def test_an_agent_loop_arrives_with_an_absolute_path(tmp_path: Path, monkeypatch
     assert engine_settings(plain, placement(plain), 0).agent is None
 
 
+def test_activations_of_what_trains_are_offloaded() -> None:
+    config = load(
+        *("recipe=ppo", f"{ACTOR}.use_kl_loss=true", "actor_rollout_ref.model.enable_gradient_checkpointing=true"),
+        "actor_rollout_ref.model.enable_activation_offload=true",
+    )
+    place = placement(config)
+    policy, ref = policy_settings(config, place, 10), reference_settings(config, place)
+    critic = critic_settings(config, place, 10)
+    assert [each.model.activation_offload for each in (policy, critic, ref)] == [True, True, False]
+
+
+def test_long_context_settings_arrive_at_the_engine_and_the_trainer() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 512}
+    config = load(
+        *("data.max_response_length=3072", "actor_rollout_ref.rollout.max_model_len=4096"),
+        *("actor_rollout_ref.rollout.max_num_batched_tokens=2048", "actor_rollout_ref.rollout.max_num_seqs=16"),
+        "actor_rollout_ref.model.override_config.max_position_embeddings=4096",
+        "actor_rollout_ref.model.override_config.rope_parameters={rope_type: yarn, rope_theta: 10000.0, factor: 8.0, "
+        "original_max_position_embeddings: 512}",
+    )
+    engine = engine_settings(config, placement(config), 0)
+    assert (engine.max_model_len, engine.max_num_batched_tokens, engine.enable_chunked_prefill) == (4096, 2048, True)
+    policy = policy_settings(config, placement(config), 10).model
+    wanted = {"max_position_embeddings": 4096, "rope_parameters": rope}
+    assert engine.override_config == policy.override_config == wanted
+
+
 def test_options_of_the_loss_arrive() -> None:
     options = objective_settings(load(f"{ACTOR}.tau_pos=2", f"{ACTOR}.policy_loss.dro_beta=0.5")).options
     assert (options["tau_pos"], options["dro_beta"], options["clip_ratio"], options["clip_ratio_low"]) == (

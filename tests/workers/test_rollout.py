@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import AgentSettings, EngineSettings, SamplingSettings
 from grpo_dist.errors import AgentError, BatchError
 from grpo_dist.protocol.fields import FIELDS
-from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.reward import Task
 from grpo_dist.workers.rollout import SMALL_COLUMNS, RolloutWorker, group_batch
@@ -35,6 +36,15 @@ def test_group_batch() -> None:
     assert data["weight_version"].tolist() == [7, 7]
     assert data["last_weight_version"].tolist() == [7, 8]
     assert data["uid"].tolist() == ["p3", "p3"]
+
+
+def test_what_the_driver_gets_of_a_group_does_not_grow_with_its_responses() -> None:
+    def bytes_of(length: int) -> int:
+        response = Response([8] * length, [-0.5] * length, False, [7] * length)
+        data = group_batch("p3", np.array([4], np.int32), [response] * 2)
+        return len(pickle.dumps(Label.of(data, SMALL_COLUMNS)))
+
+    assert bytes_of(32_768) == bytes_of(1)
 
 
 def test_every_token_trains_end_and_padding_ids_too() -> None:

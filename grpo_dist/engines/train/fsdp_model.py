@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from grpo_dist.engines.train.lora import (
     merged_parameters,
 )
 from grpo_dist.engines.train.model_loading import DTYPES, UnloadedModel, load_weights, open_model
+from grpo_dist.engines.train.offload import saved_in_cpu_memory
 from grpo_dist.engines.train.rope import hold_longrope_factors
 from grpo_dist.engines.train.sharded_tensors import free_gathered, num_shards
 from grpo_dist.errors import ConfigError
@@ -77,7 +78,8 @@ def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMo
     ResponseHead.install(model)
     model.eval()  # for good: dropout, jitter and the like would make the update's policy another one than the sampler's
     if settings.gradient_checkpointing:
-        recompute_layers(model, settings.section)
+        away = functools.partial(saved_in_cpu_memory, device)
+        recompute_layers(model, settings.section, away if settings.activation_offload else contextlib.nullcontext)
     return unloaded
 
 
@@ -98,18 +100,31 @@ def shard(model: Any, settings: ModelSettings, device: str) -> None:
     fully_shard(model, **options)
 
 
-def recompute_layers(model: Any, section: str) -> None:
+def recompute_layers(
+    model: Any, section: str, keeping: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+) -> None:
     """Have each layer keep only its inputs and compute the rest again in the backward pass.
 
-    transformers' own switch works in training mode only. `section` is that of the config with the switch, for messages.
+    transformers' own switch works in training mode only.
+
+    Args:
+        model: whose layers these are.
+        section: of the config with the switch, for messages.
+        keeping: makes the context in which the inputs are kept; what it says of tensors that autograd saves goes for
+            them alone, since within a layer `checkpoint` has the say.
 
     Raises:
         ConfigError: the model does not say what its layers are.
     """
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     layers = layers or transformer_layers(model)
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with keeping():
+            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
     for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = functools.partial(run, layer.forward)
     if not layers:
         raise ConfigError(
             f"{section}.enable_gradient_checkpointing=true: the code of this model does not say what its "

@@ -269,8 +269,8 @@ def _tokens_and_sequences(data: DataProto) -> list[float]:
     """Tokens that train, and sequences with at least one."""
     if len(data) == 0:
         return [0.0, 0.0]
-    mask = data["response_mask"].to_padded(0)
-    return [float(mask.sum()), float((mask.sum(-1) > 0).sum())]
+    mask = data["response_mask"]
+    return [float(mask.values.sum()), float(sum(bool(row.any()) for row in mask.rows()))]
 
 
 def _means(values: dict[str, Tensor], count: float) -> dict[str, Metric]:

@@ -1,4 +1,6 @@
-"""Weights and optimizer states that are in CPU memory between the phases of a step (verl's `param_offload`)."""
+"""What is in CPU memory while it is not needed: weights and optimizer states between the phases of a step (verl's
+`param_offload`), and within a pass the inputs of layers (its `enable_activation_offload`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.optim import Optimizer
 
 
@@ -66,6 +69,14 @@ class Offload:
         finally:
             if moves:
                 move_states(self.optimizer, torch.device("cpu"))
+
+
+def saved_in_cpu_memory(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Within the block, what autograd saves on a GPU waits in pinned CPU memory until the backward pass needs it.
+
+    It is copied there and back in the order of the GPU's work, and nobody waits. On CPU it stays where it is.
+    """
+    return save_on_cpu(pin_memory=True) if device == "cuda" else contextlib.nullcontext()
 
 
 def move_states(optimizer: Optimizer | None, device: torch.device) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ BATCHED_TOKENS = 160
 LIKE, FEW = 0.8, 4
 # A batch has at most so many pairs of tokens, unless one segment has more.
 BATCH_PAIRS = 1 << 17
+# A long segment that sees a prompt asks with so many queries at a time.
+QUERIES = 512
 
 
 class Run(NamedTuple):
@@ -90,13 +93,6 @@ class Batch:
         return self.made[heads, key_heads]
 
 
-class Alone(NamedTuple):
-    """A segment with a call of its own: the number of its run, and the (R, P + R) mask; None: causal."""
-
-    run: int
-    mask: Tensor | None
-
-
 class SegmentPlan:
     """Who attends together, for every layer of a forward and backward pass.
 
@@ -105,11 +101,13 @@ class SegmentPlan:
     Args:
         runs: all runs of a micro-batch, in order; together they have B * L tokens.
         batches: short segments.
-        alone: long ones, in order.
+        alone: numbers of the runs of long ones, in order.
+        mask: (`QUERIES`, K) float32 for the long ones that see a prompt, of which the longest has K tokens with it: 0
+            where a query sees a key, else -inf; of any K tokens in a row the last ones are the queries.
     """
 
-    def __init__(self, runs: list[Run], batches: list[Batch], alone: list[Alone]) -> None:
-        self.runs, self.batches, self.alone = runs, batches, alone
+    def __init__(self, runs: list[Run], batches: list[Batch], alone: list[int], mask: Tensor) -> None:
+        self.runs, self.batches, self.alone, self.mask = runs, batches, alone, mask
 
 
 def segment_runs(segments: Tensor) -> list[Run]:
@@ -148,16 +146,10 @@ def plan_segments(segments: Tensor, batched_tokens: int = BATCHED_TOKENS) -> Seg
         for members in _alike(like, lambda i: runs[i].length)
         for part in _parts(members, runs[members[0]].length, max(prompts[i] for i in members))
     ]
-    masks: dict[tuple[int, int], Tensor] = {}
-    alone = []
-    for i, run in enumerate(runs):
-        if run.parent is None or run.length <= batched_tokens:
-            continue
-        shape = (run.length, prompts[i])
-        if prompts[i] and shape not in masks:
-            masks[shape] = torch.ones(run.length, sum(shape), dtype=torch.bool).tril(prompts[i])
-        alone.append(Alone(i, masks.get(shape)))
-    return SegmentPlan(runs, batches, alone)
+    alone = [i for i, run in enumerate(runs) if run.parent is not None and run.length > batched_tokens]
+    longest = max((runs[i].length + prompts[i] for i in alone if prompts[i]), default=0)
+    seen = torch.ones(QUERIES, longest, dtype=torch.bool).tril(longest - QUERIES)
+    return SegmentPlan(runs, batches, alone, torch.zeros(seen.shape).masked_fill_(~seen, -math.inf))
 
 
 def segment_attention_forward(
@@ -193,18 +185,29 @@ def _with_long(out: Tensor, tokens: list[Tensor], plan: SegmentPlan, scale: floa
     lengths = [run.length for run in plan.runs]
     parts = list(out.split(lengths))
     queries, keys, values = (x.split(lengths) for x in tokens)
-    for i, mask in plan.alone:
+    for i in plan.alone:
         parent = plan.runs[i].parent
         k, v = keys[i], values[i]
-        if mask is not None and parent is not None:
+        if parent is not None and parent >= 0:
             k, v = torch.cat([keys[parent], k]), torch.cat([values[parent], v])
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (queries[i], k, v))
-        grouped = q.shape[1] != k.shape[1]
-        found = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-        )
-        parts[i] = found[0].transpose(0, 1)
+        parts[i] = _causal(q, k, v, plan.mask, scale)[0].transpose(0, 1)
     return torch.cat(parts)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """(1, heads, R, D) of R queries, the last of the K tokens whose keys and values these are.
+
+    SDPA takes only queries of all tokens without a mask. Under one they are few at a time, so that it stays small.
+    """
+    attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    if q.shape[2] == k.shape[2]:
+        return attend(q, k, v, is_causal=True)
+    found, seen = [], k.shape[2] - q.shape[2]
+    for block in q.split(QUERIES, 2):
+        seen += block.shape[2]
+        found.append(attend(block, k[:, :, :seen], v[:, :, :seen], attn_mask=mask[-block.shape[2] :, -seen:]))
+    return torch.cat(found, 2)
 
 
 class _BatchedAttention(torch.autograd.Function):

@@ -147,6 +147,7 @@ GRPO = ChangeRules(
         f"{_MODEL}.lora_adapter_path",  # the checkpoint has the factors that were made of it
         f"{_MODEL}.use_remove_padding",
         f"{_MODEL}.enable_gradient_checkpointing",
+        f"{_MODEL}.enable_activation_offload",
         f"{_ACTOR}.checkpoint.*",
         f"{_ACTOR}.*micro_batch_size_per_gpu",
         f"{_ACTOR}.use_dynamic_bsz",
@@ -173,6 +174,7 @@ GRPO = ChangeRules(
         f"{_CRITIC}.use_dynamic_bsz",
         f"{_CRITIC}.*max_token_len_per_gpu",
         f"{_CRITIC}.model.enable_gradient_checkpointing",
+        f"{_CRITIC}.model.enable_activation_offload",
         f"{_CRITICS_FSDP}.*offload",
         f"{_CRITICS_FSDP}.reshard_after_forward",
         f"{_CRITICS_FSDP}.fsdp_size",

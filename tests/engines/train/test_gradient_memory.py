@@ -14,11 +14,11 @@ PARAMETERS = 4 * (2 * 512 * (512 + 256) + 3 * 512 * 4096 + 2 * 512 + 2 * 64) + 5
 RANKS = 4
 
 
-def peak(ranks: int = RANKS, **changes: object) -> float:
-    """Bytes at the peak of an optimizer step of two micro-batches."""
+def peak(ranks: int = RANKS, response: int = 8, **changes: object) -> float:
+    """Bytes at the peak of an optimizer step of two micro-batches of two responses."""
     settings = ModelSettings("fake", False, "fp32", "bf16", True, True, **changes)  # type: ignore[arg-type]
     with fake_engine(SHAPE, settings, ranks, trains=True) as engine:
-        found = peak_of_update(engine, sequences(2, 2, 8, 8), micro_batch_size=2, max_token_len=None)
+        found = peak_of_update(engine, sequences(2, 2, 8, response), micro_batch_size=2, max_token_len=None)
     return found["Total"] * GIB
 
 
@@ -46,3 +46,9 @@ def test_offloaded_states_are_there_for_the_step_alone() -> None:
     away = peak(1, optimizer_offload=True)
     assert away == pytest.approx(PARAMETERS * 16, rel=0.05), "weights, gradients and states in the step"
     assert peak(1) - away > PARAMETERS * 1.8
+
+
+def test_offloaded_activations_are_those_of_one_layer() -> None:
+    """Of the inputs of 4 layers, 512 numbers of 2 bytes a token, 3 are away where a layer is computed again."""
+    stays, away = (peak(response=4096, activation_offload=offload) for offload in (False, True))
+    assert stays - away == pytest.approx(3 * (8 + 2 * 4096) * 512 * 2, rel=0.05)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_dist.engines.train.offload import Offload, move_states
+from grpo_dist.engines.train.offload import Offload, move_states, saved_in_cpu_memory
 
 META = torch.device("meta")
 
@@ -99,3 +99,15 @@ def test_on_a_shared_gpu_what_is_free_is_given_back(monkeypatch: pytest.MonkeyPa
     with Offload(nn.Linear(2, 2), None, torch.device("cuda"), shares_device=shares).on_device():
         assert not given_back, "only at the end of a phase"
     assert given_back == [True] * shares
+
+
+def test_on_cpu_what_autograd_saves_stays_and_on_gpus_it_is_copied() -> None:
+    x = torch.ones(3, requires_grad=True)
+    places = []
+    for device in ("cpu", "cuda"):
+        with saved_in_cpu_memory(device):
+            y = x.exp()
+        places.append(y.grad_fn._saved_result.data_ptr() == y.data_ptr())  # type: ignore[union-attr]
+    assert places == [True, False], "without a GPU the copy is in memory that is not pinned"
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones(3).exp())

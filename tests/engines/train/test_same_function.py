@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,31 @@ def test_layers_are_computed_again_in_the_backward_pass(lora: LoraSettings | Non
         assert recomputed[1] == pytest.approx(kept[1], rel=1e-5)
         for name, weights in kept[2].items():
             np.testing.assert_allclose(recomputed[2][name], weights, atol=1e-5, err_msg=name)
+
+
+class Elsewhere(torch.autograd.graph.saved_tensors_hooks):
+    """Keeps copies, and notes their shapes."""
+
+    def __init__(self, kept: list[tuple[int, ...]]) -> None:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            kept.append(tuple(tensor.shape))
+            return tensor.clone()
+
+        super().__init__(pack, torch.clone)
+
+
+def test_what_layers_keep_may_be_elsewhere(tmp_path: Path) -> None:
+    """Their inputs, and nothing else: no weights, and not what is computed again."""
+    tokens = torch.arange(3, 17).view(2, 7)
+    path, kept, gradients = random_model("Qwen3", tmp_path, head_dim=8), [], []
+    for keeping in (contextlib.nullcontext, functools.partial(Elsewhere, kept)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path)
+        recompute_layers(model, "model", keeping)
+        model(tokens).logits.square().sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert kept == [(2, 7, model.config.hidden_size)] * model.config.num_hidden_layers
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
 
 
 def test_a_model_without_layers_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from grpo_dist.engines.train.segment_attention import (
     segment_runs,
 )
 from tests.engines.train.test_attention import ROWS
+from tests.tensor_sizes import largest_tensor
 
 MODULE = SimpleNamespace(num_key_value_groups=2, is_causal=True)
 VISIBLE = ROWS[0] >= 0
@@ -62,10 +63,22 @@ def test_batches_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_long_segment_is_alone() -> None:
     plan = plan_segments(ROWS[:, :1, :6], batched_tokens=1)
     assert [batch.queries.tolist() for batch in plan.batches] == [[[5]]]
-    (prompt, none), (response, mask) = plan.alone
-    assert (prompt, none, response) == (0, None, 1)
-    assert mask is not None
-    assert mask.tolist() == [[True] * 4 + [False], [True] * 5]
+    assert plan.alone == [0, 1], "the prompt and the response of 2 tokens"
+    assert (plan.mask[-2:] == 0).tolist() == [[True] * 4 + [False], [True] * 5]
+
+
+@pytest.mark.parametrize("response", [600, 1200])
+def test_the_largest_tensor_of_a_long_response_grows_with_its_length_alone(response: int) -> None:
+    """The keys of 2 heads of 8, or the mask of 512 queries, not all pairs; forward and backward."""
+    prompt, head = 100, 8
+    segments = rows_of([(prompt, [response])])
+    inputs = [torch.randn(1, heads, segments.shape[2], head, requires_grad=True) for heads in (4, 2, 2)]
+
+    def work() -> None:
+        plan = plan_segments(segments)
+        segment_attention_forward(MODULE, *inputs, None, segments=plan)[0].sum().backward()  # type: ignore[arg-type]
+
+    assert largest_tensor(work) <= 512 * (prompt + response) < response * (prompt + response)
 
 
 def test_a_batch_is_cut_where_its_scores_would_be_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,11 +92,14 @@ def test_a_batch_is_cut_where_its_scores_would_be_too_many(monkeypatch: pytest.M
 MIXED = rows_of([(30, [40, 38, 7, 1]), (3, [12]), (9, []), (28, [3, 37])])
 
 
-@pytest.mark.parametrize("batched_tokens", [0, 20, 100])
+@pytest.mark.parametrize(("batched_tokens", "queries"), [(0, 512), (0, 7), (20, 512), (20, 7), (100, 512)])
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("segments", [ROWS, MIXED], ids=["rows", "mixed"])
-def test_it_equals_the_dense_mask(key_heads: int, batched_tokens: int, segments: torch.Tensor) -> None:
+def test_it_equals_the_dense_mask(
+    key_heads: int, batched_tokens: int, queries: int, segments: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In float32 to rounding, values and gradients, with heads of values that are wider than those of keys."""
+    monkeypatch.setattr(segment_attention, "QUERIES", queries)
     generator = torch.Generator().manual_seed(0)
     _, rows, width = segments.shape
     visible = segments[0] >= 0

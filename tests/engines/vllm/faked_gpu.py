@@ -71,6 +71,8 @@ def resolved(settings: dict[str, Any]) -> dict[str, Any]:
         "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "max_model_len": config.model_config.max_model_len,
+        "rope": config.model_config.hf_text_config.rope_parameters,
         "logprobs": str(config.model_config.logprobs_mode),
         "gpu_memory_utilization": config.cache_config.gpu_memory_utilization,
         "kv_cache_memory_bytes": config.cache_config.kv_cache_memory_bytes,

@@ -17,7 +17,8 @@ from grpo_dist.config.placement import placement
 from grpo_dist.engines.vllm.arguments import quiet_environment
 from grpo_dist.trainer.settings import engine_settings
 
-ROLLOUT = "actor_rollout_ref.rollout"
+ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 64.0, "original_max_position_embeddings": 512}
 RUNS = {
     "eight": ["cluster=node8"],
     "one": ["cluster=single_gpu"],
@@ -33,6 +34,12 @@ RUNS = {
         f"{ROLLOUT}.kv_cache_memory_gib=1.5",
         f"{ROLLOUT}.gpu_memory_utilization=0.5",
         f"{ROLLOUT}.dtype=fp16",
+    ],
+    "long": [
+        *("cluster=node8", "data.max_response_length=30000", f"{ROLLOUT}.max_model_len=32768"),
+        *(f"{ROLLOUT}.enable_chunked_prefill=true", f"{ROLLOUT}.max_num_batched_tokens=2048"),
+        f"{MODEL}.override_config.max_position_embeddings=32768",
+        f"{MODEL}.override_config.rope_parameters={{{', '.join(f'{name}: {value}' for name, value in YARN.items())}}}",
     ],
     "own": ["cluster=node8", f"{ROLLOUT}.engine_kwargs.vllm={{compilation_config: {{cudagraph_mode: PIECEWISE}}}}"],
 }
@@ -103,6 +110,13 @@ def test_what_the_config_says_is_what_vllm_does(on_gpus) -> None:
     assert unchunked["gpu_memory_utilization"] == 0.01, "or vLLM would not start where half of the GPU is not free"
     assert unchunked["dtype"] == "torch.float16"
     assert on_gpus["own"]["cuda_graphs"] == "PIECEWISE"
+
+
+def test_a_long_context_is_cut_into_chunks_and_its_positions_are_scaled(on_gpus) -> None:
+    found = on_gpus["long"]
+    assert (found["max_model_len"], found["chunked_prefill"], found["max_num_batched_tokens"]) == (32768, True, 2048)
+    assert found["rope"] == YARN
+    assert on_gpus["eight"]["rope"] == {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def test_the_users_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
