@@ -29,7 +29,7 @@ def batch_arithmetic(config: RunConfig) -> Rows:
     prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     sequences = prompts * rollout.n
     minis = prompts // mini
-    per_rank = mini * rollout.n // place.actor_world_size
+    per_rank = mini * rollout.n // (groups := place.row_groups(config, "actor"))
     per_engine = ceil(sequences / place.num_engines)
     longest = config.data.max_prompt_length + config.data.max_response_length
     rows = [
@@ -47,12 +47,12 @@ def batch_arithmetic(config: RunConfig) -> Rows:
             "micro-batches per actor rank and mini-batch",
             _passes(per_rank, rollout.n, actor.ppo_micro_batch_size_per_gpu, actor.max_token_len),
         ),
-        ("old log-prob passes per actor rank", _old_log_prob_passes(config, ceil(sequences / place.actor_world_size))),
+        ("old log-prob passes per actor rank", _old_log_prob_passes(config, ceil(sequences / groups))),
     ]
     if place.ref_world_size:
         ref = config.actor_rollout_ref.ref
         limits = ref.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len(ref)
-        per_rank = ceil(sequences / place.ref_world_size)
+        per_rank = ceil(sequences / place.row_groups(config, "ref"))
         rows.append(("reference passes per ref rank", _passes(per_rank, rollout.n, *limits)))
     if place.reward_model_world_size:
         section = config.reward_model
@@ -60,7 +60,7 @@ def batch_arithmetic(config: RunConfig) -> Rows:
         limits = section.micro_batch_size_per_gpu, section.max_token_len(actor)
         rows.append(("reward model passes per rank", _passes(per_rank, rollout.n, *limits)))
     if place.critic_world_size:
-        rows += _critic_batches(config, place.critic_world_size)
+        rows += _critic_batches(config, place.row_groups(config, "critic"))
     return rows
 
 
@@ -117,7 +117,7 @@ def format_summary(config: RunConfig, notes: list[str]) -> str:
         config.actor_rollout_ref.rollout,
         placement(config),
     )
-    per_rank = actor.ppo_mini_batch_size * rollout.n // place.actor_world_size
+    per_rank = actor.ppo_mini_batch_size * rollout.n // place.row_groups(config, "actor")
     sequences = config.data.train_batch_size * rollout.n
     steps = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     if actor.max_token_len is not None:

@@ -18,7 +18,8 @@ from grpo_dist.trainer.checks import is_on_the_hub
 def actor_model(config: RunConfig, place: Placement) -> ModelSettings:
     """The policy, as it trains."""
     fsdp = config.actor_rollout_ref.actor.fsdp_config
-    return _sharded(_policy(config, place, fsdp.model_dtype, fsdp.resolved_dtype(config.default_dtype)), fsdp)
+    model = _policy(config, place, fsdp.model_dtype, fsdp.resolved_dtype(config.default_dtype))
+    return _split(config, "actor", _sharded(model, fsdp))
 
 
 def critic_model(config: RunConfig, place: Placement) -> ModelSettings:
@@ -38,7 +39,7 @@ def critic_model(config: RunConfig, place: Placement) -> ModelSettings:
         gradient_checkpointing=critic.model.enable_gradient_checkpointing,
         reshard_after_forward=fsdp.reshard_after_forward,
     )
-    return _sharded(model, fsdp)
+    return _split(config, "critic", _sharded(model, fsdp))
 
 
 def reference_model(config: RunConfig, place: Placement) -> ModelSettings:
@@ -60,7 +61,7 @@ def reference_model(config: RunConfig, place: Placement) -> ModelSettings:
             trust_remote_code=ref.model.trust_remote_code,
             override_config=ref.model.override_config,
         )
-    return model
+    return _split(config, "ref", model)
 
 
 def reward_model(config: RunConfig, place: Placement) -> ModelSettings:
@@ -136,6 +137,16 @@ def _sharded(model: ModelSettings, fsdp: FSDPConfig) -> ModelSettings:
         param_offload=fsdp.param_offload,
         optimizer_offload=fsdp.optimizer_offload,
         defer_grad_sync=fsdp.defer_grad_sync,
+    )
+
+
+def _split(config: RunConfig, role: str, model: ModelSettings) -> ModelSettings:
+    """A role's model, with the number of ranks that split its micro-batches."""
+    section = role if role == "critic" else f"actor_rollout_ref.{role}"
+    return replace(
+        model,
+        sequence_parallel_size=config.sequence_parallel_size(role),
+        sequence_parallel_key=f"{section}.ulysses_sequence_parallel_size",
     )
 
 
