@@ -30,6 +30,7 @@ from grpo_dist.engines.train import offload as offload_module
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.model_loading import DTYPES, UnloadedModel
 from grpo_dist.engines.train.offload import move_states
+from grpo_dist.engines.train.ulysses import SequenceGroup, over_heads
 from grpo_dist.protocol import DataProto, Ragged
 from tests.models import objective
 
@@ -130,7 +131,7 @@ def fake_engine(shape: dict[str, Any], settings: ModelSettings, ranks: int, *, t
     def build(settings: ModelSettings, device: str, shards: int) -> UnloadedModel:
         family = transformers.Qwen3MoeConfig if "num_experts" in shape else transformers.Qwen3Config
         config = family(**shape)
-        attention._register(attention.FLEX, _attention)
+        attention._register(attention.FLEX, over_heads(_attention))
         options = {"dtype": DTYPES[settings.model_dtype], "attn_implementation": attention.FLEX}
         return UnloadedModel(transformers.AutoModelForCausalLM.from_config(config, **options).eval(), settings, [], "")
 
@@ -142,6 +143,8 @@ def fake_engine(shape: dict[str, Any], settings: ModelSettings, ranks: int, *, t
         mock.patch.dict(lm_head.CHUNK_LOGITS, cpu=lm_head.CHUNK_LOGITS["cuda"]),
         mock.patch.object(torch.nn.Module, "to", _to),
         mock.patch.object(attention, "block_mask", return_value=None),
+        mock.patch.object(SequenceGroup, "__init__", _real(SequenceGroup.__init__)),
+        mock.patch.object(SequenceGroup, "own", _real(SequenceGroup.own)),
         mock.patch.object(objectives.PolicyObjective, "counts", _real(objectives.PolicyObjective.counts)),
         mock.patch.object(ShardingPropagator, _SHAPES, _real(getattr(ShardingPropagator, _SHAPES))),
     ]
