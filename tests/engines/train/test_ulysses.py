@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any], TrainingSettings]] = {
         objective(loss_mode="gspo", weighted=True),
     ),
     "experts": ("Qwen3Moe", {}, objective(entropy_coeff=0.0)),
+    "logits of the model's own code": ("Cohere", {}, objective(entropy_coeff=0.1, loss_agg_mode="token-sum")),
     "critic": ("critic", {"num_labels": 1}, VALUES),
 }
 # Ranks, ranks of a group, rows of each group, sequences of a pass, ranks of a copy of the weights.
@@ -79,9 +80,10 @@ def train(rank: int, paths: dict[str, str], split: tuple[int, int, list[list[int
     out: dict[str, Any] = {}
     for name, (family, changes, settings) in CASES.items():
         made = engine(paths[family], size, fsdp_size=copy, **changes)
-        columns = ("values",) if family == "critic" else ("log_probs", "entropies", "hidden_states")
-        if family != "critic":
+        columns: tuple[str, ...] = ("values",) if family == "critic" else ("log_probs", "entropies")
+        if family.startswith("Qwen3"):  # whose logits are hidden states times output layer
             made.reference_head = made.output_layer("cpu")
+            columns = (*columns, "hidden_states")
         found = made.compute_columns(own, columns, micro_batch_size=sequences)
         metrics = made.train_mini_batch(own, micro_batch_size=sequences, objective=settings).metrics
         out[name] = {
@@ -101,6 +103,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         "Qwen3": random_model("Qwen3", folder("Qwen3"), head_dim=8),
         "Qwen3Moe": random_model("Qwen3Moe", folder("Qwen3Moe"), head_dim=8, **EXPERTS),
+        "Cohere": random_model("Cohere", folder("Cohere"), logit_scale=0.5),
         "critic": random_classifier(folder("critic")),
     }
 
@@ -122,7 +125,7 @@ def runs(paths: dict[str, str]) -> Runs:
 
 
 OTHERS = [
-    "2 ranks",
+    pytest.param("2 ranks", marks=pytest.mark.long),
     "4 ranks",
     "2 x 2 ranks, uneven",
     pytest.param("2 x 2 ranks, one without rows", marks=pytest.mark.long),
