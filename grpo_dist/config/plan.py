@@ -190,7 +190,7 @@ def _placement_rows(config: RunConfig) -> Rows:
     compute = fsdp.resolved_dtype(config.default_dtype)
     rows = [
         ("machines", f"{trainer.nnodes} with {many(trainer.n_gpus_per_node, 'GPU')} each"),
-        ("actor", f"{many(place.actor_world_size, 'rank')}, weights {fsdp.model_dtype}, compute {compute}"),
+        ("actor", f"{_ranks(config, 'actor')}, weights {fsdp.model_dtype}, compute {compute}"),
         (
             "rollout",
             f"{many(place.num_engines, 'engine')}, TP={place.tensor_parallel}, "
@@ -201,7 +201,7 @@ def _placement_rows(config: RunConfig) -> Rows:
     if place.ref_world_size:
         teacher = f", {config.actor_rollout_ref.ref.model.path}" if config.has_teacher else ""
         dtype = ref.resolved_dtype(config.default_dtype)
-        rows.append(("ref", f"{many(place.ref_world_size, 'rank')}, {dtype}{teacher}"))
+        rows.append(("ref", f"{_ranks(config, 'ref')}, {dtype}{teacher}"))
     elif config.needs_reference:
         rows.append(("ref", "not started: the actor without its LoRA adapters is the reference"))
     else:
@@ -216,7 +216,7 @@ def _placement_rows(config: RunConfig) -> Rows:
     if place.critic_world_size:
         held = config.critic.model.fsdp_config
         dtypes = f"weights {held.model_dtype}, compute {held.resolved_dtype(config.default_dtype)}"
-        rows.append(("critic", f"{many(place.critic_world_size, 'rank')}, {dtypes}, {config.critic.model.path}"))
+        rows.append(("critic", f"{_ranks(config, 'critic')}, {dtypes}, {config.critic.model.path}"))
     rows.append(("reward", many(config.reward.num_workers, "process", "processes")))
     if place.device == "cuda":
         unused = config.num_gpus - place.num_devices
@@ -227,6 +227,12 @@ def _placement_rows(config: RunConfig) -> Rows:
     if place.device == "cpu":
         rows.append(("threads per worker", ", ".join(f"{role} {count}" for role, count in place.num_threads.items())))
     return rows
+
+
+def _ranks(config: RunConfig, role: str) -> str:
+    place, split = placement(config), config.sequence_parallel_size(role)
+    groups = f" in {many(place.row_groups(config, role), 'group')} that split sequences" if split > 1 else ""
+    return many(place.world_sizes[role], "rank") + groups
 
 
 def _machine_rows(config: RunConfig) -> Rows:

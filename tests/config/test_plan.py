@@ -59,6 +59,8 @@ def test_ranks_that_split_sequences_count_as_one():
     assert rows["sequences per actor rank and mini-batch"] == "256"
     assert rows["micro-batches per actor rank and mini-batch"] == "as many as needed with 32,768 tokens each"
     assert rows["reference passes per ref rank"] == "as many as needed with 32,768 tokens each"
+    plan = format_plan(config, [])
+    says(plan, "4 ranks in 2 groups")
 
 
 @pytest.mark.parametrize(

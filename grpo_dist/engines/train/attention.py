@@ -59,6 +59,8 @@ def check_split(config: Any, settings: ModelSettings) -> None:
         ConfigError: its heads do not split, or it takes padded sequences only, which stay whole.
     """
     size, text = settings.sequence_parallel_size, getattr(config, "text_config", config)
+    if size == 1:
+        return
     heads: int = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     setting = f"{settings.sequence_parallel_key}={size}, {settings.key}={settings.path}"
@@ -68,7 +70,7 @@ def check_split(config: Any, settings: ModelSettings) -> None:
             f"{setting}: the model has {heads} attention heads and {kv_heads} key-value heads, which do not split over "
             f"{size} ranks; set the size to {' or '.join(map(str, fitting))}"
         )
-    if size > 1 and (why := why_padded(config)):
+    if why := why_padded(config):
         raise ConfigError(f"{setting}: {why}, so its sequences cannot be split over ranks; set the size to 1")
 
 

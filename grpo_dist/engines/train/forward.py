@@ -209,6 +209,7 @@ class PolicyForward:
     def _report(self, reasons: list[str], difference: float) -> str:
         text = LAYOUT_NAMES[self.layout]
         text += "" if self.layout == self.wanted else f" instead of {LAYOUT_NAMES[self.wanted]}"
+        text += f", split over {size} ranks" if (size := self.sequence_group.size) > 1 else ""
         text += "" if self.head is not None else self.without_head
         if reasons:
             text += f" ({'; '.join(reasons)})"

@@ -69,7 +69,7 @@ class FSDPEngine(FSDPWeights):
             temperature=temperature,
             compute_dtype=DTYPES[model.compute_dtype],
             device=self.device,
-            sequence_group=SequenceGroup(model.sequence_parallel_size),
+            sequence_group=SequenceGroup(model.sequence_parallel_size, device),
         )
         if optimizer is None:
             self.model.requires_grad_(False)

@@ -28,15 +28,20 @@ class SequenceGroup:
 
     Args:
         size: ranks of a group. Every rank makes the group at the same time.
+        device: where the tokens are: "cpu" or "cuda".
 
     Attributes:
+        group: the process group; None: there is one rank.
         rank: this rank's number in its group.
     """
 
-    def __init__(self, size: int = 1) -> None:
-        self.size = size
-        self.group = dist.new_subgroups(size)[0] if size > 1 else None
-        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+    def __init__(self, size: int = 1, device: str = "cpu") -> None:
+        self.size, self.rank, self.group = size, 0, None
+        if size > 1:
+            # a new group would wait as long as torch's default says, not as this run's
+            limit = dist.group.WORLD._get_backend(torch.device(device)).options._timeout
+            self.group = dist.new_subgroups(size, timeout=limit)[0]
+            self.rank = dist.get_rank(self.group)
 
     def part(self, tokens: Tensor) -> Tensor:
         """Of (B, L) tokens this rank's (B, L / size); L is a multiple of the size."""

@@ -20,7 +20,7 @@ from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from tests.equivalence.test_layout import batch
 from tests.messages import says
 from tests.models import EXPERTS, objective, random_classifier, random_model
-from tests.ranks import run_ranks
+from tests.ranks import LIMIT_S, run_ranks
 
 KEY = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
 ROWS = list(range(16))
@@ -158,6 +158,7 @@ def test_every_rank_of_a_group_has_the_values_of_all_its_tokens(runs: Runs, spli
             expected = plain[case]["columns"][name][own]
             np.testing.assert_allclose(values, expected.reshape(values.shape), atol=3e-5, err_msg=name)
         assert found[case]["report"].startswith("packed" if "packed" in case else "shared"), found[case]["report"]
+        assert f"split over {size} ranks" in found[case]["report"]
         difference = np.abs(found["bf16"] - plain["bf16"][own])
         assert not own or difference.mean() < 0.05, "other sums round otherwise"
 
@@ -194,6 +195,7 @@ def parts(rank: int) -> dict[str, Any]:
         "own": (numbers.tolist(), predictors.tolist()),
         "values": values.grad.flatten().tolist() if values.grad is not None else None,
         "part": group.part(torch.arange(4).view(1, 4)).tolist(),
+        "limit": group.group._get_backend(torch.device("cpu")).options._timeout.total_seconds(),  # type: ignore[union-attr]
     }
 
 
@@ -211,6 +213,7 @@ def test_what_the_ranks_exchange() -> None:
     assert second["own"] == ([4], [2])
     assert first["values"] == [1, 1]
     assert second["values"] == [2, 2], "of its own tokens only"
+    assert first["limit"] == LIMIT_S, "as long as all ranks wait for each other"
     assert first["back"]
     assert second["back"]
 
@@ -309,6 +312,7 @@ def test_heads_that_do_not_split(heads: int, kv_heads: int, size: int, fitting: 
 )
 def test_layers_that_take_padded_sequences_only_are_not_split(config: Any, why: str) -> None:
     check_split(config, settings(1))
+    check_split(transformers.MambaConfig(), settings(1))  # which has no heads to speak of
     with pytest.raises(ConfigError) as caught:
         check_split(config, settings(2))
     says(caught.value, f"{KEY}=2", "a/model", why, "1")
