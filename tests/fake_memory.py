@@ -93,6 +93,11 @@ def _to(module: torch.nn.Module, device: Any = None, dtype: torch.dtype | None =
     return module
 
 
+def _group(self: SequenceGroup, size: int = 1, device: str = "cpu") -> None:
+    """Ranks that split sequences; a fake group has no limit for its waits."""
+    self.size, self.rank, self.group = size, 0, dist.new_subgroups(size)[0] if size > 1 else None
+
+
 class _RealRows(DataProto):
     index = _real(DataProto.index)
 
@@ -143,7 +148,7 @@ def fake_engine(shape: dict[str, Any], settings: ModelSettings, ranks: int, *, t
         mock.patch.dict(lm_head.CHUNK_LOGITS, cpu=lm_head.CHUNK_LOGITS["cuda"]),
         mock.patch.object(torch.nn.Module, "to", _to),
         mock.patch.object(attention, "block_mask", return_value=None),
-        mock.patch.object(SequenceGroup, "__init__", _real(SequenceGroup.__init__)),
+        mock.patch.object(SequenceGroup, "__init__", _real(_group)),
         mock.patch.object(SequenceGroup, "own", _real(SequenceGroup.own)),
         mock.patch.object(objectives.PolicyObjective, "counts", _real(objectives.PolicyObjective.counts)),
         mock.patch.object(ShardingPropagator, _SHAPES, _real(getattr(ShardingPropagator, _SHAPES))),
