@@ -125,7 +125,7 @@ class PolicyForward:
             with self.head.answering(request):
                 values = self._run(micro_batch).logits
         count = len(micro_batch.targets)
-        return HeadValues(*(None if part is None else group.whole(part, numbers, count) for part in values))
+        return HeadValues._make(None if part is None else group.whole(part, numbers, count) for part in values)
 
     def group_of(self, micro_batch: MicroBatch) -> SequenceGroup:
         """The ranks that split the tokens of a micro-batch."""

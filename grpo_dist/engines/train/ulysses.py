@@ -36,10 +36,12 @@ class SequenceGroup:
     """
 
     def __init__(self, size: int = 1, device: str = "cpu") -> None:
-        self.size, self.rank, self.group = size, 0, None
+        self.size, self.rank = size, 0
+        self.group: dist.ProcessGroup | None = None
         if size > 1:
-            # a new group would wait as long as torch's default says, not as this run's
-            limit = dist.group.WORLD._get_backend(torch.device(device)).options._timeout
+            ranks: Any = dist.group.WORLD
+            # else its ranks would wait for each other as long as torch's default says, not as this run's
+            limit = ranks._get_backend(torch.device(device)).options._timeout
             self.group = dist.new_subgroups(size, timeout=limit)[0]
             self.rank = dist.get_rank(self.group)
 

@@ -177,6 +177,7 @@ def test_the_steps_have_moved_the_weights(runs: Runs, paths: dict[str, str]) -> 
 # --- parts -----------------------------------------------------------------------------------------------------------
 def parts(rank: int) -> dict[str, Any]:
     group = SequenceGroup(2)
+    ranks: Any = group.group
     x = torch.arange(8.0).view(1, 4, 2, 1) + 10 * rank  # 4 heads, 2 tokens of this rank
     x.requires_grad_()
     heads = group.heads(x)
@@ -195,7 +196,7 @@ def parts(rank: int) -> dict[str, Any]:
         "own": (numbers.tolist(), predictors.tolist()),
         "values": values.grad.flatten().tolist() if values.grad is not None else None,
         "part": group.part(torch.arange(4).view(1, 4)).tolist(),
-        "limit": group.group._get_backend(torch.device("cpu")).options._timeout.total_seconds(),  # type: ignore[union-attr]
+        "limit": ranks._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
     }
 
 
