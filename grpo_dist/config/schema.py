@@ -259,8 +259,10 @@ class RunConfig(JobConfig):
 
     def sequence_parallel_size(self, role: str) -> int:
         """Ranks of a role that split the tokens of their micro-batches, and have the same rows."""
-        sections = {"actor": self.actor_rollout_ref.actor, "ref": self.actor_rollout_ref.ref, "critic": self.critic}
-        return sections[role].ulysses_sequence_parallel_size if role in sections else 1
+        roles = self.actor_rollout_ref
+        sections: dict[str, Any] = {"actor": roles.actor, "ref": roles.ref, "critic": self.critic}
+        size: int = sections[role].ulysses_sequence_parallel_size if role in sections else 1
+        return size
 
     @property
     def has_teacher(self) -> bool:
