@@ -30,6 +30,7 @@ from grpo_dist.engines.train import offload as offload_module
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.engines.train.model_loading import DTYPES, UnloadedModel
 from grpo_dist.engines.train.offload import move_states
+from grpo_dist.engines.train.ulysses import SequenceGroup, over_heads
 from grpo_dist.protocol import DataProto, Ragged
 from tests.models import objective
 
@@ -102,6 +103,11 @@ def _to(module: torch.nn.Module, device: Any = None, dtype: torch.dtype | None =
     return module
 
 
+def _group(self: SequenceGroup, size: int = 1, device: str = "cpu") -> None:
+    """Ranks that split sequences; a fake group has no limit for its waits."""
+    self.size, self.rank, self.group = size, 0, dist.new_subgroups(size)[0] if size > 1 else None
+
+
 class _RealRows(DataProto):
     index = _real(DataProto.index)
 
@@ -140,7 +146,7 @@ def fake_engine(shape: dict[str, Any], settings: ModelSettings, ranks: int, *, t
     def build(settings: ModelSettings, device: str, shards: int) -> UnloadedModel:
         family = transformers.Qwen3MoeConfig if "num_experts" in shape else transformers.Qwen3Config
         config = family(**shape)
-        attention._register(attention.FLEX, _attention)
+        attention._register(attention.FLEX, over_heads(_attention))
         options = {"dtype": DTYPES[settings.model_dtype], "attn_implementation": attention.FLEX}
         return UnloadedModel(transformers.AutoModelForCausalLM.from_config(config, **options).eval(), settings, [], "")
 
@@ -154,6 +160,8 @@ def fake_engine(shape: dict[str, Any], settings: ModelSettings, ranks: int, *, t
         mock.patch.object(torch.nn.Module, "to", _to),
         # as on CPU, any mask of four axes keeps the model from making its own of all pairs of tokens
         mock.patch.object(attention, "block_mask", return_value=torch.ones(1, 1, 1, 1, dtype=torch.bool)),
+        mock.patch.object(SequenceGroup, "__init__", _real(_group)),
+        mock.patch.object(SequenceGroup, "own", _real(SequenceGroup.own)),
         mock.patch.object(objectives.PolicyObjective, "counts", _real(objectives.PolicyObjective.counts)),
         mock.patch.object(ShardingPropagator, _SHAPES, _real(getattr(ShardingPropagator, _SHAPES))),
     ]

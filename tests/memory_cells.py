@@ -62,6 +62,12 @@ class Cell:
     response: int = RESPONSE
 
 
+def _split(actor: int, ref: int = 1) -> tuple[str, str]:
+    """Ranks of each role that split sequences."""
+    key = "ulysses_sequence_parallel_size"
+    return f"{ACTOR}.{key}={actor}", f"actor_rollout_ref.ref.{key}={ref}"
+
+
 CELLS = {
     "0.6B, 1 GPU": Cell("Qwen3-0.6B", 1),
     "0.6B, 4 GPUs, no checkpointing": Cell("Qwen3-0.6B", 4, (NO_CHECKPOINTING,)),
@@ -71,6 +77,8 @@ CELLS = {
                                        f"{ACTOR}.ppo_max_token_len_per_gpu={2 * GROUP}")),
     "8B, 4 GPUs, gradients deferred": Cell("Qwen3-8B", 4, (f"{FSDP}.defer_grad_sync=true",)),
     "8B, 8 GPUs, weights stay gathered": Cell("Qwen3-8B", 8, (f"{FSDP}.reshard_after_forward=false",)),
+    "8B, 8 GPUs, of which 4 split": Cell("Qwen3-8B", 8, _split(4)),
+    "0.6B, 4 GPUs that split, no checkpointing": Cell("Qwen3-0.6B", 4, (NO_CHECKPOINTING, *_split(4))),
     "8B, 1 GPU, LoRA": Cell("Qwen3-8B", 1, (f"{MODEL}.lora_rank=32", f"{FSDP}.model_dtype=bf16")),
     "14B, 8 GPUs, optimizer offloaded": Cell("Qwen3-14B", 8, (f"{FSDP}.optimizer_offload=true",)),
     "14B, 16 GPUs, two copies": Cell("Qwen3-14B", 16, (f"{FSDP}.fsdp_size=8",)),
@@ -91,6 +99,7 @@ CELLS = {
         "Qwen3-8B", 1, (*ONE_BY_ONE, OFFLOAD, f"{MODEL}.lora_rank=32", f"{FSDP}.model_dtype=bf16"), response=LONG),
     "32B, 16 GPUs, 32k, activations offloaded": Cell("Qwen3-32B", 16, (*ONE_BY_ONE, OFFLOAD), response=LONG),
     "8B, reference on 2 GPUs, 32k": Cell("Qwen3-8B", 2, ONE_BY_ONE, role="ref", response=LONG),
+    "8B, reference on 2 GPUs that split": Cell("Qwen3-8B", 2, _split(1, ref=2), role="ref"),
 }  # fmt: skip
 QUICK = ("0.6B, 1 GPU", "1.7B, reference on 1 GPU")
 

@@ -101,7 +101,7 @@ def _actor(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
         peak["reference's output layer"] = (reference_shape(config, shape) or shape).matrix * rank.compute
     rollout = roles.rollout
     limit = roles.actor.log_prob_max_token_len(rollout)
-    forward = rank.forward(*pass_tokens(config, rollout.log_prob_micro_batch_size_per_gpu, limit))
+    forward = rank.forward(*pass_tokens(config, "actor", rollout.log_prob_micro_batch_size_per_gpu, limit))
     host = {"stored": _stored(config, shape), "saved": saved}
     return _trained(config, "actor", rank, _offload(fsdp), states, peak, sum(forward.values()), exports=True, **host)
 
@@ -121,7 +121,7 @@ def _critic(config: RunConfig, ranks: int) -> RoleMemory | None:
         shards=fsdp.num_shards(ranks),
         reshards=fsdp.reshard_after_forward,
     )
-    tokens, _ = pass_tokens(config, section.ppo_micro_batch_size_per_gpu, section.max_token_len)
+    tokens, _ = pass_tokens(config, "critic", section.ppo_micro_batch_size_per_gpu, section.max_token_len)
     batch = MiniBatch(
         rank,
         tokens,
@@ -135,7 +135,7 @@ def _critic(config: RunConfig, ranks: int) -> RoleMemory | None:
     states, saved, peak = rank.states, batch.saved_on_cpu, batch.peak()
     if config.trainer.val_only:
         states, saved, peak = 0.0, 0.0, {"weights": rank.weights}
-    tokens, _ = pass_tokens(config, section.forward_micro_batch_size_per_gpu, section.forward_max_token_len)
+    tokens, _ = pass_tokens(config, "critic", section.forward_micro_batch_size_per_gpu, section.forward_max_token_len)
     forward = sum(rank.forward(tokens, 0).values())
     return _trained(config, "critic", rank, _offload(fsdp), states, peak, forward, exports=False, saved=saved)
 
@@ -190,7 +190,7 @@ def _mini_batch(config: RunConfig, rank: Rank) -> MiniBatch:
     actor = config.actor_rollout_ref.actor
     return MiniBatch(
         rank,
-        *pass_tokens(config, actor.ppo_micro_batch_size_per_gpu, actor.max_token_len),
+        *pass_tokens(config, "actor", actor.ppo_micro_batch_size_per_gpu, actor.max_token_len),
         recomputes=config.actor_rollout_ref.model.enable_gradient_checkpointing,
         saves_on_cpu=config.actor_rollout_ref.model.enable_activation_offload,
         entropies=actor.entropy_coeff != 0,
@@ -205,7 +205,7 @@ def _reference(config: RunConfig, shape: ModelShape, ranks: int) -> RoleMemory:
     compute = DTYPE_BYTES[ref.fsdp_config.resolved_dtype(config.default_dtype)]
     rank = Rank(shape, config.device, held, compute, ranks, actor.fsdp_config.reshard_after_forward, frozen=True)
     limit = actor.log_prob_max_token_len(ref)
-    parts = rank.forward(*pass_tokens(config, ref.log_prob_micro_batch_size_per_gpu, limit))
+    parts = rank.forward(*pass_tokens(config, "ref", ref.log_prob_micro_batch_size_per_gpu, limit))
     saves = config.actor_rollout_ref.ref.ref_model_sync_steps > 0
     return _follower(config, "ref", rank, parts, offloads=ref.fsdp_config.param_offload, saves=saves)
 
@@ -222,11 +222,11 @@ def _reward_model(config: RunConfig, ranks: int) -> RoleMemory | None:
     held = DTYPE_BYTES[retrain.model_dtype] if section.is_retrained else dtype
     reshards = actor.fsdp_config.reshard_after_forward
     rank = Rank(replace(shape, tied=True), config.device, held, dtype, ranks, reshards, frozen=not trains)
-    tokens, _ = pass_tokens(config, section.micro_batch_size_per_gpu, section.max_token_len(actor))
+    tokens, _ = pass_tokens(config, "reward_model", section.micro_batch_size_per_gpu, section.max_token_len(actor))
     parts, offloads = rank.forward(tokens, 0), section.model.fsdp_config.param_offload
     if not trains:
         return _follower(config, "reward_model", rank, parts, offloads=offloads, saves=False)
-    tokens, _ = pass_tokens(config, retrain.micro_batch_size_per_gpu, retrain.max_token_len_per_gpu)
+    tokens, _ = pass_tokens(config, "reward_model", retrain.micro_batch_size_per_gpu, retrain.max_token_len_per_gpu)
     batch = MiniBatch(
         rank,
         tokens,

@@ -46,6 +46,9 @@ _REMEDIES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     (f"{_MODEL}.enable_gradient_checkpointing", (True,)),
     (f"{_ACTOR}.ppo_micro_batch_size_per_gpu", (16, 8, 4, 2, 1)),
     (f"{_ACTOR}.ppo_max_token_len_per_gpu", (65536, 32768, 16384, 8192, 4096, 2048, 1024)),
+    (f"{_REF}.ulysses_sequence_parallel_size", (2, 4, 8)),
+    ("critic.ulysses_sequence_parallel_size", (2, 4, 8)),
+    (f"{_ACTOR}.ulysses_sequence_parallel_size", (2, 4, 8)),
     (f"{_ROLLOUT}.free_cache_engine", (True,)),
     (f"{_ROLLOUT}.gpu_memory_utilization", (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2)),
     (f"{_ROLLOUT}.kv_cache_memory_gib", (32.0, 16.0, 8.0, 4.0, 2.0, 1.0, 0.5)),
@@ -199,7 +202,7 @@ def _milder(config: RunConfig, key: str, value: Any) -> bool:
     now = value_of(config, key)
     if isinstance(value, bool):
         return now != value
-    if key.startswith(("cluster.", "trainer.")) or key.endswith("tensor_model_parallel_size"):
+    if key.startswith(("cluster.", "trainer.")) or key.endswith("_parallel_size"):
         return config.device == "cuda" and (now is None or value > now)
     if key.endswith("lora_rank"):
         return now == 0 or value < now

@@ -16,6 +16,7 @@ from grpo_dist.config.memory_rules import memory_problems
 from grpo_dist.config.model_shape import MLP_NAMES, count, num_experts, text_config
 from grpo_dist.config.problems import Problem, problem_between, shown
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.sizes import heads_split
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _LENGTHS = "data.max_prompt_length", "data.max_response_length"
@@ -65,7 +66,10 @@ def model_problems(
 
     def splits(changed: RunConfig) -> bool:
         rules = (_tensor_parallel_divides_heads, _tensor_parallel_divides_experts)
-        return not any(problem for rule in rules for problem in rule(changed, found))
+        size = changed.sequence_parallel_size("actor")
+        return heads_split(*_heads(found), size) and not any(
+            problem for rule in rules for problem in rule(changed, found)
+        )
 
     estimate = functools.partial(memory_estimate, model_config=found, num_parameters=num_parameters)
     yield from memory_problems(config, estimate, memory_gib, host_gib, valid=splits)
@@ -98,20 +102,23 @@ def _scaling_factor(text: Mapping[str, Any]) -> float:
     return factor
 
 
+def _heads(model_config: Mapping[str, Any]) -> tuple[int, int]:
+    """Attention heads, and key-value heads; 0 if config.json does not say."""
+    text = text_config(model_config)
+    heads = next(filter(None, (count(text, name) for name in ("num_attention_heads", "n_head", "n_heads"))), 0)
+    return heads, count(text, "num_key_value_heads") or heads
+
+
 def _tensor_parallel_divides_heads(config: RunConfig, model_config: Mapping[str, Any]) -> Iterator[Problem]:
     """Tensor parallelism gives each process whole attention heads, and whole key-value heads or a copy of one."""
     size, key = config.actor_rollout_ref.rollout.tensor_model_parallel_size, f"{_ROLLOUT}.tensor_model_parallel_size"
-    text, path = text_config(model_config), config.actor_rollout_ref.model.path
-    heads = next(filter(None, (count(text, name) for name in ("num_attention_heads", "n_head", "n_heads"))), 0)
-    kv_heads = count(text, "num_key_value_heads") or heads
-    if not heads or (heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)):
+    path, (heads, kv_heads) = config.actor_rollout_ref.model.path, _heads(model_config)
+    if not heads or heads_split(heads, kv_heads, size):
         return
     per_node = config.trainer.n_gpus_per_node or heads
     what = "GPUs" if config.device == "cuda" else "processes"
     fitting = [
-        number
-        for number in range(1, per_node + 1)
-        if heads % number == per_node % number == 0 and (kv_heads % number == 0 or number % kv_heads == 0)
+        number for number in range(1, per_node + 1) if per_node % number == 0 and heads_split(heads, kv_heads, number)
     ]
     yield Problem(
         f"{key}={size}: {path} has {heads} attention heads and {kv_heads} key-value heads, which do not split over "

@@ -78,6 +78,10 @@ class Placement:
             "critic": self.critic_world_size,
         }
 
+    def row_groups(self, config: RunConfig, role: str) -> int:
+        """Ranks of a role that work on different rows: those that split sequences count once."""
+        return max(1, self.world_sizes[role] // config.sequence_parallel_size(role))
+
     @property
     def shares_gpu(self) -> bool:
         """Whether the engines share GPUs with the actor."""
@@ -104,7 +108,10 @@ def placement(config: RunConfig) -> Placement:
     if config.device == "cpu":
         actor = asked.actor_world_size or _cpu_actors(config)
         rollout = asked.rollout_world_size or tensor_parallel
-        followers = {role: size or (actor if role == "critic" else 1) for role, size in _followers(config).items()}
+        followers = {
+            role: size or (actor if role == "critic" else config.sequence_parallel_size(role))
+            for role, size in _followers(config).items()
+        }
     elif colocate == "all":
         actor = asked.actor_world_size or gpus
         rollout = asked.rollout_world_size or max(actor // tensor_parallel, 1) * tensor_parallel
@@ -154,9 +161,10 @@ def _followers(config: RunConfig) -> dict[str, int | None]:
 def _cpu_actors(config: RunConfig) -> int:
     """Actor ranks on CPU: 2 for the built-in model, whose matrices are too small for two threads to help.
 
-    A larger model gets 1: several ranks on one machine copy weights to each other, while threads share them.
+    A larger model gets 1: several ranks on one machine copy weights to each other, while threads share them. Ranks that
+    split sequences are as many as do.
     """
-    return 2 if config.has_builtin_model else 1
+    return max(2 if config.has_builtin_model else 1, config.sequence_parallel_size("actor"))
 
 
 def _threads(config: RunConfig, processes: Mapping[str, int]) -> dict[str, int]:
@@ -178,7 +186,8 @@ def _split(config: RunConfig, gpus: int, tensor_parallel: int, colocate: Colocat
     Of followers with GPUs of their own, the first whose size is not set gets what is left.
     """
     asked, wanted = config.cluster, _followers(config)
-    apart = {role: size or 1 for role, size in wanted.items()} if colocate == "separate" else {}
+    least_of = {role: size or config.sequence_parallel_size(role) for role, size in wanted.items()}
+    apart = least_of if colocate == "separate" else {}
     least = sum(apart.values())
     room = min(gpus // 2, gpus - (asked.rollout_world_size or tensor_parallel) - least)
     actor = asked.actor_world_size or _power_of_two(room)

@@ -38,6 +38,7 @@ _CLUSTER = (
     "cluster.critic_world_size",
 )
 _COLOCATE = "cluster.colocate"
+_ULYSSES = "ulysses_sequence_parallel_size"
 
 
 def _trained(config: RunConfig) -> dict[str, tuple[str, int]]:
@@ -59,14 +60,33 @@ def mini_batches_divide_the_batch(config: RunConfig) -> Iterator[Problem]:
 
 
 def ranks_divide_the_mini_batch(config: RunConfig) -> Iterator[Problem]:
-    """Every rank of a role that trains gets the same number of sequences of a mini-batch."""
-    n = config.actor_rollout_ref.rollout.n
-    for role, (section, ranks) in _trained(config).items():
-        key = f"{section}.ppo_mini_batch_size"
+    """Every rank of a role that trains gets the same number of sequences of a mini-batch; those that split them, the
+    same sequences.
+    """
+    n, place = config.actor_rollout_ref.rollout.n, placement(config)
+    for role, (section, _) in _trained(config).items():
+        key, ranks, size = f"{section}.ppo_mini_batch_size", place.row_groups(config, role), f"{section}.{_ULYSSES}"
         if (sequences := value_of(config, key) * n) % ranks:
             split = f"{value_of(config, key)} * {n} = {sequences}"
-            why = f"{split} sequences of a mini-batch do not split over {ranks} {role} ranks"
-            yield problem_between(config, why, key, f"{_ROLLOUT}.n", f"cluster.{role}_world_size")
+            groups = "ranks" if value_of(config, size) == 1 else "groups of ranks"
+            why = f"{split} sequences of a mini-batch do not split over {ranks} {role} {groups}"
+            others = () if value_of(config, size) == 1 else (size,)
+            yield problem_between(config, why, key, f"{_ROLLOUT}.n", f"cluster.{role}_world_size", *others)
+
+
+def sequences_are_split_over_whole_groups(config: RunConfig) -> Iterator[Problem]:
+    """The ranks of a role are a number of groups that split sequences, which they can where padding is removed."""
+    sections, place = {"actor": _ACTOR, "ref": "actor_rollout_ref.ref", "critic": "critic"}, placement(config)
+    for role, section in sections.items():
+        key, size, ranks = f"{section}.{_ULYSSES}", config.sequence_parallel_size(role), place.world_sizes[role]
+        if ranks % size:
+            fitting = " or ".join(str(each) for each in range(1, ranks + 1) if ranks % each == 0)
+            why = f"{ranks} {role} ranks are no whole number of groups of {size}; set it to {fitting}"
+            yield problem_between(config, why, key, f"cluster.{role}_world_size")
+        padding = "actor_rollout_ref.model.use_remove_padding"
+        if ranks and size > 1 and not value_of(config, padding):
+            why = "only sequences without padding are split over ranks; set the second to true, or the first to 1"
+            yield problem_between(config, why, key, padding)
 
 
 def copies_divide_the_ranks(config: RunConfig) -> Iterator[Problem]:
@@ -236,20 +256,26 @@ def token_budgets_hold_the_longest_sequence(config: RunConfig) -> Iterator[Probl
     roles, actor = config.actor_rollout_ref, config.actor_rollout_ref.actor
     longest = config.data.max_prompt_length + config.data.max_response_length
     own = f"{_ACTOR}.ppo_max_token_len_per_gpu"
-    budgets = {own: actor.max_token_len}
-    for name, role in (("rollout", roles.rollout), ("ref", roles.ref)):
+    budgets = [("actor", own, actor.max_token_len)]
+    for name, role, section in (("rollout", "actor", roles.rollout), ("ref", "ref", roles.ref)):
         key = f"actor_rollout_ref.{name}.log_prob_max_token_len_per_gpu"
-        budgets[key if role.log_prob_max_token_len_per_gpu else own] = actor.log_prob_max_token_len(role)
+        asked = key if section.log_prob_max_token_len_per_gpu else own
+        budgets.append((role, asked, actor.log_prob_max_token_len(section)))
     if config.reward_model.enable and config.reward_model.forward_max_token_len_per_gpu:
-        budgets["reward_model.forward_max_token_len_per_gpu"] = config.reward_model.max_token_len(actor)
+        budget = config.reward_model.max_token_len(actor)
+        budgets.append(("reward_model", "reward_model.forward_max_token_len_per_gpu", budget))
     if config.needs_critic:
-        budgets["critic.ppo_max_token_len_per_gpu"] = config.critic.max_token_len
-        budgets["critic.forward_max_token_len_per_gpu"] = config.critic.forward_max_token_len
-    for key, budget in budgets.items():
+        budgets.append(("critic", "critic.ppo_max_token_len_per_gpu", config.critic.max_token_len))
+        budgets.append(("critic", "critic.forward_max_token_len_per_gpu", config.critic.forward_max_token_len))
+    told = set()
+    for role, key, budget in budgets:
         if key.startswith("reward_model.") and (config.reward_model.max_length or longest) < longest:
             continue  # its conversations are shorter; a longer one gets a pass of its own
-        if budget is not None and budget < longest:
-            why = f"a micro-batch must hold the longest sequence: at least prompt + response = {longest}"
+        if budget is not None and budget < longest and key not in told:
+            told.add(key)
+            ranks = config.sequence_parallel_size(role)
+            least = f" / {ranks} ranks = {-(-longest // ranks)}" if ranks > 1 else ""
+            why = f"a micro-batch must hold the longest sequence: at least prompt + response = {longest}{least}"
             yield problem_between(config, why, key, "data.max_prompt_length", "data.max_response_length")
 
 
@@ -268,6 +294,7 @@ def offloaded_activations_are_inputs_of_layers(config: RunConfig) -> Iterator[Pr
 PLACEMENT_RULES: tuple[Rule, ...] = (
     mini_batches_divide_the_batch,
     ranks_divide_the_mini_batch,
+    sequences_are_split_over_whole_groups,
     copies_divide_the_ranks,
     engines_are_whole,
     engine_layout_is_not_set_in_vllm_arguments,

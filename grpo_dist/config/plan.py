@@ -29,7 +29,7 @@ def batch_arithmetic(config: RunConfig) -> Rows:
     prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     sequences = prompts * rollout.n
     minis = prompts // mini
-    per_rank = mini * rollout.n // place.actor_world_size
+    per_rank = mini * rollout.n // (groups := place.row_groups(config, "actor"))
     per_engine = ceil(sequences / place.num_engines)
     longest = config.data.max_prompt_length + config.data.max_response_length
     rows = [
@@ -47,12 +47,12 @@ def batch_arithmetic(config: RunConfig) -> Rows:
             "micro-batches per actor rank and mini-batch",
             _passes(per_rank, rollout.n, actor.ppo_micro_batch_size_per_gpu, actor.max_token_len),
         ),
-        ("old log-prob passes per actor rank", _old_log_prob_passes(config, ceil(sequences / place.actor_world_size))),
+        ("old log-prob passes per actor rank", _old_log_prob_passes(config, ceil(sequences / groups))),
     ]
     if place.ref_world_size:
         ref = config.actor_rollout_ref.ref
         limits = ref.log_prob_micro_batch_size_per_gpu, actor.log_prob_max_token_len(ref)
-        per_rank = ceil(sequences / place.ref_world_size)
+        per_rank = ceil(sequences / place.row_groups(config, "ref"))
         rows.append(("reference passes per ref rank", _passes(per_rank, rollout.n, *limits)))
     if place.reward_model_world_size:
         section = config.reward_model
@@ -60,7 +60,7 @@ def batch_arithmetic(config: RunConfig) -> Rows:
         limits = section.micro_batch_size_per_gpu, section.max_token_len(actor)
         rows.append(("reward model passes per rank", _passes(per_rank, rollout.n, *limits)))
     if place.critic_world_size:
-        rows += _critic_batches(config, place.critic_world_size)
+        rows += _critic_batches(config, place.row_groups(config, "critic"))
     return rows
 
 
@@ -117,7 +117,7 @@ def format_summary(config: RunConfig, notes: list[str]) -> str:
         config.actor_rollout_ref.rollout,
         placement(config),
     )
-    per_rank = actor.ppo_mini_batch_size * rollout.n // place.actor_world_size
+    per_rank = actor.ppo_mini_batch_size * rollout.n // place.row_groups(config, "actor")
     sequences = config.data.train_batch_size * rollout.n
     steps = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     if actor.max_token_len is not None:
@@ -190,7 +190,7 @@ def _placement_rows(config: RunConfig) -> Rows:
     compute = fsdp.resolved_dtype(config.default_dtype)
     rows = [
         ("machines", f"{trainer.nnodes} with {many(trainer.n_gpus_per_node, 'GPU')} each"),
-        ("actor", f"{many(place.actor_world_size, 'rank')}, weights {fsdp.model_dtype}, compute {compute}"),
+        ("actor", f"{_ranks(config, 'actor')}, weights {fsdp.model_dtype}, compute {compute}"),
         (
             "rollout",
             f"{many(place.num_engines, 'engine')}, TP={place.tensor_parallel}, "
@@ -201,7 +201,7 @@ def _placement_rows(config: RunConfig) -> Rows:
     if place.ref_world_size:
         teacher = f", {config.actor_rollout_ref.ref.model.path}" if config.has_teacher else ""
         dtype = ref.resolved_dtype(config.default_dtype)
-        rows.append(("ref", f"{many(place.ref_world_size, 'rank')}, {dtype}{teacher}"))
+        rows.append(("ref", f"{_ranks(config, 'ref')}, {dtype}{teacher}"))
     elif config.needs_reference:
         rows.append(("ref", "not started: the actor without its LoRA adapters is the reference"))
     else:
@@ -216,7 +216,7 @@ def _placement_rows(config: RunConfig) -> Rows:
     if place.critic_world_size:
         held = config.critic.model.fsdp_config
         dtypes = f"weights {held.model_dtype}, compute {held.resolved_dtype(config.default_dtype)}"
-        rows.append(("critic", f"{many(place.critic_world_size, 'rank')}, {dtypes}, {config.critic.model.path}"))
+        rows.append(("critic", f"{_ranks(config, 'critic')}, {dtypes}, {config.critic.model.path}"))
     rows.append(("reward", many(config.reward.num_workers, "process", "processes")))
     if place.device == "cuda":
         unused = config.num_gpus - place.num_devices
@@ -227,6 +227,12 @@ def _placement_rows(config: RunConfig) -> Rows:
     if place.device == "cpu":
         rows.append(("threads per worker", ", ".join(f"{role} {count}" for role, count in place.num_threads.items())))
     return rows
+
+
+def _ranks(config: RunConfig, role: str) -> str:
+    place, split = placement(config), config.sequence_parallel_size(role)
+    groups = f" in {many(place.row_groups(config, role), 'group')} that split sequences" if split > 1 else ""
+    return many(place.world_sizes[role], "rank") + groups
 
 
 def _machine_rows(config: RunConfig) -> Rows:

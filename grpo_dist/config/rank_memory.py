@@ -208,11 +208,14 @@ class MiniBatch:
         return numbers * 4.0 + (0.0 if self.whole else max(source, shard))
 
 
-def pass_tokens(config: RunConfig, sequences: int, limit: int | None) -> tuple[int, int]:
-    """(tokens, response tokens) of the largest pass with `sequences` sequences or, if given, `limit` tokens."""
+def pass_tokens(config: RunConfig, role: str, sequences: int, limit: int | None) -> tuple[int, int]:
+    """(tokens, response tokens) on a rank of the largest pass with `sequences` sequences or, if given, `limit` tokens.
+
+    Of ranks that split a pass one may have response tokens only.
+    """
     roles, data = config.actor_rollout_ref, config.data
-    n, longest = roles.rollout.n, data.max_response_length
-    if limit is not None:
-        return limit, limit
+    n, longest, ranks = roles.rollout.n, data.max_response_length, config.sequence_parallel_size(role)
     prompts = -(-sequences // n) if roles.shares_prompts else sequences
-    return prompts * data.max_prompt_length + sequences * longest, sequences * longest
+    tokens = limit or prompts * data.max_prompt_length + sequences * longest
+    share = -(-tokens // ranks)
+    return share, min(share, limit or sequences * longest)

@@ -258,6 +258,13 @@ class RunConfig(JobConfig):
         """Whether reference workers are started: with LoRA only for a teacher."""
         return self.needs_reference and (self.has_teacher or self.actor_rollout_ref.model.lora_rank == 0)
 
+    def sequence_parallel_size(self, role: str) -> int:
+        """Ranks of a role that split the tokens of their micro-batches, and have the same rows."""
+        roles = self.actor_rollout_ref
+        sections: dict[str, Any] = {"actor": roles.actor, "ref": roles.ref, "critic": self.critic}
+        size: int = sections[role].ulysses_sequence_parallel_size if role in sections else 1
+        return size
+
     @property
     def has_teacher(self) -> bool:
         """Whether the reference is another model than the one that the policy starts from."""

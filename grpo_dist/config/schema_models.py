@@ -119,6 +119,7 @@ class CriticConfig(Section):
     use_dynamic_bsz: bool
     ppo_max_token_len_per_gpu: Count
     forward_max_token_len_per_gpu: Count
+    ulysses_sequence_parallel_size: Count
     ppo_epochs: Count
     shuffle: bool
     grad_clip: PositiveFloat
@@ -127,10 +128,12 @@ class CriticConfig(Section):
 
     @property
     def max_token_len(self) -> int | None:
-        """Most tokens of a forward/backward pass; None: it is filled by sequences."""
-        return self.ppo_max_token_len_per_gpu if self.use_dynamic_bsz else None
+        """Most tokens of a forward/backward pass of the ranks that split it; None: it is filled by sequences."""
+        return self.ppo_max_token_len_per_gpu * self.ulysses_sequence_parallel_size if self.use_dynamic_bsz else None
 
     @property
     def forward_max_token_len(self) -> int | None:
-        """Most tokens of a pass that computes values; None: it is filled by sequences."""
-        return self.forward_max_token_len_per_gpu if self.use_dynamic_bsz else None
+        """Most tokens of a pass that computes values, as `max_token_len`; None: it is filled by sequences."""
+        return (
+            self.forward_max_token_len_per_gpu * self.ulysses_sequence_parallel_size if self.use_dynamic_bsz else None
+        )

@@ -129,6 +129,7 @@ class ActorConfig(Section):
     ppo_micro_batch_size_per_gpu: Count
     use_dynamic_bsz: bool
     ppo_max_token_len_per_gpu: Count
+    ulysses_sequence_parallel_size: Count
     use_prefix_grouper: bool
     ppo_epochs: Count
     shuffle: bool
@@ -153,13 +154,14 @@ class ActorConfig(Section):
 
     @property
     def max_token_len(self) -> int | None:
-        """Most tokens of a forward/backward pass; None: it is filled by sequences."""
-        return self.ppo_max_token_len_per_gpu if self.use_dynamic_bsz else None
+        """Most tokens of a forward/backward pass of the ranks that split it; None: it is filled by sequences."""
+        return self.ppo_max_token_len_per_gpu * self.ulysses_sequence_parallel_size if self.use_dynamic_bsz else None
 
     def log_prob_max_token_len(self, role: RolloutConfig | RefConfig) -> int | None:
-        """Most tokens of a log-prob pass of a role; None: it is filled by sequences."""
+        """Most tokens of a log-prob pass, as `max_token_len`; the rollout's section is about the actor's passes."""
         dynamic = self.use_dynamic_bsz if role.log_prob_use_dynamic_bsz is None else role.log_prob_use_dynamic_bsz
-        return (role.log_prob_max_token_len_per_gpu or self.ppo_max_token_len_per_gpu) if dynamic else None
+        ranks = (role if isinstance(role, RefConfig) else self).ulysses_sequence_parallel_size
+        return (role.log_prob_max_token_len_per_gpu or self.ppo_max_token_len_per_gpu) * ranks if dynamic else None
 
 
 class ValKwargsConfig(Section):
@@ -274,6 +276,7 @@ class RefConfig(Section):
     log_prob_micro_batch_size_per_gpu: Count
     log_prob_use_dynamic_bsz: bool | None
     log_prob_max_token_len_per_gpu: Count | None
+    ulysses_sequence_parallel_size: Count
     ref_model_sync_steps: CountOrMinusOne
     ref_model_mixup_alpha: PositiveShare
     fsdp_config: ForwardConfig

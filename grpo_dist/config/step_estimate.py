@@ -65,16 +65,16 @@ def step_estimate(
         "update": work.update(place, rates["actor"]),
     }
     if config.needs_reference and (reference := reference_shape(config, shape)) is not None:
-        ranks, ref = place.ref_world_size or place.actor_world_size, config.actor_rollout_ref.ref
-        role, size = "ref" if place.ref_world_size else "actor", ref.log_prob_micro_batch_size_per_gpu
-        phases["reference"] = _Work(config, reference).log_probs(ranks, size, rates[role])
+        role = "ref" if place.ref_world_size else "actor"
+        size = config.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu
+        phases["reference"] = _Work(config, reference).log_probs(place, role, size, rates[role])
     if config.needs_old_log_probs:
         size = config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
-        phases["old log-probs"] = work.log_probs(place.actor_world_size, size, rates["actor"])
+        phases["old log-probs"] = work.log_probs(place, "actor", size, rates["actor"])
     scorer = model_config_at_hand(config.reward_model.model.path or "") if place.reward_model_world_size else None
     if scorer is not None and (scorer_shape := model_shape(scorer)) is not None:
-        size, ranks = config.reward_model.micro_batch_size_per_gpu, place.reward_model_world_size
-        phases["reward model"] = _Work(config, scorer_shape).log_probs(ranks, size, rates["reward_model"])
+        size, rate = config.reward_model.micro_batch_size_per_gpu, rates["reward_model"]
+        phases["reward model"] = _Work(config, scorer_shape).log_probs(place, "reward_model", size, rate)
     critic = model_config_at_hand(config.critic.model.path) if place.critic_world_size else None
     if critic is not None and (critic_shape := model_shape(critic)) is not None:
         phases |= _critic(config, place, _Work(config, critic_shape), rates["critic"])
@@ -99,9 +99,10 @@ def _rates(config: RunConfig, place: Placement, machine: MachineRates) -> dict[s
 
 def _critic(config: RunConfig, place: Placement, work: _Work, rates: Rates) -> dict[str, float]:
     """Seconds of the critic's two phases."""
-    section, ranks = config.critic, place.critic_world_size
+    section = config.critic
     training = _Training(
-        ranks,
+        place.critic_world_size,
+        config.sequence_parallel_size("critic"),
         section.model.fsdp_config,
         section.ppo_mini_batch_size,
         section.ppo_micro_batch_size_per_gpu,
@@ -110,7 +111,7 @@ def _critic(config: RunConfig, place: Placement, work: _Work, rates: Rates) -> d
         recomputes=section.model.enable_gradient_checkpointing,
     )
     return {
-        "values": work.log_probs(ranks, section.forward_micro_batch_size_per_gpu, rates),
+        "values": work.log_probs(place, "critic", section.forward_micro_batch_size_per_gpu, rates),
         "critic update": work.training(training, rates),
     }
 
@@ -165,9 +166,12 @@ def _end(generation: float, seconds: float, waves: int) -> float:
 
 @dataclass(frozen=True)
 class _Training:
-    """How a role trains: its ranks, how they hold the weights, the size of its batches, and what a pass costs."""
+    """How a role trains: its ranks, how many split a sequence, how they hold the weights, the size of its batches, and
+    what a pass costs.
+    """
 
     ranks: int
+    split: int
     fsdp: FSDPConfig
     mini_batch: int
     micro_batch: int
@@ -241,16 +245,20 @@ class _Work:
         longest = (self.config.data.max_response_length - self.response) * step(1.0)
         return first + sequences * self.response / at_once * step(at_once) + longest
 
-    def log_probs(self, ranks: int, micro_batch: int, rates: Rates) -> float:
+    def log_probs(self, place: Placement, role: str, micro_batch: int, rates: Rates) -> float:
         """Seconds of a forward pass over all sequences, with one all-gather of the weights per micro-batch."""
-        passes = self._passes(self.sequences / ranks, micro_batch, self.config.actor_rollout_ref.actor.max_token_len)
-        return self._with_exchange(self._pass(rates.forward, ranks, passes), passes, ranks, rates, self.bytes, 1)
+        ranks, split = place.world_sizes[role], self.config.sequence_parallel_size(role)
+        limit = self.config.actor_rollout_ref.actor.max_token_len
+        passes = self._passes(self.sequences / place.row_groups(self.config, role), micro_batch, limit)
+        computed = self._pass(rates.forward, ranks, passes) + self._heads_exchanged(passes, ranks, split, rates, 1)
+        return self._with_exchange(computed, passes, ranks, rates, self.bytes, 1)
 
     def update(self, place: Placement, rates: Rates) -> float:
         """Seconds of the policy's optimizer steps."""
         roles, actor = self.config.actor_rollout_ref, self.config.actor_rollout_ref.actor
         training = _Training(
             place.actor_world_size,
+            actor.ulysses_sequence_parallel_size,
             actor.fsdp_config,
             actor.ppo_mini_batch_size,
             actor.ppo_micro_batch_size_per_gpu,
@@ -270,9 +278,11 @@ class _Work:
         trained = self.shape.num_parameters if training.trained is None else training.trained
         shards = training.fsdp.num_shards(ranks)
         steps = self.config.data.train_batch_size // training.mini_batch
-        passes = steps * self._passes(self.sequences / steps / ranks, training.micro_batch, training.max_token_len)
+        of_group = self.sequences / steps / max(1, ranks // training.split)
+        passes = steps * self._passes(of_group, training.micro_batch, training.max_token_len)
         share = (2 + all_weights + training.recomputes) / 3
         computed = share * self._pass(rates.update, ranks, passes, times=3)
+        computed += self._heads_exchanged(passes, ranks, training.split, rates, 2 + training.recomputes)
         gradients = 4.0 * trained * all_weights  # reduced in float32
         size = 2 * self.bytes + gradients
         both = self._with_exchange(computed, passes, shards, rates, size, 2 + all_weights)
@@ -291,6 +301,17 @@ class _Work:
     def _passes(self, sequences: float, micro_batch: int, limit: int | None) -> int:
         per_pass = micro_batch if limit is None else max(1.0, limit / (self.tokens / self.sequences))
         return ceil(sequences / per_pass)
+
+    def _heads_exchanged(self, passes: int, ranks: int, split: int, rates: Rates, times: int) -> float:
+        """Seconds in which ranks that split sequences exchange tokens and heads around attention, `times` in a pass:
+        queries, keys and values, and what comes back, each by itself.
+        """
+        if split == 1:
+            return 0.0
+        shape = self.shape
+        values = 2.0 * (shape.query_width + shape.key_width) * shape.num_layers
+        size = values * self.tokens / ranks * self.number * (split - 1) / split
+        return times * (size / rates.exchange + passes * 4 * shape.num_layers * rates.exchange_s)
 
     def _with_exchange(self, computed: float, passes: int, ranks: int, rates: Rates, size: float, times: int) -> float:
         """Seconds of passes with `times` exchanges of a unit each, `size` bytes together; GPUs compute meanwhile."""

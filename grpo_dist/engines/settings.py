@@ -59,6 +59,8 @@ class ModelSettings:
         new_head_seed: of a head that is drawn where the files, those of a causal LM, have none; None: then they are
             refused.
         small_new_head: whether that head is so small that its first values are near 0: a critic's.
+        sequence_parallel_size: ranks that split the tokens of their micro-batches; see engines/train/ulysses.py.
+        sequence_parallel_key: its config key, for messages.
         key: the config key of `path`, for messages.
         section: the section of the config with the model's other keys, for messages.
         room: what leaves more room on the GPU, for messages (room.py).
@@ -84,6 +86,8 @@ class ModelSettings:
     judging_tokens: tuple[int, int] | None = None
     new_head_seed: int | None = None
     small_new_head: bool = False
+    sequence_parallel_size: int = 1
+    sequence_parallel_key: str = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
     key: str = POLICY_KEY
     section: str = POLICY_SECTION
     room: str = ACTOR_ROOM

@@ -19,7 +19,8 @@ def actor_model(config: RunConfig, place: Placement) -> ModelSettings:
     """The policy, as it trains."""
     fsdp = config.actor_rollout_ref.actor.fsdp_config
     policy = _policy(config, place, fsdp.model_dtype, fsdp.resolved_dtype(config.default_dtype))
-    return _sharded(replace(policy, activation_offload=config.actor_rollout_ref.model.enable_activation_offload), fsdp)
+    model = replace(policy, activation_offload=config.actor_rollout_ref.model.enable_activation_offload)
+    return _split(config, "actor", _sharded(model, fsdp))
 
 
 def critic_model(config: RunConfig, place: Placement) -> ModelSettings:
@@ -40,7 +41,7 @@ def critic_model(config: RunConfig, place: Placement) -> ModelSettings:
         activation_offload=critic.model.enable_activation_offload,
         reshard_after_forward=fsdp.reshard_after_forward,
     )
-    return _sharded(model, fsdp)
+    return _split(config, "critic", _sharded(model, fsdp))
 
 
 def reference_model(config: RunConfig, place: Placement) -> ModelSettings:
@@ -62,7 +63,7 @@ def reference_model(config: RunConfig, place: Placement) -> ModelSettings:
             trust_remote_code=ref.model.trust_remote_code,
             override_config=ref.model.override_config,
         )
-    return model
+    return _split(config, "ref", model)
 
 
 def reward_model(config: RunConfig, place: Placement) -> ModelSettings:
@@ -138,6 +139,16 @@ def _sharded(model: ModelSettings, fsdp: FSDPConfig) -> ModelSettings:
         param_offload=fsdp.param_offload,
         optimizer_offload=fsdp.optimizer_offload,
         defer_grad_sync=fsdp.defer_grad_sync,
+    )
+
+
+def _split(config: RunConfig, role: str, model: ModelSettings) -> ModelSettings:
+    """A role's model, with the number of ranks that split its micro-batches."""
+    section = role if role == "critic" else f"actor_rollout_ref.{role}"
+    return replace(
+        model,
+        sequence_parallel_size=config.sequence_parallel_size(role),
+        sequence_parallel_key=f"{section}.ulysses_sequence_parallel_size",
     )
 
 

@@ -31,6 +31,7 @@ from grpo_dist.trainer.machine import Machine
 from grpo_dist.trainer.named_code import import_reward, resolve_names
 from grpo_dist.trainer.reward_model_check import check_conversations, check_reward_model
 from grpo_dist.trainer.run_prompts import Prompts, load_run_prompts, model_setting, read_prompts, total_steps
+from grpo_dist.trainer.split_check import check_split_model, split_models
 from grpo_dist.trainer.teacher_check import check_teacher
 
 
@@ -82,6 +83,10 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
                 head = "its head is trained on" if "score.weight" in critic.shapes else "it gets a new head"
                 tell(f"critic: {path}: {describe_model(critic)}{f'; {head}' if critic.shapes else ''}")
     _check_reference(config, model, checks, tell, rehearsal=rehearsal)
+    for each in split_models(config):
+        with checks:
+            check_split_model(each)
+            tell(f"{each.key}: sequences are split over {each.sequence_parallel_size} ranks")
     with checks:
         ready = _check_data(config, model, needs)
         if ready is not None:

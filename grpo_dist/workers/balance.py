@@ -1,4 +1,7 @@
-"""Distributes rows over ranks: whole groups, so that each prompt is computed once, at nearly equal cost per rank."""
+"""Distributes rows over ranks: whole groups, so that each prompt is computed once, at nearly equal cost per rank.
+
+Ranks that split sequences (engines/train/ulysses.py) have the same rows, and count as one here.
+"""
 
 from __future__ import annotations
 

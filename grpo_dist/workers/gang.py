@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.policy import PolicySettings
 from grpo_dist.workers.process import Address
 from grpo_dist.workers.restarts import RestartBudget
+
+T = TypeVar("T")
 
 
 class Gang:
@@ -60,18 +62,32 @@ class Gang:
         rows, parts = self._parts(batch, ("uid", "prompts", "responses", "response_mask"))
 
         def send() -> list[Call]:
-            return [self.workers.submit_for_data(rank, stage, method, part) for rank, part in enumerate(parts)]
+            each = enumerate(self._to_ranks(parts))
+            return [self.workers.submit_for_data(rank, stage, method, part) for rank, part in each]
 
         async with self._free:
             calls, labels = await self._ask(send)
-        handles = [call.handle(label) for call, label in zip(calls, labels, strict=True)]
+        handles = [call.handle(label) for call, label in self._of_groups(list(zip(calls, labels, strict=True)))]
         return DataProtoRef.concat(handles).reorder(np.argsort(np.concatenate(rows)))
 
     def _parts(self, batch: DataProtoRef, columns: Sequence[str]) -> tuple[list[np.ndarray], list[DataProtoRef]]:
-        """The positions of the rows that each rank works on, and these rows."""
-        rows = _shares(batch, np.arange(len(batch)), len(self.workers))
+        """The positions of the rows that each group of ranks works on, and these rows."""
+        rows = _shares(batch, np.arange(len(batch)), len(self.workers) // self._group_size)
         inputs = batch.select(columns)
         return rows, [inputs.reorder(part) for part in rows]
+
+    @property
+    def _group_size(self) -> int:
+        """Ranks that split sequences, and so work on the same rows: consecutive ones."""
+        return 1 if self._settings is None else self._settings.model.sequence_parallel_size
+
+    def _to_ranks(self, parts: Sequence[T]) -> list[T]:
+        """What each rank is given, from what each group is."""
+        return [part for part in parts for _ in range(self._group_size)]
+
+    def _of_groups(self, answers: Sequence[T]) -> Sequence[T]:
+        """Of the answers of all ranks those of each group's first one: the others have the same."""
+        return answers[:: self._group_size]
 
     async def _ask(self, send: Callable[[], list[Call]]) -> tuple[list[Call], list[Any]]:
         """Send a call to all ranks, again after each successful restart: (the calls, their answers)."""
@@ -177,27 +193,27 @@ class TrainedGroup(Gang):
     async def update(
         self, batch: DataProtoRef, mini_batches: Sequence[np.ndarray], objective: TrainingSettings, step: int
     ) -> tuple[DataProtoRef, dict[str, Metric]]:
-        """Take one optimizer step per mini-batch (an array of row indices), each split over the ranks.
+        """Take one optimizer step per mini-batch (an array of row indices), each split over the groups of ranks.
 
         Returns:
-            (the batch, if on-policy with the `old_log_probs` that the update computed; the metrics, merged over ranks
+            (the batch, if on-policy with the `old_log_probs` that the update computed; the metrics, merged over groups
             and averaged over mini-batches).
         """
-        ranks = len(self.workers)
-        shares = [_shares(batch, rows, ranks) for rows in mini_batches]
+        groups = len(self.workers) // self._group_size
+        shares = [_shares(batch, rows, groups) for rows in mini_batches]
         arguments = []
-        for rank in range(ranks):
-            own = np.unique(np.concatenate([share[rank] for share in shares]))
-            positions = [np.searchsorted(own, share[rank]) for share in shares]
+        for group in range(groups):
+            own = np.unique(np.concatenate([share[group] for share in shares]))
+            positions = [np.searchsorted(own, share[group]) for share in shares]
             arguments.append((batch.reorder(own), positions, objective, step))
         async with self._free:
-            stage = self.update_stage
-            calls = [self.workers.submit_for_data(rank, stage, "update", *a) for rank, a in enumerate(arguments)]
-            results = await self.workers.answers(calls)
+            stage, each = self.update_stage, enumerate(self._to_ranks(arguments))
+            calls = [self.workers.submit_for_data(rank, stage, "update", *a) for rank, a in each]
+            results = self._of_groups(await self.workers.answers(calls))
         merged = [merge_metrics(parts) for parts in zip(*(metrics for metrics, _ in results), strict=True)]
         labels = [label for _, label in results if label is not None]
         if labels:  # on-policy
-            old = DataProtoRef.concat([c.handle(la) for c, la in zip(calls, labels, strict=True)])
+            old = DataProtoRef.concat([c.handle(la) for c, la in zip(self._of_groups(calls), labels, strict=True)])
             batch = batch.union(old.reorder(np.argsort(np.concatenate(shares[0]))))
         return batch, averaged(merged)
 
@@ -242,10 +258,10 @@ def rendezvous_host(addresses: Sequence[Address]) -> str:
     return LOOPBACK if len({address.ip for address in addresses}) == 1 else addresses[0].ip
 
 
-def _shares(batch: DataProtoRef, rows: np.ndarray, num_ranks: int) -> list[np.ndarray]:
-    """The rows that each rank works on."""
+def _shares(batch: DataProtoRef, rows: np.ndarray, num_groups: int) -> list[np.ndarray]:
+    """The rows that each group of ranks works on."""
     columns = (batch[name][rows] for name in ("uid", "prompt_length", "response_length"))
-    return [rows[part] for part in balance(Lengths(*columns), num_ranks)]
+    return [rows[part] for part in balance(Lengths(*columns), num_groups)]
 
 
 def averaged(mini_batches: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:

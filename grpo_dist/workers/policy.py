@@ -44,12 +44,13 @@ class PolicySettings:
         columns: what a log-prob pass computes: a name of `TrainEngine.compute_columns`, with `old_` or `ref_` before it
             where it is one of log-probs.
         log_prob_micro_batch_size: sequences per forward pass.
-        log_prob_max_token_len: tokens per forward pass; None: the number of sequences is the limit.
+        log_prob_max_token_len: tokens per forward pass, of the ranks that split it together; None: the number of
+            sequences is the limit.
         seed: of torch's random state.
         collective_timeout_s: how long a rank waits for the others in one operation.
         optimizer: None for the reference.
         train_micro_batch_size: sequences per forward and backward pass.
-        train_max_token_len: tokens per forward and backward pass; None: the number of sequences is the limit.
+        train_max_token_len: tokens per forward and backward pass, likewise.
         grad_clip: largest gradient norm.
         keeps_output_layer: whether the loss takes the KL over the vocabulary to the model's own start, of whose output
             layer a copy is kept.
@@ -164,12 +165,14 @@ class PolicyWorker(Process):
         plain = {name.removeprefix("old_").removeprefix("ref_"): name for name in names}
         size, tokens = self.settings.log_prob_micro_batch_size, self.settings.log_prob_max_token_len
         try:
-            with smaller_passes(self.forward_keys, size, tokens):
+            with smaller_passes(self.forward_keys, size, tokens, ranks=self.settings.model.sequence_parallel_size):
                 found = compute(
                     rows.fetch((*SEQUENCE_COLUMNS, "uid")), tuple(plain), micro_batch_size=size, max_token_len=tokens
                 )
         except TrainingDiverged as error:
             raise TrainingDiverged(f"{', '.join(names)}, {error}") from None
+        if self.rank % self.settings.model.sequence_parallel_size:  # the first rank of the group returns the same
+            found = {}
         return _labelled({plain[name]: values for name, values in found.items()})
 
     def forward_report(self) -> str:
@@ -254,7 +257,8 @@ class TrainedWorker(PolicyWorker):
         for number, mini_batch in enumerate(mini_batches):
             size, tokens = self.settings.train_micro_batch_size, self.settings.train_max_token_len
             try:
-                with smaller_passes(self.update_keys, size, tokens), printing_to(self.printed):
+                ranks = self.settings.model.sequence_parallel_size
+                with smaller_passes(self.update_keys, size, tokens, ranks=ranks), printing_to(self.printed):
                     results.append(
                         self.engine.train_mini_batch(
                             data.index(mini_batch), micro_batch_size=size, max_token_len=tokens, objective=objective

@@ -56,7 +56,7 @@ def test_a_renamed_key_takes_effect() -> None:
     [
         "trainer.max_critic_ckpt_to_keep=2",
         "actor_rollout_ref.actor.strategy=fsdp2",
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1",
+        "reward_model.ulysses_sequence_parallel_size=1",
         "+actor_rollout_ref.actor.profiler.enable=true",
         "critic.model.tokenizer_path=some/policy",
         "critic.model.lora_rank=0",
@@ -83,7 +83,7 @@ def test_keys_without_a_meaning_are_said_once(override: str) -> None:
         ("actor_rollout_ref.rollout.checkpoint_engine.backend=nixl", "object_store, broadcast, ipc"),
         ("actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3", "engine_kwargs.vllm"),
         ("data.image_key=images", "text"),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "1"),
+        ("reward_model.ulysses_sequence_parallel_size=4", "1"),
         ("reward_model.rollout.name=vllm", "http_reward"),
         ("critic.strategy=megatron", "fsdp or fsdp2"),
         ("critic.model.lora_rank=8", "0"),

@@ -71,6 +71,21 @@ def test_the_head_is_the_peak_of_two_ranks(tmp_path: Path) -> None:
     }
 
 
+def test_ranks_that_split_sequences_have_their_share_of_the_activations(tmp_path: Path) -> None:
+    """A half of the tokens each; where a budget fills a pass, it is twice as large and a rank has what it had."""
+    actor, ranks = "actor_rollout_ref.actor", "cluster.actor_world_size=2"
+    split = f"{actor}.ulysses_sequence_parallel_size=2"
+    for role in ("actor", "ref", "critic"):
+        whole, half = (plan(tmp_path, "recipe=ppo", "cluster=node8", ranks, *more)[role] for more in ((), (split,)))
+        share = half.parts["activations"] / whole.parts["activations"]
+        # the reference's peak is at its logits, of which a few tokens' exist at once
+        assert 0.5 < share < 0.6 if role == "ref" else share == pytest.approx(0.5, rel=0.01), role
+        same = {"weights", "gradients", "optimizer"} & set(whole.parts)
+        assert {part: half.parts[part] for part in same} == {part: whole.parts[part] for part in same}
+    budget = (f"{actor}.use_dynamic_bsz=true", f"{actor}.ppo_max_token_len_per_gpu=4096")
+    assert plan(tmp_path, ranks, *budget)["actor"] == plan(tmp_path, ranks, *budget, split)["actor"]
+
+
 def test_without_checkpointing_layers_keep_more(tmp_path: Path) -> None:
     actor = plan(tmp_path, "cluster.actor_world_size=2", f"{MODEL}.enable_gradient_checkpointing=false")["actor"]
     # two norms and two of heads in float32, what follows them and the matrices' inputs in bfloat16

@@ -3,11 +3,14 @@
 import pytest
 
 from grpo_dist.config.load import load_config
+from grpo_dist.config.placement import placement
 from tests.config.test_rules import ACTOR, GPU8, ROLLOUT, refused
 from tests.messages import says
 
 FSDP_SIZE = f"{ACTOR}.fsdp_config.fsdp_size"
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
+PADDED = "actor_rollout_ref.model.use_remove_padding=false"
 
 
 @pytest.mark.parametrize(
@@ -41,6 +44,26 @@ VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
                 f"{ROLLOUT}.tensor_model_parallel_size=4",
             ],
             [f"{ROLLOUT}.tensor_model_parallel_size=4", "trainer.n_gpus_per_node=6", "1 or 2 or 3 or 6"],
+        ),
+        (
+            ["cluster.actor_world_size=4", f"{ULYSSES}=3", f"{ACTOR}.use_kl_loss=false", "data.train_batch_size=48"],
+            [f"{ULYSSES}=3", "cluster.actor_world_size=4", "1 or 2 or 4"],
+        ),
+        (
+            ["cluster.actor_world_size=6", "cluster.ref_world_size=2", f"{ULYSSES}=2", f"{ROLLOUT}.n=8"],
+            [f"{ULYSSES}=2", f"{ACTOR}.ppo_mini_batch_size=32", "cluster.actor_world_size=6", "256", "3 actor groups"],
+        ),
+        (
+            ["cluster.actor_world_size=4", "cluster.ref_world_size=3", f"{ULYSSES}=2"],
+            ["actor_rollout_ref.ref.ulysses_sequence_parallel_size=2", "cluster.ref_world_size=3", "1 or 3"],
+        ),
+        (
+            [f"{ULYSSES}=2", "actor_rollout_ref.ref.ulysses_sequence_parallel_size=1", PADDED],
+            [f"{ULYSSES}=2", PADDED, "1"],
+        ),
+        (
+            [f"{ULYSSES}=2", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=63"],
+            [f"{ACTOR}.ppo_max_token_len_per_gpu=63", "128", "2 ranks", "64"],
         ),
         (
             ["cluster=multi_node", "trainer.nnodes=3", "cluster.actor_world_size=16", f"{FSDP_SIZE}=12"],
@@ -242,3 +265,25 @@ def test_engines_of_several_processes_are_taken(where):
 def test_vllms_own_arguments_do_not_lay_engines_out(argument, remedy):
     text = refused(f"{VLLM}.{argument}")
     says(text, f"{VLLM}.{argument}", remedy)
+
+
+def test_ranks_that_split_sequences_count_as_one() -> None:
+    """Six ranks in three groups take a mini-batch of nine sequences, and a pass has the tokens of two ranks."""
+    sizes = [
+        "data.train_batch_size=3",
+        f"{ACTOR}.ppo_mini_batch_size=3",
+        f"{ROLLOUT}.n=3",
+        "cluster.actor_world_size=6",
+    ]
+    dynamic = [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=64"]
+    config, _ = load_config([*sizes, *dynamic, f"{ULYSSES}=2", "recipe=ppo", "cluster.critic_world_size=2"])
+    place = placement(config)
+    assert [place.row_groups(config, role) for role in ("actor", "ref", "critic", "reward_model")] == [3, 1, 1, 1]
+    roles = config.actor_rollout_ref
+    assert roles.actor.max_token_len == config.critic.max_token_len == config.critic.forward_max_token_len == 128
+    assert roles.actor.log_prob_max_token_len(roles.rollout) == roles.actor.log_prob_max_token_len(roles.ref) == 128
+
+
+def test_by_default_there_are_as_many_ranks_as_split_a_sequence() -> None:
+    place = placement(load_config([f"{ULYSSES}=4"])[0])
+    assert (place.actor_world_size, place.ref_world_size) == (4, 4)

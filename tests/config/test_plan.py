@@ -51,6 +51,18 @@ def test_batch_arithmetic_on_eight_gpus():
     }
 
 
+def test_ranks_that_split_sequences_count_as_one():
+    """On eight GPUs four ranks train: two groups, which have a quarter of 64 prompts with 8 responses twice."""
+    split = f"{ACTOR}.ulysses_sequence_parallel_size=2", f"{ACTOR}.use_dynamic_bsz=true"
+    config, _ = load("cluster=node8", "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64", *split)
+    rows = dict(batch_arithmetic(config))
+    assert rows["sequences per actor rank and mini-batch"] == "256"
+    assert rows["micro-batches per actor rank and mini-batch"] == "as many as needed with 32,768 tokens each"
+    assert rows["reference passes per ref rank"] == "as many as needed with 32,768 tokens each"
+    plan = format_plan(config, [])
+    says(plan, "4 ranks in 2 groups")
+
+
 @pytest.mark.parametrize(
     ("overrides", "passes"),
     [

@@ -167,6 +167,15 @@ def test_small_passes_wait_for_weights() -> None:
     assert estimate(small, *far).phases["update"] == pytest.approx(32 * 4 * BYTES * 15 / 16 / NETWORK + ADAM / 4)
 
 
+def test_ranks_that_split_sequences_exchange_what_attention_takes() -> None:
+    """Queries, keys, values and what comes back, 1,024 numbers a token each: half of them go to the other rank."""
+    plain, split = (estimate(*BIG, *more).phases for more in ((), (f"{ACTOR}.ulysses_sequence_parallel_size=2",)))
+    exchanged = 4 * 1024 * 2 * TOKENS / 4 / 2 / NVLINK
+    assert split["reference"] - plain["reference"] == pytest.approx(exchanged)
+    assert split["update"] - plain["update"] == pytest.approx(2 * exchanged)
+    assert split["generation"] == plain["generation"]
+
+
 def test_the_cache_limits_how_many_sequences_run() -> None:
     """A cache for 16 sequences of 400 tokens: 128 sequences take eight times as many steps."""
     phases = estimate(f"{ROLLOUT}.kv_cache_memory_gib={16 * 400 * KV / GIB}").phases

@@ -170,4 +170,4 @@ def test_what_dapo_asks_for_arrives() -> None:
     assert config.actor_rollout_ref.actor.clip_ratio_high == 0.28
     assert not config.needs_reference
     silent = [note for note in notes if note.startswith("no effect here")]
-    assert len(silent) == 4, silent
+    assert len(silent) == 3, silent

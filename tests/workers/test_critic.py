@@ -39,16 +39,17 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def critics(local_ray: None, random_models: dict[str, str]) -> Iterator[dict[str, CriticGroup]]:
-    """On one rank with passes of 16 sequences, and on two ranks with passes of 3."""
+    """On one rank with passes of 16 sequences, on two ranks with passes of 3, and on two that split these."""
     path = f"critic.model.path={random_models['tied']}"
     config, _ = load_config(["recipe=ppo", path, "critic.optim.lr=1e-3"])
     plain = critic_settings(config, placement(config), STEPS)
     with ExitStack() as stack:
         groups = {}
-        for name, ranks, size in (("one", 1, 16), ("two", 2, 3)):
+        for name, ranks, size in (("one", 1, 16), ("two", 2, 3), ("split", 2, 3)):
             workers = stack.enter_context(spawned("critic", CriticWorker, [(rank, ranks) for rank in range(ranks)]))
             groups[name] = CriticGroup(workers)
-            settings = replace(plain, log_prob_micro_batch_size=size, train_micro_batch_size=size)
+            model = replace(plain.model, sequence_parallel_size=2 if name == "split" else 1)
+            settings = replace(plain, model=model, log_prob_micro_batch_size=size, train_micro_batch_size=size)
             run(groups[name].start(settings))
         yield groups
 
@@ -90,15 +91,13 @@ def test_ranks_and_passes_change_nothing_and_a_stop_changes_no_bit(
     critics: dict[str, CriticGroup], tmp_path: Path
 ) -> None:
     start = save(critics["two"], tmp_path / "start")
-    one, two = (trained(critic, range(STEPS)) for critic in critics.values())
+    one, two, split = (trained(critic, range(STEPS)) for critic in critics.values())
     assert np.abs(one.values[0]).max() < 0.5, "a new head says little"
     assert np.abs(one.values[-1] - one.values[0]).max() > 0.1, "and learns"
     assert one.metrics[-1]["critic/vf_loss"] < one.metrics[0]["critic/vf_loss"]
-    for mine, other in zip(one.values, two.values, strict=True):
-        np.testing.assert_allclose(mine, other, atol=1e-4)
-    for row, other in zip(one.metrics, two.metrics, strict=True):
-        assert {"critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "critic/lr"} <= row.keys()
-        assert row == pytest.approx(other, rel=1e-3, abs=1e-4)
+    assert {"critic/vf_loss", "critic/vf_clipfrac", "critic/grad_norm", "critic/lr"} <= one.metrics[0].keys()
+    assert_alike(two, one.values, one.metrics)
+    assert_alike(split, one.values, one.metrics)
 
     run(critics["two"].load_checkpoint(start))
     first = trained(critics["two"], range(2))
@@ -109,3 +108,19 @@ def test_ranks_and_passes_change_nothing_and_a_stop_changes_no_bit(
     for mine, other in zip([*first.values, *last.values], two.values, strict=True):
         np.testing.assert_array_equal(mine, other)
     assert [*first.metrics, *last.metrics] == two.metrics
+
+    run(critics["split"].load_checkpoint(half))
+    assert_alike(trained(critics["split"], range(2, STEPS)), last.values, last.metrics)
+
+
+def assert_alike(found: Trained, values: list[np.ndarray], metrics: list[dict[str, float]]) -> None:
+    for mine, other in zip(found.values, values, strict=True):
+        np.testing.assert_allclose(mine, other, atol=1e-4)
+    for row, other_row in zip(found.metrics, metrics, strict=True):
+        assert row == pytest.approx(other_row, rel=1e-3, abs=1e-4)
+
+
+def test_of_ranks_that_split_sequences_one_returns_the_values(critics: dict[str, CriticGroup]) -> None:
+    workers, rows = critics["split"].workers, stored_batch().select(("uid", "prompts", "responses", "response_mask"))
+    calls = [workers.submit_for_data(rank, "values", "compute_log_probs", rows) for rank in range(2)]
+    assert [(label.columns, label.num_rows) for label in run(workers.answers(calls))] == [(("values",), ROWS), ((), 0)]

@@ -17,7 +17,7 @@ import torch
 
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import TrainingDiverged, WorkerLost
-from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol import DataProto, Mean, Ragged, Sum, metric_values
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.pump import RolloutPump
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
@@ -33,6 +33,10 @@ from grpo_dist.workers.rollout_group import GroupRequest, RolloutGroup
 from tests.processes import spawned
 
 pytestmark = pytest.mark.ray
+
+
+# All that a group itself reads of a worker's settings.
+SETTINGS = SimpleNamespace(model=SimpleNamespace(sequence_parallel_size=1))
 
 
 class Handle:
@@ -69,6 +73,67 @@ def test_after_a_pass_its_ranks_are_idle_and_busy_again_with_the_next_call(local
     workers.submit(0, "work", "work")
     time.sleep(0.1)
     assert workers.busy_seconds() >= before + 0.1
+
+
+# --- ranks that split sequences ----------------------------------------------------------------------------------
+class Splitting(Handle):
+    """As an actor's rank of a group of two: it notes its rows, and returns its rank as their log-probs and loss."""
+
+    def __init__(self, rank: int, seen: dict[int, Any]) -> None:
+        self.rank, self.seen = rank, seen
+
+    def _result(self, rows: DataProtoRef) -> DataProto:
+        lengths = rows.fetch(("responses",))["responses"].lengths.tolist() if len(rows) else []
+        return DataProto.from_dict(
+            {"old_log_probs": Ragged.from_rows([[float(self.rank)] * n for n in lengths], torch.float32)}
+        )
+
+    @property
+    def compute_log_probs(self) -> Any:
+        def remote(rows: DataProtoRef) -> list[ray.ObjectRef]:
+            self.seen[self.rank] = rows["uid"].tolist()
+            data = self._result(rows)
+            return [ray.put(Label.of(data, ())), ray.put(data)]
+
+        return SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=remote))
+
+    @property
+    def update(self) -> Any:
+        def remote(rows: DataProtoRef, mini_batches: Any, objective: Any, step: int) -> list[ray.ObjectRef]:
+            self.seen[self.rank] = [rows["uid"][part].tolist() for part in mini_batches]
+            data, metrics = self._result(rows), {"actor/loss": Sum(1.0), "actor/entropy": Mean(10.0 * self.rank, 2)}
+            return [ray.put(([metrics], Label.of(data, ()))), ray.put(data)]
+
+        return SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=remote))
+
+
+@pytest.fixture
+def splitting(local_ray: None) -> tuple[ActorGroup, dict[int, Any]]:
+    """Four ranks, of which the first two and the last two split the same sequences."""
+    seen: dict[int, Any] = {}
+    group = ActorGroup(WorkerGroup("actor", [Splitting(rank, seen) for rank in range(4)], TimeLimits(60.0)))
+    group._settings = SimpleNamespace(model=SimpleNamespace(sequence_parallel_size=2))  # type: ignore[assignment]
+    return group, seen
+
+
+def test_ranks_that_split_sequences_have_the_same_rows_and_one_answers(splitting: Any) -> None:
+    group, seen = splitting
+    rows = run(group.compute_log_probs("old_log_prob", batch())).fetch(("old_log_probs",))["old_log_probs"].rows()
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3]
+    assert sorted([*seen[0], *seen[2]]) == ["a", "a", "b", "b"], "each row is in one group"
+    assert [row.tolist() for row in rows] in ([[0], [0, 0], [2], [2, 2]], [[2], [2, 2], [0], [0, 0]])
+
+
+def test_rows_of_ranks_that_split_sequences_are_counted_once(splitting: Any) -> None:
+    group, seen = splitting
+    updated, metrics = run(group.update(batch(), [np.arange(4)], None, 1))
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3]
+    assert len(seen[0][0]) == len(seen[2][0]) == 2
+    assert metric_values(metrics) == {"actor/loss": 2.0, "actor/entropy": 20 / 4}, "of ranks 0 and 2"
+    rows = updated.fetch(("old_log_probs",))["old_log_probs"].rows()
+    assert [row.tolist() for row in rows] in ([[0], [0, 0], [2], [2, 2]], [[2], [2, 2], [0], [0, 0]])
 
 
 class Placed(WorkerGroup):
@@ -119,7 +184,7 @@ class Reference(Process):
     def load_checkpoint(self, folder: str) -> None: ...
 
     def compute_log_probs(self, rows: DataProtoRef) -> tuple[Label, DataProto]:
-        assert self.settings == "settings", "it was started"
+        assert self.settings == SETTINGS, "it was started"
         if self.trap is not None:
             os.kill(os.getpid(), self.trap)
         data = rows.fetch(("uid", "responses"))
@@ -132,7 +197,7 @@ class Reference(Process):
 def reference(local_ray: None) -> Iterator[ReferenceGroup]:
     with spawned("ref", Reference, [(0,), (1,)]) as workers:
         group = ReferenceGroup(workers, RestartBudget(1))
-        run(group.start("settings"))  # type: ignore[arg-type]
+        run(group.start(SETTINGS))  # type: ignore[arg-type]
         yield group
 
 

@@ -15,12 +15,16 @@ from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
+from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.segment_attention import BATCHED_TOKENS, plan_segments, segment_attention_forward
+from grpo_dist.engines.train.ulysses import over_heads
 from grpo_dist.errors import ConfigError
+from grpo_dist.sizes import heads_split
 
 FLEX = "grpo_dist_flex"
 FLASH = "flash_attention_2"
@@ -48,6 +52,28 @@ def why_padded(config: Any) -> str:
     return ""
 
 
+def check_split(config: Any, settings: ModelSettings) -> None:
+    """Check that a model, by its config, can split its sequences over `settings.sequence_parallel_size` ranks.
+
+    Raises:
+        ConfigError: its heads do not split, or it takes padded sequences only, which stay whole.
+    """
+    size, text = settings.sequence_parallel_size, getattr(config, "text_config", config)
+    if size == 1:
+        return
+    heads: int = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    setting = f"{settings.sequence_parallel_key}={size}, {settings.key}={settings.path}"
+    if not heads_split(heads, kv_heads, size):
+        fitting = [each for each in range(1, heads + 1) if heads_split(heads, kv_heads, each)]
+        raise ConfigError(
+            f"{setting}: the model has {heads} attention heads and {kv_heads} key-value heads, which do not split over "
+            f"{size} ranks; set the size to {' or '.join(map(str, fitting))}"
+        )
+    if why := why_padded(config):
+        raise ConfigError(f"{setting}: {why}, so its sequences cannot be split over ranks; set the size to 1")
+
+
 def attention_implementation(config: Any, layout: str, device: str) -> str:
     """The `attn_implementation` that a model is loaded with.
 
@@ -59,11 +85,12 @@ def attention_implementation(config: Any, layout: str, device: str) -> str:
     if layout == "padded":
         return "sdpa"
     if device == "cpu":
-        _register(SEGMENTS, segment_attention_forward)
+        _register(SEGMENTS, over_heads(segment_attention_forward))
         return SEGMENTS
     if layout == "packed" and is_flash_attn_2_available():
+        AttentionInterface.register(FLASH, over_heads(flash_attention_forward))  # its masks are transformers'
         return FLASH
-    _register(FLEX, flex_attention_forward)
+    _register(FLEX, over_heads(flex_attention_forward))
     return FLEX
 
 
@@ -228,7 +255,6 @@ def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any
     return run
 
 
-@cache
 def _register(name: str, forward: Callable[..., Any]) -> None:
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, sdpa_mask)

@@ -19,6 +19,7 @@ from grpo_dist.engines.train.lm_head import HeadRequest, HeadValues, ReferenceHe
 from grpo_dist.engines.train.micro_batch import MicroBatch, make_micro_batch
 from grpo_dist.engines.train.micro_batch_plan import group_rows
 from grpo_dist.engines.train.segment_attention import BATCHED_TOKENS
+from grpo_dist.engines.train.ulysses import WHOLE, SequenceGroup
 from grpo_dist.protocol import DataProto, Ragged
 
 # The check compares so many responses of so many prompts, cut to so many tokens, and the last tokens of the longest.
@@ -45,6 +46,7 @@ class PolicyForward:
         temperature: logits are divided by it.
         compute_dtype: of the forward pass, for the tolerance of the check.
         device: where it runs.
+        sequence_group: ranks that split the tokens of packed and shared micro-batches; padded ones stay whole.
 
     Attributes:
         layout: the one in use; "alone": each sequence in a pass of its own.
@@ -56,8 +58,16 @@ class PolicyForward:
     without_head = ", logits of whole micro-batches"
 
     def __init__(
-        self, model: Any, *, layout: str, temperature: float, compute_dtype: torch.dtype, device: torch.device
+        self,
+        model: Any,
+        *,
+        layout: str,
+        temperature: float,
+        compute_dtype: torch.dtype,
+        device: torch.device,
+        sequence_group: SequenceGroup = WHOLE,
     ) -> None:
+        self.sequence_group = sequence_group
         self.model, self.temperature, self.compute_dtype, self.device = model, temperature, compute_dtype, device
         head = model.get_output_embeddings()
         self.head: ResponseHead | None = head if isinstance(head, ResponseHead) else None
@@ -75,7 +85,15 @@ class PolicyForward:
         if len(data):  # one row, without padding: the kernels skip pairs that are masked
             width = max(width, int(data["prompts"].lengths.sum() + data["responses"].lengths.sum()))
         layout = "padded" if self.layout == "alone" else self.layout
-        made = make_micro_batch(data, columns, self.padding_id, layout=layout, row_width=width, min_width=min_width)
+        made = make_micro_batch(
+            data,
+            columns,
+            self.padding_id,
+            layout=layout,
+            row_width=width,
+            min_width=min_width,
+            multiple=self.sequence_group.size,
+        )
         return made.to(self.device)
 
     def __call__(
@@ -88,11 +106,13 @@ class PolicyForward:
         reference_states: Tensor | None = None,
     ) -> HeadValues:
         """Log-probs of the M response tokens, and what else is asked for; see `HeadRequest`."""
+        group = self.group_of(micro_batch)
+        numbers, predictors = group.own(micro_batch.predictors, micro_batch.input_ids.shape[1])
         if reference_states is not None and reference is not None:
-            reference_states = _at_tokens(reference_states, micro_batch.slots, reference.weight.shape[1])
+            reference_states = _at_tokens(reference_states, micro_batch.slots[numbers], reference.weight.shape[1])
         request = HeadRequest(
-            micro_batch.predictors,
-            micro_batch.targets,
+            predictors,
+            micro_batch.targets[numbers],
             self.temperature,
             entropies,
             hidden_states,
@@ -100,16 +120,26 @@ class PolicyForward:
             reference_states,
         )
         if self.head is None:
-            return self._plain(micro_batch, request)
-        with self.head.answering(request):
-            return self._run(micro_batch).logits
+            values = self._plain(micro_batch, request)
+        else:
+            with self.head.answering(request):
+                values = self._run(micro_batch).logits
+        count = len(micro_batch.targets)
+        return HeadValues._make(None if part is None else group.whole(part, numbers, count) for part in values)
+
+    def group_of(self, micro_batch: MicroBatch) -> SequenceGroup:
+        """The ranks that split the tokens of a micro-batch."""
+        return WHOLE if micro_batch.segments is None else self.sequence_group
 
     def _run(self, micro_batch: MicroBatch, **options: Any) -> Any:
+        """The model's outputs at this rank's tokens of a micro-batch."""
         implementation = self.model.config._attn_implementation
-        mask = attention_inputs(micro_batch.segments, micro_batch.position_ids, implementation, self.batched_tokens)
-        return self.model(
-            input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids, use_cache=False, **mask, **options
-        )
+        inputs = attention_inputs(micro_batch.segments, micro_batch.position_ids, implementation, self.batched_tokens)
+        group = self.group_of(micro_batch)
+        if group.size > 1:
+            inputs["sequence_group"] = group
+        tokens, positions = group.part(micro_batch.input_ids), group.part(micro_batch.position_ids)
+        return self.model(input_ids=tokens, position_ids=positions, use_cache=False, **inputs, **options)
 
     def _plain(self, micro_batch: MicroBatch, request: HeadRequest) -> HeadValues:
         """The same through the model's own logits, for models that change them after the output layer.
@@ -119,8 +149,9 @@ class PolicyForward:
         """
         if request.hidden_states or request.reference is not None:
             raise exact_kl_error(f"through the chunked output layer this model's log-probs are others: {self.report}")
-        rows = request.predictors // micro_batch.input_ids.shape[1]
-        kept, columns = torch.unique(request.predictors % micro_batch.input_ids.shape[1], return_inverse=True)
+        width = micro_batch.input_ids.shape[1] // self.group_of(micro_batch).size
+        rows = request.predictors // width
+        kept, columns = torch.unique(request.predictors % width, return_inverse=True)
         logits = self._run(micro_batch, logits_to_keep=kept).logits[rows, columns]
         entropies = token_entropy(logits, self.temperature) if request.entropies else None
         return HeadValues(token_log_probs(logits, request.targets, self.temperature), entropies, None, None)
@@ -142,6 +173,8 @@ class PolicyForward:
         alone = self._alone(few)
         reasons = [self._unfit] if self._unfit else []
         candidates = [(self.layout, self.head), ("padded", self.head), ("padded", None), ("alone", None)]
+        if self.sequence_group.size > 1:
+            candidates = [(self.layout, self.head), (self.layout, None), ("alone", None)]  # padded ones are not split
         for layout, head in dict.fromkeys(candidates):
             self.layout, self.head = layout, head
             if layout == "alone":
@@ -176,6 +209,7 @@ class PolicyForward:
     def _report(self, reasons: list[str], difference: float) -> str:
         text = LAYOUT_NAMES[self.layout]
         text += "" if self.layout == self.wanted else f" instead of {LAYOUT_NAMES[self.wanted]}"
+        text += f", split over {size} ranks" if (size := self.sequence_group.size) > 1 else ""
         text += "" if self.head is not None else self.without_head
         if reasons:
             text += f" ({'; '.join(reasons)})"

@@ -29,6 +29,7 @@ from grpo_dist.engines.train.objectives import OBJECTIVES, Objective
 from grpo_dist.engines.train.offload import Offload
 from grpo_dist.engines.train.optimizer import build_optimizer
 from grpo_dist.engines.train.sharded_tensors import whole
+from grpo_dist.engines.train.ulysses import SequenceGroup
 from grpo_dist.engines.train.value_forward import ValueForward
 from grpo_dist.errors import ConfigError, TrainingDiverged
 from grpo_dist.protocol import DataProto, Mean, Metric, Ragged, merge_metrics
@@ -68,6 +69,7 @@ class FSDPEngine(FSDPWeights):
             temperature=temperature,
             compute_dtype=DTYPES[model.compute_dtype],
             device=self.device,
+            sequence_group=SequenceGroup(model.sequence_parallel_size, device),
         )
         if optimizer is None:
             self.model.requires_grad_(False)
@@ -203,20 +205,30 @@ class FSDPEngine(FSDPWeights):
         """The rows as the objective takes them, the counts of all ranks that divide the loss, and the micro-batches."""
         data = objective.prepared(data)
         groups = objective.groups(data)
-        counts = self._all_reduce(objective.counts(data), dist.ReduceOp.SUM)
+        # the rows of a sequence group are counted by each of its ranks
+        counts = self._all_reduce(objective.counts(data), dist.ReduceOp.SUM) / self.settings.sequence_parallel_size
         self._check_forward(data, micro_batch_size, max_token_len, groups)
         return data, counts, self._plan(data, micro_batch_size, max_token_len, groups)
 
     def _check_forward(
         self, data: DataProto, micro_batch_size: int, max_token_len: int | None, whole_groups: np.ndarray | None = None
     ) -> None:
-        """Before the first forward pass, compare the layout with each sequence alone."""
-        if self.forward.report:
-            return
-        plan = self._plan(data, micro_batch_size, max_token_len, whole_groups)
-        width = max(self.forward.micro_batch(data.index(rows), ()).input_ids.shape[1] for rows in plan)
-        with within_memory(f"the comparison of layouts, in rows of {width} tokens"):
-            self.forward.check(data, width, lambda mine: self._all_reduce([mine], dist.ReduceOp.MAX).item())
+        """Before the first forward pass, compare the layout with each sequence alone.
+
+        Raises:
+            ConfigError: sequences are to be split over ranks, and the model takes only whole ones.
+        """
+        if not self.forward.report:
+            plan = self._plan(data, micro_batch_size, max_token_len, whole_groups)
+            width = max(self.forward.micro_batch(data.index(rows), ()).input_ids.shape[1] for rows in plan)
+            with within_memory(f"the comparison of layouts, in rows of {width} tokens"):
+                self.forward.check(data, width, lambda mine: self._all_reduce([mine], dist.ReduceOp.MAX).item())
+        if self.settings.sequence_parallel_size > 1 and self.forward.layout == "alone":
+            raise ConfigError(
+                f"{self.settings.sequence_parallel_key}={self.settings.sequence_parallel_size}, {self.settings.key}="
+                f"{self.settings.path}: this model takes {self.report}; its sequences cannot be split over ranks; set "
+                "the size to 1"
+            )
 
     def _plan(
         self, data: DataProto, micro_batch_size: int, max_token_len: int | None, whole_groups: np.ndarray | None = None

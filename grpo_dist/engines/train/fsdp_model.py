@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_dist.engines.settings import ModelSettings
+from grpo_dist.engines.train.attention import check_split
 from grpo_dist.engines.train.lm_head import ResponseHead
 from grpo_dist.engines.train.lora import (
     add_lora,
@@ -68,11 +69,12 @@ def build_model(settings: ModelSettings, device: str, shards: int) -> UnloadedMo
         shards: ranks that will hold one copy of the weights together.
 
     Raises:
-        ConfigError: LoRA or gradient checkpointing do not fit the model.
+        ConfigError: LoRA, gradient checkpointing or splitting sequences do not fit the model.
         DataError: there is no usable model at the path.
     """
     unloaded = open_model(settings, device, shards)
     model = unloaded.model
+    check_split(model.config, settings)
     if settings.lora is not None:
         add_lora(model, settings.lora, settings.section)
     ResponseHead.install(model)

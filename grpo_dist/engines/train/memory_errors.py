@@ -47,6 +47,7 @@ def smaller_passes(
     micro_batch_size: int,
     max_token_len: int | None,
     *,
+    ranks: int = 1,
     budget: str = "max_token_len",
     lengths: str = "data.max_response_length or data.max_prompt_length",
 ) -> Iterator[None]:
@@ -56,10 +57,13 @@ def smaller_passes(
         prefix: of the keys, such as "actor_rollout_ref.actor.ppo_".
         micro_batch_size: most sequences of a pass.
         max_token_len: most tokens of a pass; None: the number of sequences is the limit.
+        ranks: that split a pass, each with its share of those tokens.
         budget: name of the key of the most tokens, between `prefix` and `_per_gpu`.
         lengths: the keys that limit a sequence.
     """
-    name, value = ("micro_batch_size", micro_batch_size) if max_token_len is None else (budget, max_token_len)
+    name, value = ("micro_batch_size", micro_batch_size)
+    if max_token_len is not None:
+        name, value = budget, max_token_len // ranks
     key = f"{prefix}{name}_per_gpu"
     longer = "" if value > 1 else f": a pass holds one sequence, so lower {lengths}"
     with remedied(f"lower {key}={value}{longer}", (key, value)):

@@ -78,10 +78,11 @@ def make_micro_batch(
     layout: str = "shared",
     row_width: int = 0,
     min_width: int = 0,
+    multiple: int = 1,
 ) -> MicroBatch:
     """Lay out the rows of `data`, which has `prompts`, `responses`, `response_mask` and the ragged `columns`.
 
-    An empty `data` gives one sequence of two padding tokens whose mask is 0: a rank without rows still takes part in
+    An empty `data` gives one sequence of a few padding tokens whose mask is 0: a rank without rows still takes part in
     the collectives of the forward and backward pass.
 
     Args:
@@ -91,9 +92,10 @@ def make_micro_batch(
         layout: padded, packed or shared.
         row_width: tokens that a tensor row may grow to, for packed and shared; 0: as long as the longest piece.
         min_width: tokens that tensor rows have at least, for packed and shared.
+        multiple: the tokens of tensor rows are a multiple of it, for packed and shared.
     """
     if len(data) == 0:
-        return _empty_micro_batch(columns, padding_id)
+        return _empty_micro_batch(columns, padding_id, 2 * multiple, segmented=layout != "padded")
     pieces = _pieces(data, shared=layout == "shared")
     lengths = [piece.length for piece in pieces]
     if layout == "padded":
@@ -101,7 +103,9 @@ def make_micro_batch(
     else:
         bins = first_fit(lengths, max(row_width, *lengths))
     width = max(sum(lengths[i] for i in members) for members in bins)
-    builder = _Builder(data, len(bins), width if layout == "padded" else max(width, min_width), padding_id)
+    if layout != "padded":
+        width = -(-max(width, min_width) // multiple) * multiple
+    builder = _Builder(data, len(bins), width, padding_id)
     if layout == "padded":  # positions go on behind a sequence, or it would look like the start of another one
         builder.position_ids[:] = torch.arange(width)
     for row, members in enumerate(bins):
@@ -172,12 +176,12 @@ def _pieces(data: DataProto, *, shared: bool) -> list[_Piece]:
     return [_Piece(rows, int(prompts[rows[0]] + responses[rows].sum())) for rows in members]
 
 
-def _empty_micro_batch(columns: Sequence[str], padding_id: int) -> MicroBatch:
+def _empty_micro_batch(columns: Sequence[str], padding_id: int, width: int, *, segmented: bool) -> MicroBatch:
     one = torch.zeros(1, dtype=torch.int64)
     return MicroBatch(
-        input_ids=torch.full((1, 2), padding_id, dtype=torch.int64),
-        position_ids=torch.arange(2).unsqueeze(0),
-        segments=torch.zeros(2, 1, 2, dtype=torch.int32),
+        input_ids=torch.full((1, width), padding_id, dtype=torch.int64),
+        position_ids=torch.arange(width).unsqueeze(0),
+        segments=torch.zeros(2, 1, width, dtype=torch.int32) if segmented else None,
         predictors=one,
         targets=one,
         slots=one,

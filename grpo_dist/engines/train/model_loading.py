@@ -125,7 +125,7 @@ def load_weights(unloaded: UnloadedModel, device: str) -> None:
 
 def _new_head(settings: ModelSettings, names: Collection[str]) -> dict[str, Tensor]:
     """The weights of a head that is in no file, by name: drawn, or rows of the output layer."""
-    config = _read_config(settings)
+    config = read_config(settings)
     if settings.judging_tokens is None:
         return new_head(config, settings, names)
     with contextlib.ExitStack() as files:
@@ -135,7 +135,7 @@ def _new_head(settings: ModelSettings, names: Collection[str]) -> dict[str, Tens
 # --- building --------------------------------------------------------------------------------------------------------
 def _build(settings: ModelSettings, device: str, headers: Mapping[str, Tensor]) -> Any:
     """The model on the meta device, as `from_pretrained` builds it before it loads weights such as these."""
-    config = _read_config(settings)
+    config = read_config(settings)
     if quantization := getattr(config, "quantization_config", None):
         raise ValueError(
             f"its weights are quantized ({getattr(quantization, 'quant_method', None) or quantization}), and such "
@@ -158,11 +158,17 @@ def _build(settings: ModelSettings, device: str, headers: Mapping[str, Tensor]) 
     return model.eval()
 
 
-def _read_config(settings: ModelSettings) -> Any:
-    """The model's config.json, with the entries that the run changes."""
-    config = transformers.AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
-    config.update(dict(settings.override_config))
-    return config
+def read_config(settings: ModelSettings) -> Any:
+    """The model's config.json, with the entries that the run changes.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    with _refusing(settings):
+        trust = settings.trust_remote_code
+        config = transformers.AutoConfig.from_pretrained(settings.path, trust_remote_code=trust)
+        config.update(dict(settings.override_config))
+        return config
 
 
 def _open_tensors(folder: Path, files: contextlib.ExitStack) -> dict[str, Any]:
@@ -218,7 +224,7 @@ def _distribute(unloaded: UnloadedModel, device: str) -> None:
     whole: dict[str, Tensor] = {}
     if dist.get_rank() == 0:
         logger.warning("%s is loaded whole by rank 0: %s", settings.path, unloaded.whole_because)
-        config = _read_config(settings)
+        config = read_config(settings)
         auto = type(model) if settings.num_labels else transformers.AutoModelForCausalLM
         dtype = DTYPES[settings.model_dtype]
         whole = auto.from_pretrained(

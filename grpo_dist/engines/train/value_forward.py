@@ -39,8 +39,14 @@ class ValueForward(PolicyForward):
 
     def __call__(self, micro_batch: MicroBatch, **options: Any) -> Values:  # type: ignore[override]
         """The values of the response tokens; `options` are those of a policy, which has more to say."""
-        logits = self._run(micro_batch).logits.flatten(0, 1)[micro_batch.predictors].float()
+        logits = self._at_predictors(micro_batch, self._run(micro_batch).logits)
         return Values(logits[:, 0] if logits.shape[-1] == 1 else logits[:, 1] - logits[:, 0])
+
+    def _at_predictors(self, micro_batch: MicroBatch, outputs: Tensor) -> Tensor:
+        """(M, ...) float32 of the model's outputs at this rank's tokens, (B, L, ...)."""
+        group = self.group_of(micro_batch)
+        numbers, predictors = group.own(micro_batch.predictors, micro_batch.input_ids.shape[1])
+        return group.whole(outputs.flatten(0, 1)[predictors].float(), numbers, len(micro_batch.targets))
 
     def scale(self, alone: Tensor) -> float:
         """Values have no unit: a reward model may give scores around 20, whose rounding is as much larger."""
@@ -54,7 +60,7 @@ class ValueForward(PolicyForward):
         inputs: list[Tensor] = []
         with getattr(self.model, HEAD).register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0])):
             self._run(micro_batch)
-        states = inputs[0].flatten(0, 1)[micro_batch.predictors].float()
+        states = self._at_predictors(micro_batch, inputs[0])
         drawn = torch.randn(states.shape[1], generator=torch.Generator().manual_seed(0))
         return states @ (drawn / math.sqrt(states.shape[1])).to(states.device)
 

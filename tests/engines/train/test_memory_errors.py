@@ -48,6 +48,12 @@ def test_a_pass_of_one_sequence_is_shortened_by_other_keys() -> None:
     assert "data.max_response_length" in str(caught.value)
 
 
+def test_the_budget_of_ranks_that_split_a_pass_is_that_of_one() -> None:
+    with pytest.raises(OutOfMemory) as caught, smaller_passes("actor_rollout_ref.actor.ppo_", 1, 4000, ranks=4):
+        raise OutOfMemory("full")
+    assert caught.value.setting == ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", 1000)
+
+
 def test_other_errors_pass() -> None:
     with pytest.raises(ZeroDivisionError), remedied("x"), within_memory("y"):
         raise ZeroDivisionError

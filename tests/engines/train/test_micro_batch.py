@@ -105,6 +105,19 @@ def test_gradients_flow_back_to_the_tokens() -> None:
     assert values.grad.tolist() == (~masked).float().tolist()
 
 
+def test_rows_that_ranks_split_are_a_multiple_of_them() -> None:
+    """15 tokens become 16 for 4 ranks; padded rows stay as long as the longest sequence, since they are not split."""
+    packed, padded = (make_micro_batch(three_rows(), (), 0, layout=each, row_width=15, multiple=4)
+                      for each in ("packed", "padded"))  # fmt: skip
+    assert packed.input_ids.shape == (1, 16)
+    assert set(pairs(packed)) == PAIRS
+    assert padded.input_ids.shape == (3, 6)
+    empty = make_micro_batch(DataProto(), (), 0, layout="packed", multiple=4)
+    assert empty.input_ids.shape == (1, 8)
+    assert empty.segments is not None
+    assert make_micro_batch(DataProto(), (), 0, layout="padded", multiple=4).segments is None
+
+
 @pytest.mark.parametrize("layout", ["padded", "shared"])
 def test_no_rows_give_one_masked_sequence(layout: str) -> None:
     batch = make_micro_batch(three_rows().slice(0, 0), ("advantages",), padding_id=7, layout=layout)

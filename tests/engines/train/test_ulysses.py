@@ -1,0 +1,343 @@
+"""Sequences that are split over ranks: log-probs, losses and gradients are those of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from grpo_dist.engines.settings import LoraSettings, ModelSettings, OptimizerSettings, TrainingSettings, ValueSettings
+from grpo_dist.engines.train import attention, model_loading, ulysses
+from grpo_dist.engines.train.attention import check_split
+from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.ulysses import WHOLE, SequenceGroup
+from grpo_dist.errors import ConfigError
+from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
+from tests.equivalence.test_layout import batch
+from tests.messages import says
+from tests.models import EXPERTS, objective, random_classifier, random_model
+from tests.ranks import LIMIT_S, run_ranks
+
+KEY = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+ROWS = list(range(16))
+VALUES = ValueSettings(0.4, "seq-mean-token-mean")
+LORA = LoraSettings(4, 8.0, "all-linear")
+# Of each case: the model, its settings, and the objective; what differs is taken in turns.
+CASES: dict[str, tuple[str, dict[str, Any], TrainingSettings]] = {
+    "exact KL and entropy": (
+        "Qwen3",
+        {},
+        objective(kl_loss_type="full", entropy_coeff=0.1, loss_agg_mode="seq-mean-token-mean"),
+    ),
+    "LoRA, packed, checkpointing": (
+        "Qwen3",
+        {"lora": LORA, "layout": "packed", "gradient_checkpointing": True},
+        objective(loss_mode="gspo", weighted=True),
+    ),
+    "experts": ("Qwen3Moe", {}, objective(entropy_coeff=0.0)),
+    "logits of the model's own code": ("Cohere", {}, objective(entropy_coeff=0.1, loss_agg_mode="token-sum")),
+    "critic": ("critic", {"num_labels": 1}, VALUES),
+}
+# Ranks, ranks of a group, rows of each group, sequences of a pass, ranks of a copy of the weights.
+SPLITS: dict[str, tuple[int, int, list[list[int]], int, int]] = {
+    "1 rank": (1, 1, [ROWS], 16, -1),
+    "2 ranks": (2, 2, [ROWS], 16, -1),
+    "4 ranks": (4, 4, [ROWS], 5, -1),
+    "2 x 2 ranks, uneven": (4, 2, [ROWS[:13], ROWS[13:]], 3, 2),
+    "2 x 2 ranks, one without rows": (4, 2, [ROWS, []], 16, -1),
+}
+
+
+def engine(path: str, size: int = 1, *, trains: bool = True, **changes: Any) -> FSDPEngine:
+    """With plain SGD of rate 1, so that the weights after a step are those before less the gradient."""
+    model = replace(ModelSettings(path, False, "fp32", "fp32", False, True, sequence_parallel_size=size), **changes)
+    optimizer = OptimizerSettings(1.0, 0.0, (0.9, 0.999), "constant", 0, 10, 0.0) if trains else None
+    made = FSDPEngine(model, device="cpu", temperature=0.7, optimizer=optimizer)
+    if trains:
+        made.optimizer = torch.optim.SGD([p for p in made.model.parameters() if p.requires_grad], lr=1.0)
+    return made
+
+
+def rows() -> DataProto:
+    """Rows with the columns of all objectives."""
+    data = batch()
+    noise = np.random.default_rng(7)
+    made = {
+        name: Ragged.from_rows([noise.normal(size=n) for n in data["responses"].lengths.tolist()], torch.float32)
+        for name in ("values", "returns")
+    }
+    return data.union(DataProto.from_dict(made))
+
+
+def train(rank: int, paths: dict[str, str], split: tuple[int, int, list[list[int]], int, int]) -> dict[str, Any]:
+    """A step of each case on the rows of this rank's group."""
+    _, size, groups, sequences, copy = split
+    own = rows().index(groups[rank // size])
+    out: dict[str, Any] = {}
+    for name, (family, changes, settings) in CASES.items():
+        made = engine(paths[family], size, fsdp_size=copy, **changes)
+        columns: tuple[str, ...] = ("values",) if family == "critic" else ("log_probs", "entropies")
+        if family.startswith("Qwen3"):  # whose logits are hidden states times output layer
+            made.reference_head = made.output_layer("cpu")
+            columns = (*columns, "hidden_states")
+        found = made.compute_columns(own, columns, micro_batch_size=sequences)
+        metrics = made.train_mini_batch(own, micro_batch_size=sequences, objective=settings).metrics
+        out[name] = {
+            "columns": {column: ragged.values.numpy().copy() for column, ragged in found.items()},
+            "metrics": metrics,
+            "weights": {key: tensor.numpy().copy() for key, tensor in made.full_parameters("float32")},
+            "evaluated": made.evaluate(own, micro_batch_size=sequences, objective=settings),
+            "report": made.report,
+        }
+    rounded = engine(paths["Qwen3"], size, compute_dtype="bf16").compute_log_probs(own, micro_batch_size=sequences)
+    return out | {"bf16": rounded.values.numpy().copy()}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp
+    return {
+        "Qwen3": random_model("Qwen3", folder("Qwen3"), head_dim=8),
+        "Qwen3Moe": random_model("Qwen3Moe", folder("Qwen3Moe"), head_dim=8, **EXPERTS),
+        "Cohere": random_model("Cohere", folder("Cohere"), logit_scale=0.5),
+        "critic": random_classifier(folder("critic")),
+    }
+
+
+class Runs(dict[str, list[dict[str, Any]]]):
+    """What the ranks of each split have found; run when it is first asked for."""
+
+    def __init__(self, paths: dict[str, str]) -> None:
+        self.paths = paths
+
+    def __missing__(self, split: str) -> list[dict[str, Any]]:
+        self[split] = run_ranks(SPLITS[split][0], train, self.paths, SPLITS[split])
+        return self[split]
+
+
+@pytest.fixture(scope="module")
+def runs(paths: dict[str, str]) -> Runs:
+    return Runs(paths)
+
+
+OTHERS = [
+    pytest.param("2 ranks", marks=pytest.mark.long),
+    "4 ranks",
+    "2 x 2 ranks, uneven",
+    pytest.param("2 x 2 ranks, one without rows", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("split", OTHERS)
+def test_metrics_and_gradients_are_those_of_one_rank(runs: Runs, split: str, case: str) -> None:
+    (plain,), ranks = runs["1 rank"], runs[split]
+    size = SPLITS[split][1]
+    for kind in ("metrics", "evaluated"):
+        merged = metric_values(merge_metrics([found[case][kind] for found in ranks[::size]]))
+        assert merged == pytest.approx(metric_values(plain[case][kind]), rel=1e-4, abs=1e-5)
+    before = runs["1 rank"][0][case]["weights"]
+    for found in ranks:
+        for name, weight in found[case]["weights"].items():
+            np.testing.assert_allclose(weight, before[name], rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("split", OTHERS)
+def test_every_rank_of_a_group_has_the_values_of_all_its_tokens(runs: Runs, split: str, case: str) -> None:
+    (plain,), ranks = runs["1 rank"], runs[split]
+    _, size, groups, _, _ = SPLITS[split]
+    lengths = rows()["responses"].lengths.tolist()
+    for rank, found in enumerate(ranks):
+        own = [sum(lengths[:row]) + i for row in groups[rank // size] for i in range(lengths[row])]
+        for name, values in found[case]["columns"].items():
+            expected = plain[case]["columns"][name][own]
+            np.testing.assert_allclose(values, expected.reshape(values.shape), atol=3e-5, err_msg=name)
+        assert found[case]["report"].startswith("packed" if "packed" in case else "shared"), found[case]["report"]
+        assert f"split over {size} ranks" in found[case]["report"]
+        difference = np.abs(found["bf16"] - plain["bf16"][own])
+        assert not own or difference.mean() < 0.05, "other sums round otherwise"
+
+
+def test_the_steps_have_moved_the_weights(runs: Runs, paths: dict[str, str]) -> None:
+    """Else the comparison of gradients proves nothing."""
+    for case, (family, _, _) in CASES.items():
+        auto = transformers.AutoModelForTokenClassification if family == "critic" else transformers.AutoModelForCausalLM
+        start = dict(auto.from_pretrained(paths[family], dtype=torch.float32).named_parameters())
+        moved = [
+            np.abs(weight - start[name].detach().numpy()) for name, weight in runs["1 rank"][0][case]["weights"].items()
+        ]
+        assert max(each.max() for each in moved) > 1e-2, case
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+def parts(rank: int) -> dict[str, Any]:
+    group = SequenceGroup(2)
+    ranks: Any = group.group
+    x = torch.arange(8.0).view(1, 4, 2, 1) + 10 * rank  # 4 heads, 2 tokens of this rank
+    x.requires_grad_()
+    heads = group.heads(x)
+    (heads * (1 + torch.arange(8.0).view(1, 2, 4, 1) + 100 * rank)).sum().backward()
+    few = group.heads(torch.tensor([1.0, 2.0]).view(1, 1, 2, 1) + 10 * rank)
+    numbers, predictors = group.own(torch.tensor([0, 4, 9, 5, 6]), 4)
+    assert not isinstance(numbers, slice)
+    values = torch.tensor([[5.0], [7.0]], requires_grad=True)
+    whole = group.whole(values * (1 + rank), torch.tensor([2 * rank, 1]) if rank else torch.tensor([0, 2]), 4)
+    whole.sum().backward()
+    return {
+        "heads": heads.flatten().tolist(),
+        "back": group.exchange(heads.transpose(1, 2)).transpose(1, 2).equal(x),
+        "gradient": x.grad.flatten().tolist() if x.grad is not None else None,
+        "few": few.flatten().tolist(),
+        "own": (numbers.tolist(), predictors.tolist()),
+        "values": values.grad.flatten().tolist() if values.grad is not None else None,
+        "part": group.part(torch.arange(4).view(1, 4)).tolist(),
+        "limit": ranks._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
+    }
+
+
+def test_what_the_ranks_exchange() -> None:
+    """By hand: two ranks, four heads, four tokens."""
+    first, second = run_ranks(2, parts)
+    assert first["heads"] == [0, 1, 10, 11, 2, 3, 12, 13], "heads 0 and 1 of tokens 0 and 1, then of 2 and 3"
+    assert second["heads"] == [4, 5, 14, 15, 6, 7, 16, 17]
+    assert first["gradient"] == [1, 2, 5, 6, 101, 102, 105, 106], "of each head from the rank that has it"
+    assert second["gradient"] == [3, 4, 7, 8, 103, 104, 107, 108]
+    assert first["few"] == second["few"] == [1, 2, 11, 12], "a head that is alone goes to both"
+    assert first["part"] == [[0, 1]]
+    assert second["part"] == [[2, 3]]
+    assert first["own"] == ([0, 1, 2, 3], [0, 2, 5, 3]), "of two rows of four tokens, and one more"
+    assert second["own"] == ([4], [2])
+    assert first["values"] == [1, 1]
+    assert second["values"] == [2, 2], "of its own tokens only"
+    assert first["limit"] == LIMIT_S, "as long as all ranks wait for each other"
+    assert first["back"]
+    assert second["back"]
+
+
+def test_a_group_of_one_has_all_tokens() -> None:
+    tokens, values = torch.arange(6).view(2, 3), torch.tensor([1.0])
+    assert WHOLE.part(tokens).equal(tokens)
+    numbers, predictors = WHOLE.own(torch.tensor([4]), 3)
+    assert predictors.tolist() == [4]
+    assert WHOLE.whole(values, numbers, 1) is values
+
+
+# --- kernels of GPUs -------------------------------------------------------------------------------------------------
+def by_flex(rank: int, path: str, size: int) -> list[float]:
+    """Log-probs by FlexAttention, which on CPU goes forward only."""
+    on_cpu = attention.attention_implementation
+    model_loading.attention_implementation = lambda config, layout, device: on_cpu(config, layout, "cuda")
+    try:
+        made = engine(path, size, trains=False)
+        assert made.model.config._attn_implementation == attention.FLEX
+        return made.compute_log_probs(rows(), micro_batch_size=16).values.tolist()
+    finally:
+        model_loading.attention_implementation = on_cpu
+
+
+def test_flex_attention_over_a_share_of_the_heads(runs: Runs, paths: dict[str, str]) -> None:
+    expected = runs["1 rank"][0]["experts"]["columns"]["log_probs"]
+    for found in run_ranks(2, by_flex, paths["Qwen3Moe"], 2):
+        np.testing.assert_allclose(found, expected, atol=3e-5)
+
+
+def test_flash_attention_gets_the_lengths_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own function is called with what transformers needs for whole rows, and without the positions of a slice."""
+
+    class Doubled(SequenceGroup):
+        def heads(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x, x], 2)
+
+        def exchange(self, x: torch.Tensor) -> torch.Tensor:
+            return x[:, :2]
+
+    seen: dict[str, Any] = {}
+
+    def attend(module: Any, query: torch.Tensor, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        seen.update(options, length=query.shape[2])
+        return query.transpose(1, 2), None
+
+    monkeypatch.setattr(attention, "flash_attention_forward", attend)
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
+    registered: dict[str, Any] = {}
+    monkeypatch.setattr(attention.AttentionInterface, "register", registered.__setitem__)
+    config = transformers.Qwen3Config()
+    assert attention.attention_implementation(config, "packed", "cuda") == attention.FLASH
+    x, positions = torch.ones(1, 2, 2, 1), torch.tensor([[0, 1, 2, 0]])
+    lengths = attention.varlen_inputs(positions)
+    out, _ = registered[attention.FLASH](
+        None, x, x, x, None, sequence_group=Doubled(), position_ids=positions[:, 2:], **lengths
+    )
+    assert out.shape == (1, 2, 2, 1)
+    assert seen.pop("length") == 4
+    assert seen.keys() == lengths.keys()
+    assert seen["cu_seq_lens_q"].tolist() == [0, 3, 4]
+    registered[attention.FLASH](None, x, x, x, None, position_ids=positions)
+    assert seen["position_ids"] is positions, "untouched where nothing is split"
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+def settings(size: int) -> ModelSettings:
+    return ModelSettings("a/model", False, "fp32", "fp32", False, True, sequence_parallel_size=size)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 1), (4, 2, 2), (4, 2, 4), (6, 6, 3), (4, 1, 2)])
+def test_heads_that_split(heads: int, kv_heads: int, size: int) -> None:
+    check_split(transformers.Qwen3Config(num_attention_heads=heads, num_key_value_heads=kv_heads), settings(size))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "fitting"),
+    [(4, 2, 3, "1 or 2 or 4"), (12, 4, 6, "1 or 2 or 4 or 12"), (4, 4, 8, "4")],
+)
+def test_heads_that_do_not_split(heads: int, kv_heads: int, size: int, fitting: str) -> None:
+    config = transformers.Qwen3Config(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    with pytest.raises(ConfigError) as caught:
+        check_split(config, settings(size))
+    says(caught.value, f"{KEY}={size}", "actor_rollout_ref.model.path=a/model", str(heads), str(kv_heads), fitting)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (transformers.MistralConfig(sliding_window=8), "8"),
+        (transformers.Gemma2Config(), "sliding_attention"),
+        (transformers.Gemma2Config(layer_types=["full_attention"] * 26), "1"),
+    ],
+    ids=["Mistral", "Gemma 2", "capped"],
+)
+def test_layers_that_take_padded_sequences_only_are_not_split(config: Any, why: str) -> None:
+    check_split(config, settings(1))
+    check_split(transformers.MambaConfig(), settings(1))  # which has no heads to speak of
+    with pytest.raises(ConfigError) as caught:
+        check_split(config, settings(2))
+    says(caught.value, f"{KEY}=2", "a/model", why, "1")
+
+
+def without_exchange(rank: int, path: str) -> list[str]:
+    """A model whose attention never comes by the exchange, as one with attention code of its own."""
+    found = []
+    plain = ulysses.over_heads
+    attention.over_heads = lambda attend: lambda *args, sequence_group=None, **options: attend(*args, **options)
+    try:
+        made = engine(path, 2)
+        for _ in range(2):
+            try:
+                made.compute_log_probs(rows(), micro_batch_size=8)
+            except ConfigError as error:
+                found.append(str(error))
+        return found
+    finally:
+        attention.over_heads = plain
+
+
+def test_a_model_that_attends_by_code_of_its_own_is_refused(paths: dict[str, str]) -> None:
+    for found in run_ranks(2, without_exchange, paths["Qwen3"]):
+        for message in found:
+            says(message, f"{KEY}=2", paths["Qwen3"], "1")
+        assert len(found) == 2
