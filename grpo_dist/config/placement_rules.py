@@ -9,6 +9,8 @@ from grpo_dist.config.node_layout import copy_size, node_layout
 from grpo_dist.config.placement import FOLLOWERS, placement
 from grpo_dist.config.problems import Problem, problem_between, shown, value_of
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_models import CriticModelConfig
+from grpo_dist.config.schema_roles import ModelConfig
 
 Rule = Callable[[RunConfig], Iterator[Problem]]
 
@@ -281,9 +283,12 @@ def token_budgets_hold_the_longest_sequence(config: RunConfig) -> Iterator[Probl
 
 def offloaded_activations_are_inputs_of_layers(config: RunConfig) -> Iterator[Problem]:
     """Without checkpointing a layer keeps its weights too, which must not be copied for every pass."""
-    sections = {"actor_rollout_ref.model": config.actor_rollout_ref.model}
-    sections |= {"critic.model": config.critic.model} if config.needs_critic else {}
-    for key, model in sections.items():
+    sections: list[tuple[str, ModelConfig | CriticModelConfig]] = [
+        ("actor_rollout_ref.model", config.actor_rollout_ref.model)
+    ]
+    if config.needs_critic:
+        sections.append(("critic.model", config.critic.model))
+    for key, model in sections:
         if model.enable_activation_offload and not model.enable_gradient_checkpointing:
             why = "only what gradient checkpointing keeps is offloaded; set the second to true, or the first to false"
             yield problem_between(

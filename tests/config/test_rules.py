@@ -298,7 +298,10 @@ def test_hub_names_are_not_looked_up():
         ([f"{ACTOR}.optim.lr_warmup_steps=3", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"], "lr_warmup_steps_ratio"),
         ([f"{ACTOR}.optim.min_lr_ratio=0.1"], "lr_scheduler_type=constant"),
         ([f"{ACTOR}.fsdp_config.param_offload=true"], "param_offload=true"),
-        ([f"{MODEL}.enable_{it}=true" for it in ("gradient_checkpointing", "activation_offload")], "offload=true"),
+        (
+            [f"{MODEL}.enable_{it}=true" for it in ("gradient_checkpointing", "activation_offload")],
+            f"{MODEL}.enable_activation_offload=true",
+        ),
         (["reward_model.model.fsdp_config.param_offload=true"], "reward_model.model.fsdp_config.param_offload=true"),
         (["reward_model.model.path=some/model"], "reward_model.enable=false"),
         (["critic.model.fsdp_config.optimizer_offload=true"], "critic.model.fsdp_config.optimizer_offload=true"),
