@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from grpo_dist.engines.rendezvous import INTERFACE_VARIABLES, interface_of, is_loopback_setting, open_store, own_ip
 from grpo_dist.errors import ConfigError
-from tests.machines import Machines, machines
+from tests.cluster.machines import Machines, machines
 from tests.messages import refuses, says
 from tests.ranks import LIMIT_S, run_ranks
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -13,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.engines.rendezvous import INTERFACE_VARIABLES
-from tests.machines import Machines, machines
+from tests.cluster.machines import Machines, machines
+from tests.cluster.ray_nodes import environment, metric, start_ray, workers_on
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 LIMIT_S = 600
 TOKEN = "hf_" + "n0tReallyAS3cret" * 2
-RAY = Path(sys.executable).parent / "ray"
 OVERRIDES = [
     *("trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1"),
     *("trainer.save_freq=-1", "trainer.export_hf_model=false", "trainer.logger=[jsonl]", "trainer.log_rollouts=false"),
@@ -34,44 +30,6 @@ def two_machines() -> Iterator[Machines]:
         machines(2, Path(folder)) as there,
     ):
         yield there
-
-
-def environment() -> dict[str, str]:
-    """Ours, without what closes Ray and process groups to other machines; with a token, as on a real cluster."""
-    left_out = ("RAY_", *INTERFACE_VARIABLES)
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
-    return plain | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-
-
-def start_ray(there: Machines, env: dict[str, str]) -> str:
-    """A head and another node; returns the cluster's address."""
-    address = f"{there.addresses[0]}:6379"
-    common = ["--num-cpus=3", "--object-store-memory=300000000", "--disable-usage-stats", "--block"]
-    head = ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={there.private}"]
-    for number, how in enumerate((head, [f"--address={address}"])):
-        ip = f"--node-ip-address={there.addresses[number]}"
-        process = there.start(number, str(RAY), "start", *how, ip, *common, env=env)
-        assert process.stdout is not None
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if "Ray runtime started" in line:
-                break
-        else:
-            pytest.fail(f"ray start ended: {''.join(said)}")
-    return address
-
-
-def rewards(run_dir: Path) -> list[float]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [row["critic/score/mean"] for row in rows if row["step"] > 0]
-
-
-def workers_on(there: Machines, number: int) -> set[str]:
-    """Classes of the workers that ran on a machine, by Ray's logs."""
-    logs = (there.own(number) / "private").rglob("worker-*.out")
-    lines = (line for path in logs for line in path.read_text().splitlines())
-    return {line.removeprefix(":actor_name:") for line in lines if line.startswith(":actor_name:")}
 
 
 def secret_in_logs(there: Machines) -> list[str]:
@@ -91,7 +49,7 @@ def test_two_machines_give_the_rewards_of_one(two_machines: Machines, tmp_path: 
     driver = two_machines.start(0, *main, *where, env=env | {"HF_TOKEN": TOKEN, "NCCL_SOCKET_IFNAME": "lo"})
     _, said = driver.communicate(timeout=LIMIT_S)
     assert driver.returncode == 0, said
-    assert rewards(two) == rewards(one)
+    assert metric(two, "critic/score/mean") == metric(one, "critic/score/mean")
     assert {"ActorWorker", "RolloutWorker"} <= workers_on(two_machines, 0)
     assert {"ActorWorker", "PolicyWorker"} <= workers_on(two_machines, 1)
     assert secret_in_logs(two_machines) == []

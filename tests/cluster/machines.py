@@ -6,6 +6,7 @@ As on many systems the host name stands for 127.0.1.1 in /etc/hosts. Needs Linux
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -60,12 +61,21 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
+_made = itertools.count()
+
+
 @contextlib.contextmanager
 def machines(count: int, folder: Path) -> Iterator[Machines]:
-    """So many machines, until the block ends; the test is skipped where they cannot be made."""
-    if os.geteuid() != 0 or not all(shutil.which(tool) for tool in ("ip", "unshare")):
-        pytest.skip("emulated machines need root, `ip` and `unshare`")
-    tag, net = f"gm{os.getpid()}", f"10.{100 + os.getpid() % 100}.7"
+    """So many machines, until the block ends; the test is skipped where they cannot be made.
+
+    Args:
+        count: of machines.
+        folder: for their files; its path must be short, since those of Ray's sockets are limited to 107 characters.
+    """
+    missing = [f"`{tool}`" for tool in ("ip", "unshare") if not shutil.which(tool)] + ["root"] * (os.geteuid() != 0)
+    if missing:
+        pytest.skip(f"emulated machines need {', '.join(missing)}")
+    tag, net = f"gm{os.getpid()}-{next(_made)}", f"10.{100 + os.getpid() % 100}.7"
     names = [f"{tag}-{number}" for number in range(count)]
     try:
         try:
