@@ -11,6 +11,7 @@
     ├── WeightSyncError      new weights arrived damaged, incomplete or out of order; says what the engine now holds
     ├── EngineError          the rollout engine failed or hangs; its worker is replaced
     ├── CheckpointError      a checkpoint cannot be written or read
+    ├── DataLost             what the run needs was in the memory of a lost machine
     └── WorkerError          a worker process failed; carries role, rank, node, stage and its traceback
         ├── WorkerLost       its process died or does not answer, so the call may be repeated on another one
         └── OutOfMemory      a GPU ran out of memory; carries the key to lower
@@ -99,6 +100,10 @@ class EngineError(GrpoDistError):
 
 class CheckpointError(GrpoDistError):
     """A checkpoint cannot be written or read."""
+
+
+class DataLost(GrpoDistError):
+    """Data of the run were in the memory of a machine that is lost; only a checkpoint can restore them."""
 
 
 class WorkerError(GrpoDistError):

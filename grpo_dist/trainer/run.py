@@ -6,14 +6,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic
 
 from grpo_dist.config.command import Command, Config
 from grpo_dist.config.halved import halved
 from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.errors import OutOfMemory, WorkerError, WorkerLost
+from grpo_dist.errors import DataLost, GrpoDistError, OutOfMemory, WorkerError, WorkerLost
 from grpo_dist.tracking.jsonl import FILE_NAME as METRICS
 from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.tracking.summary import format_summary
@@ -115,11 +115,11 @@ def _train(
         The first step that this run has recorded.
 
     Raises:
-        WorkerLost: all workers have been started again `trainer.max_actor_restarts` times.
+        WorkerLost, DataLost: all workers have been started again `trainer.max_actor_restarts` times.
         OutOfMemory: likewise; or halving is off, or the setting cannot be halved.
     """
     restarts, present, last, first_step = 0, config, None, 0
-    lost: WorkerError
+    lost: GrpoDistError
     while True:
         trainer = None
         with ExitStack() as stack:
@@ -139,9 +139,11 @@ def _train(
                     raise
                 present, lost = smaller, error
                 say(config, f"trainer.halve_on_out_of_memory=true: half of {'='.join(map(str, error.setting or ()))}")
-            except WorkerLost as error:
-                # a worker that is lost at the first start would most likely be lost again, if the model is too large
-                goes_on = restarts > 0 if trainer is None else trainer.holds_state(error.role)
+            except (WorkerLost, DataLost) as error:
+                if trainer is None:  # lost at the first start it would most likely be lost again: too large a model
+                    goes_on = restarts > 0
+                else:
+                    goes_on = isinstance(error, DataLost) or trainer.holds_state(error.role)
                 if preemption.asked:
                     say(config, f"{preemption.name}: no checkpoint could be written: {error}")
                     preemption.release()
@@ -149,7 +151,7 @@ def _train(
                     raise
                 lost = error
                 preemption.held = False  # the new workers are those of a finished step
-        restarts += 1
+        restarts, ready = restarts + 1, replace(ready, again=True)
         last = last if trainer is None else trainer.saver.last
         present = _from_last_checkpoint(present, last)
         where = last or "the beginning: there is no checkpoint yet"

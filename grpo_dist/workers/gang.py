@@ -129,12 +129,15 @@ class FrozenGroup(Gang):
 
         Raises:
             GrpoDistError: `error`, if no process was lost, the restarts are used up, or the weights have moved, so that
-                only a checkpoint has them.
+                only a checkpoint has them; another one, if a machine was lost and no other one has room.
         """
         while True:
             if not isinstance(error, WorkerLost) or self.has_moved:
                 raise error
-            self.restarts.spend(error)
+            await self.restarts.judge(error, self.workers.node_id(error.rank))
+            for rank in range(len(self.workers)):
+                self.workers.retire(rank)
+            await self.restarts.nodes.wait_for_room(self.workers.role, self.workers.bundles)
             for rank in range(len(self.workers)):
                 self.workers.respawn(rank)
             assert self._settings is not None, "it was started before"
