@@ -53,7 +53,7 @@ class Call:
     """A call that was sent to a worker.
 
     Attributes:
-        ref: Ray's reference to the answer; None for what was posted.
+        ref: Ray's reference to the answer; None for what was posted, or sent where there is no process.
         group: the worker's group.
         rank: the worker's rank.
         stage: the stage that the call belongs to, for messages.
@@ -166,9 +166,8 @@ class WorkerGroup:
 
     def retire(self, rank: int) -> None:
         """Kill a worker's process, if it is alive. Pending waits for its answers raise `WorkerLost`."""
-        if self.handles[rank] is None:
-            return
-        ray.kill(self.handles[rank])
+        if self.handles[rank] is not None:
+            ray.kill(self.handles[rank])
         for wait in self._waits[rank]:
             if not wait.done():
                 wait.set_exception(self.lost(rank, "start", "its process was replaced"))
@@ -206,21 +205,19 @@ class WorkerGroup:
     async def call_home(self) -> list[Address]:
         """Wait until every process has started; returns and stores their addresses."""
         limit = max(self.limits.of("start"), PROCESS_START_S)
-        ranks = self.present
-        addresses: list[Address] = await self.answers(self.submit_all("start", "address"), limit)
-        self._addresses.note(dict(zip(ranks, addresses, strict=True)))
-        return addresses
+        return self.note_addresses(await self.answers(self.submit_all("start", "address"), limit))
 
-    def note_addresses(self, addresses: Sequence[Address]) -> None:
-        """Store the addresses of all processes, in rank order."""
-        self._addresses.note(dict(enumerate(addresses)))
+    def note_addresses(self, addresses: Sequence[Address]) -> list[Address]:
+        """Store the addresses of the processes, in rank order."""
+        self._addresses.note(dict(zip(self.present, addresses, strict=True)))
+        return list(addresses)
 
     # --- asking ------------------------------------------------------------------------------------------------
     def submit(self, rank: int, stage: str, method: str, *args: Any) -> Call:
         """Call a method on one worker, without waiting."""
         handle = self.handles[rank]
         self._busy[rank].begin()
-        ref = getattr(handle, method).remote(*args)
+        ref = None if handle is None else getattr(handle, method).remote(*args)
         return Call(ref, self, rank, stage, time.monotonic(), self.limits.of(stage), handle)
 
     def submit_for_data(self, rank: int, stage: str, method: str, *args: Any, limit_s: float | None = None) -> Call:
@@ -231,7 +228,9 @@ class WorkerGroup:
         """
         handle, limit = self.handles[rank], self.limits.of(stage) if limit_s is None else limit_s
         self._busy[rank].begin()
-        answer, data = getattr(handle, method).options(num_returns=2).remote(*args)
+        answer = data = None
+        if handle is not None:
+            answer, data = getattr(handle, method).options(num_returns=2).remote(*args)
         return Call(answer, self, rank, stage, time.monotonic(), limit, handle, data)
 
     def post(self, rank: int, stage: str, method: str, *args: Any) -> Call:
@@ -250,7 +249,8 @@ class WorkerGroup:
         """Call a method, after all that was posted before, without ever waiting for its answer."""
         if rank in self._postboxes:
             self._postboxes[rank].flush()
-        getattr(self.handles[rank], method).remote(*args)
+        if self.handles[rank] is not None:
+            getattr(self.handles[rank], method).remote(*args)
 
     def submit_all(self, stage: str, method: str, *args: Any) -> list[Call]:
         """Call a method with the same arguments on every worker that has a process, without waiting."""
@@ -313,7 +313,8 @@ class WorkerGroup:
             except WorkerError as error:
                 error.locate(self.role, call.rank, self._node(call.rank), call.stage)
                 raise
-        assert call.ref is not None
+        if call.ref is None:
+            raise self.lost(call.rank, call.stage, "its process is gone, and there is no new one yet")
         loop = asyncio.get_running_loop()
         wait = loop.create_future()
         self._waits[call.rank].add(wait)

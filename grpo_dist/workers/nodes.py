@@ -18,20 +18,18 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from grpo_dist.errors import ConfigError, GrpoDistError
-from grpo_dist.workers.resources import PLACEMENT_TIMEOUT_S, Bundle, is_placed, requested, reserve
+from grpo_dist.workers.resources import Bundle, is_placed, requested, reserve
 
 if TYPE_CHECKING:
     from grpo_dist.config.node_layout import Slot
 
-# So long does an attempt to place all workers take.
-ATTEMPT_S = 10.0
 # A live node accepts a connection at once.
 CONNECT_TIMEOUT_S = 5.0
 # Ray's health check, as it is set by default, calls a silent node dead after 65 s.
 VERDICT_TIMEOUT_S = 120.0
 POLL_S = 0.5
-# Ray has found a node that has room by then; a wait that takes longer is told.
-RESCHEDULED_S = 5.0
+# Ray has found a node with room by then, if there is one.
+RESCHEDULED_S = 10.0
 WAIT_KEY = "trainer.node_wait_minutes"
 
 
@@ -66,10 +64,10 @@ class Nodes:
         """
         if await self.dead():
             self.tell(f"placing all workers on the machines that are left; {await self._situation()}")
-        deadline = time.monotonic() + max(60 * self.wait_minutes, PLACEMENT_TIMEOUT_S)
+        deadline = time.monotonic() + 60 * self.wait_minutes
         while True:
-            try:
-                return await asyncio.to_thread(reserve, slots, timeout_s=ATTEMPT_S, one_is_enough=True)
+            try:  # in short attempts, so that a signal need not wait for the thread
+                return await asyncio.to_thread(reserve, slots, timeout_s=RESCHEDULED_S, one_is_enough=True)
             except ConfigError:
                 if time.monotonic() > deadline:
                     raise await self._no_room(requested(slots)) from None
@@ -92,14 +90,14 @@ class Nodes:
             GrpoDistError: there was no room within `wait_minutes`.
         """
         since = begun = time.monotonic()
-        told = False
+        patience, told = max(60 * self.wait_minutes, RESCHEDULED_S), False
         while not all([await self.has_room(bundle) for bundle in bundles]):
-            if not told and time.monotonic() - begun > RESCHEDULED_S:
+            if not told and time.monotonic() - begun > RESCHEDULED_S / 2:
                 self.tell(f"{_needs(role, bundles)}: waiting for a machine with room; {await self._situation()}")
                 told = True
             if others():
                 since = time.monotonic()
-            elif time.monotonic() - since > 60 * self.wait_minutes:
+            elif time.monotonic() - since > patience:
                 raise await self._no_room(_needs(role, bundles))
             await asyncio.sleep(POLL_S)
 

@@ -126,7 +126,7 @@ class Pool:
             process: actor handle of the process that failed.
             error: how it failed.
         """
-        if process is not self.workers.handles[rank]:
+        if process is None or process is not self.workers.handles[rank]:
             return
         self.workers.retire(rank)
         self._take_out(rank)

@@ -85,9 +85,9 @@ def reserve(
             if _works_alone(slot)
         ]
         groups += [group for group, _ in alone]
-        while not (enough := _enough(alone, one_is_enough=one_is_enough)) and time.monotonic() < deadline:
+        while not all(is_placed(group) for group, _ in alone) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        if enough:
+        if _enough(alone, one_is_enough=one_is_enough):
             return groups, _bundles([*held, *alone])
         placed = sum(map(is_placed, groups))
     release(groups)

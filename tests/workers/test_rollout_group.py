@@ -27,12 +27,14 @@ from grpo_dist.workers.group import Call
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.mailbox import Mailbox
 from grpo_dist.workers.process import Process
+from grpo_dist.workers.resources import Bundle
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import Task
 from grpo_dist.workers.rollout_group import Engine, GroupRequest, RolloutGroup
 from grpo_dist.workers.weight_transport import Outcomes, outcomes
 from tests.messages import refuses, says
 from tests.processes import spawned
+from tests.workers.fake_nodes import FakeNodes
 from tests.workers.test_weight_transport import Scripted, engine_settings
 
 pytestmark = pytest.mark.ray
@@ -330,6 +332,9 @@ class Engines(Scripted):
     async def call_home(self) -> list:
         return []
 
+    def retire(self, rank: int) -> None:
+        self.handles[rank] = None
+
     def respawn(self, rank: int) -> None:
         self.handles[rank] = object()
         self.asked.append(("respawn", rank))
@@ -338,7 +343,8 @@ class Engines(Scripted):
 
 def engines_of(*settings: EngineSettings, **results: Any) -> tuple[RolloutGroup, Engines]:
     workers = Engines("rollout", len(settings), **results)
-    group = RolloutGroup(workers, RestartBudget(1))
+    workers.bundles = [Bundle(1.0, 0.0, rank, 0) for rank in range(len(settings))]
+    group = RolloutGroup(workers, RestartBudget(1, FakeNodes()))
     run(group.start(settings))
     workers.asked.clear()
     workers.told.clear()
