@@ -57,6 +57,12 @@ class Machines:
         )
 
 
+def pids_on(name: str) -> list[int]:
+    """The processes on a machine."""
+    found = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True).stdout
+    return [int(pid) for pid in found.split()]
+
+
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
@@ -96,9 +102,8 @@ def machines(count: int, folder: Path) -> Iterator[Machines]:
         yield Machines(names, [f"{net}.{number + 1}" for number in range(count)], folder)
     finally:
         for name in names:
-            pids = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True).stdout
-            for pid in pids.split():
+            for pid in pids_on(name):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
         subprocess.run(["ip", "netns", "del", tag], check=False, capture_output=True)
