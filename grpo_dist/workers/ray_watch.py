@@ -25,8 +25,8 @@ def watching(on_lost: Callable[[str], None]) -> Iterator[None]:
     """Watch Ray while the block runs.
 
     Args:
-        on_lost: called with what is lost, in a thread of its own, or in this one if an error ends the block first. Ray's
-            calls may hang by then.
+        on_lost: called with what is lost, in a thread of its own, or in this one if an error ends the block first. By
+            then calls of Ray may hang.
     """
     ended = threading.Event()
     places = ray_places()
