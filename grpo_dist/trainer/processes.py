@@ -77,6 +77,7 @@ class RoleProcesses:
 
     def shutdown(self) -> None:
         """End every process."""
+        self.nodes.close()
         for group in self.groups.values():
             group.kill()
         release(self._placement_groups)

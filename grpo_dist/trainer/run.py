@@ -130,8 +130,8 @@ def _ending_without_ray(config: JobConfig, preemption: Preemption, tell: Callabl
             return
         error = RayLost(
             f"{what} does not answer any more: it was killed (out of memory, `ray stop`), or its machine is lost. The "
-            "run cannot go on without it and ends; its last checkpoint is whole. Where the cluster is not this run's "
-            "own (ray_kwargs.ray_init.address), start Ray again first (`ray start --head`)"
+            "run ends, since it cannot go on without it; started again it goes on from its last checkpoint. Where the "
+            "cluster is not this run's own (ray_kwargs.ray_init.address), start Ray again first (`ray start --head`)"
         )
         error.checkpoint = last_checkpoint(Path(config.trainer.default_local_dir).absolute())
         tell(error)

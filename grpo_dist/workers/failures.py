@@ -28,7 +28,8 @@ def failure(error: RayError, role: str, rank: int, node: str, stage: str) -> Grp
         if isinstance(cause, GrpoDistError):
             return cause
         if isinstance(cause, ObjectLostError):
-            return _data_lost(role, rank, stage)
+            what = "what it needs was in the memory of a machine that is lost"
+            return DataLost(f"{role} worker {rank} on {node}, stage {stage!r}: {what}")
         text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
         return WorkerError(text, role, rank, node, stage, str(error)[-TRACEBACK_CHARS:])
     if isinstance(error, RayActorError | WorkerCrashedError | NodeDiedError | OutOfMemoryError):
@@ -38,12 +39,8 @@ def failure(error: RayError, role: str, rank: int, node: str, stage: str) -> Grp
         text = str(error).strip()
         return WorkerError(text.splitlines()[-1], role, rank, node, stage, text[-TRACEBACK_CHARS:])
     if isinstance(error, ObjectLostError):
-        return _data_lost(role, rank, stage)
+        return WorkerLost("its answer was in the memory of a machine that is lost", role, rank, node, stage)
     return WorkerError(f"{type(error).__name__}: {str(error).splitlines()[0]}", role, rank, node, stage)
-
-
-def _data_lost(role: str, rank: int, stage: str) -> DataLost:
-    return DataLost(f"{role} worker {rank}, stage {stage!r}: what it needs was in the memory of a machine that is lost")
 
 
 def _cause_of_death(error: RayError) -> str:

@@ -231,7 +231,8 @@ async def find_model(groups: Sequence[WorkerGroup], path: str, key: str) -> None
     """
     first: dict[str, tuple[WorkerGroup, int]] = {}
     for group in groups:
-        for rank, address in enumerate(await group.call_home()):
+        await group.call_home()
+        for rank, address in group.addresses.items():
             first.setdefault(address.node_id, (group, rank))
     await asyncio.gather(*(group.ask(rank, "start", "find_model", path, key) for group, rank in first.values()))
 

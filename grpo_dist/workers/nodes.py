@@ -42,7 +42,11 @@ class Nodes:
     """
 
     def __init__(self, wait_minutes: float = 0.0, tell: Callable[[str], None] = lambda line: None) -> None:
-        self.wait_minutes, self.tell = wait_minutes, tell
+        self.wait_minutes, self.tell, self._closed = wait_minutes, tell, False
+
+    def close(self) -> None:
+        """End all waits for room: the run has ended its workers."""
+        self._closed = True
 
     async def dead(self) -> dict[str, str]:
         """Wait until each node answers or is dead by Ray's verdict; the dead ones by id, as "HOST (ADDRESS)"."""
@@ -95,6 +99,8 @@ class Nodes:
             if not told and time.monotonic() - begun > RESCHEDULED_S / 2:
                 self.tell(f"{_needs(role, bundles)}: waiting for a machine with room; {await self._situation()}")
                 told = True
+            if self._closed:
+                raise asyncio.CancelledError
             if others():
                 since = time.monotonic()
             elif time.monotonic() - since > patience:

@@ -198,7 +198,8 @@ class RolloutGroup(Pool):
         while awake:
             await self.started()
             before = list(self.workers.handles)
-            calls = {rank: self.workers.submit(rank, "update_actor", "sleep") for rank in awake if before[rank]}
+            there = set(awake).intersection(self.workers.present)
+            calls = {rank: self.workers.submit(rank, "update_actor", "sleep") for rank in sorted(there)}
             for rank, answer in (await outcomes(calls)).items():
                 if isinstance(answer, GrpoDistError):
                     self.replace(rank, before[rank], answer)
