@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 
 from tests.chaos.driver import PROCESSES, Fault, Timetable, install
-from tests.cluster.machines import pids_on
+from tests.cluster.machines import lose, pids_on
 from tests.observed import command_line
 
 NAMES = "EMULATED_MACHINES"
 
 
 class Losses(Timetable):
-    """Loses machines: first they are cut off, as when the power is gone, then their processes end."""
+    """Loses machines, and not processes."""
 
     def victim(self, role: str) -> int | None:
         """The role's last process on the emulated machines."""
@@ -34,11 +32,7 @@ class Losses(Timetable):
 
     def send(self, fault: Fault, pid: int) -> None:
         """Lose the machine of a process."""
-        name = next(name for name in os.environ[NAMES].split() if pid in pids_on(name))
-        if fault.signal == "CUT":
-            subprocess.run(["ip", "-n", name, "link", "set", "eth0", "down"], check=True)
-        for each in pids_on(name):
-            os.kill(each, signal.SIGKILL)
+        lose(next(name for name in os.environ[NAMES].split() if pid in pids_on(name)), cut=fault.signal == "CUT")
 
 
 if __name__ == "__main__":

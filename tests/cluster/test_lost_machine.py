@@ -6,22 +6,27 @@ reward process; every one has room for what is on another.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 
+from grpo_dist.errors import RayLost
 from tests.chaos.driver import Fault
 from tests.chaos.runs import SETTINGS, Outcome, train
 from tests.cluster.losing import NAMES
-from tests.cluster.machines import Machines, machines
+from tests.cluster.machines import Machines, lose, machines, pids_on
 from tests.cluster.ray_nodes import environment, start_ray
 from tests.messages import says
+from tests.observed import assert_gone, command_line
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1500)]
 LIMIT_S = 600
@@ -47,12 +52,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return train(tmp_path_factory.mktemp("alone"), [], *SHORT)
 
 
-@pytest.fixture
-def four_machines() -> Iterator[Machines]:
+@contextlib.contextmanager
+def emulated(count: int) -> Iterator[Machines]:
     with (
         tempfile.TemporaryDirectory(prefix="gm-", ignore_cleanup_errors=True) as folder,
-        machines(4, Path(folder)) as there,
+        machines(count, Path(folder)) as there,
     ):
+        yield there
+
+
+@pytest.fixture
+def four_machines() -> Iterator[Machines]:
+    with emulated(4) as there:
         yield there
 
 
@@ -100,3 +111,26 @@ def test_with_no_room_the_run_ends_and_says_what_to_do(four_machines: Machines, 
     code, outcome = run_on(four_machines, tmp_path, fault, "trainer.node_wait_minutes=0.2", num_cpus=2)
     assert code == 1, outcome.log[-6000:]
     says(outcome.log, "trainer.node_wait_minutes=0.2", "ray start", "(10.", "node")
+
+
+def test_without_its_head_a_run_on_another_machine_says_so_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The head is cut off and then gone, in the middle of a step."""
+    with emulated(2) as there:
+        env = environment() | SOON
+        address = start_ray(there, env, num_cpus=4)
+        run_dir = tmp_path / "run"
+        where = [f"trainer.default_local_dir={run_dir}", f"ray_kwargs.ray_init.address={address}"]
+        command = [sys.executable, "-m", "grpo_dist.main", *SETTINGS, *SHORT, *where]
+        driver = there.start(1, *command, "trainer.total_training_steps=200", env=env)
+        deadline = time.monotonic() + 300
+        while not (run_dir / "latest_checkpointed_iteration.txt").exists():
+            assert driver.poll() is None, driver.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        workers = {each for each in map(psutil.Process, pids_on(there.names[1])) if "ray::" in command_line(each)}
+        assert len(workers) >= 5, "actor, engine, reference and reward processes"
+        lose(there.names[0], cut=True)
+        _, said = driver.communicate(timeout=120)
+        assert driver.returncode == RayLost.exit_code, said[-6000:]
+        says(said, f"gcs_server) at {address}", f"{run_dir}/global_step_", "to go on:", "ray start --head")
+        assert_gone(workers, within_s=150)
