@@ -21,6 +21,7 @@ from grpo_dist.engines.base import EngineLoad, Footprint
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.errors import ConfigError, EngineError, GrpoDistError, WeightSyncError, WorkerError
 from grpo_dist.protocol import DataProto
+from grpo_dist.workers import nodes
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.group import Call
@@ -383,6 +384,35 @@ def test_an_engine_that_is_starting_when_others_sleep_starts_first() -> None:
     run(replace_and_sleep())
     assert workers.asked == [("respawn", 1), ("start", 1), ("sleep", 0), ("sleep", 1)]
     assert not group.is_starting(1)
+
+
+def test_an_engine_whose_machine_comes_later_gets_the_weights_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its start nor the syncs and updates until then wait for it."""
+    monkeypatch.setattr(nodes, "POLL_S", 0.0)
+    settings = dataclasses.replace(engine_settings("model", 0), free_cache_engine=True)
+    workers, there, brought = Engines("rollout", 2), FakeNodes(), list[list[int]]()
+    workers.bundles = [Bundle(1.0, 0.0, rank, 0) for rank in range(2)]
+    workers.handles[1], there.full = None, {workers.bundles[1]}
+    group = RolloutGroup(workers, RestartBudget(1, there))
+
+    async def bring(ranks: Sequence[int]) -> Outcomes:
+        brought.append(list(ranks))
+        return dict.fromkeys(ranks, 5)
+
+    async def start_and_sync() -> None:
+        assert await group.start([settings, settings]) == [None, None]
+        await group.take_weights(bring, 5)
+        await group.begin_update()
+        await group.take_weights(bring, 5)
+        assert ([member.is_ready for member in group.members], brought) == ([True, False], [[0], [0]])
+        assert workers.asked == [("start", 0), ("sleep", 0)]
+        there.full.clear()
+        while not group.members[1].is_ready:
+            await asyncio.sleep(0)
+
+    run(start_and_sync())
+    assert workers.asked == [("start", 0), ("sleep", 0), ("respawn", 1), ("start", 1)]
+    assert brought == [[0], [0], [1]]
 
 
 def test_engines_sleep_if_they_are_to() -> None:
