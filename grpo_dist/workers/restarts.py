@@ -18,11 +18,13 @@ class RestartBudget:
             many workers it had.
         nodes: says which machines are lost, and where there is room.
         failures: the error behind each replacement so far.
+        machines_lost: how many machines were lost with them.
     """
 
     most: int = 0
     nodes: Nodes = field(default_factory=Nodes)
     failures: list[str] = field(default_factory=list)
+    machines_lost: int = 0
     _node_ids: list[str] = field(default_factory=list)
 
     async def judge(self, error: GrpoDistError, node_id: str) -> None:
@@ -42,8 +44,8 @@ class RestartBudget:
         if node_id in dead:
             error.add_note(f"its machine is lost: {dead[node_id]}")
         node_ids = [*self._node_ids, node_id]
-        faults = sum(each not in dead for each in node_ids) + len(dead.keys() & set(node_ids))
-        if faults > self.most:
+        self.machines_lost = len(dead.keys() & set(node_ids))
+        if sum(each not in dead for each in node_ids) + self.machines_lost > self.most:
             if self.most:
                 error.add_note(f"trainer.max_worker_restarts={self.most} faults have already been made good")
             raise error

@@ -38,6 +38,7 @@ def test_a_lost_machine_is_one_fault() -> None:
     for rank in (1, 2, 3):
         budget.spend(lost(rank), "b", GONE)
     assert [GONE["b"] in failure for failure in budget.failures] == [False, True, True, True]
+    assert budget.machines_lost == 1
     budget.spend(lost(4), "a", GONE)
     with pytest.raises(WorkerLost):
         budget.spend(lost(5), "a", GONE)
