@@ -41,8 +41,7 @@ from grpo_dist.workers.resources import Bundle
 DATA_STAYS_IN_STORE = {"RAY_max_direct_call_object_size": "4096"}
 # A new process imports torch, transformers or vLLM before it answers, at the same time as many others.
 PROCESS_START_S = 600.0
-# Ranks that wait in the same collective operation fail almost together; a rank that has not answered this long after
-# the first failure is the one that they waited for.
+# Ranks that wait in one collective operation fail almost together; the one they waited for has not answered by then.
 COLLECTIVE_GRACE_S = 10.0
 # Texts that only error messages of gloo and NCCL contain.
 _COLLECTIVE_ERRORS = ("gloo/transport/", "gloo/rendezvous/", "ProcessGroupNCCL", "NCCL error", "NCCL communicator")
@@ -228,9 +227,8 @@ class WorkerGroup:
         """
         handle, limit = self.handles[rank], self.limits.of(stage) if limit_s is None else limit_s
         self._busy[rank].begin()
-        answer = data = None
-        if handle is not None:
-            answer, data = getattr(handle, method).options(num_returns=2).remote(*args)
+        method_of = None if handle is None else getattr(handle, method).options(num_returns=2)
+        answer, data = (None, None) if method_of is None else method_of.remote(*args)
         return Call(answer, self, rank, stage, time.monotonic(), limit, handle, data)
 
     def post(self, rank: int, stage: str, method: str, *args: Any) -> Call:

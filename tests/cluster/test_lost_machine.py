@@ -29,7 +29,7 @@ from tests.messages import says
 from tests.observed import assert_gone, command_line
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1500)]
-LIMIT_S = 600
+LIMIT_S = 900
 STEPS = 3
 SHORT = [
     *(f"trainer.total_training_steps={STEPS}", "trainer.test_freq=-1", "trainer.val_before_train=false"),
