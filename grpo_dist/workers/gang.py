@@ -231,8 +231,7 @@ async def find_model(groups: Sequence[WorkerGroup], path: str, key: str) -> None
     """
     first: dict[str, tuple[WorkerGroup, int]] = {}
     for group in groups:
-        await group.call_home()
-        for rank, address in group.addresses.items():
+        for rank, address in zip(group.present, await group.call_home(), strict=True):
             first.setdefault(address.node_id, (group, rank))
     await asyncio.gather(*(group.ask(rank, "start", "find_model", path, key) for group, rank in first.values()))
 
