@@ -19,7 +19,7 @@ class Addresses:
     def __init__(self) -> None:
         self._known: dict[int, Address] = {}
         self._expected: dict[int, ray.ObjectRef] = {}
-        self._node_ids: dict[int, str] = {}
+        self._last: dict[int, Address] = {}
 
     def expect(self, rank: int, address: ray.ObjectRef) -> None:
         """There is a new process, which will give its address once it has started."""
@@ -33,7 +33,7 @@ class Addresses:
     def forget(self, rank: int) -> None:
         """A process has ended."""
         if (address := self.known().get(rank)) is not None:
-            self._node_ids[rank] = address.node_id
+            self._last[rank] = address
         self._known.pop(rank, None)
         self._expected.pop(rank, None)
 
@@ -47,7 +47,6 @@ class Addresses:
                 self._known[refs[ref]] = ray.get(ref)
         return self._known
 
-    def node_id(self, rank: int) -> str:
-        """Ray's id of the node of a process, or of the one before it; "" if none has started yet."""
-        address = self.known().get(rank)
-        return self._node_ids.get(rank, "") if address is None else address.node_id
+    def last(self, rank: int) -> Address | None:
+        """The address of a process, or of the one before it; None if none has started yet."""
+        return self.known().get(rank) or self._last.get(rank)

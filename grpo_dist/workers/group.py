@@ -186,8 +186,9 @@ class WorkerGroup:
         return [rank for rank, handle in enumerate(self.handles) if handle is not None]
 
     def node_id(self, rank: int) -> str:
-        """As `Addresses.node_id`."""
-        return self._addresses.node_id(rank)
+        """Ray's id of the node of a worker, or of the one before it; "" if none has started yet."""
+        address = self._addresses.last(rank)
+        return "" if address is None else address.node_id
 
     def busy_seconds(self) -> float:
         """Seconds that the workers have been busy so far, summed over workers."""
@@ -341,8 +342,7 @@ class WorkerGroup:
         return WorkerLost(message, self.role, rank, self._node(rank), stage)
 
     def _node(self, rank: int) -> str:
-        address = self.addresses.get(rank)
-        return "?" if address is None else address.host
+        return "?" if (address := self._addresses.last(rank)) is None else address.host
 
     async def late(self, calls: Sequence[Call], limit_s: float) -> WorkerLost:
         """The error for calls that exceeded their time limit; names the worker that is stuck, if one is."""

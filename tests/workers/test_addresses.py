@@ -43,18 +43,18 @@ def test_a_new_process_has_an_address_once_it_has_started(answers: dict[Any, Any
     assert found.known() == {0: address(0), 1: address(2)}
 
 
-def test_the_node_of_a_process_that_has_ended_is_that_of_the_next_until_that_has_started(
+def test_where_a_process_was_that_has_ended_is_known_until_the_next_has_started(
     answers: dict[Any, Any],
 ) -> None:
     found = Addresses()
-    assert found.node_id(0) == ""
+    assert found.last(0) is None
     found.note({0: address(0)})
     found.forget(0)
-    assert (found.known(), found.node_id(0)) == ({}, "node0")
+    assert (found.known(), found.last(0)) == ({}, address(0))
     found.expect(0, "new")  # type: ignore[arg-type]
-    assert found.node_id(0) == "node0"
+    assert found.last(0) == address(0)
     answers["new"] = RayActorError()
-    assert (found.known(), found.node_id(0)) == ({}, "node0")
+    assert (found.known(), found.last(0)) == ({}, address(0))
     found.expect(0, "newer")  # type: ignore[arg-type]
     answers["newer"] = address(1)
-    assert found.node_id(0) == "node1"
+    assert found.last(0) == address(1)
