@@ -132,5 +132,5 @@ def test_without_its_head_a_run_on_another_machine_says_so_and_leaves_nothing_be
         lose(there.names[0], cut=True)
         _, said = driver.communicate(timeout=120)
         assert driver.returncode == RayLost.exit_code, said[-6000:]
-        says(said, f"gcs_server) at {address}", f"{run_dir}/global_step_", "to go on:", "ray start --head")
+        says(said, "gcs_server", address, f"{run_dir}/global_step_", "ray start")
         assert_gone(workers, within_s=150)
