@@ -38,10 +38,10 @@ def test_the_run_ends_at_once_and_the_command_that_it_names_goes_on(name: str, t
     _, said = driver.communicate(timeout=120)
     assert driver.returncode == RayLost.exit_code, said[-6000:]
     assert time.monotonic() - killed < 50, "before Ray ends it"
-    says(said, name, f"{run_dir}/global_step_")
+    last = int(pointer.read_text())
+    says(said, name, f"{run_dir}/global_step_{last}")
     assert_gone(rays, within_s=30)
     again = shlex.split(said.partition("to go on:")[2].splitlines()[0])
-    last = int(pointer.read_text())
     done = subprocess.run(
         [*again, f"trainer.total_training_steps={last + 1}"], capture_output=True, text=True, timeout=300, check=False
     )
