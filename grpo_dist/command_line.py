@@ -1,6 +1,7 @@
 """What the commands have in common: the config is checked, the plan is shown, the job is run, and errors are reported.
 
-Exit codes: 0 success; 1 the run failed; 2 an error in the config, a file or a model; 130 and 143 interrupted.
+Exit codes: 0 success; 1 the run failed; 2 an error in the config, a file or a model; 3 Ray itself was lost; 130 and 143
+interrupted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from grpo_dist.config.command import Command, Config
 from grpo_dist.config.load import load_command
 from grpo_dist.config.usage import usage
-from grpo_dist.errors import GrpoDistError, Terminated, WorkerError
+from grpo_dist.errors import GrpoDistError, RayLost, Terminated, WorkerError
 from grpo_dist.redact import redact_text
 from grpo_dist.registry import load_attribute
 
@@ -58,7 +59,11 @@ def run_command(
         sys.stdout.flush()
         from grpo_dist.trainer.run import run  # its imports are slow, so only after the config was checked
 
-        run(config, load_attribute(job, key="job"))
+        def on_ray_lost(error: RayLost) -> None:
+            _report(error)
+            _tell_how_to_go_on(command, overrides, error.checkpoint, config)
+
+        run(config, load_attribute(job, key="job"), on_ray_lost=on_ray_lost)
     except GrpoDistError as error:
         _report(error)
         return error.exit_code
@@ -66,19 +71,20 @@ def run_command(
         number = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
         sys.stderr.write(f"\nstopped by {number.name}\n")
         if (checkpoint := getattr(interrupt, "checkpoint", None)) is not None:
-            sys.stderr.write(
-                f"checkpoint: {checkpoint}\nto go on: {_command_to_go_on(command, overrides, checkpoint, config)}\n"
-            )
+            _tell_how_to_go_on(command, overrides, checkpoint, config)
         return 128 + number
     return 0
 
 
-def _command_to_go_on(command: Command[Config], overrides: list[str], checkpoint: Path, config: Config) -> str:
-    """The command line that resumes from a checkpoint: the same one, without where that run was to start from."""
+def _tell_how_to_go_on(command: Command[Config], overrides: list[str], checkpoint: Path | None, config: Config) -> None:
+    """Print the command line that resumes from a checkpoint: the same one, without where that run was to start from."""
     start = ("trainer.resume_mode=disable", "trainer.resume_mode=resume_path", "trainer.resume_from_path=")
-    of_this_run = checkpoint.parent.absolute() == Path(config.trainer.default_local_dir).absolute()
+    run_dir = Path(config.trainer.default_local_dir).absolute()
+    of_this_run = checkpoint is not None and checkpoint.parent.absolute() == run_dir
     kept = [each for each in overrides if not (of_this_run and each.startswith(start))]
-    return redact_text(shlex.join([sys.executable, "-m", command.module, *kept]))
+    text = redact_text(shlex.join([sys.executable, "-m", command.module, *kept]))
+    where = "none yet, so the run begins anew" if checkpoint is None else checkpoint
+    sys.stderr.write(f"checkpoint: {where}\nto go on: {text}\n")
 
 
 def _rehearse(config: Config, job: Job[Config]) -> None:

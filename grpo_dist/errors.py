@@ -11,6 +11,8 @@
     ├── WeightSyncError      new weights arrived damaged, incomplete or out of order; says what the engine now holds
     ├── EngineError          the rollout engine failed or hangs; its worker is replaced
     ├── CheckpointError      a checkpoint cannot be written or read
+    ├── RayLost              exit code 3: Ray's control service or raylet is gone; the same command goes on
+    ├── DataLost             what the run needs was in the memory of a lost machine
     └── WorkerError          a worker process failed; carries role, rank, node, stage and its traceback
         ├── WorkerLost       its process died or does not answer, so the call may be repeated on another one
         └── OutOfMemory      a GPU ran out of memory; carries the key to lower
@@ -99,6 +101,21 @@ class EngineError(GrpoDistError):
 
 class CheckpointError(GrpoDistError):
     """A checkpoint cannot be written or read."""
+
+
+class RayLost(GrpoDistError):
+    """Ray itself is lost, so the run has ended at once.
+
+    Attributes:
+        checkpoint: the checkpoint from which the same command goes on; None: there is none.
+    """
+
+    exit_code = 3
+    checkpoint: Path | None = None
+
+
+class DataLost(GrpoDistError):
+    """Data of the run were in the memory of a machine that is lost; only a checkpoint can restore them."""
 
 
 class WorkerError(GrpoDistError):

@@ -15,7 +15,7 @@ import pytest
 from grpo_dist import main, reward_model, sft
 from grpo_dist.command_line import run_command
 from grpo_dist.config.supervised import REWARD_MODEL
-from grpo_dist.errors import ConfigError, GrpoDistError, Interrupted, Terminated, WorkerError
+from grpo_dist.errors import ConfigError, GrpoDistError, Interrupted, RayLost, Terminated, WorkerError
 from grpo_dist.trainer import run as run_module
 from tests.messages import says
 
@@ -63,8 +63,10 @@ def test_a_key_of_one_command_is_not_taken_by_another(capsys: pytest.CaptureFixt
 def ends(error: BaseException | None, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
     """The exit code of a run that ends so."""
 
-    def run(config: Any, job: Any) -> None:
+    def run(config: Any, job: Any, on_ray_lost: Any) -> None:
         assert job.command is REWARD_MODEL
+        if isinstance(error, RayLost):
+            on_ray_lost(error)
         if error is not None:
             raise error
 
@@ -83,6 +85,7 @@ def test_a_run_begins_with_the_summary(monkeypatch: pytest.MonkeyPatch, capsys: 
     [
         (ConfigError("a=1"), 2),
         (GrpoDistError("a=1"), 1),
+        (RayLost("a=1"), 3),
         (KeyboardInterrupt(), 128 + signal.SIGINT),
         (Terminated(), 128 + signal.SIGTERM),
     ],
@@ -122,6 +125,19 @@ def test_a_run_without_a_checkpoint_names_no_command(
     told = capsys.readouterr().err
     says(told, "SIGINT")
     assert "grpo_dist.reward_model" not in told
+
+
+@pytest.mark.parametrize("name", ["global_step_4", None])
+def test_where_ray_was_lost_the_command_is_named_also_without_a_checkpoint(
+    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run has to end before it can raise, so the last thing that it does is to tell."""
+    lost = RayLost("gcs_server at 127.0.0.1:6379")
+    lost.checkpoint = tmp_path / name if name else None
+    ends(lost, monkeypatch, f"trainer.default_local_dir={tmp_path}")
+    told = capsys.readouterr().err
+    says(told, "gcs_server at 127.0.0.1:6379", "-m grpo_dist.reward_model", f"trainer.default_local_dir={tmp_path}")
+    assert (str(tmp_path / "global_step_4") in told) == (name is not None)
 
 
 def test_a_workers_traceback_and_notes_are_shown_and_the_drivers_are_not(

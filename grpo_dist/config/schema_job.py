@@ -12,6 +12,7 @@ from grpo_dist.config.field_types import (
     DryRun,
     Files,
     Names,
+    NonNegativeFloat,
     NonNegativeInt,
     OptionalFiles,
     PositiveFloat,
@@ -57,6 +58,7 @@ class JobTrainerConfig(Section):
     resume_mode: Literal["auto", "disable", "resume_path", "force"]
     resume_from_path: Text | None
     max_actor_restarts: NonNegativeInt
+    node_wait_minutes: NonNegativeFloat
     halve_on_out_of_memory: bool
     export_hf_model: bool
     export_dtype: TrainDtypeName | None

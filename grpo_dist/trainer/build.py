@@ -25,6 +25,7 @@ from grpo_dist.trainer.checkpoint.resume import Resumed, load_checkpoint
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.processes import RoleProcesses
+from grpo_dist.trainer.record import say
 from grpo_dist.trainer.retraining import Retraining
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.rollout.pump import LogProbSource, RolloutPump
@@ -47,6 +48,7 @@ from grpo_dist.trainer.settings import (
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.event_loop import blocking, run
 from grpo_dist.workers.gang import ActorGroup, CriticGroup, ReferenceGroup, find_model
+from grpo_dist.workers.nodes import Nodes
 from grpo_dist.workers.policy import ActorWorker, CriticWorker, PolicyWorker
 from grpo_dist.workers.process import Address, Process
 from grpo_dist.workers.restarts import RestartBudget
@@ -73,7 +75,7 @@ MAX_PROMPTS_IN_FLIGHT = 10_000
 class Workers(RoleProcesses):
     """All worker processes of a GRPO run, from reservation to shutdown."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, again: bool = False) -> None:
         """Start the processes; they import what they need while the driver reads the prompts."""
         self.config, self.place = config, placement(config)
         # only engines take many calls at a time, and read the number of threads from their environment
@@ -84,6 +86,8 @@ class Workers(RoleProcesses):
             config.trainer.record_dir.absolute(),
             env={"rollout": _thread_environment(self.place)},
             concurrency={"rollout": MAX_PROMPTS_IN_FLIGHT},
+            nodes=Nodes(config.trainer.node_wait_minutes, functools.partial(say, config)),
+            again=again,
         )
 
     @blocking
@@ -93,7 +97,7 @@ class Workers(RoleProcesses):
         groups = self.groups
         if config.trainer.nnodes > 1:
             await self._find_models()
-        restarts = RestartBudget(config.trainer.max_worker_restarts)
+        restarts = RestartBudget(config.trainer.max_worker_restarts, self.nodes)
         roles = Roles(
             ActorGroup(groups["actor"]),
             RolloutGroup(groups["rollout"], restarts),

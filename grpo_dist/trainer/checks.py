@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,10 +32,17 @@ from grpo_dist.trainer.run_lock import check_run_dir
 
 @dataclass(frozen=True)
 class Ready:
-    """The result of the checks: notes for the user, and the number of training steps."""
+    """The result of the checks.
+
+    Attributes:
+        notes: for the user.
+        steps: number of training steps.
+        again: whether the run starts its workers again, after one of them was lost.
+    """
 
     notes: list[str]
     steps: int
+    again: bool = field(default=False, kw_only=True)
 
 
 class Checks:

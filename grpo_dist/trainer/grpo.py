@@ -33,7 +33,7 @@ def build(
     from grpo_dist.trainer.checkpoint.resume import find_resumed
 
     started, steps = time.monotonic(), ready.steps
-    workers = Workers(config)
+    workers = Workers(config, again=ready.again)
     stack.callback(workers.shutdown)
     say(config, "starting workers: " + ", ".join(f"{len(group)} {group.role}" for group in workers.groups.values()))
     resumed = find_resumed(config, ready.prompts.identity)

@@ -91,7 +91,7 @@ class PeakMemory:
     def latest(self) -> dict[str, float]:
         """Metrics of `PEAK_MEMORY` by role, GiB, from the answers so far. Call it on the driver's event loop."""
         if self._asking is None or self._asking.done():
-            asked = [self._ask(group, rank) for group in self._groups for rank in range(len(group))]
+            asked = [self._ask(group, rank) for group in self._groups for rank in group.present]
             self._asking = asyncio.ensure_future(asyncio.gather(*asked))
         return dict(self._peaks)
 

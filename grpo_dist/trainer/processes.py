@@ -10,9 +10,10 @@ from grpo_dist.config.node_layout import Slot
 from grpo_dist.errors import ConfigError
 from grpo_dist.trainer.metrics import ask_for_peak, take_peaks
 from grpo_dist.workers.environment import shared_environment
-from grpo_dist.workers.event_loop import blocking
+from grpo_dist.workers.event_loop import blocking, run
 from grpo_dist.workers.group import DATA_STAYS_IN_STORE, WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
+from grpo_dist.workers.nodes import Nodes
 from grpo_dist.workers.policy import PolicyWorker
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.resources import nodes_of, release, reserve
@@ -35,6 +36,8 @@ class RoleProcesses:
         run_dir: the run directory, absolute.
         env: by role, what the environment of a process must have when it starts.
         concurrency: by role, how many calls a process takes at a time; 1 for the others.
+        nodes: of the cluster.
+        again: whether the run has had all processes before: then a machine may be lost, for which another one may come.
 
     Raises:
         ConfigError: the cluster does not have the resources, or its nodes do not share the run directory.
@@ -49,8 +52,11 @@ class RoleProcesses:
         *,
         env: Mapping[str, Mapping[str, str]] | None = None,
         concurrency: Mapping[str, int] | None = None,
+        nodes: Nodes,
+        again: bool = False,
     ) -> None:
-        self._placement_groups, bundles = reserve(slots)
+        self.nodes = nodes
+        self._placement_groups, bundles = run(nodes.reserve_again(slots)) if again else reserve(slots)
         try:
             check_shared(run_dir, nodes_of(self._placement_groups))
         except ConfigError:
@@ -77,13 +83,14 @@ class RoleProcesses:
         """Peak memory in GiB of the largest process of each role, resident and on GPU."""
         peaks: dict[str, float] = {}
         for group in self.groups.values():
-            calls = [ask_for_peak(group, rank) for rank in range(len(group))]
+            calls = [ask_for_peak(group, rank) for rank in group.present]
             for parts in await group.answers(calls, MEMORY_TIMEOUT_S):
                 take_peaks(peaks, group.role, parts)
         return peaks
 
     def shutdown(self) -> None:
         """End every process."""
+        self.nodes.close()
         for group in self.groups.values():
             group.kill()
         release(self._placement_groups)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic
 
 from grpo_dist.config.command import Command, Config
 from grpo_dist.config.halved import halved
 from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.errors import OutOfMemory, WorkerError, WorkerLost
+from grpo_dist.errors import DataLost, GrpoDistError, OutOfMemory, RayLost, WorkerError, WorkerLost
 from grpo_dist.tracking.jsonl import FILE_NAME as METRICS
 from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.tracking.summary import format_summary
@@ -49,13 +51,26 @@ class Job(Generic[Config]):
     models: Callable[[Config], list[ModelSettings]]
 
 
-def run(config: Config, job: Job[Config], on_step: StepCallback | None = None) -> None:
+def show(error: RayLost) -> None:
+    """Say that Ray is lost."""
+    sys.stderr.write(f"\nerror: {error}\n")
+
+
+def run(
+    config: Config,
+    job: Job[Config],
+    on_step: StepCallback | None = None,
+    on_ray_lost: Callable[[RayLost], None] = show,
+) -> None:
     """Train as the config says, until done or interrupted.
+
+    If Ray itself is lost, this process ends with `RayLost.exit_code`: whatever still calls Ray hangs.
 
     Args:
         config: of the run.
         job: the command's own part.
         on_step: called with step and metrics after each training step; what is true ends the training there.
+        on_ray_lost: called before that end, in another thread.
 
     Raises:
         GrpoDistError: the run failed; see errors.py.
@@ -63,14 +78,20 @@ def run(config: Config, job: Job[Config], on_step: StepCallback | None = None) -
     """
     preemption = Preemption()
     try:
-        _run(config, job, preemption, on_step)
+        _run(config, job, preemption, on_step, on_ray_lost)
     except KeyboardInterrupt:
         if preemption.asked:
             raise preemption.interrupt() from None
         raise
 
 
-def _run(config: Config, job: Job[Config], preemption: Preemption, on_step: StepCallback | None) -> None:
+def _run(
+    config: Config,
+    job: Job[Config],
+    preemption: Preemption,
+    on_step: StepCallback | None,
+    on_ray_lost: Callable[[RayLost], None],
+) -> None:
     """Check what can be checked without Ray, then train. Every process is ended, also after an error."""
     started = time.monotonic()
     ready = job.preflight(config, lambda line: None, rehearsal=False)
@@ -90,12 +111,36 @@ def _run(config: Config, job: Job[Config], preemption: Preemption, on_step: Step
         say(config, f"{message}; run directory: {run_dir}")
         for note in ready.notes:
             say(config, note)
+        stack.enter_context(_ending_without_ray(config, preemption, on_ray_lost))
         first_step = _train(config, job, run_dir, preemption, ready, on_step)
     if config.trainer.console:
         hf_model = run_dir / EXPORTED if config.trainer.export_hf_model and not config.trainer.val_only else None
         seconds = time.monotonic() - started
         rows = [row for row in read_metrics(run_dir / METRICS) if row["step"] >= first_step]
         sys.stdout.write(format_summary(rows, run_dir=run_dir, seconds=seconds, hf_model=hf_model) + "\n")
+
+
+@contextlib.contextmanager
+def _ending_without_ray(config: JobConfig, preemption: Preemption, tell: Callable[[RayLost], None]) -> Iterator[None]:
+    """End this process if Ray is lost."""
+    from grpo_dist.workers.ray_watch import kill_ray, watching
+
+    def end(what: str) -> None:
+        if preemption.asked:  # the signal went to Ray too
+            return
+        error = RayLost(
+            f"{what} does not answer any more: it was killed (out of memory, `ray stop`), or its machine is lost. The "
+            "run ends, since it cannot go on without it; started again it goes on from its last checkpoint. Where the "
+            "cluster is not this run's own (ray_kwargs.ray_init.address), start Ray again first (`ray start --head`)"
+        )
+        error.checkpoint = last_checkpoint(Path(config.trainer.default_local_dir).absolute())
+        tell(error)
+        sys.stderr.flush()
+        kill_ray()
+        os._exit(error.exit_code)
+
+    with watching(end):
+        yield
 
 
 def _train(
@@ -115,11 +160,11 @@ def _train(
         The first step that this run has recorded.
 
     Raises:
-        WorkerLost: all workers have been started again `trainer.max_actor_restarts` times.
+        WorkerLost, DataLost: all workers have been started again `trainer.max_actor_restarts` times.
         OutOfMemory: likewise; or halving is off, or the setting cannot be halved.
     """
     restarts, present, last, first_step = 0, config, None, 0
-    lost: WorkerError
+    lost: GrpoDistError
     while True:
         trainer = None
         with ExitStack() as stack:
@@ -139,9 +184,11 @@ def _train(
                     raise
                 present, lost = smaller, error
                 say(config, f"trainer.halve_on_out_of_memory=true: half of {'='.join(map(str, error.setting or ()))}")
-            except WorkerLost as error:
-                # a worker that is lost at the first start would most likely be lost again, if the model is too large
-                goes_on = restarts > 0 if trainer is None else trainer.holds_state(error.role)
+            except (WorkerLost, DataLost) as error:
+                if trainer is None:  # lost at the first start it would most likely be lost again: too large a model
+                    goes_on = restarts > 0
+                else:
+                    goes_on = isinstance(error, DataLost) or trainer.holds_state(error.role)
                 if preemption.asked:
                     say(config, f"{preemption.name}: no checkpoint could be written: {error}")
                     preemption.release()
@@ -149,7 +196,7 @@ def _train(
                     raise
                 lost = error
                 preemption.held = False  # the new workers are those of a finished step
-        restarts += 1
+        restarts, ready = restarts + 1, replace(ready, again=True)
         last = last if trainer is None else trainer.saver.last
         present = _from_last_checkpoint(present, last)
         where = last or "the beginning: there is no checkpoint yet"

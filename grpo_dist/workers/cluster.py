@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.descendants import adopt_orphans
 from grpo_dist.engines.rendezvous import LOOPBACK_INTERFACE
 from grpo_dist.errors import ConfigError, GrpoDistError
 
@@ -130,6 +131,7 @@ def _start_local(num_cpus: int | None) -> str:
     set_local_environment()
     import ray
 
+    adopt_orphans()  # workers whose raylet was killed can then be found and ended (ray_watch.py)
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
             with _in_own_process_groups():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ray.exceptions import (
     NodeDiedError,
+    ObjectLostError,
     OutOfMemoryError,
     RayActorError,
     RayError,
@@ -12,7 +13,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from grpo_dist.errors import GrpoDistError, WorkerError, WorkerLost
+from grpo_dist.errors import DataLost, GrpoDistError, WorkerError, WorkerLost
 
 # A RayTaskError's text holds the remote traceback; this much of its end is kept.
 TRACEBACK_CHARS = 4000
@@ -26,6 +27,9 @@ def failure(error: RayError, role: str, rank: int, node: str, stage: str) -> Grp
             cause.locate(role, rank, node, stage)
         if isinstance(cause, GrpoDistError):
             return cause
+        if isinstance(cause, ObjectLostError):
+            what = "what it needs was in the memory of a machine that is lost"
+            return DataLost(f"{role} worker {rank} on {node}, stage {stage!r}: {what}")
         text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
         return WorkerError(text, role, rank, node, stage, str(error)[-TRACEBACK_CHARS:])
     if isinstance(error, RayActorError | WorkerCrashedError | NodeDiedError | OutOfMemoryError):
@@ -34,6 +38,8 @@ def failure(error: RayError, role: str, rank: int, node: str, stage: str) -> Grp
     if isinstance(error, UnserializableException):  # its text ends with the original traceback
         text = str(error).strip()
         return WorkerError(text.splitlines()[-1], role, rank, node, stage, text[-TRACEBACK_CHARS:])
+    if isinstance(error, ObjectLostError):
+        return WorkerLost("its answer was in the memory of a machine that is lost", role, rank, node, stage)
     return WorkerError(f"{type(error).__name__}: {str(error).splitlines()[0]}", role, rank, node, stage)
 
 

@@ -149,12 +149,15 @@ class FrozenGroup(Gang):
 
         Raises:
             GrpoDistError: `error`, if no process was lost, the restarts are used up, or the weights have moved, so that
-                only a checkpoint has them.
+                only a checkpoint has them; another one, if a machine was lost and no other one has room.
         """
         while True:
             if not isinstance(error, WorkerLost) or self.has_moved:
                 raise error
-            self.restarts.spend(error)
+            await self.restarts.judge(error, self.workers.node_id(error.rank))
+            for rank in range(len(self.workers)):
+                self.workers.retire(rank)
+            await self.restarts.nodes.wait_for_room(self.workers.role, self.workers.bundles)
             for rank in range(len(self.workers)):
                 self.workers.respawn(rank)
             assert self._settings is not None, "it was started before"
@@ -248,7 +251,7 @@ async def find_model(groups: Sequence[WorkerGroup], path: str, key: str) -> None
     """
     first: dict[str, tuple[WorkerGroup, int]] = {}
     for group in groups:
-        for rank, address in enumerate(await group.call_home()):
+        for rank, address in zip(group.present, await group.call_home(), strict=True):
             first.setdefault(address.node_id, (group, rank))
     await asyncio.gather(*(group.ask(rank, "start", "find_model", path, key) for group, rank in first.values()))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_dist.errors import GrpoDistError, OutOfMemory, WorkerError, WorkerLost
+from grpo_dist.workers.addresses import Addresses
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.busy import BusyClock
 from grpo_dist.workers.environment import with_environment
@@ -41,8 +41,7 @@ from grpo_dist.workers.resources import Bundle
 DATA_STAYS_IN_STORE = {"RAY_max_direct_call_object_size": "4096"}
 # A new process imports torch, transformers or vLLM before it answers, at the same time as many others.
 PROCESS_START_S = 600.0
-# Ranks that wait in the same collective operation fail almost together; a rank that has not answered this long after
-# the first failure is the one that they waited for.
+# Ranks that wait in one collective operation fail almost together; the one they waited for has not answered by then.
 COLLECTIVE_GRACE_S = 10.0
 # Texts that only error messages of gloo and NCCL contain.
 _COLLECTIVE_ERRORS = ("gloo/transport/", "gloo/rendezvous/", "ProcessGroupNCCL", "NCCL error", "NCCL communicator")
@@ -53,7 +52,7 @@ class Call:
     """A call that was sent to a worker.
 
     Attributes:
-        ref: Ray's reference to the answer; None for what was posted.
+        ref: Ray's reference to the answer; None for what was posted, or sent where there is no process.
         group: the worker's group.
         rank: the worker's rank.
         stage: the stage that the call belongs to, for messages.
@@ -103,17 +102,22 @@ class WorkerGroup:
 
     Args:
         role: "actor", "rollout", "ref" or "reward".
-        handles: one Ray actor handle per rank.
+        handles: one Ray actor handle per rank; None for one that has no process at the moment.
         limits: seconds without an answer after which a worker counts as hung, by stage.
         make: by rank, a function that starts a new process in place of a lost one.
+        bundles: by rank, the resources of the process.
     """
 
     def __init__(
-        self, role: str, handles: Sequence[Any], limits: TimeLimits, make: Sequence[Callable[[], Any]] = ()
+        self,
+        role: str,
+        handles: Sequence[Any],
+        limits: TimeLimits,
+        make: Sequence[Callable[[], Any]] = (),
+        bundles: Sequence[Bundle] = (),
     ) -> None:
-        self.role, self.handles, self.limits = role, list(handles), limits
-        self._addresses: dict[int, Address] = {}
-        self._expected: dict[int, ray.ObjectRef] = {}  # by rank, addresses of new processes that may still be starting
+        self.role, self.handles, self.limits, self.bundles = role, list(handles), limits, list(bundles)
+        self._addresses = Addresses()
         self._make = list(make)
         self._waits: list[set[asyncio.Future[Any]]] = [set() for _ in self.handles]  # for answers, by rank
         self._busy = [BusyClock() for _ in self.handles]
@@ -132,7 +136,7 @@ class WorkerGroup:
         shared: Mapping[str, str] | None = None,
         max_concurrency: int = 1,
     ) -> WorkerGroup:
-        """Start one process per bundle, without waiting for them.
+        """Start a process in each bundle that is placed, without waiting for them.
 
         Args:
             role: the group's role.
@@ -156,21 +160,35 @@ class WorkerGroup:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(bundle.group, bundle.index),
             )
             make.append(functools.partial(options.remote, dict(shared or {}), *arguments))
-        return cls(role, [start() for start in make], limits, make)
+        handles = [start() if bundle.placed else None for start, bundle in zip(make, bundles, strict=True)]
+        return cls(role, handles, limits, make, bundles)
 
-    def respawn(self, rank: int) -> None:
-        """Kill a worker's process, if it is alive, and start a new one in its place, without waiting.
-
-        Pending waits for an answer of the old process raise `WorkerLost`.
-        """
-        ray.kill(self.handles[rank])
+    def retire(self, rank: int) -> None:
+        """Kill a worker's process, if it is alive. Pending waits for its answers raise `WorkerLost`."""
+        if self.handles[rank] is not None:
+            ray.kill(self.handles[rank])
         for wait in self._waits[rank]:
             if not wait.done():
                 wait.set_exception(self.lost(rank, "start", "its process was replaced"))
-        self._addresses.pop(rank, None)
+        self.handles[rank] = None
+        self._addresses.forget(rank)
+
+    def respawn(self, rank: int) -> None:
+        """Start a new process, in place of a killed one, without waiting."""
+        self.retire(rank)
         self.handles[rank] = self._make[rank]()
-        self._expected[rank] = self.handles[rank].address.remote()  # answered once the process has started
+        self._addresses.expect(rank, self.handles[rank].address.remote())
         self._busy[rank] = BusyClock(self._busy[rank].seconds)
+
+    @property
+    def present(self) -> list[int]:
+        """The ranks that have a process."""
+        return [rank for rank, handle in enumerate(self.handles) if handle is not None]
+
+    def node_id(self, rank: int) -> str:
+        """Ray's id of the node of a worker, or of the one before it; "" if none has started yet."""
+        address = self._addresses.last(rank)
+        return "" if address is None else address.node_id
 
     def busy_seconds(self) -> float:
         """Seconds that the workers have been busy so far, summed over workers."""
@@ -182,13 +200,7 @@ class WorkerGroup:
     @property
     def addresses(self) -> dict[int, Address]:
         """Addresses of the processes by rank; a new process is missing until it has started."""
-        refs = {ref: rank for rank, ref in self._expected.items()}
-        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0) if refs else ([], [])
-        for ref in done:
-            del self._expected[refs[ref]]
-            with contextlib.suppress(RayError):  # that process was lost too
-                self._addresses[refs[ref]] = ray.get(ref)
-        return self._addresses
+        return self._addresses.known()
 
     async def call_home(self) -> list[Address]:
         """Wait until every process has started; returns and stores their addresses."""
@@ -197,7 +209,7 @@ class WorkerGroup:
 
     def note_addresses(self, addresses: Sequence[Address]) -> list[Address]:
         """Store the addresses of the processes, in rank order."""
-        self._addresses, self._expected = dict(enumerate(addresses)), {}
+        self._addresses.note(dict(zip(self.present, addresses, strict=True)))
         return list(addresses)
 
     # --- asking ------------------------------------------------------------------------------------------------
@@ -205,7 +217,7 @@ class WorkerGroup:
         """Call a method on one worker, without waiting."""
         handle = self.handles[rank]
         self._busy[rank].begin()
-        ref = getattr(handle, method).remote(*args)
+        ref = None if handle is None else getattr(handle, method).remote(*args)
         return Call(ref, self, rank, stage, time.monotonic(), self.limits.of(stage), handle)
 
     def submit_for_data(self, rank: int, stage: str, method: str, *args: Any, limit_s: float | None = None) -> Call:
@@ -216,7 +228,8 @@ class WorkerGroup:
         """
         handle, limit = self.handles[rank], self.limits.of(stage) if limit_s is None else limit_s
         self._busy[rank].begin()
-        answer, data = getattr(handle, method).options(num_returns=2).remote(*args)
+        method_of = None if handle is None else getattr(handle, method).options(num_returns=2)
+        answer, data = (None, None) if method_of is None else method_of.remote(*args)
         return Call(answer, self, rank, stage, time.monotonic(), limit, handle, data)
 
     def post(self, rank: int, stage: str, method: str, *args: Any) -> Call:
@@ -235,18 +248,19 @@ class WorkerGroup:
         """Call a method, after all that was posted before, without ever waiting for its answer."""
         if rank in self._postboxes:
             self._postboxes[rank].flush()
-        getattr(self.handles[rank], method).remote(*args)
+        if self.handles[rank] is not None:
+            getattr(self.handles[rank], method).remote(*args)
 
     def submit_all(self, stage: str, method: str, *args: Any) -> list[Call]:
-        """Call a method with the same arguments on every worker, without waiting."""
-        return [self.submit(rank, stage, method, *args) for rank in range(len(self))]
+        """Call a method with the same arguments on every worker that has a process, without waiting."""
+        return [self.submit(rank, stage, method, *args) for rank in self.present]
 
     async def ask(self, rank: int, stage: str, method: str, *args: Any) -> Any:
         """Call a method on one worker and wait."""
         return (await self.answers([self.submit(rank, stage, method, *args)]))[0]
 
     async def ask_all(self, stage: str, method: str, *args: Any) -> list[Any]:
-        """Call a method with the same arguments on every worker; values in rank order."""
+        """Call a method with the same arguments on every worker that has a process; values in rank order."""
         return await self.answers(self.submit_all(stage, method, *args))
 
     async def ask_each(self, stage: str, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -298,7 +312,8 @@ class WorkerGroup:
             except WorkerError as error:
                 error.locate(self.role, call.rank, self._node(call.rank), call.stage)
                 raise
-        assert call.ref is not None
+        if call.ref is None:
+            raise self.lost(call.rank, call.stage, "its process is gone, and there is no new one yet")
         loop = asyncio.get_running_loop()
         wait = loop.create_future()
         self._waits[call.rank].add(wait)
@@ -327,8 +342,7 @@ class WorkerGroup:
         return WorkerLost(message, self.role, rank, self._node(rank), stage)
 
     def _node(self, rank: int) -> str:
-        address = self.addresses.get(rank)
-        return "?" if address is None else address.host
+        return "?" if (address := self._addresses.last(rank)) is None else address.host
 
     async def late(self, calls: Sequence[Call], limit_s: float) -> WorkerLost:
         """The error for calls that exceeded their time limit; names the worker that is stuck, if one is."""
@@ -378,7 +392,8 @@ class WorkerGroup:
     async def end(self) -> None:
         """Kill all processes at once and cancel all waits for their answers."""
         for handle, waits in zip(self.handles, self._waits, strict=True):
-            ray.kill(handle)
+            if handle is not None:
+                ray.kill(handle)
             for wait in waits:
                 wait.cancel()
 

@@ -3,6 +3,8 @@
 A request waits in a queue until a worker has capacity, and goes to the worker with the lowest load. A lost worker is
 killed and started again, as often as the run's restart budget allows. Its requests return to their old places in the
 queue, and are sent to any worker that has capacity.
+
+If it was lost with its machine and no other one has room, the pool goes on with fewer workers until one has.
 """
 
 from __future__ import annotations
@@ -86,6 +88,8 @@ class Pool:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._starts: dict[int, asyncio.Task[None]] = {}
         self._failure: GrpoDistError | None = None
+        self._someone = asyncio.Event()  # set while a worker is ready, and after a failure of the pool
+        self._someone.set()
 
     # --- for subclasses -----------------------------------------------------------------------------------------
     def new_member(self, rank: int) -> Member:
@@ -97,43 +101,75 @@ class Pool:
 
     # --- starting ----------------------------------------------------------------------------------------------
     async def start(self, settings: Sequence[Any]) -> list[Any]:
-        """Start all workers at the same time, each with its own settings; returns their answers."""
+        """Start all workers at the same time, each with its own settings; returns their answers.
+
+        Those for which there is no room yet are started later; their answer is None.
+        """
+        ranks = self.workers.present
         await self.workers.call_home()
         self.settings = list(settings)
         self.members = [self.new_member(rank) for rank in range(len(self.workers))]
-        return await self.workers.ask_each("start", "start", [(each,) for each in settings])
+        for rank in set(range(len(self.workers))).difference(ranks):
+            self._take_out(rank)
+            self.spawn(self._start_in_time(rank))
+        calls = [self.workers.submit(rank, "start", "start", self.settings[rank]) for rank in ranks]
+        answers = dict(zip(ranks, await self.workers.answers(calls), strict=True))
+        return [answers.get(rank) for rank in range(len(self.workers))]
 
     def replace(self, rank: int, process: Any, error: GrpoDistError) -> None:
-        """Kill a worker's process and start a new one, unless that process has already been replaced.
+        """Kill a worker's process and have a new one started, unless that process has already been replaced.
+
+        If the restart budget is used up, `error` is raised in all requests.
 
         Args:
             rank: rank of the worker.
             process: actor handle of the process that failed.
             error: how it failed.
-
-        Raises:
-            GrpoDistError: `error`, if the restart budget is used up.
         """
-        if process is not self.workers.handles[rank]:
+        if process is None or process is not self.workers.handles[rank]:
             return
-        try:
-            self.restarts.spend(error)
-        except GrpoDistError:
-            self._fail(error)
-            raise
-        self.workers.respawn(rank)
+        self.workers.retire(rank)
+        self._take_out(rank)
+        self._starts[rank] = self.spawn(self._start_again(rank, error))
+
+    def _take_out(self, rank: int) -> None:
         self.members[rank] = self.new_member(rank)
         self.members[rank].is_ready = False
         self.update_load(rank)
-        start = self.workers.submit(rank, "start", "start", self.settings[rank])  # its first call
-        self._starts[rank] = self.spawn(self._started_again(start))
+
+    async def _start_again(self, rank: int, error: GrpoDistError) -> None:
+        try:
+            await self.restarts.judge(error, self.workers.node_id(rank))
+        except GrpoDistError as last:
+            self._fail(last)
+            return
+        if await self.restarts.nodes.has_room(self.workers.bundles[rank]):
+            await self._start_process(rank)
+        else:
+            self.spawn(self._start_in_time(rank))
+
+    async def _start_in_time(self, rank: int) -> None:
+        """Start a worker when there is room for it; the pool has time while another worker is there."""
+        try:
+            await self.restarts.nodes.wait_for_room(
+                self.workers.role, [self.workers.bundles[rank]], lambda: bool(self.workers.present)
+            )
+        except GrpoDistError as error:
+            self._fail(error)
+        else:
+            self._starts[rank] = self.spawn(self._start_process(rank))
+
+    async def _start_process(self, rank: int) -> None:
+        self.workers.respawn(rank)
+        self._take_out(rank)
+        await self._started_again(self.workers.submit(rank, "start", "start", self.settings[rank]))  # its first call
 
     def is_starting(self, rank: int) -> bool:
-        """Whether a worker's new process is still starting."""
-        return rank in self._starts and not self._starts[rank].done()
+        """Whether a worker's new process is still starting, or cannot be started yet."""
+        return rank not in self.workers.present or (rank in self._starts and not self._starts[rank].done())
 
     async def started(self) -> None:
-        """Wait until no process is starting.
+        """Wait until no process is starting. Those for which no machine has room are not waited for.
 
         Raises:
             GrpoDistError: the restart budget is used up.
@@ -167,6 +203,7 @@ class Pool:
     def _fail(self, error: GrpoDistError) -> None:
         """Record an error that the pool cannot recover from, and raise it in all waiting requests."""
         self._failure = self._failure or error
+        self._someone.set()
         for waiting in self._queue:
             if not waiting.sent.done():
                 waiting.sent.set_exception(self._failure)
@@ -220,12 +257,14 @@ class Pool:
 
     async def ask_now(self, send: Callable[[int], Call], take_in: TakeIn) -> Any:
         """As `ask`, but without the queue: the worker with the lowest load gets it at once, even at full capacity."""
-        while True:
+        while await self._someone.wait() and self._failure is None:
             call = send(int(self._loads.argmin()))
             try:
                 return take_in(call, await call.answer())
             except self.replaces as error:
                 self.replace(call.rank, call.process, error)
+        assert self._failure is not None
+        raise self._failure
 
     def _grant(self) -> None:
         """Send queued requests to workers with capacity, at once, so that a chosen worker cannot be lost before."""
@@ -257,3 +296,7 @@ class Pool:
     def update_load(self, rank: int) -> None:
         """Update the load of a worker after its `Member` has changed."""
         self._loads[rank] = self.members[rank].load
+        if self._failure is not None or self._loads.min() < math.inf:
+            self._someone.set()
+        else:
+            self._someone.clear()

@@ -6,6 +6,9 @@ ranks one might be alone on the second machine. Ranks in one group stay on one m
 losing a machine; config/node_layout.py decides which ranks those are. Each group asks for a machine of its own, the
 driver's first, the others by address. If that machine has no room, Ray takes another one; groups with equal bundles are
 then ordered by their machines.
+
+An engine with GPUs of its own and a reward process work alone, so each is a group of its own, on the machine that the
+layout has for it or on any other: after a machine was lost it needs no more room than its own.
 """
 
 from __future__ import annotations
@@ -27,25 +30,36 @@ if TYPE_CHECKING:
 
 # Long enough for a running cluster; one that must first be scaled up exceeds it.
 PLACEMENT_TIMEOUT_S = 60.0
+POLL_S = 0.05
+# Roles whose processes work alone.
+ALONE = ("rollout", "reward")
 # Ray counts resources in units of this; sums of fractions are compared with this tolerance.
 _RESOURCE_UNIT = 1e-4
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """The resources of one process, and its bundle (`index`) in the placement group of its machine."""
+    """The resources of one process, and its bundle (`index`) in a placement group.
+
+    `placed` is False if no machine had room for it when it was reserved.
+    """
 
     num_cpus: float
     num_gpus: float
     group: Any
     index: int
+    placed: bool = True
 
 
-def reserve(slots: Sequence[Slot]) -> tuple[list[Any], dict[str, list[Bundle]]]:
+def reserve(
+    slots: Sequence[Slot], *, timeout_s: float | None = None, one_is_enough: bool = False
+) -> tuple[list[Any], dict[str, list[Bundle]]]:
     """Reserve resources for all processes together.
 
     Args:
         slots: the processes with their resources and machines; those of a role in rank order.
+        timeout_s: seconds to wait for room; None: `PLACEMENT_TIMEOUT_S`.
+        one_is_enough: whether of a role whose processes work alone one must have room, and not all.
 
     Returns:
         (placement groups, bundles of each role in rank order).
@@ -54,22 +68,53 @@ def reserve(slots: Sequence[Slot]) -> tuple[list[Any], dict[str, list[Bundle]]]:
         ConfigError: the cluster does not have the resources; the message says what was requested and what exists.
     """
     needs = [[slot for slot in slots if slot.machine == i] for i in sorted({slot.machine for slot in slots})]
-    groups = []
-    for wanted, target in zip(needs, _targets(needs), strict=True):
-        resources = [_resources(slot.num_cpus, slot.num_gpus) for slot in wanted]
-        groups.append(placement_group(resources, strategy="STRICT_PACK", _soft_target_node_id=target))
-    deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
+    targets = _targets(needs)
+    timeout_s = PLACEMENT_TIMEOUT_S if timeout_s is None else timeout_s
+    deadline = time.monotonic() + timeout_s
+    parts = [[slot for slot in wanted if not _works_alone(slot)] for wanted in needs]
+    together = [(part, target) for part, target in zip(parts, targets, strict=True) if part]
+    groups = [_group(part, target) for part, target in together]
+    # first, so that processes that fit anywhere do not take the room of those that must be together
     placed = sum(group.wait(max(deadline - time.monotonic(), 0)) for group in groups)
-    if placed < len(groups):
-        release(groups)
-        raise _not_placed(needs, placed)
-    groups = _in_order(groups, needs)
-    bundles: dict[str, list[Bundle]] = {}
-    for group, wanted in zip(groups, needs, strict=True):
+    if placed == len(groups):
+        held = list(zip(_in_order(groups, [part for part, _ in together]), (part for part, _ in together), strict=True))
+        alone = [
+            (_group([slot], target), [slot])
+            for wanted, target in zip(needs, targets, strict=True)
+            for slot in wanted
+            if _works_alone(slot)
+        ]
+        groups += [group for group, _ in alone]
+        while not all(is_placed(group) for group, _ in alone) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        if _enough(alone, one_is_enough=one_is_enough):
+            return groups, _bundles([*held, *alone])
+        placed = sum(map(is_placed, groups))
+    release(groups)
+    raise _not_placed(needs, f"{placed} of {len(groups)} parts", timeout_s)
+
+
+def _bundles(held: Sequence[tuple[Any, Sequence[Slot]]]) -> dict[str, list[Bundle]]:
+    """The bundles of each role in rank order, from the placement groups and what is in them."""
+    found: dict[str, dict[int, Bundle]] = {}
+    for group, wanted in held:
+        placed = is_placed(group)
         for index, slot in enumerate(wanted):
             for seat in slot.seats:
-                bundles.setdefault(seat.role, []).append(Bundle(seat.num_cpus, seat.num_gpus, group, index))
-    return groups, bundles
+                bundle = Bundle(seat.num_cpus, seat.num_gpus, group, index, placed)
+                found.setdefault(seat.role, {})[seat.rank] = bundle
+    return {role: [by_rank[rank] for rank in sorted(by_rank)] for role, by_rank in found.items()}
+
+
+def requested(slots: Sequence[Slot]) -> str:
+    """How many processes of which size, for messages."""
+    kinds = Counter((seat.role, seat.num_cpus, seat.num_gpus) for slot in slots for seat in slot.seats)
+    return ", ".join(f"{role} {count} x ({cpus:g} CPU, {gpus:g} GPU)" for (role, cpus, gpus), count in kinds.items())
+
+
+def is_placed(group: Any) -> bool:
+    """Whether a placement group is on a machine; not so while Ray looks for another one in place of a lost one."""
+    return placement_group_table(group)["state"] == "CREATED"
 
 
 def release(groups: Sequence[Any]) -> None:
@@ -89,8 +134,27 @@ def nodes_in_order() -> list[dict[str, Any]]:
 
 
 def nodes_of(groups: Sequence[Any]) -> set[str]:
-    """Ray's ids of the nodes of placed groups."""
-    return {_node_id(group) for group in groups}
+    """Ray's ids of the nodes of the groups that are placed."""
+    return {_node_id(group) for group in groups if is_placed(group)}
+
+
+def _works_alone(slot: Slot) -> bool:
+    return all(seat.role in ALONE for seat in slot.seats)
+
+
+def _group(wanted: Sequence[Slot], target: str) -> Any:
+    """A placement group with a bundle for each slot, on the node `target` if that has room."""
+    resources = [_resources(slot.num_cpus, slot.num_gpus) for slot in wanted]
+    return placement_group(resources, strategy="STRICT_PACK", _soft_target_node_id=target)
+
+
+def _enough(alone: Sequence[tuple[Any, Sequence[Slot]]], *, one_is_enough: bool) -> bool:
+    """Whether all groups of processes that work alone are placed; or one for each role."""
+    placed = [is_placed(group) for group, _ in alone]
+    if not one_is_enough:
+        return all(placed)
+    roles = [slot.seats[0].role for _, (slot,) in alone]
+    return set(roles) == {role for role, there in zip(roles, placed, strict=True) if there}
 
 
 def _total(wanted: Sequence[Slot]) -> tuple[float, float]:
@@ -133,11 +197,8 @@ def _fits(wanted: Sequence[Slot], resources: Mapping[str, float]) -> bool:
     return cpus <= resources.get("CPU", 0) + _RESOURCE_UNIT and gpus <= resources.get("GPU", 0) + _RESOURCE_UNIT
 
 
-def _not_placed(needs: Sequence[Sequence[Slot]], placed: int) -> ConfigError:
-    kinds = Counter(
-        (seat.role, seat.num_cpus, seat.num_gpus) for wanted in needs for slot in wanted for seat in slot.seats
-    )
-    wanted = ", ".join(f"{role} {count} x ({cpus:g} CPU, {gpus:g} GPU)" for (role, cpus, gpus), count in kinds.items())
+def _not_placed(needs: Sequence[Sequence[Slot]], placed: str, timeout_s: float) -> ConfigError:
+    wanted = requested([slot for wanted in needs for slot in wanted])
     cpus, gpus = max((_total(wanted) for wanted in needs), key=lambda total: total[::-1])
     fullest = f"{cpus:g} CPU and {gpus:g} GPU"
     there = Counter(
@@ -147,7 +208,7 @@ def _not_placed(needs: Sequence[Sequence[Slot]], placed: int) -> ConfigError:
     has = ", ".join(f"{count} with {size}" for size, count in there.items())
     return ConfigError(
         f"the Ray cluster cannot place the workers: requested {wanted}, on {len(needs)} machine(s) with up to "
-        f"{fullest} each; {placed} of these fit within {PLACEMENT_TIMEOUT_S:g} s. The cluster has machines: {has}. Set "
+        f"{fullest} each; {placed} of it fit within {timeout_s:g} s. The cluster has machines: {has}. Set "
         "trainer.n_gpus_per_node, trainer.nnodes, cluster.* and reward.num_workers to what is free."
     )
 

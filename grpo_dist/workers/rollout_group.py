@@ -5,7 +5,8 @@ the load that its engine reports: enough that it never idles, and few enough tha
 prompts that others could sample.
 
 A worker that dies, fails, aborts a group by itself or does not answer is replaced (pool.py). Its new process gets
-requests once it holds the current weights (weight_sync.py).
+requests once it holds the current weights (weight_sync.py). One whose machine is lost is left out until another one
+has room for it.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ class RolloutGroup(Pool):
 
         Raises:
             WeightSyncError: the weights are damaged, incomplete or out of order.
-            GrpoDistError: an engine confirmed another version, or the restart budget is used up.
+            GrpoDistError: an engine confirmed another version.
         """
         async with self._syncing:
             self._bring, self._version = bring, version
@@ -197,7 +198,8 @@ class RolloutGroup(Pool):
         while awake:
             await self.started()
             before = list(self.workers.handles)
-            calls = {rank: self.workers.submit(rank, "update_actor", "sleep") for rank in awake}
+            there = set(awake).intersection(self.workers.present)
+            calls = {rank: self.workers.submit(rank, "update_actor", "sleep") for rank in sorted(there)}
             for rank, answer in (await outcomes(calls)).items():
                 if isinstance(answer, GrpoDistError):
                     self.replace(rank, before[rank], answer)

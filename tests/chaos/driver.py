@@ -83,20 +83,28 @@ class Timetable:
         """A moment of a step has come: look for the process, which takes as long as a short stage."""
         for fault in [each for each in self.faults if (each.moment, each.step) == (moment, step)]:
             self.faults.remove(fault)
-            self.due.append((fault, victim(fault.role)))
+            self.due.append((fault, self.victim(fault.role)))
 
     def strike(self) -> None:
         """Hit what is due; where the process before was hit a moment ago, as soon as the next is there."""
         for fault, before in list(self.due):
-            pid = before or victim(fault.role)
+            pid = before or self.victim(fault.role)
             if pid is not None:
                 self.due.remove((fault, before))
                 self.hit(fault, pid)
 
+    def victim(self, role: str) -> int | None:
+        """The role's last process."""
+        return victim(role)
+
     def hit(self, fault: Fault, pid: int) -> None:
-        """Send the signal."""
+        """Write the fault down, and send the signal."""
         with self.hits.open("a") as file:
             file.write(json.dumps({"fault": asdict(fault), "during": self.now}) + "\n")
+        self.send(fault, pid)
+
+    def send(self, fault: Fault, pid: int) -> None:
+        """Send the signal to a process."""
         number = signal.Signals[fault.signal]
         if fault.role == "driver" and number == signal.SIGSTOP and os.fork() == 0:  # somebody must wake it up
             time.sleep(DRIVER_STOPS_S)

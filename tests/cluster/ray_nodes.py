@@ -31,17 +31,21 @@ def environment() -> dict[str, str]:
     return plain | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
 
 
-def start_ray(there: Machines, env: dict[str, str], *, num_cpus: int = 3, dashboard: bool = False) -> str:
+def start_ray(
+    there: Machines, env: dict[str, str], *, num_cpus: int = 3, head_cpus: int | None = None, dashboard: bool = False
+) -> str:
     """A head on the first machine, and a node on each of the others; returns the cluster's address.
 
     Args:
         there: the machines.
         env: from `environment`.
         num_cpus: logical CPUs of each node.
+        head_cpus: those of the head; None: as many.
         dashboard: whether the head has one, at `DASHBOARD_PORT`, which `ray job submit` needs.
     """
     for number in range(len(there.names)):
-        start_node(there, env, number, num_cpus=num_cpus, dashboard=dashboard)
+        cpus = head_cpus if number == 0 and head_cpus is not None else num_cpus
+        start_node(there, env, number, num_cpus=cpus, dashboard=dashboard)
     return f"{there.addresses[0]}:{PORT}"
 
 

@@ -17,14 +17,15 @@ from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import load_command, load_config
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.supervised import REWARD_MODEL, SFT
-from grpo_dist.errors import ConfigError, OutOfMemory, Terminated, WorkerLost
+from grpo_dist.errors import ConfigError, DataLost, OutOfMemory, Terminated, WorkerLost
 from grpo_dist.trainer import run
+from grpo_dist.trainer.checks import Ready
 from grpo_dist.trainer.grpo import GRPO_JOB
 from grpo_dist.trainer.preemption import Preemption
 from tests.messages import refuses, says
 from tests.trainer.checkpoints import finished_run
 
-NOTHING: Any = None  # what a start takes from the preflight
+NOTHING = Ready([], 1)  # what a start takes from the preflight
 LOST = WorkerLost("its process died", "actor", 0)
 
 
@@ -134,6 +135,26 @@ def test_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_role_without_state_of_the_run_is_replaced_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkerLost):
         train([trainer(fail(WorkerLost("its process died", "ref", 0))), trainer(lambda: None)])
+
+
+def test_data_that_were_lost_with_a_machine_are_made_again_from_the_last_checkpoint(tmp_path: Path) -> None:
+    last, gone = tmp_path / "elsewhere/global_step_3", DataLost("what it needs was in the memory of a lost machine")
+    seen = train([trainer(fail(gone), last), trainer(lambda: None)])
+    assert [config.trainer.resume_from_path for config in seen] == [None, str(last)]
+    with pytest.raises(DataLost):
+        train([trainer(fail(gone))] * 2, "trainer.max_actor_restarts=1")
+
+
+def test_only_a_restart_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its first start a run asks for too much; later a machine may be missing."""
+    again: list[bool] = []
+
+    def build(config: RunConfig, run_dir: Path, stack: Any, preemption: Any, ready: Any) -> Any:
+        again.append(ready.again)
+        return trainer(fail(LOST) if len(again) < 3 else lambda: None), SimpleNamespace(peak_memory=dict)
+
+    run._train(load_config([])[0], job(build), Path(), Preemption(), NOTHING, None)
+    assert again == [False, True, True]
 
 
 def test_it_goes_on_from_the_last_checkpoint_or_if_that_is_damaged_from_the_one_before(

@@ -26,8 +26,10 @@ from grpo_dist.trainer.settings import engine_settings
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
+from grpo_dist.workers.nodes import Nodes
 from grpo_dist.workers.process import Process
 from grpo_dist.workers.resources import Bundle, nodes_in_order, release, reserve
+from grpo_dist.workers.restarts import RestartBudget
 
 TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 NO_KL = "actor_rollout_ref.actor.use_kl_loss=false"
@@ -75,18 +77,21 @@ def lose(cluster: Cluster, bundles: dict[str, list[Bundle]]) -> dict[str, Any]:
     replaced = run(engines.call_home())
     victim = before[0].node_id
     cluster.remove_node(next(node for node in cluster.worker_nodes if node.node_id == victim), allow_graceful=False)
+    budget = RestartBudget(1, Nodes(wait_minutes=LIMIT_S / 60))
+    for rank in range(2):
+        run(budget.judge(engines.lost(rank, "generate", "gone"), engines.node_id(rank)))
+        engines.retire(rank)
+    room = [run(budget.nodes.has_room(bundle)) for bundle in bundles["rollout"]]
     cluster.add_node(wait=False, **SIZE)
-    cluster.wait_for_nodes(timeout=LIMIT_S)
+    run(budget.nodes.wait_for_room("rollout", bundles["rollout"]))
     for rank in range(2):
         engines.respawn(rank)
     moved = run(engines.call_home())
-    deadline = time.monotonic() + LIMIT_S
-    while victim in (ids := set(placement_group_table(bundles["rollout"][0].group)["bundles_to_node_id"].values())):
-        assert time.monotonic() < deadline, "Ray has not moved the group"
-        time.sleep(0.1)
     return {
         "replaced": [address.node_id == victim for address in replaced],
-        "moved": len({address.node_id for address in moved}) == len(ids) == 1,
+        "room": room,
+        "failures": budget.failures,
+        "moved": len({address.node_id for address in moved}) == 1,
         "elsewhere": all(address.node_id != victim for address in moved),
         "nodes": found(bundles, order()),
     }

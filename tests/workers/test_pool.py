@@ -12,19 +12,24 @@ from typing import Any
 import pytest
 import ray
 
-from grpo_dist.errors import ConfigError, WorkerLost
+from grpo_dist.errors import ConfigError, GrpoDistError, WorkerLost
+from grpo_dist.workers import nodes
 from grpo_dist.workers.event_loop import blocking, run
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.pool import Pool
+from grpo_dist.workers.resources import Bundle
 from grpo_dist.workers.restarts import RestartBudget
+from tests.messages import says
+from tests.workers.fake_nodes import FakeNodes
 
 
 class Fakes(WorkerGroup):
     """Processes that answer when they are told to, with the number of their life, or are lost."""
 
     def __init__(self, size: int) -> None:
-        super().__init__("reward", [f"{rank}-0" for rank in range(size)], TimeLimits(60.0))
+        bundles = [Bundle(1.0, 0.0, rank, 0) for rank in range(size)]
+        super().__init__("reward", [f"{rank}-0" for rank in range(size)], TimeLimits(60.0), bundles=bundles)
         self.answers: list[tuple[Call, asyncio.Future[Any]]] = []
         self.lives = [0] * size
 
@@ -36,11 +41,17 @@ class Fakes(WorkerGroup):
     async def value(self, call: Call) -> Any:
         return await next(answer for each, answer in self.answers if each is call)
 
-    def respawn(self, rank: int) -> None:
-        self.lives[rank] += 1
+    def retire(self, rank: int) -> None:
         for call, answer in self.answers:
             if call.rank == rank and call.is_current and not answer.done():
                 answer.set_exception(self.lost(rank, call.stage, "its process was replaced"))
+        self.handles[rank] = None
+
+    def node_id(self, rank: int) -> str:
+        return f"node{rank // 2}"
+
+    def respawn(self, rank: int) -> None:
+        self.lives[rank] += 1
         self.handles[rank] = f"{rank}-{self.lives[rank]}"
 
     def open(self, method: str) -> list[tuple[int, asyncio.Future[Any]]]:
@@ -52,7 +63,7 @@ def scenario(size: int, most: int = 1) -> Callable[[Callable[[Pool, Fakes], Any]
 
     def decorate(test: Callable[[Pool, Fakes], Any]) -> None:
         workers = Fakes(size)
-        blocking(test)(Pool(workers, RestartBudget(most)), workers)
+        blocking(test)(Pool(workers, RestartBudget(most, FakeNodes())), workers)
 
     return decorate
 
@@ -176,3 +187,78 @@ def test_who_waits_for_a_process_that_is_replaced_or_ended_need_not_wait_for_ray
     lost, ended = run(waiting(False)), run(waiting(True))
     assert [(type(each), each.rank) for each in lost] == [(WorkerLost, 0)] * 2
     assert [type(each) for each in ended] == [asyncio.CancelledError] * 2
+
+
+def lose(workers: Fakes, *names: str) -> None:
+    """Of each open call the worker is lost."""
+    for name in names:
+        rank, answer = workers.open(name)[0]
+        answer.set_exception(WorkerLost("gone", "reward", rank))
+
+
+def nodes_of(pool: Pool) -> FakeNodes:
+    assert isinstance(pool.restarts.nodes, FakeNodes)
+    return pool.restarts.nodes
+
+
+def test_a_lost_machine_is_one_fault_and_those_left_take_the_work_until_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks 0 and 1 were on it. Room comes for one of them, which then takes part."""
+    monkeypatch.setattr(nodes, "POLL_S", 0.0)
+
+    @scenario(3, most=1)
+    async def _(pool: Pool, workers: Fakes) -> None:
+        there = nodes_of(pool)
+        there.lost, there.full = {"node0": "host0 (10.0.0.1)"}, set(workers.bundles[:2])
+        tasks = [ask(pool, name) for name in "abc"]
+        await settle()
+        lose(workers, "a", "b")
+        await settle()
+        assert (workers.present, workers.open("start")) == ([2], [])
+        await pool.started()  # nothing is starting
+        workers.open("c")[0][1].set_result("c")
+        for name in "ab":
+            await settle()
+            [(rank, answer)] = workers.open(name)
+            assert rank == 2
+            if name == "a":
+                answer.set_result("a")
+        there.full.remove(workers.bundles[1])
+        while not workers.open("start"):
+            await asyncio.sleep(0)
+        assert [rank for rank, _ in workers.open("start")] == [1]
+        workers.open("start")[0][1].set_result(None)
+        await settle()
+        later = ask(pool, "later")
+        await settle()
+        [(rank, answer)] = workers.open("later")
+        assert rank == 1
+        answer.set_result("later")
+        workers.open("b")[0][1].set_result("b")
+        assert await asyncio.gather(*tasks, later) == ["a", "b", "c", "later"]
+        assert len(pool.restarts.failures) == 2
+        assert all("host0 (10.0.0.1)" in failure for failure in pool.restarts.failures)
+
+
+def test_with_no_worker_left_there_is_a_limit_to_the_wait_for_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for what is asked at once, without the queue."""
+    monkeypatch.setattr(nodes, "POLL_S", 0.0)
+    monkeypatch.setattr(nodes, "RESCHEDULED_S", 0.01)
+
+    @scenario(2, most=1)
+    async def _(pool: Pool, workers: Fakes) -> None:
+        there = nodes_of(pool)
+        there.lost, there.full = {"node0": "host0 (10.0.0.1)"}, set(workers.bundles)
+        now = asyncio.create_task(
+            pool.ask_now(lambda rank: workers.submit(rank, "write", "now"), lambda _, answer: answer)
+        )
+        tasks = [ask(pool, name) for name in "ab"]
+        await settle()
+        lose(workers, "a", "b")
+        found = await asyncio.gather(*tasks, now, return_exceptions=True)
+        assert workers.lives == [0, 0]
+        for error in found:
+            assert isinstance(error, GrpoDistError)
+            says(error, "host0 (10.0.0.1)", "trainer.node_wait_minutes=0", "reward 1 x (1 CPU, 0 GPU)", "ray start")
+        assert len(there.told) == 2

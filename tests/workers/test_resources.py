@@ -19,6 +19,7 @@ from tests.messages import says
 
 pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parents[2]
+ROLES = ("actor", "rollout", "reward")
 NEEDS = {"actor": (0.05, 0.0), "ref": (0.1, 0.0)}  # CPUs and GPUs of each process
 
 
@@ -49,6 +50,8 @@ def test_ranks_lie_together_on_several_machines_and_after_restarts() -> None:
     assert shared["told"] == [[first, second]]
     assert found["cpu"] == {"actor": [0, 0, 1, 2], "rollout": [1], "ref": [2], "reward": [0]}
     assert found["replaced"] == [True, True], "a new process is where the old one was"
+    assert found["room"] == [False, False], "the other machines are full"
+    assert all("its machine is lost" in failure for failure in found["failures"]), "one fault, as many as there may be"
     assert found["elsewhere"], "its node is gone"
     assert found["moved"], "all that was on one machine is on one machine again"
     nodes = found["nodes"]
@@ -88,6 +91,34 @@ def test_each_machine_has_a_group() -> None:
     assert [(b.group, b.index) for b in bundles["actor"]] == [(groups[0], 0), (groups[1], 0)]
     assert [(b.group, b.index) for b in bundles["ref"]] == [(groups[1], 1)]
     release(groups)
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_what_works_alone_has_a_group_of_its_own() -> None:
+    groups, bundles = reserve(
+        slots_of({"actor": [0], "rollout": [0, 1], "reward": [1]}, dict.fromkeys(ROLES, (0.05, 0.0)))
+    )
+    assert [group.bundle_specs for group in groups] == [[{"CPU": 0.05}]] * 4
+    assert [[b.group for b in bundles[role]] for role in ROLES] == [[groups[0]], groups[1:3], groups[3:]]
+    release(groups)
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_in_a_restart_one_of_those_that_work_alone_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster has 2 CPUs: room for the actor and one engine. Of what must be there all is, or nothing."""
+    needs = {"actor": (0.5, 0.0), "rollout": (1.2, 0.0), "reward": (0.1, 0.0)}
+    slots = slots_of({"actor": [0], "rollout": [0, 1], "reward": [1]}, needs)
+    with pytest.raises(ConfigError):
+        reserve(slots, timeout_s=0.5)
+    groups, bundles = reserve(slots, timeout_s=5, one_is_enough=True)
+    assert {role: sorted(b.placed for b in bundles[role]) for role in ROLES} == {
+        "actor": [True],
+        "rollout": [False, True],
+        "reward": [True],
+    }
+    release(groups)
+    with pytest.raises(ConfigError):
+        reserve(slots_of({"actor": [0, 1]}, {"actor": (1.2, 0.0)}), timeout_s=0.5, one_is_enough=True)
 
 
 @pytest.mark.usefixtures("local_ray")

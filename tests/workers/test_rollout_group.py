@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
 import math
 import os
 import time
@@ -17,8 +16,8 @@ import pytest
 import ray
 import torch
 
-from grpo_dist.engines.base import EngineLoad, Footprint
-from grpo_dist.engines.settings import EngineSettings, SamplingSettings
+from grpo_dist.engines.base import EngineLoad
+from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError, EngineError, GrpoDistError, WeightSyncError, WorkerError
 from grpo_dist.protocol import DataProto
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
@@ -33,7 +32,6 @@ from grpo_dist.workers.rollout_group import Engine, GroupRequest, RolloutGroup
 from grpo_dist.workers.weight_transport import Outcomes, outcomes
 from tests.messages import refuses, says
 from tests.processes import spawned
-from tests.workers.test_weight_transport import Scripted, engine_settings
 
 pytestmark = pytest.mark.ray
 
@@ -241,6 +239,8 @@ def test_a_worker_that_dies_in_a_sync_does_not_hold_up_the_others(make: Callable
     started = time.monotonic()
     sync(group, ["deadly for 0"], 6)
     assert time.monotonic() - started < 60
+    while not group.restarts.failures:
+        time.sleep(0.01)
     assert len(group.restarts.failures) == 1
     with in_flight(group, request("slow now")) as ranks:
         assert ranks == [1], "the one that lives goes on at once"
@@ -322,65 +322,3 @@ def test_the_number_in_flight_has_an_upper_bound() -> None:
     member = Engine(max_num_seqs=64, limit=70)
     member.adapt(64, 0, group_size=4)
     assert member.limit == 72
-
-
-class Engines(Scripted):
-    """Engines that are none, and that can be replaced."""
-
-    async def call_home(self) -> list:
-        return []
-
-    def respawn(self, rank: int) -> None:
-        self.handles[rank] = object()
-        self.asked.append(("respawn", rank))
-        self.results.get("sleep", {}).pop(rank, None)  # the new process sleeps as it should
-
-
-def engines_of(*settings: EngineSettings, **results: Any) -> tuple[RolloutGroup, Engines]:
-    workers = Engines("rollout", len(settings), **results)
-    group = RolloutGroup(workers, RestartBudget(1))
-    run(group.start(settings))
-    workers.asked.clear()
-    workers.told.clear()
-    return group, workers
-
-
-def test_an_engine_that_is_replaced_takes_what_the_one_before_took() -> None:
-    """And does not let vLLM measure what is free while other roles are at work. Without GPUs nothing is noted."""
-    died = EngineError("vLLM failed")
-    plain = dataclasses.replace(engine_settings("model", 0), kv_cache_memory_gib=None, free_cache_engine=True)
-    group, workers = engines_of(plain, plain, sleep={1: died})
-    group.note_started([None, Footprint(total_gib=27.5, kv_cache_gib=20.25)])
-    run(group.begin_update())
-    (start,) = [told for told in workers.told if told[0] == "start"]
-    assert start == ("start", 1, dataclasses.replace(plain, footprint_gib=27.5, kv_cache_memory_gib=20.25))
-    assert group.restarts.failures == ["vLLM failed"]
-    assert workers.asked == [("sleep", 0), ("sleep", 1), ("respawn", 1), ("start", 1), ("sleep", 1)], (
-        "it starts and sleeps before the update has the memory"
-    )
-    workers.asked.clear()
-    workers.results = {"sleep": {0: died}}
-    with pytest.raises(EngineError) as caught:
-        run(group.begin_update())
-    assert caught.value is died
-    assert workers.asked == [("sleep", 0), ("sleep", 1)], "the budget is spent"
-
-
-def test_an_engine_that_is_starting_when_others_sleep_starts_first() -> None:
-    settings = dataclasses.replace(engine_settings("model", 0), free_cache_engine=True)
-    group, workers = engines_of(settings, settings)
-
-    async def replace_and_sleep() -> None:
-        group.replace(1, workers.handles[1], EngineError("it died while it sampled"))
-        await group.begin_update()
-
-    run(replace_and_sleep())
-    assert workers.asked == [("respawn", 1), ("start", 1), ("sleep", 0), ("sleep", 1)]
-    assert not group.is_starting(1)
-
-
-def test_engines_sleep_if_they_are_to() -> None:
-    awake = engine_settings("model", 0)
-    group, workers = engines_of(awake, dataclasses.replace(awake, free_cache_engine=True), awake)
-    run(group.begin_update())
-    assert workers.asked == [("sleep", 1)]

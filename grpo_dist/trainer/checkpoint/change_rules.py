@@ -34,6 +34,7 @@ _HARMLESS = (
     "trainer.max_actor_ckpt_to_keep",
     "trainer.resume_*",
     "trainer.max_*_restarts",
+    "trainer.node_wait_minutes",
     "trainer.halve_on_out_of_memory",
     "trainer.export_*",
     "trainer.nnodes",

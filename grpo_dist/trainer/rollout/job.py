@@ -60,6 +60,10 @@ class RolloutJob:
                 if not task.cancelled():
                     task.result()
 
+    async def ended(self) -> None:
+        """Wait until nothing of the job is at work any more, whatever became of it."""
+        await asyncio.gather(*self.flows.values(), *self.passes, return_exceptions=True)
+
     async def scored(self, enough: Callable[[], bool]) -> None:
         """Wait until `enough` returns true, which is tested after each score, or until all groups are scored.
 

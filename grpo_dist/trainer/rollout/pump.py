@@ -80,6 +80,11 @@ class RolloutPump:
         self.tasks: set[asyncio.Task[Any]] = set()
         self._one_model_pass = asyncio.Lock()  # so that a group can be cancelled while its pass waits for others
 
+    @property
+    def machines_lost(self) -> int:
+        """How many machines with workers of the run have been lost."""
+        return self.rollout.restarts.machines_lost
+
     def submit(
         self,
         requests: Sequence[GroupRequest],

@@ -28,7 +28,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import AgentError, DataError, GrpoDistError
+from grpo_dist.errors import AgentError, DataError, DataLost, GrpoDistError
 from grpo_dist.trainer.checkpoint.finished_groups import FinishedGroups, Group
 from grpo_dist.trainer.rollout.filter import informative, require_metric
 from grpo_dist.trainer.rollout.job import RolloutJob, timings
@@ -218,13 +218,26 @@ class TrainingSampler:
     async def _fill(self, step: int, state: OpenStep, job: RolloutJob) -> None:
         """Sample batches of prompts, of which `job` is the first, until the step's batch is full.
 
+        If a machine is lost meanwhile, which had some of the groups, all of `job` are sampled again, by the same seeds.
+
         Raises:
             GrpoDistError: a worker failed, or too few groups with different rewards were found.
         """
         while True:
-            if self.num_spare and state.num_complete not in state.dropped:
-                await self._cancel_the_slowest(state, job)
-            await job.finished()
+            lost = self.pump.machines_lost
+            try:
+                if self.num_spare and state.num_complete not in state.dropped:
+                    await self._cancel_the_slowest(state, job)
+                await job.finished()
+            except DataLost:
+                if self.num_spare:  # others might be chosen
+                    raise
+                lost = -1
+            if lost != self.pump.machines_lost and not self.num_spare:
+                await job.ended()
+                state.jobs.pop()
+                job = self._send_batch(step, state)
+                continue
             self._choose_groups(step, state, job)
             if len(state.kept) == self.config.data.train_batch_size:
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,11 +37,18 @@ def build(
     from grpo_dist.trainer.processes import RoleProcesses
     from grpo_dist.trainer.supervised.trainer import SupervisedTrainer
     from grpo_dist.workers.event_loop import run
+    from grpo_dist.workers.nodes import Nodes
     from grpo_dist.workers.supervised import SupervisedGroup, SupervisedWorker
 
     started, role = time.monotonic(), config.role
-    limits = TimeLimits(config.trainer.worker_timeout_s)
-    workers = RoleProcesses(slots(config), {role: SupervisedWorker}, limits, run_dir)
+    workers = RoleProcesses(
+        slots(config),
+        {role: SupervisedWorker},
+        TimeLimits(config.trainer.worker_timeout_s),
+        run_dir,
+        nodes=Nodes(config.trainer.node_wait_minutes, functools.partial(say, config)),
+        again=ready.again,
+    )
     stack.callback(workers.shutdown)
     say(config, f"starting workers: {config.world_size} {role}")
     resumed = find_resumed(config, ready.rows.identity)

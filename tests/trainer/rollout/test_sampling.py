@@ -6,9 +6,11 @@ import asyncio
 from typing import Any
 
 import numpy as np
+import pytest
 
 from grpo_dist.data.sampler import PromptSampler
-from grpo_dist.errors import DataError, GrpoDistError
+from grpo_dist.errors import DataError, DataLost, GrpoDistError
+from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.sampling import OpenStep
 from grpo_dist.workers.event_loop import run
 from tests.messages import refuses
@@ -20,6 +22,40 @@ def test_without_filtering_one_batch_is_sampled() -> None:
     assert [request.uid for request in result.requests] == ["step1-prompt0", "step1-prompt1"]
     assert result.batch["score"].tolist() == MIXED + EQUAL
     assert result.metrics == {}
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["by the data", "by the machine"])
+def test_what_a_lost_machine_had_is_sampled_again_as_it_was(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What still runs ends first: its engines would take the same names for the same groups."""
+    sampler, ended = make_sampler({0: MIXED, 1: EQUAL, 2: MIXED, 3: MIXED}), list[RolloutJob]()
+
+    async def finished(job: RolloutJob) -> None:
+        if not ended:
+            sampler.pump.machines_lost = 1  # type: ignore[misc]
+            if told:
+                raise DataLost("a group is gone")
+
+    async def has_ended(job: RolloutJob) -> None:
+        ended.append(job)
+
+    monkeypatch.setattr(RolloutJob, "finished", finished)
+    monkeypatch.setattr(RolloutJob, "ended", has_ended)
+    result = run(sampler.rollout(1))
+    first, second = (sampler.pump.requests[:2], sampler.pump.requests[2:])
+    assert [(each.uid, each.sampling) for each in first] == [(each.uid, each.sampling) for each in second]
+    assert result.batch["score"].tolist() == MIXED + EQUAL
+    assert (len(ended), result.num_responses) == (1, 2 * N)
+    assert list(sampler.order.next_batch()) == [2, 3], "no prompt is skipped"
+
+
+def test_with_spare_prompts_others_might_be_chosen_so_lost_data_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def finished(job: RolloutJob) -> None:
+        raise DataLost("a group is gone")
+
+    monkeypatch.setattr(RolloutJob, "finished", finished)
+    sampler = make_sampler({i: MIXED for i in range(6)}, "actor_rollout_ref.rollout.over_sample_rate=0.5")
+    with pytest.raises(DataLost):
+        run(sampler.rollout(1))
 
 
 def test_groups_that_teach_nothing_are_replaced() -> None:

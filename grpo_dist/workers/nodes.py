@@ -1,0 +1,149 @@
+"""Machines that fail: whether a worker was lost alone or with its machine, and room for what replaces it.
+
+Ray calls a node dead once its health check has failed for a while (up to a minute), and until then places replacements
+on it. So whoever replaces a worker first waits until every node answers or is dead (`Nodes.dead`). By then Ray looks
+for another node for the placement groups that were on it, and a worker is started when its group has found one
+(`Nodes.has_room`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from grpo_dist.errors import ConfigError, GrpoDistError
+from grpo_dist.workers.resources import Bundle, is_placed, requested, reserve
+
+if TYPE_CHECKING:
+    from grpo_dist.config.node_layout import Slot
+
+# A live node accepts a connection at once.
+CONNECT_TIMEOUT_S = 5.0
+# Ray's health check, as it is set by default, calls a silent node dead after 65 s.
+VERDICT_TIMEOUT_S = 120.0
+POLL_S = 0.5
+# Ray has found a node with room by then, if there is one.
+RESCHEDULED_S = 10.0
+WAIT_KEY = "trainer.node_wait_minutes"
+
+
+class Nodes:
+    """The nodes of the Ray cluster, as the driver finds them. Its coroutines do not block the loop.
+
+    Args:
+        wait_minutes: how long a role without a single process waits for a node with room.
+        tell: called with a line for the user when such a wait begins.
+    """
+
+    def __init__(self, wait_minutes: float = 0.0, tell: Callable[[str], None] = lambda line: None) -> None:
+        self.wait_minutes, self.tell, self._closed = wait_minutes, tell, False
+
+    def close(self) -> None:
+        """End all waits for room: the run has ended its workers."""
+        self._closed = True
+
+    async def dead(self) -> dict[str, str]:
+        """Wait until each node answers or is dead by Ray's verdict; the dead ones by id, as "HOST (ADDRESS)"."""
+        deadline = time.monotonic() + VERDICT_TIMEOUT_S
+        while True:
+            nodes = await asyncio.to_thread(ray.nodes)
+            answers = await asyncio.gather(*(_answers(node) for node in nodes if node["Alive"]))
+            if all(answers) or time.monotonic() > deadline:
+                return {node["NodeID"]: _described(node) for node in nodes if not node["Alive"]}
+            await asyncio.sleep(POLL_S)
+
+    async def reserve_again(self, slots: Sequence[Slot]) -> tuple[list[Any], dict[str, list[Bundle]]]:
+        """Reserve for a run whose workers all start again, as `reserve` does, once it is known which nodes are dead.
+
+        If there is no room for all, roles whose processes work alone begin with fewer.
+
+        Raises:
+            GrpoDistError: there was not even room for these within `wait_minutes`.
+        """
+        if await self.dead():
+            self.tell(f"placing all workers on the machines that are left; {await self._situation()}")
+        deadline = time.monotonic() + 60 * self.wait_minutes
+        while True:
+            try:  # in short attempts, so that a signal need not wait for the thread
+                return await asyncio.to_thread(reserve, slots, timeout_s=RESCHEDULED_S, one_is_enough=True)
+            except ConfigError:
+                if time.monotonic() > deadline:
+                    raise await self._no_room(requested(slots)) from None
+
+    async def has_room(self, bundle: Bundle) -> bool:
+        """Whether a bundle is on a node."""
+        return await asyncio.to_thread(is_placed, bundle.group)
+
+    async def wait_for_room(
+        self, role: str, bundles: Sequence[Bundle], others: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wait until all these bundles are on nodes.
+
+        Args:
+            role: of the processes that they are for.
+            bundles: some of the role's.
+            others: whether the role has other processes, so that there is time.
+
+        Raises:
+            GrpoDistError: there was no room within `wait_minutes`.
+        """
+        since = begun = time.monotonic()
+        patience, told = max(60 * self.wait_minutes, RESCHEDULED_S), False
+        while not all([await self.has_room(bundle) for bundle in bundles]):
+            if not told and time.monotonic() - begun > RESCHEDULED_S / 2:
+                self.tell(f"{_needs(role, bundles)}: waiting for a machine with room; {await self._situation()}")
+                told = True
+            if self._closed:
+                raise asyncio.CancelledError
+            if others():
+                since = time.monotonic()
+            elif time.monotonic() - since > patience:
+                raise await self._no_room(_needs(role, bundles))
+            await asyncio.sleep(POLL_S)
+
+    async def _situation(self) -> str:
+        """Which machines are lost and which are there, for messages."""
+        nodes = await asyncio.to_thread(ray.nodes)
+        lost = ", ".join(sorted({_described(node) for node in nodes if not node["Alive"]})) or "none"
+        sizes = Counter(
+            f"{node['Resources'].get('CPU', 0):g} CPU and {node['Resources'].get('GPU', 0):g} GPU"
+            for node in nodes
+            if node["Alive"]
+        )
+        return f"machines lost: {lost}; there: {', '.join(f'{count} with {size}' for size, count in sizes.items())}"
+
+    async def _no_room(self, needs: str) -> GrpoDistError:
+        return GrpoDistError(
+            f"no machine has room in place of a lost one, {WAIT_KEY}={self.wait_minutes:g} minutes after it was lost: "
+            f"{needs}; {await self._situation()}. Start Ray on another machine (`ray start --address=...`) or ask for "
+            "less (trainer.nnodes, trainer.n_gpus_per_node, cluster.*); the same command then goes on from the last "
+            f"checkpoint. Where machines come back later than that, raise {WAIT_KEY}"
+        )
+
+
+def _described(node: Mapping[str, Any]) -> str:
+    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+
+
+def _needs(role: str, bundles: Sequence[Bundle]) -> str:
+    kinds = Counter((bundle.num_cpus, bundle.num_gpus) for bundle in bundles)
+    return ", ".join(f"{role} {count} x ({cpus:g} CPU, {gpus:g} GPU)" for (cpus, gpus), count in kinds.items())
+
+
+async def _answers(node: Mapping[str, Any]) -> bool:
+    """Whether a node accepts a connection."""
+    opening = asyncio.open_connection(node["NodeManagerAddress"], node["NodeManagerPort"])
+    try:
+        _, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT_S)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True

@@ -1,0 +1,151 @@
+"""Ray's verdict on nodes, with sockets that answer or not in place of nodes; and the wait for room."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from grpo_dist.config.node_layout import slots_of
+from grpo_dist.errors import ConfigError, GrpoDistError
+from grpo_dist.workers import nodes
+from grpo_dist.workers.event_loop import blocking, run
+from grpo_dist.workers.nodes import Nodes
+from grpo_dist.workers.resources import Bundle
+from tests.messages import refuses, says
+
+SLOTS = slots_of({"rollout": [0, 1]}, {"rollout": (2.0, 1.0)})
+
+
+@pytest.fixture
+def listening() -> Iterator[int]:
+    """A port that accepts connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def silent() -> int:
+    """A port that does not."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def node(number: int, port: int, *, alive: bool = True) -> dict[str, Any]:
+    return {
+        "NodeID": f"node{number}",
+        "Alive": alive,
+        "NodeManagerAddress": "127.0.0.1",
+        "NodeManagerPort": port,
+        "NodeManagerHostname": f"host{number}",
+        "Resources": {"CPU": 4.0, "GPU": 1.0} if alive else {},
+    }
+
+
+def cluster(monkeypatch: pytest.MonkeyPatch, *looks: list[dict[str, Any]]) -> list[int]:
+    """What Ray tells at each look, the last for ever; returns a list that grows with each look."""
+    seen: list[int] = []
+
+    def look() -> list[dict[str, Any]]:
+        seen.append(len(seen))
+        return looks[min(len(seen), len(looks)) - 1]
+
+    monkeypatch.setattr(ray, "nodes", look)
+    monkeypatch.setattr(nodes, "POLL_S", 0.0)
+    return seen
+
+
+def test_where_every_node_answers_there_is_nothing_to_wait_for(
+    monkeypatch: pytest.MonkeyPatch, listening: int, silent: int
+) -> None:
+    """A node that was lost long ago is dead, and need not answer."""
+    looks = cluster(monkeypatch, [node(0, listening), node(1, silent, alive=False)])
+    assert run(Nodes().dead()) == {"node1": "host1 (127.0.0.1)"}
+    assert len(looks) == 1
+
+
+def test_a_node_that_does_not_answer_is_waited_for_until_it_is_dead(
+    monkeypatch: pytest.MonkeyPatch, listening: int, silent: int
+) -> None:
+    dying = [node(0, listening), node(1, silent)]
+    looks = cluster(monkeypatch, dying, dying, dying, [node(0, listening), node(1, silent, alive=False)])
+    assert run(Nodes().dead()) == {"node1": "host1 (127.0.0.1)"}
+    assert len(looks) == 4
+
+
+def test_a_node_that_answers_again_was_not_lost(monkeypatch: pytest.MonkeyPatch, listening: int, silent: int) -> None:
+    looks = cluster(monkeypatch, [node(0, silent)], [node(0, silent)], [node(0, listening)])
+    assert run(Nodes().dead()) == {}
+    assert len(looks) == 3
+
+
+def test_the_wait_for_a_verdict_has_an_end(monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
+    monkeypatch.setattr(nodes, "VERDICT_TIMEOUT_S", 0.05)
+    cluster(monkeypatch, [node(0, silent)])
+    assert run(Nodes().dead()) == {}
+
+
+def test_the_loop_goes_on_while_ray_is_asked(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
+    @blocking
+    async def look() -> bool:
+        loop, turned = asyncio.get_running_loop(), asyncio.Event()
+
+        def nodes_once_the_loop_has_turned() -> list[dict[str, Any]]:
+            asyncio.run_coroutine_threadsafe(turn(), loop).result(timeout=30)
+            return [node(0, listening)]
+
+        async def turn() -> None:
+            turned.set()
+
+        monkeypatch.setattr(ray, "nodes", nodes_once_the_loop_has_turned)
+        await Nodes().dead()
+        return turned.is_set()
+
+    assert look()
+
+
+def test_room_is_waited_for_and_the_wait_is_told(monkeypatch: pytest.MonkeyPatch, listening: int, silent: int) -> None:
+    """A role that goes on with other processes has time; one without has the minutes of the key."""
+    cluster(monkeypatch, [node(0, listening), node(1, silent, alive=False)])
+    monkeypatch.setattr(nodes, "RESCHEDULED_S", 0.02)
+    placed, told = set[str](), list[str]()
+    monkeypatch.setattr(nodes, "is_placed", placed.__contains__)
+    bundles = [Bundle(2.0, 1.0, "a", 0), Bundle(2.0, 1.0, "b", 0)]
+
+    def some_left() -> bool:
+        if told:
+            placed.update("ab")
+        return True
+
+    run(Nodes(0.0, told.append).wait_for_room("rollout", bundles, some_left))
+    assert len(told) == 1
+    placed.remove("b")
+    with refuses(GrpoDistError, "rollout 2 x (2 CPU, 1 GPU)", "host1 (127.0.0.1)", "trainer.node_wait_minutes=0"):
+        run(Nodes(0.0, told.append).wait_for_room("rollout", bundles))
+    for line in told:
+        says(line, "rollout 2 x (2 CPU, 1 GPU)", "host1 (127.0.0.1)", "1 with 4 CPU and 1 GPU")
+
+
+def test_a_run_that_starts_again_waits_for_room(monkeypatch: pytest.MonkeyPatch, listening: int, silent: int) -> None:
+    cluster(monkeypatch, [node(0, listening), node(1, silent, alive=False)])
+    asked: list[dict[str, Any]] = []
+
+    def reserve(slots: Any, **how: Any) -> Any:
+        asked.append(how)
+        if len(asked) < 3:
+            raise ConfigError("too little")
+        return [], {}
+
+    monkeypatch.setattr(nodes, "reserve", reserve)
+    told: list[str] = []
+    assert run(Nodes(30.0, told.append).reserve_again(SLOTS)) == ([], {})
+    assert asked == [{"timeout_s": nodes.RESCHEDULED_S, "one_is_enough": True}] * 3
+    says(told[0], "host1 (127.0.0.1)")
+    asked.clear()
+    with refuses(GrpoDistError, "rollout 2 x (2 CPU, 1 GPU)", "host1 (127.0.0.1)", "trainer.node_wait_minutes=0"):
+        run(Nodes().reserve_again(SLOTS))
+    assert len(asked) == 1

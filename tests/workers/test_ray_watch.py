@@ -1,0 +1,96 @@
+"""Ray's control service and raylet, for which sockets stand in."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from grpo_dist.workers import ray_watch
+from grpo_dist.workers.ray_watch import kill_ray, watching
+from tests.observed import assert_gone
+
+
+class Told:
+    """What is told of a loss."""
+
+    def __init__(self) -> None:
+        self.lost: list[str] = []
+        self.event = threading.Event()
+
+    def __call__(self, what: str) -> None:
+        self.lost.append(what)
+        self.event.set()
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, socket.socket]]:
+    """Two that answer, until they are closed."""
+    servers = {name: socket.create_server(("127.0.0.1", 0)) for name in ("gcs_server", "raylet")}
+    addresses = {name: each.getsockname() for name, each in servers.items()}
+    monkeypatch.setattr(ray_watch, "ray_places", lambda: addresses)
+    monkeypatch.setattr(ray_watch, "PERIOD_S", 0.01)
+    yield servers
+    for server in servers.values():
+        server.close()
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_what_stops_answering_is_told_once(places: dict[str, socket.socket], name: str) -> None:
+    told = Told()
+    with watching(told):
+        places[name].close()
+        assert told.event.wait(30)
+    assert told.lost == [name]
+
+
+def test_one_check_that_fails_is_no_loss(places: dict[str, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[bool] = []
+    enough, told = threading.Event(), Told()
+
+    def answers(place: object) -> bool:
+        checks.append(len(checks) % ray_watch.FAILED_CHECKS == 0)
+        if len(checks) > 10 * ray_watch.FAILED_CHECKS:
+            enough.set()
+        return checks[-1]
+
+    monkeypatch.setattr(ray_watch, "ray_places", lambda: {"gcs_server": ("127.0.0.1", 1)})
+    monkeypatch.setattr(ray_watch, "_answers", answers)
+    with watching(told):
+        assert enough.wait(30)
+    assert told.lost == []
+
+
+def test_an_error_that_comes_of_the_loss_is_not_told_instead(places: dict[str, socket.socket]) -> None:
+    """Calls of Ray fail before the loss is certain. Other errors, and an interrupt, are the user's to see."""
+    told = Told()
+    with pytest.raises(RuntimeError), watching(told):
+        raise RuntimeError
+    assert told.lost == []
+    places["raylet"].close()
+    with pytest.raises(KeyboardInterrupt), watching(told):
+        raise KeyboardInterrupt
+    assert told.lost == []
+    with pytest.raises(RuntimeError), watching(told):
+        raise RuntimeError
+    assert told.lost == ["raylet"]
+
+
+def test_rays_processes_are_killed_and_others_are_not() -> None:
+    sleeper = "import time; time.sleep(600)"
+    command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{sleeper}'])"]
+    mine = subprocess.Popen([sys.executable, "-c", sleeper])
+    rays = subprocess.Popen([*command, "/ray/raylet"])
+    while not (below := psutil.Process(rays.pid).children()):
+        pass
+    kill_ray()
+    assert_gone({psutil.Process(rays.pid), *below})
+    assert mine.poll() is None
+    mine.kill()
+    mine.wait()
+    rays.wait()

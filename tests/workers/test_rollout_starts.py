@@ -1,0 +1,117 @@
+"""Engines that start again or later, and sleep while the actor is updated: on processes that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from grpo_dist.engines.base import Footprint
+from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.errors import EngineError
+from grpo_dist.workers import nodes
+from grpo_dist.workers.event_loop import run
+from grpo_dist.workers.resources import Bundle
+from grpo_dist.workers.restarts import RestartBudget
+from grpo_dist.workers.rollout_group import RolloutGroup
+from grpo_dist.workers.weight_transport import Outcomes
+from tests.workers.fake_nodes import FakeNodes
+from tests.workers.test_weight_transport import Scripted, engine_settings
+
+
+class Engines(Scripted):
+    """Engines that are none, and that can be replaced."""
+
+    async def call_home(self) -> list:
+        return []
+
+    def retire(self, rank: int) -> None:
+        self.handles[rank] = None
+
+    def respawn(self, rank: int) -> None:
+        self.handles[rank] = object()
+        self.asked.append(("respawn", rank))
+        self.results.get("sleep", {}).pop(rank, None)  # the new process sleeps as it should
+
+
+def engines_of(*settings: EngineSettings, **results: Any) -> tuple[RolloutGroup, Engines]:
+    workers = Engines("rollout", len(settings), **results)
+    workers.bundles = [Bundle(1.0, 0.0, rank, 0) for rank in range(len(settings))]
+    group = RolloutGroup(workers, RestartBudget(1, FakeNodes()))
+    run(group.start(settings))
+    workers.asked.clear()
+    workers.told.clear()
+    return group, workers
+
+
+def test_an_engine_that_is_replaced_takes_what_the_one_before_took() -> None:
+    """And does not let vLLM measure what is free while other roles are at work. Without GPUs nothing is noted."""
+    died = EngineError("vLLM failed")
+    plain = dataclasses.replace(engine_settings("model", 0), kv_cache_memory_gib=None, free_cache_engine=True)
+    group, workers = engines_of(plain, plain, sleep={1: died})
+    group.note_started([None, Footprint(total_gib=27.5, kv_cache_gib=20.25)])
+    run(group.begin_update())
+    (start,) = [told for told in workers.told if told[0] == "start"]
+    assert start == ("start", 1, dataclasses.replace(plain, footprint_gib=27.5, kv_cache_memory_gib=20.25))
+    assert group.restarts.failures == ["vLLM failed"]
+    assert workers.asked == [("sleep", 0), ("sleep", 1), ("respawn", 1), ("start", 1), ("sleep", 1)], (
+        "it starts and sleeps before the update has the memory"
+    )
+    workers.asked.clear()
+    workers.results = {"sleep": {0: died}}
+    with pytest.raises(EngineError) as caught:
+        run(group.begin_update())
+    assert caught.value is died
+    assert workers.asked == [("sleep", 0), ("sleep", 1)], "the budget is spent"
+
+
+def test_an_engine_that_is_starting_when_others_sleep_starts_first() -> None:
+    settings = dataclasses.replace(engine_settings("model", 0), free_cache_engine=True)
+    group, workers = engines_of(settings, settings)
+
+    async def replace_and_sleep() -> None:
+        group.replace(1, workers.handles[1], EngineError("it died while it sampled"))
+        await group.begin_update()
+
+    run(replace_and_sleep())
+    assert workers.asked == [("respawn", 1), ("start", 1), ("sleep", 0), ("sleep", 1)]
+    assert not group.is_starting(1)
+
+
+def test_an_engine_whose_machine_comes_later_gets_the_weights_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its start nor the syncs and updates until then wait for it."""
+    monkeypatch.setattr(nodes, "POLL_S", 0.0)
+    settings = dataclasses.replace(engine_settings("model", 0), free_cache_engine=True)
+    workers, there, brought = Engines("rollout", 2), FakeNodes(), list[list[int]]()
+    workers.bundles = [Bundle(1.0, 0.0, rank, 0) for rank in range(2)]
+    workers.handles[1], there.full = None, {workers.bundles[1]}
+    group = RolloutGroup(workers, RestartBudget(1, there))
+
+    async def bring(ranks: Sequence[int]) -> Outcomes:
+        brought.append(list(ranks))
+        return dict.fromkeys(ranks, 5)
+
+    async def start_and_sync() -> None:
+        assert await group.start([settings, settings]) == [None, None]
+        await group.take_weights(bring, 5)
+        await group.begin_update()
+        await group.take_weights(bring, 5)
+        assert ([member.is_ready for member in group.members], brought) == ([True, False], [[0], [0]])
+        assert workers.asked == [("start", 0), ("sleep", 0)]
+        there.full.clear()
+        while not group.members[1].is_ready:
+            await asyncio.sleep(0)
+
+    run(start_and_sync())
+    assert workers.asked == [("start", 0), ("sleep", 0), ("respawn", 1), ("start", 1)]
+    assert brought == [[0], [0], [1]]
+
+
+def test_engines_sleep_if_they_are_to() -> None:
+    awake = engine_settings("model", 0)
+    group, workers = engines_of(awake, dataclasses.replace(awake, free_cache_engine=True), awake)
+    run(group.begin_update())
+    assert workers.asked == [("sleep", 1)]
