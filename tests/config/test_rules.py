@@ -13,6 +13,7 @@ from tests.messages import says
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
+CHECKPOINTING = f"{MODEL}.enable_gradient_checkpointing=true"
 BUILTIN_SCORER = ("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
 DYNAMIC_CRITIC = ("recipe=ppo", "critic.use_dynamic_bsz=true")
 GPU8 = ("cluster=node8", "data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64")
@@ -298,10 +299,7 @@ def test_hub_names_are_not_looked_up():
         ([f"{ACTOR}.optim.lr_warmup_steps=3", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"], "lr_warmup_steps_ratio"),
         ([f"{ACTOR}.optim.min_lr_ratio=0.1"], "lr_scheduler_type=constant"),
         ([f"{ACTOR}.fsdp_config.param_offload=true"], "param_offload=true"),
-        (
-            [f"{MODEL}.enable_{it}=true" for it in ("gradient_checkpointing", "activation_offload")],
-            f"{MODEL}.enable_activation_offload=true",
-        ),
+        ([f"{MODEL}.enable_activation_offload=true", CHECKPOINTING], "model.enable_activation_offload=true"),
         (["reward_model.model.fsdp_config.param_offload=true"], "reward_model.model.fsdp_config.param_offload=true"),
         (["reward_model.model.path=some/model"], "reward_model.enable=false"),
         (["critic.model.fsdp_config.optimizer_offload=true"], "critic.model.fsdp_config.optimizer_offload=true"),

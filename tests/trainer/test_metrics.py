@@ -57,7 +57,7 @@ def test_responses_without_a_score_are_in_no_mean() -> None:
 class Asked:
     """A role of three processes, of which one is gone."""
 
-    role = "actor"
+    role, present = "actor", (0, 1, 2)
     answers = ({"resident": 1.0, "gpu": 3.0}, {"resident": 2.0}, WorkerLost("gone"))
 
     def __init__(self) -> None:

@@ -73,7 +73,8 @@ class PrintingEngine:
 
 def test_what_a_loss_prints_in_an_actor_is_kept() -> None:
     worker = ActorWorker.__new__(ActorWorker)
-    settings: Any = SimpleNamespace(model=SimpleNamespace(room=""), train_micro_batch_size=2, train_max_token_len=None)
+    model = SimpleNamespace(room="", sequence_parallel_size=1)
+    settings: Any = SimpleNamespace(model=model, train_micro_batch_size=2, train_max_token_len=None)
     worker.settings, worker.engine = settings, PrintingEngine()  # type: ignore[assignment]
     data = random_batch(num_groups=1, n=4)
     rows: Any = SimpleNamespace(fetch=lambda columns: data)
