@@ -9,9 +9,11 @@ from grpo_dist.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    DataLost,
     GrpoDistError,
     HealthError,
     OutOfMemory,
+    RayLost,
     RewardError,
     TrainingDiverged,
     WorkerError,
@@ -30,6 +32,8 @@ from grpo_dist.errors import (
         (TrainingDiverged, (GrpoDistError,), 1),
         (HealthError, (GrpoDistError,), 1),
         (CheckpointError, (GrpoDistError,), 1),
+        (RayLost, (GrpoDistError,), 3),
+        (DataLost, (GrpoDistError,), 1),
         (WorkerError, (GrpoDistError,), 1),
         (WorkerLost, (WorkerError,), 1),
         (OutOfMemory, (WorkerError,), 1),
@@ -43,7 +47,7 @@ def test_tree_and_exit_codes(error: type[GrpoDistError], parents: tuple[type, ..
 
 def test_the_drawing_shows_every_class() -> None:
     classes = [name for name, value in vars(errors).items() if isinstance(value, type)]
-    assert len(classes) == 16
+    assert len(classes) == 18
     for name in classes:
         assert name in errors.__doc__
 

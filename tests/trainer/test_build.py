@@ -18,6 +18,7 @@ from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
+from grpo_dist.workers.nodes import Nodes
 from grpo_dist.workers.process import Address
 
 TAKEN = Footprint(27.5, 20.25)
@@ -60,7 +61,7 @@ def test_engines_that_share_gpus_start_before_the_others(overrides: list[str], f
     scorer = ("reward_model.enable=true", "reward_model.model.path=builtin:tiny-qwen3")
     config, _ = load_config([*overrides, *scorer, "recipe=ppo"])
     workers, log = Workers.__new__(Workers), []  # type: ignore[var-annotated]
-    workers.config, workers.place = config, placement(config)
+    workers.config, workers.place, workers.nodes = config, placement(config), Nodes()
     workers.groups = {role: Noted(role, log) for role in WORKERS}
     roles = workers.start(num_steps=1)
     assert log[: len(first)] == first
@@ -90,7 +91,7 @@ def test_a_teacher_is_found_by_its_own_key_and_brings_its_output_layer(kl: str, 
         ]
     )
     workers = Workers.__new__(Workers)
-    workers.config, workers.place = config, placement(config)
+    workers.config, workers.place, workers.nodes = config, placement(config), Nodes()
     workers.groups = {role: Asked(role, []) for role in WORKERS if role not in ("reward_model", "critic")}
     workers.start(num_steps=1)
     keys = {role: args[1] for role, method, args in log if method == "find_model"}

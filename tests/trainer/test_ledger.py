@@ -68,7 +68,8 @@ def test_batches_that_a_checkpoint_holds_follow_one_another_without_a_worker() -
     sampled = run(before.rollout(1))
     after = resumed_sampler(before, scores, FILTER)
     after.restored = {uid: pair for each in before.finished_groups() for uid, pair in each.groups.items()}
-    nobody: Any = SimpleNamespace()  # any question to engines or reward processes would fail
+    # any question to engines or reward processes would fail
+    nobody: Any = SimpleNamespace(restarts=SimpleNamespace(machines_lost=0))
     after.pump = RolloutPump(nobody, nobody, {}, reward_timeout_s=1.0)
     assert [request.uid for request in run(after.rollout(1)).requests] == [request.uid for request in sampled.requests]
 
