@@ -23,6 +23,9 @@ from grpo_dist.registry import load_attribute
 if TYPE_CHECKING:
     from grpo_dist.trainer.run import Job
 
+QUIET = "--quiet"
+"""Short for `trainer.console=false`."""
+
 
 def run_command(
     command: Command[Config],
@@ -48,6 +51,8 @@ def run_command(
     if {"-h", "--help"} & set(overrides):
         sys.stdout.write(usage(command) + "\n")
         return 0
+    if QUIET in overrides:
+        overrides = [*(each for each in overrides if each != QUIET), "trainer.console=false"]
     try:
         config, notes = load_command(overrides, command)
         if config.trainer.dry_run:
@@ -55,8 +60,9 @@ def run_command(
             if config.trainer.dry_run != "config":
                 _rehearse(config, load_attribute(job, key="job"))
             return 0
-        sys.stdout.write(summary(config, notes) + "\n")
-        sys.stdout.flush()
+        if config.trainer.console:
+            sys.stdout.write(summary(config, notes) + "\n")
+            sys.stdout.flush()
         from grpo_dist.trainer.run import run  # its imports are slow, so only after the config was checked
 
         def on_ray_lost(error: RayLost) -> None:

@@ -80,6 +80,18 @@ def test_a_run_begins_with_the_summary(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert capsys.readouterr() == ("summary\n", "")
 
 
+@pytest.mark.parametrize("quiet", ["--quiet", "trainer.console=false"])
+def test_a_quiet_run_shows_nothing_but_errors(
+    quiet: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ends(None, monkeypatch, quiet) == 0
+    assert capsys.readouterr() == ("", "")
+    assert ends(GrpoDistError("a=1"), monkeypatch, quiet) == 1
+    says(capsys.readouterr().err, "a=1")
+    assert ends(None, monkeypatch, quiet, "trainer.dry_run=config") == 0
+    assert capsys.readouterr().out == "plan\n", "that is what a dry run is for"
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

@@ -8,7 +8,7 @@ from grpo_dist.config.command import AnyCommand, default_options
 def usage(command: AnyCommand) -> str:
     """The help text: the command, its groups, examples, and where the keys are explained."""
     called = f"python -m {command.module}"
-    lines = [f"usage: {called} [GROUP=OPTION ...] [KEY=VALUE ...]", ""]
+    lines = [f"usage: {called} [GROUP=OPTION ...] [KEY=VALUE ...] [--quiet]", ""]
     lines += [f"{command.purpose} Groups change the defaults, and keys change both.", ""]
     lines.append("groups (the default is marked *):")
     lines += [line for group in command.group_options() for line in group_lines(command, group)]
@@ -16,6 +16,7 @@ def usage(command: AnyCommand) -> str:
     for what, overrides in command.examples:
         lines += [f"  # {what}", f"  {called} {overrides}".rstrip()]
     lines += ["", f"every key, with its meaning and default: {' and '.join(map(str, command.files))}"]
+    lines.append("--quiet shows nothing but errors: trainer.console=false")
     lines.append("lists are written [a,b], an empty value null, text with = , : [ ] { } as \"key='...'\"")
     return "\n".join(lines)
 
