@@ -31,7 +31,7 @@ from grpo_dist.protocol import DataProto, Ragged, metric_values
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.tracking.jsonl import FILE_NAME, read_metrics
-from grpo_dist.tracking.rollouts import ROLLOUTS, recorded_steps
+from grpo_dist.tracking.rollouts import ROLLOUTS
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.export import steps_of
 from grpo_dist.trainer.mini_batches import mini_batches
@@ -103,7 +103,7 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = ()) -> 
         raise ConfigError(f"{run_dir}: no run has written here ({FILE_NAME} is missing)")
     path = run_dir / ROLLOUTS / f"{step}.parquet"
     if not path.is_file():
-        there = [each for each in recorded_steps(run_dir) if path.with_name(f"{each}.parquet").is_file()]
+        there = sorted(int(each.stem) for each in path.parent.glob("*.parquet"))
         found = f"there are steps {there[0]} to {there[-1]}" if there else "none is there (trainer.log_rollouts)"
         raise ConfigError(f"step {step}: {path} is missing; of those with tokens {found}")
     values = dict(read_config(run_dir))

@@ -75,7 +75,7 @@ def test_another_reward_function(copied: Path, tmp_path: Path, capsys: pytest.Ca
     """It turns the scores around: all differ, and so do all advantages that are not 0."""
     data = read_parquet(copied / "rollouts" / "2.parquet")
     (tmp_path / "mine.py").write_text(
-        "from grpo_dist.tasks.arithmetic import compute_score as right\n"
+        "from grpo_dist.tasks.gsm8k import compute_score as right\n"
         "def compute_score(solution_str, ground_truth, **more):\n"
         "    return 1 - right(solution_str=solution_str, ground_truth=ground_truth, **more)['score']\n"
     )

@@ -9,6 +9,7 @@ written, would have to be started from its callback, in which an error is lost.)
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -69,9 +70,15 @@ def _each_once(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
 
 def num_bytes(model: nn.Module, optimizer: Optimizer | None) -> int:
     """Bytes of the weights and optimizer states that all ranks together write into a checkpoint."""
-    held = {weight: weight.numel() * weight.element_size() for weight in model.parameters()}
-    trained = [weight for group in optimizer.param_groups for weight in group["params"]] if optimizer else []
-    return sum(held.values()) + ADAM_STATES * sum(held[weight] for weight in trained)
+    if optimizer is None:
+        return _size(model.parameters())
+    # The optimizer has the shards, in the type that is written; after a forward pass the model may have whole weights.
+    trained = _size(weight for group in optimizer.param_groups for weight in group["params"])
+    return (1 + ADAM_STATES) * trained + _size(weight for weight in model.parameters() if not weight.requires_grad)
+
+
+def _size(weights: Iterable[Tensor]) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in weights)
 
 
 def copied(state: Any) -> Any:

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from grpo_dist.engines.settings import LoraSettings
 from grpo_dist.engines.train.checkpoint import ShardWriter, copied, training_state
 from tests.engines.train.test_checkpoint import engine_with_schedule, save_engine, step, weights
-from tests.models import trainable_engine
+from tests.models import random_batch, trainable_engine
 from tests.ranks import run_ranks
 from tests.shards import all_tensors, tensor_bytes
 
@@ -36,7 +37,7 @@ def test_a_copy_is_one_of_everything() -> None:
 
 
 def saved_thrice(rank: int, models: dict[str, str], folder: Path, lora: LoraSettings) -> dict[str, Any]:
-    """What engines say that they will write, before their first step and after it."""
+    """What engines say that they will write, before their first step, after it, and after a pass."""
     engines = {name: engine_with_schedule(models[name]) for name in ("tied", "untied", "experts")}
     engines["lora"] = trainable_engine(models["tied"], lora=lora)
     found = {}
@@ -45,16 +46,19 @@ def saved_thrice(rank: int, models: dict[str, str], folder: Path, lora: LoraSett
         step(engine, rank, 2, 0)
         save_engine(engine, folder / name)
         found[name].append(engine.checkpoint_bytes())
+        engine.compute_log_probs(random_batch(num_groups=1, n=2), micro_batch_size=2)  # which leaves weights gathered
+        found[name].append(engine.checkpoint_bytes())
     return found
 
 
-def test_engines_know_what_they_will_write(random_models: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_engines_know_what_they_will_write(ranks: int, random_models: dict[str, str], tmp_path: Path) -> None:
     lora = LoraSettings(4, 8.0, "all-linear", ())
-    told = run_ranks(2, saved_thrice, random_models, tmp_path, lora)
-    assert told[0] == told[1]
+    told = run_ranks(ranks, saved_thrice, random_models, tmp_path, lora)
+    assert told[0] == told[-1]
     for name, sizes in told[0].items():
         written = {key: size for key, size in tensor_bytes(tmp_path / name).items() if not key.endswith(".step")}
-        assert sizes == [sum(written.values())] * 2, name
+        assert sizes == [sum(written.values())] * 3, name
         on_disk = sum(path.stat().st_size for path in (tmp_path / name).iterdir())
         assert on_disk > sizes[0]
     moments = [key for key in tensor_bytes(tmp_path / "lora") if "exp_avg_sq" in key]
