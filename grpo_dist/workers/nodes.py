@@ -52,7 +52,7 @@ class Nodes:
         """Wait until each node answers or is dead by Ray's verdict; the dead ones by id, as "HOST (ADDRESS)"."""
         deadline = time.monotonic() + VERDICT_TIMEOUT_S
         while True:
-            nodes = await asyncio.to_thread(ray.nodes)
+            nodes = await self._ask(ray.nodes)
             answers = await asyncio.gather(*(_answers(node) for node in nodes if node["Alive"]))
             if all(answers) or time.monotonic() > deadline:
                 return {node["NodeID"]: _described(node) for node in nodes if not node["Alive"]}
@@ -78,7 +78,7 @@ class Nodes:
 
     async def has_room(self, bundle: Bundle) -> bool:
         """Whether a bundle is on a node."""
-        return await asyncio.to_thread(is_placed, bundle.group)
+        return bool(await self._ask(is_placed, bundle.group))
 
     async def wait_for_room(
         self, role: str, bundles: Sequence[Bundle], others: Callable[[], bool] = lambda: False
@@ -99,17 +99,21 @@ class Nodes:
             if not told and time.monotonic() - begun > RESCHEDULED_S / 2:
                 self.tell(f"{_needs(role, bundles)}: waiting for a machine with room; {await self._situation()}")
                 told = True
-            if self._closed:
-                raise asyncio.CancelledError
             if others():
                 since = time.monotonic()
             elif time.monotonic() - since > patience:
                 raise await self._no_room(_needs(role, bundles))
             await asyncio.sleep(POLL_S)
 
+    async def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
+        """Ask Ray, unless the run has left it: then any call would start another cluster."""
+        if self._closed or not ray.is_initialized():
+            raise asyncio.CancelledError
+        return await asyncio.to_thread(question, *arguments)
+
     async def _situation(self) -> str:
         """Which machines are lost and which are there, for messages."""
-        nodes = await asyncio.to_thread(ray.nodes)
+        nodes = await self._ask(ray.nodes)
         lost = ", ".join(sorted({_described(node) for node in nodes if not node["Alive"]})) or "none"
         sizes = Counter(
             f"{node['Resources'].get('CPU', 0):g} CPU and {node['Resources'].get('GPU', 0):g} GPU"

@@ -298,7 +298,7 @@ def test_the_process_that_takes_anothers_place_is_known(bundles: Mapping[str, li
     ray.kill(group.handles[0])
     with refuses(WorkerError, "actor worker 0", "'add'", "died") as caught:
         group.call(0, "add", "address")
-    assert caught.value.node == "?", "never up"
+    assert caught.value.node == socket.gethostname(), "of the one before: it was never up"
 
 
 def test_a_worker_that_cannot_be_built_says_why(bundles: Mapping[str, list]) -> None:

@@ -21,6 +21,12 @@ from tests.messages import refuses, says
 SLOTS = slots_of({"rollout": [0, 1]}, {"rollout": (2.0, 1.0)})
 
 
+@pytest.fixture(autouse=True)
+def joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were a cluster."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+
+
 @pytest.fixture
 def listening() -> Iterator[int]:
     """A port that accepts connections."""
@@ -149,3 +155,23 @@ def test_a_run_that_starts_again_waits_for_room(monkeypatch: pytest.MonkeyPatch,
     with refuses(GrpoDistError, "rollout 2 x (2 CPU, 1 GPU)", "host1 (127.0.0.1)", "trainer.node_wait_minutes=0"):
         run(Nodes().reserve_again(SLOTS))
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("left", ["the run has ended its workers", "Ray is shut down"])
+def test_who_has_left_ray_asks_it_nothing(left: str, monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
+    """Any call would start another cluster."""
+    looks = cluster(monkeypatch, [node(0, listening)])
+    monkeypatch.setattr(nodes, "is_placed", looks.append)
+    there, bundle = Nodes(), Bundle(2.0, 1.0, "a", 0)
+    if left == "Ray is shut down":
+        monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    else:
+        there.close()
+
+    async def ask() -> None:
+        for question in (there.dead(), there.has_room(bundle), there.wait_for_room("rollout", [bundle])):
+            with pytest.raises(asyncio.CancelledError):
+                await question
+
+    run(ask())
+    assert looks == []

@@ -75,10 +75,11 @@ class Case:
     transport: BroadcastTransport
     version: int = -1
 
-    def sync(self, dtype: str = "float32") -> None:
+    def sync(self, dtype: str = "float32") -> RolloutGroup:
         self.version += 1
         roles = self.actor, RolloutGroup(self.rollout)
         run(sync_weights(*roles, version=self.version, dtype=dtype, transport=self.transport))
+        return roles[1]
 
     def buckets(self, dtype: str = "float32") -> list[ray.ObjectRef]:
         return self.actor.call_all("test", "export_weights", dtype)[0]
@@ -242,8 +243,9 @@ def test_an_engine_that_dies_during_a_sync_does_not_take_the_other_along(case: C
     assert case.transport.generation == groups + 1, "a group without it"
     model = case.hugging_face()
     assert case.answers(1) == [hf_greedy(model, prompt, 20) for prompt in PROMPTS]
+    engines = case.sync()
     with refuses(GrpoDistError, "rollout worker 0", "died"):
-        case.sync()
+        run(engines.started())
 
 
 def test_transports_by_name() -> None:
