@@ -50,9 +50,10 @@ def test_a_run_survives_faults_of_several_roles(main_run: Outcome, tmp_path: Pat
     ]
     outcome = train(tmp_path / "run", faults, "trainer.save_freq=100")
     check(outcome, main_run, faults)
-    for role, stage in (("reward", "score"), ("ref", "ref_log_prob"), ("actor", "update")):
-        assert f"{role} worker" in outcome.log
-        assert f"stage '{stage}'" in outcome.log
+    # the reward process may be writing the step before when it is lost
+    for role, stages in (("reward", ("score", "write_samples")), ("ref", ("ref_log_prob",)), ("actor", ("update",))):
+        told = [line for line in outcome.log.splitlines() if f"{role} worker" in line]
+        assert any(f"stage '{stage}'" in line for line in told for stage in stages), "\n".join(told)
     assert outcome.lives == 2
     says(outcome.log, f"resumed from {outcome.run_dir}/global_step_{STEPS_PER_EPOCH}")
     assert [row["step"] for row in outcome.metrics()] == list(range(STEPS + 1)), "each step once"
