@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from grpo_dist.errors import ConfigError, GrpoDistError
-from grpo_dist.workers.resources import Bundle, is_placed, requested, reserve
+from grpo_dist.workers.resources import Bundle, amounts, is_placed, machine_sizes, requested, reserve
 
 if TYPE_CHECKING:
     from grpo_dist.config.node_layout import Slot
@@ -115,12 +114,8 @@ class Nodes:
         """Which machines are lost and which are there, for messages."""
         nodes = await self._ask(ray.nodes)
         lost = ", ".join(sorted({_described(node) for node in nodes if not node["Alive"]})) or "none"
-        sizes = Counter(
-            f"{node['Resources'].get('CPU', 0):g} CPU and {node['Resources'].get('GPU', 0):g} GPU"
-            for node in nodes
-            if node["Alive"]
-        )
-        return f"machines lost: {lost}; there: {', '.join(f'{count} with {size}' for size, count in sizes.items())}"
+        there = machine_sizes(node for node in nodes if node["Alive"])
+        return f"machines lost: {lost}; there: {there}"
 
     async def _no_room(self, needs: str) -> GrpoDistError:
         return GrpoDistError(
@@ -136,8 +131,7 @@ def _described(node: Mapping[str, Any]) -> str:
 
 
 def _needs(role: str, bundles: Sequence[Bundle]) -> str:
-    kinds = Counter((bundle.num_cpus, bundle.num_gpus) for bundle in bundles)
-    return ", ".join(f"{role} {count} x ({cpus:g} CPU, {gpus:g} GPU)" for (cpus, gpus), count in kinds.items())
+    return amounts((role, bundle.num_cpus, bundle.num_gpus) for bundle in bundles)
 
 
 async def _answers(node: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import ipaddress
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,8 +108,21 @@ def _bundles(held: Sequence[tuple[Any, Sequence[Slot]]]) -> dict[str, list[Bundl
 
 def requested(slots: Sequence[Slot]) -> str:
     """How many processes of which size, for messages."""
-    kinds = Counter((seat.role, seat.num_cpus, seat.num_gpus) for slot in slots for seat in slot.seats)
-    return ", ".join(f"{role} {count} x ({cpus:g} CPU, {gpus:g} GPU)" for (role, cpus, gpus), count in kinds.items())
+    return amounts((seat.role, seat.num_cpus, seat.num_gpus) for slot in slots for seat in slot.seats)
+
+
+def amounts(processes: Iterable[tuple[str, float, float]]) -> str:
+    """The same for processes given as (role, CPUs, GPUs)."""
+    kinds = Counter(processes).items()
+    return ", ".join(f"{role} {count} x ({cpus:g} CPU, {gpus:g} GPU)" for (role, cpus, gpus), count in kinds)
+
+
+def machine_sizes(nodes: Iterable[Mapping[str, Any]]) -> str:
+    """How many machines of which size these nodes of Ray are, for messages."""
+    sizes = Counter(
+        f"{node['Resources'].get('CPU', 0):g} CPU and {node['Resources'].get('GPU', 0):g} GPU" for node in nodes
+    )
+    return ", ".join(f"{count} with {size}" for size, count in sizes.items())
 
 
 def is_placed(group: Any) -> bool:
@@ -201,11 +214,7 @@ def _not_placed(needs: Sequence[Sequence[Slot]], placed: str, timeout_s: float) 
     wanted = requested([slot for wanted in needs for slot in wanted])
     cpus, gpus = max((_total(wanted) for wanted in needs), key=lambda total: total[::-1])
     fullest = f"{cpus:g} CPU and {gpus:g} GPU"
-    there = Counter(
-        f"{node['Resources'].get('CPU', 0):g} CPU and {node['Resources'].get('GPU', 0):g} GPU"
-        for node in nodes_in_order()
-    )
-    has = ", ".join(f"{count} with {size}" for size, count in there.items())
+    has = machine_sizes(nodes_in_order())
     return ConfigError(
         f"the Ray cluster cannot place the workers: requested {wanted}, on {len(needs)} machine(s) with up to "
         f"{fullest} each; {placed} of it fit within {timeout_s:g} s. The cluster has machines: {has}. Set "
