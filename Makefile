@@ -9,6 +9,7 @@
 #                   was cut off goes on). CHECK='--layer engine' and other arguments: docs/performance.md
 # make bench        has something become slower? Short benchmarks against benchmarks/baseline.json (a few minutes, on a
 #                   quiet machine); make bench-baseline makes the figures this kind of processor's baseline
+# make docs         the docs site, in site/: fails on a broken link
 # make dist         the wheel and the source distribution, in dist/ (docs/releasing.md)
 # make check        what every change must pass: format, lint, types, layers, fast tests
 # make format       let ruff format and fix; make clean removes caches and builds
@@ -25,7 +26,7 @@ CODE := $(wildcard grpo_dist tests scripts benchmarks examples)
 export PYTHON DEVICE CUDA
 
 .PHONY: help constraints setup quickstart smollm2 test test-long test-browser chaos cluster gpu-check bench bench-baseline
-.PHONY: dist check format clean
+.PHONY: docs dist check format clean
 
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
@@ -79,6 +80,10 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not long"
 
+# mkdocs-material advertises on every build, but for this variable.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 dist: setup
 	bash scripts/dist.sh
 
@@ -88,5 +93,5 @@ format: setup
 
 # Caches and builds. Runs (outputs/), models/, data/ and .venv stay.
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,7 +28,8 @@ value is `null`). `trainer.dry_run=config` shows the result and starts nothing; 
 Unknown keys, wrong types, values out of range and keys that contradict each other are reported together, before
 anything is started, with exit code 2.
 """
-_SUPERVISED = """## Commands that train one model
+_SUPERVISED = """
+## Commands that train one model
 
 `python -m grpo_dist.reward_model` ([reward_models.md](reward_models.md#training-one)) and `python -m grpo_dist.sft`
 ([sft.md](sft.md)) have a config of their own, made from `grpo_dist/config/commands/`; keys, groups and messages work in

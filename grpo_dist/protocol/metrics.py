@@ -56,6 +56,7 @@ class Max:
 
 
 Metric = Mean | Sum | Max
+"""A number of a worker that knows how it merges with those of others."""
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
