@@ -2,8 +2,8 @@
 
 usage: python scripts/overview_curves.py docs/images/overview.svg RUN_DIR [RUN_DIR ...]
 
-The points stand in the file as they were measured, (step, accuracy); the group around them scales them to its axes, which
-end at step 25 and accuracy 1.
+The points stand in the file as they were measured, (step, accuracy); the group around them scales them to its axes,
+which end at step 25 and accuracy 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CURVES = re.compile(r'(<g id="curves"[^>]*>\n).*?(  </g>)', re.DOTALL)
 
 
 def lines(run_dir: Path) -> str:
-    """A run's line, and a dot for each validation: strokes of no length, which keep their form where axes are scaled."""
+    """A run's line, and a dot for each validation: strokes of no length, which scaled axes do not deform."""
     values = ((row["step"], validation_accuracy(row)) for row in read_metrics(run_dir / "metrics.jsonl"))
     points = [f"{step:g},{value:g}" for step, value in values if value is not None]
     dots = "".join(f"M{point}h0" for point in points)

@@ -103,7 +103,8 @@ make test
 
 
 def test_words_may_change_and_change_places() -> None:
-    other = PAGE.replace("Words of 2 lines, [one](a.md) and [two](b.md) with `key`.", "`key`：[二](b.md)\n和[一](a.md)，2 行。")
+    words = "Words of 2 lines, [one](a.md) and [two](b.md) with `key`."
+    other = PAGE.replace(words, "`key`：[二](b.md)\n和[一](a.md)，2 行。")
     other = other.replace("## Section", "## 一节").replace("An item.", "一项。").replace("| a | b |", "| 甲 | 乙 |")
     assert sections(other) == sections(PAGE)
     assert [each.level for each in sections(PAGE)] == ["#", "##"]

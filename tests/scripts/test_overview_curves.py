@@ -43,7 +43,7 @@ def test_a_picture_without_a_place_for_them_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_picture_has_the_figures_of_the_docs() -> None:
-    """The table of docs/performance.md, its runs without staleness: seed, then accuracy at step 5, 10, 15, 20 and 25."""
+    """The table of docs/performance.md, runs without staleness: seed, then accuracy at step 5, 10, 15, 20 and 25."""
     rows = re.findall(r"^\| 0 \| \d \| ([\d. |]+?) \| 0 \| 0 \|$", (DOCS / "performance.md").read_text(), re.MULTILINE)
     measured = [[0.325, *map(float, row.split(" | "))] for row in rows]
     lines = re.findall(r'<polyline class="curve" points="(.*?)"', (DOCS / "images" / "overview.svg").read_text())
