@@ -47,8 +47,8 @@ A verl script for FSDP and vLLM runs with `verl.trainer.main_ppo` replaced by `g
   Without `actor.ppo_mini_batch_size` a batch is one optimizer step (verl: 256 prompts).
 - On CPU, and for the built-in model, batches and lengths are smaller unless they are set (see `cluster=cpu` and
   `model=tiny`); with `trainer.n_gpus_per_node` or a `cluster=` with GPUs they are verl's 1,024, 512 and 1,024.
-- `trainer.logger` knows console, jsonl, tensorboard and wandb. The console is on whatever it lists, unless
-  `trainer.console=false` (not a key of verl).
+- `trainer.logger` knows console, jsonl, tensorboard, wandb, mlflow, trackio and prometheus. The console is on
+  whatever it lists, unless `trainer.console=false` (not a key of verl).
 """
 
 

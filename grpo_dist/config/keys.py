@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, TypeGuard
 
@@ -35,6 +35,15 @@ def section_keys(schema: type[JobConfig] = RunConfig) -> tuple[str, ...]:
 def free_form_keys(schema: type[JobConfig] = RunConfig) -> tuple[str, ...]:
     """Keys whose value is a mapping in which the user may use any names, such as `reward_kwargs`."""
     return tuple(key for key, kind in _walk(schema, "") if str(kind).startswith("dict"))
+
+
+def flatten(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf; a list is one value."""
+    if isinstance(section, Mapping) and section:
+        for name, value in section.items():
+            yield from flatten(value, f"{prefix}.{name}" if prefix else str(name))
+    elif section != {}:
+        yield prefix, section
 
 
 def is_free_form(key: str, schema: type[JobConfig] = RunConfig) -> bool:

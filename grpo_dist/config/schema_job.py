@@ -45,7 +45,9 @@ class JobTrainerConfig(Section):
     seed: NonNegativeInt
     project_name: Text
     experiment_name: Text
-    logger: Annotated[tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...], Names]
+    logger: Annotated[
+        tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus"], ...], Names
+    ]
     console: bool
     default_local_dir: Text
     test_freq: CountOrMinusOne

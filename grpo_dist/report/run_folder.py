@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.config.keys import flatten
 from grpo_dist.config.schema_health import HealthConfig
 from grpo_dist.errors import CheckpointError, ConfigError
 from grpo_dist.redact import redact
 from grpo_dist.tracking import metric_names
 from grpo_dist.tracking.jsonl import FILE_NAME, read_metrics
 from grpo_dist.tracking.rollouts import recorded_steps
-from grpo_dist.trainer.checkpoint.config_changes import MISSING, flatten, read_config
+from grpo_dist.trainer.checkpoint.config_changes import MISSING, read_config
 from grpo_dist.trainer.health import HealthMonitor
 
 Row = Mapping[str, float]

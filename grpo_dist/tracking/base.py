@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from grpo_dist.errors import BatchError, ConfigError
-from grpo_dist.redact import redact
+from grpo_dist.redact import redact, redact_text
 from grpo_dist.tracking.samples import Sample
 
 logger = logging.getLogger(__name__)
@@ -21,6 +21,8 @@ TRACKERS = {
     "jsonl": "grpo_dist.tracking.jsonl:JsonlTracker",
     "tensorboard": "grpo_dist.tracking.tensorboard:TensorBoardTracker",
     "wandb": "grpo_dist.tracking.wandb:WandbTracker",
+    "mlflow": "grpo_dist.tracking.mlflow:MlflowTracker",
+    "trackio": "grpo_dist.tracking.trackio:TrackioTracker",
 }
 """Value of `trainer.logger` -> class, which is imported on demand and called with a `RunInfo`."""
 
@@ -28,8 +30,11 @@ ALWAYS_ON = "jsonl"
 CONSOLE = "console"
 """A value of `trainer.logger` that is not a tracker: `trainer.console` decides about it (`console.Progress`)."""
 
-WANDB_RUN_ID = Path("wandb") / "run_id"
-"""File in the run directory with the id of the W&B run, which a resumed run continues."""
+EXTRAS = ("mlflow", "trackio")
+"""Trackers whose package comes with the extra of their name."""
+
+RUN_IDS: Mapping[str, Path] = {name: Path(name, "run_id") for name in ("wandb", "mlflow", "trackio")}
+"""File in the run directory with what a tracker calls the run, which a resumed run continues there."""
 
 
 class Tracker(Protocol):
@@ -133,7 +138,7 @@ class Trackers:
         tracker = self._active.pop(name)
         logger.warning(
             "tracker %r failed at %s and is off for the rest of the run; training continues. %s: %s",
-            *(name, when, type(error).__name__, error),
+            *(name, when, type(error).__name__, redact_text(str(error))),
         )
         if when != "close":
             with contextlib.suppress(Exception):
@@ -154,6 +159,7 @@ def build_trackers(
     experiment_name: str,
     config: dict[str, Any],
     resumed_step: int | None,
+    classes: Mapping[str, str] = TRACKERS,
 ) -> Trackers:
     """Start the trackers of a run: always `jsonl`, then those in `loggers`.
 
@@ -164,6 +170,7 @@ def build_trackers(
         experiment_name: `trainer.experiment_name`.
         config: the resolved config; secrets are removed before any tracker sees it.
         resumed_step: last step of the checkpoint that this run resumes from; None for a fresh start.
+        classes: the trackers there are, as in `TRACKERS`.
 
     Raises:
         ConfigError: a tracker cannot start; those started before it are closed.
@@ -179,22 +186,26 @@ def build_trackers(
     started: dict[str, Tracker] = {}
     try:
         for name in names:
-            started[name] = _start(name, run)
+            started[name] = _start(name, classes, run)
     except BaseException:
         Trackers(started, resumed_step=None).close()
         raise
     return Trackers(started, resumed_step=resumed_step)
 
 
-def check_trackers(loggers: Sequence[str]) -> None:
+def check_trackers(loggers: Sequence[str], classes: Mapping[str, str] = TRACKERS) -> None:
     """Import the packages of the trackers, and run the checks that they offer, without starting them.
 
+    Args:
+        loggers: `trainer.logger`.
+        classes: the trackers there are, as in `TRACKERS`.
+
     Raises:
-        ConfigError: a package is missing, or WANDB_MODE=online without an API key.
+        ConfigError: a package is missing, or a server refuses its key.
     """
     for name in dict.fromkeys((ALWAYS_ON, *loggers)):
         if name != CONSOLE:
-            check = getattr(_tracker_class(name), "check", None)
+            check = getattr(_tracker_class(name, classes), "check", None)
             if check is not None:
                 check()
 
@@ -218,15 +229,17 @@ def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     return clean
 
 
-def _start(name: str, run: RunInfo) -> Tracker:
-    tracker_class = _tracker_class(name)
+def _start(name: str, classes: Mapping[str, str], run: RunInfo) -> Tracker:
+    tracker_class = _tracker_class(name, classes)
     try:
         run.run_dir.mkdir(parents=True, exist_ok=True)
         return tracker_class(run)
     except ConfigError:
         raise
     except Exception as error:
-        cause = " ".join(f"{type(error).__name__}: {error}".split())  # some packages raise very long messages
+        cause = redact_text(
+            " ".join(f"{type(error).__name__}: {error}".split())
+        )  # some packages raise very long messages
         hint = (
             f"make {run.run_dir} writable or set trainer.default_local_dir"
             if name == ALWAYS_ON
@@ -235,26 +248,27 @@ def _start(name: str, run: RunInfo) -> Tracker:
         raise ConfigError(f"trainer.logger: {name!r} cannot start: {cause}; {hint}") from error
 
 
-def _tracker_class(name: str) -> Any:
-    module, _, attribute = TRACKERS[name].partition(":")
+def _tracker_class(name: str, classes: Mapping[str, str]) -> Any:
+    module, _, attribute = classes[name].partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
+        install = f"pip install 'grpo_dist[{name}]'" if name in EXTRAS else "install it"
         raise ConfigError(
             f"trainer.logger: {name!r} needs a package that cannot be imported ({error}): "
-            f"install it, or remove {name!r} from trainer.logger"
+            f"{install}, or remove {name!r} from trainer.logger"
         ) from error
 
 
 def tracker_ids(run_dir: Path) -> dict[str, str]:
     """The run's ids in the trackers, by tracker; {} if none has one."""
-    file = run_dir / WANDB_RUN_ID
-    return {"wandb": file.read_text().strip()} if file.is_file() else {}
+    files = {name: run_dir / path for name, path in RUN_IDS.items()}
+    return {name: file.read_text().strip() for name, file in files.items() if file.is_file()}
 
 
 def restore_tracker_ids(run_dir: Path, ids: Mapping[str, str]) -> None:
     """Store the ids of the run that is resumed, so that trackers started later continue it."""
-    if "wandb" in ids:
-        file = run_dir / WANDB_RUN_ID
+    for name, run_id in ids.items():
+        file = run_dir / RUN_IDS[name]
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(ids["wandb"] + "\n")
+        file.write_text(run_id + "\n")

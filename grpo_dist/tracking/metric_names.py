@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 
 from grpo_dist.errors import ConfigError
 
+GLOBAL_STEP = "training/global_step"
+"""The training step, verl's name, among the metrics of trackers in which it is no number of a row."""
 REWARD = "critic/score/mean"
 KL_LOSS = "actor/kl_loss"
 PPO_KL = "actor/ppo_kl"

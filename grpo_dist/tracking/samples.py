@@ -34,6 +34,12 @@ def as_markdown(sample: Sample) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
+def as_rows(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """The samples as rows of a table, all with the same columns; what is neither number nor text becomes text."""
+    columns = dict.fromkeys(name for sample in samples for name in sample)
+    return [{name: _cell(sample.get(name)) for name in columns} for sample in samples]
+
+
 def as_html(samples: Sequence[Sample]) -> str:
     """Format samples as an HTML table with a row for each; what a model has written stays text."""
     columns = dict.fromkeys(name for sample in samples for name in sample)
@@ -41,6 +47,10 @@ def as_html(samples: Sequence[Sample]) -> str:
     rows += ["".join(f"<td>{escape(str(s.get(name, '')))}</td>" for name in columns) for s in samples]
     style = "<style>td {white-space: pre-wrap; vertical-align: top; border-top: 1px solid}</style>"
     return f"{style}<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
+
+
+def _cell(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _head(sample: Sample, truth: str) -> str:

@@ -19,14 +19,11 @@ from wandb.sdk.lib.wbauth import read_netrc_auth
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.redact import redact_text
-from grpo_dist.tracking.base import WANDB_RUN_ID, RunInfo
+from grpo_dist.tracking.base import RUN_IDS, RunInfo
 from grpo_dist.tracking.jsonl import FILE_NAME as METRICS
 from grpo_dist.tracking.jsonl import read_metrics
+from grpo_dist.tracking.metric_names import GLOBAL_STEP
 from grpo_dist.tracking.samples import SAMPLES, Sample, as_html
-
-STEP = "training/global_step"
-"""The training step of a row, verl's name: the x axis of every chart. W&B's own step cannot go back, as a run does that
-resumes from a checkpoint before its last row."""
 
 _CHECK_TIMEOUT_S = 10.0
 _INIT_TIMEOUT_S = 30.0  # W&B itself retries for 90 s before it gives up on a server
@@ -63,7 +60,7 @@ class WandbTracker:
         mode = choose_mode()
         folder = run.run_dir / "wandb"
         folder.mkdir(exist_ok=True)
-        id_file = run.run_dir / WANDB_RUN_ID
+        id_file = run.run_dir / RUN_IDS["wandb"]
         run_id = id_file.read_text().strip() if run.resumed_step is not None and id_file.exists() else None
         away = ""
         try:
@@ -72,8 +69,9 @@ class WandbTracker:
             away, mode = f" (no answer from {_base_url()}: {error})", "offline"
             self._run = _start(run, mode, run_id)
         id_file.write_text(self._run.id + "\n")
-        self._run.define_metric(STEP)
-        self._run.define_metric("*", step_metric=STEP)
+        # The x axis of every chart: W&B's own step cannot go back, as a run does that resumes before its last row.
+        self._run.define_metric(GLOBAL_STEP)
+        self._run.define_metric("*", step_metric=GLOBAL_STEP)
         caught_up = self._catch_up(run) if mode == "online" and run_id else 0
         self.note = f"W&B {mode}"
         if mode == "online":
@@ -83,7 +81,7 @@ class WandbTracker:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log one step."""
-        self._run.log({**metrics, STEP: step}, step=self._row(step), commit=True)
+        self._run.log({**metrics, GLOBAL_STEP: step}, step=self._row(step), commit=True)
 
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Log a table with one row per sample; it is sent with the next `log`.
@@ -119,7 +117,7 @@ class WandbTracker:
         summary = self._run.summary
         # the summary travels apart from the rows, and may have come without its row
         lost = summary.get("_step", -1) - (self._run.starting_step - 1)
-        newest = summary.get(STEP, -1) - lost
+        newest = summary.get(GLOBAL_STEP, -1) - lost
         missing = [row for row in read_metrics(run.run_dir / METRICS) if row["step"] > newest]
         for row in missing:
             step = int(row.pop("step"))

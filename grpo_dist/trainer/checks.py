@@ -26,7 +26,7 @@ from grpo_dist.trainer.checkpoint.config_changes import (
 )
 from grpo_dist.trainer.checkpoint.folder import LATEST, find_checkpoint, last_checkpoint, read_state
 from grpo_dist.trainer.machine import Machine, check_machine
-from grpo_dist.trainer.record import EXPORTED
+from grpo_dist.trainer.record import ALL_TRACKERS, EXPORTED
 from grpo_dist.trainer.run_lock import check_run_dir
 
 
@@ -86,7 +86,7 @@ def check_place(config: JobConfig, slots: Sequence[Slot], checks: Checks, tell: 
         machine = check_machine(config, slots)
         tell(machine.found)
     with checks:
-        check_trackers(config.trainer.logger)
+        check_trackers(config.trainer.logger, ALL_TRACKERS)
         check_run_dir(config.trainer.record_dir.absolute())
         tell(f"run directory: {config.trainer.record_dir}")
     return machine

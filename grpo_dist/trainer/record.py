@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.tracking.base import Trackers, build_trackers, restore_tracker_ids
+from grpo_dist.tracking.base import TRACKERS, Trackers, build_trackers, restore_tracker_ids
 from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.run_lock import writing_into
@@ -17,6 +17,9 @@ if TYPE_CHECKING:  # it imports Ray, which must not be imported before the run c
     from grpo_dist.trainer.checkpoint.resume import Resumed
 
 RESOLVED_CONFIG = "config.yaml"
+ALL_TRACKERS = TRACKERS | {"prometheus": "grpo_dist.trainer.prometheus:PrometheusTracker"}
+"""`TRACKERS`, and the one that needs Ray."""
+
 EXPORTED = "huggingface"
 """The folder of the trained model."""
 
@@ -62,6 +65,7 @@ def open_record(
             experiment_name=config.trainer.experiment_name,
             config=config.model_dump(mode="json"),
             resumed_step=resumed_step,
+            classes=ALL_TRACKERS,
         )
     )
     for note in [*_resume_notes(config, resumed, steps), *trackers.notes]:

@@ -115,7 +115,10 @@ def test_a_whole_number_is_a_number():
         ("trainer.test_freq=0", ["-1", "1"]),
         ("trainer.save_freq=0", ["-1", "1"]),
         ("trainer.total_training_steps=0", ["greater", "1"]),
-        ("trainer.logger=[console,wandbb]", ["console, jsonl, tensorboard, wandb", "'wandb'?"]),
+        (
+            "trainer.logger=[console,wandbb]",
+            ["console, jsonl, tensorboard, wandb, mlflow, trackio, prometheus", "'wandb'?"],
+        ),
         ("trainer.resume_mode=never", ["auto, disable, resume_path"]),
     ],
 )

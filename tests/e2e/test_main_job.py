@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -106,6 +107,24 @@ def test_run_directory(main_run: Outcome) -> None:
     assert len(rows) == 4 * 4
     assert list(run_dir.glob("tensorboard/*tfevents*"))
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == f"{STEPS}"
+
+
+def test_trackers_have_what_the_run_has(main_run: Outcome) -> None:
+    """Prometheus may not have asked yet when so short a run ends; it is said where to ask."""
+    from grpo_dist.tracking.mlflow import MlflowClient
+
+    client = MlflowClient((main_run.run_dir / "mlflow/mlruns").as_uri())
+    run_id = (main_run.run_dir / "mlflow/run_id").read_text().strip()
+    assert client.get_run(run_id).info.status == "FINISHED"
+    history = client.get_metric_history(run_id, "critic/score/mean")
+    assert [(metric.step, metric.value) for metric in history] == main_run.rewards()
+    name = (main_run.run_dir / "trackio/run_id").read_text().strip()
+    (database,) = main_run.run_dir.parents[1].glob("trackio/*.db")
+    with sqlite3.connect(database) as connection:
+        (count,) = connection.execute("SELECT COUNT(DISTINCT step) FROM metrics WHERE run_name = ?", [name]).fetchone()
+    assert count == STEPS + 1
+    assert re.search(r"Prometheus: http://127\.0\.0\.1:\d+/metrics", main_run.log)
+    assert "off for the rest of the run" not in main_run.log
 
 
 def test_the_trained_model_loads(main_run: Outcome) -> None:

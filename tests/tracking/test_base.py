@@ -160,9 +160,9 @@ def test_trackers_not_asked_for_are_not_imported(tmp_path):
         "from grpo_dist.tracking.base import build_trackers\n"
         "run = dict(project_name='p', experiment_name='e', config={}, resumed_step=None)\n"
         "build_trackers(['console'], run_dir=pathlib.Path(sys.argv[1]), **run).close()\n"
-        "print([m for m in ('wandb', 'tensorboard', 'torch', 'ray') if m in sys.modules])\n"
+        "print([m for m in ('wandb', 'tensorboard', 'mlflow', 'trackio', 'torch', 'ray') if m in sys.modules])\n"
         "build_trackers(['tensorboard'], run_dir=pathlib.Path(sys.argv[1]), **run).close()\n"
-        "print([m for m in ('wandb', 'tensorflow', 'torch', 'ray') if m in sys.modules])\n"
+        "print([m for m in ('wandb', 'tensorflow', 'mlflow', 'trackio', 'torch', 'ray') if m in sys.modules])\n"
     )
     root = Path(base.__file__).parents[2]
     done = subprocess.run(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from grpo_dist.code_names import parse_code
+from grpo_dist.config.keys import flatten
 from grpo_dist.config.load import with_later_keys
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.data.columns import SOURCE_KEY
@@ -190,15 +191,6 @@ def _effective(config: Mapping[str, Any], rules: ChangeRules) -> dict[str, Any]:
     if flat.get("data.seed") is None:
         flat["data.seed"] = flat.get("trainer.seed")
     return rules.effective(flat)
-
-
-def flatten(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every leaf; a list is one value."""
-    if isinstance(section, Mapping) and section:
-        for name, value in section.items():
-            yield from flatten(value, f"{prefix}.{name}" if prefix else str(name))
-    elif section != {}:
-        yield prefix, section
 
 
 def identify_prompts(prompts: Sequence[TokenizedPrompt]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from grpo_dist.config import supervised
+from grpo_dist.config.keys import flatten
 from grpo_dist.config.load import load_command, load_config
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import CheckpointError
@@ -19,7 +20,6 @@ from grpo_dist.trainer.checkpoint.config_changes import (
     Changes,
     check_changes,
     digest_code,
-    flatten,
     identify_prompts,
     saved_config,
 )

@@ -1,0 +1,244 @@
+"""MLflow, read back by its own client: in a folder, and on a server that may be away."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_dist.errors import ConfigError, Interrupted
+from grpo_dist.tracking import base, mlflow
+from grpo_dist.tracking.base import Trackers, build_trackers, check_trackers
+from tests.messages import refuses, says
+from tests.mlflow_server import TOKEN, MlflowServer, mlflow_server
+from tests.no_network import no_network
+from tests.tracking.test_samples import SAMPLE
+from tests.trainer.metrics_page import PAGE, documented_names
+
+SCORE = "critic/score/mean"
+
+
+@pytest.fixture(autouse=True)
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("MLFLOW_TRACKING_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., Trackers]:
+    def started(resumed_step: int | None = None, **config: Any) -> Trackers:
+        names = {"project_name": "sums", "experiment_name": "first"}
+        return build_trackers(["mlflow"], run_dir=tmp_path / "run", config=config, resumed_step=resumed_step, **names)
+
+    return started
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MlflowServer]:
+    monkeypatch.setattr("grpo_dist.tracking.sender._PAUSE_S", 0.01)
+    with mlflow_server(tmp_path / "server") as server:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
+        monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", TOKEN)
+        yield server
+
+
+def log(trackers: Trackers, *steps: int) -> None:
+    for step in steps:
+        trackers.log({SCORE: step / 8}, step)
+    assert len(trackers.notes) == 2, "none was dropped"
+
+
+class Stored:
+    """What MLflow's client finds of the one run of the project."""
+
+    def __init__(self, uri: str) -> None:
+        self.client = mlflow.MlflowClient(uri)
+        self.experiment = self.client.get_experiment_by_name("sums")
+        assert self.experiment is not None
+        (self.run,) = self.client.search_runs([self.experiment.experiment_id])
+
+    def values(self, name: str) -> list[tuple[int, float]]:
+        return [(m.step, m.value) for m in self.client.get_metric_history(self.run.info.run_id, name)]
+
+
+def in_folder(tmp_path: Path) -> Stored:
+    return Stored((tmp_path / "run/mlflow/mlruns").as_uri())
+
+
+def on_server(server: MlflowServer) -> Stored:
+    return Stored(server.store.root_directory)
+
+
+def eighths(*steps: int) -> list[tuple[int, float]]:
+    return [(step, step / 8) for step in steps]
+
+
+def test_without_a_server_it_is_in_the_run_directory(tmp_path, start, monkeypatch, capfd):
+    tried = no_network(monkeypatch)
+    check_trackers(["mlflow"])
+    with start(actor={"lr": 0.125, "names": ["a", None]}, hf_token="do-not-keep-this", long="x" * 7000) as trackers:
+        says(trackers.notes[1], f"{tmp_path}/run/mlflow/mlruns")
+        log(trackers, 1)
+        trackers.log({SCORE: 2 / 8, "n": math.nan, "i": math.inf, "val-core//a b/ü/acc/best@4": 0.5}, 2)
+    stored = in_folder(tmp_path)
+    assert (stored.run.info.run_name, stored.run.info.status) == ("first", "FINISHED")
+    assert stored.values(SCORE) == eighths(1, 2)
+    assert stored.values("training/global_step") == [(1, 1), (2, 2)]
+    assert stored.values("val-core/a b/ü/acc/best_at_4") == [(2, 0.5)]
+    assert math.isnan(stored.values("n")[0][1])
+    assert stored.values("i") == [(2, math.inf)]
+    expected = {"actor.lr": "0.125", "actor.names": '["a", null]', "hf_token": "***", "long": "x" * 6000}
+    assert stored.run.data.params == expected
+    config = json.loads(Path(stored.client.download_artifacts(stored.run.info.run_id, "config.json")).read_text())
+    assert config == {"actor": {"lr": 0.125, "names": ["a", None]}, "hf_token": "***", "long": "x" * 7000}
+    assert (tried, capfd.readouterr().out) == ([], "")
+
+
+def test_the_names_of_all_metrics_are_taken_and_stay_different(tmp_path, start):
+    names = documented_names(PAGE.read_text())
+    assert len(names) > 100
+    with start() as trackers:
+        trackers.log({name: float(i) for i, name in enumerate(names) if "/mean" not in name or "@" not in name}, 1)
+    taken = in_folder(tmp_path).run.data.metrics
+    assert {"val-core/SOURCE/VARIABLE/STATISTIC_at_N", "actor/loss"} <= taken.keys()
+    assert len({mlflow._name(name) for name in names}) == len(set(names))
+
+
+def test_samples_are_one_table(tmp_path, start, monkeypatch, capfd):
+    with start() as trackers:
+        trackers.log_samples([SAMPLE], 0)
+        log(trackers, 0)
+        trackers.log_samples([SAMPLE | {"step": 5, "gts": [1, 2], "score": None, "failure": "it raised"}], 5)
+        log(trackers, 5)
+    assert capfd.readouterr() == ("", "")
+    stored = in_folder(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "run/mlflow/mlruns").as_uri())  # load_table asks it alone
+    table = stored.client.load_table(stored.experiment.experiment_id, "val/generations.json")
+    assert table["step"].tolist() == [0, 5]
+    assert table["output"].tolist() == ["#### 2", "#### 2"]
+    assert table["gts"].astype(str).tolist() == ["2", "[1, 2]"]
+    assert table["failure"].tolist()[1] == "it raised"
+    assert [math.isnan(score) for score in table["score"]] == [False, True]
+
+
+def test_a_resumed_run_goes_on_in_the_same_and_a_fresh_one_is_new(tmp_path, start):
+    with start(lr=0.5) as trackers:
+        log(trackers, 1, 2)
+    with start(resumed_step=2, lr=0.25, seed=1) as trackers:  # a changed parameter stays as it was; a new one is added
+        log(trackers, 3)
+    stored = in_folder(tmp_path)
+    assert stored.values(SCORE) == eighths(1, 2, 3)
+    assert stored.run.data.params == {"lr": "0.5", "seed": "1"}
+    start().close()
+    assert len(stored.client.search_runs([stored.experiment.experiment_id])) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError, "FAILED"), (KeyboardInterrupt, "KILLED"), (Interrupted, "KILLED")]
+)
+def test_the_run_ends_as_it_did(tmp_path, start, error, status):
+    def run() -> None:
+        with start() as trackers:
+            log(trackers, 1)
+            raise error
+
+    with pytest.raises(error):
+        run()
+    assert in_folder(tmp_path).run.info.status == status
+    trackers = start(resumed_step=1)
+    assert in_folder(tmp_path).run.info.status == "RUNNING"
+    trackers.close()
+
+
+def test_what_the_run_on_the_server_lacks_is_sent_when_it_is_resumed(server, start, tmp_path):
+    with start() as trackers:
+        log(trackers, 1)
+    lines = [json.dumps({"step": step, SCORE: step / 8}) for step in (1, 2, 3, 4)]
+    (tmp_path / "run/metrics.jsonl").write_text("\n".join(lines) + "\n")
+    with start(resumed_step=3) as trackers:
+        log(trackers, 4)
+    assert on_server(server).values(SCORE) == eighths(1, 2, 3, 4)
+
+
+def test_a_server_that_does_not_know_the_run_gets_a_new_one_with_all_rows(server, start, tmp_path):
+    with start() as trackers:
+        log(trackers, 1)
+    (tmp_path / "run/mlflow/run_id").write_text("0123456789abcdef0123456789abcdef\n")
+    client = on_server(server).client
+    with start(resumed_step=1) as trackers:
+        log(trackers, 2)
+    one, two = client.search_runs(["0", client.get_experiment_by_name("sums").experiment_id])
+    assert {one.info.run_id, two.info.run_id} > {(tmp_path / "run/mlflow/run_id").read_text().strip()}
+    (new,) = (run for run in (one, two) if run.data.metrics[SCORE] == 2 / 8)
+    assert [m.step for m in client.get_metric_history(new.info.run_id, SCORE)] == [1, 2]
+
+
+def test_a_server_that_is_away_at_the_start_gets_everything_later(server, start, monkeypatch):
+    monkeypatch.setattr(mlflow, "_CHECK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(mlflow, "_START_TIMEOUT_S", 0.1)
+    server.away = True
+    check_trackers(["mlflow"])
+    with start(lr=0.5) as trackers:
+        says(trackers.notes[1], server.url)
+        log(trackers, 1, 2)
+        server.away = False
+    stored = on_server(server)
+    assert (stored.values(SCORE), stored.run.data.params) == (eighths(1, 2), {"lr": "0.5"})
+    assert stored.run.info.status == "FINISHED"
+
+
+def test_one_that_goes_away_is_waited_for_and_training_is_not(server, start):
+    with start() as trackers:
+        log(trackers, 1)
+        server.wait_for(lambda: on_server(server).values(SCORE))
+        server.away = True
+        log(trackers, 2, 3)
+        server.wait_for(lambda: server.turned_away > 2)
+        server.away = False
+        log(trackers, 4)
+    assert on_server(server).values(SCORE) == eighths(1, 2, 3, 4)
+
+
+def test_without_a_server_at_the_end_the_run_ends_and_says_so(server, start, monkeypatch, caplog):
+    monkeypatch.setattr(mlflow, "_FINISH_TIMEOUT_S", 0.1)
+    with start() as trackers:
+        server.away = True
+        log(trackers, 1)
+    says([record.getMessage() for record in caplog.records], "MLflow", server.url, "metrics.jsonl")
+
+
+def test_a_wrong_token_is_told_before_anything_starts(server, start, monkeypatch):
+    check_trackers(["mlflow"])
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "another")
+    uri = f"MLFLOW_TRACKING_URI={server.url}"
+    with refuses(ConfigError, "trainer.logger", "'mlflow'", uri, "MLFLOW_TRACKING_TOKEN", "remove 'mlflow'"):
+        check_trackers(["mlflow"])
+    with refuses(ConfigError, "trainer.logger", "'mlflow'", "UNAUTHENTICATED"):
+        start()
+
+
+def test_a_uri_that_the_client_cannot_use(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "gopher://me:secret@host/x")
+    with refuses(ConfigError, "MLFLOW_TRACKING_URI=gopher://***@host/x") as caught:
+        check_trackers(["mlflow"])
+    assert "secret" not in str(caught.value)
+
+
+def test_no_secret_is_sent(server, start):
+    with start(service="https://me:do-not-send@example.org/score", hf_token="do-not-send") as trackers:
+        log(trackers, 1)
+    assert b"https://***@example.org/score" in server.sent
+    assert b"do-not-send" not in server.sent
+
+
+@pytest.mark.parametrize("name", ["mlflow", "trackio"])
+def test_a_missing_package_names_the_command(name, monkeypatch):
+    monkeypatch.setitem(base.TRACKERS, name, "no_such_package_here:Tracker")
+    command = f"pip install 'grpo_dist[{name}]'"
+    with refuses(ConfigError, "trainer.logger", f"'{name}'", command):
+        check_trackers([name])
