@@ -4,11 +4,9 @@ much of it as the tracker needs. It knows one token. Artifacts are in its folder
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -18,6 +16,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos import service_pb2 as protos
 from mlflow.store.tracking.file_store import FileStore
 from mlflow.utils.proto_json_utils import message_to_json, parse_dict
+
+from tests.away_server import AwayServer
 
 TOKEN = "a-token-of-the-tests"
 
@@ -75,80 +75,22 @@ CALLS: dict[str, tuple[Any, Callable[[FileStore, Any], Any]]] = {
 }
 
 
-class MlflowServer:
-    """The server. While `away` is set it ends every connection without an answer, and counts them."""
+class MlflowServer(AwayServer):
+    """The server."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.store = FileStore(str(folder))
-        self.sent = b""
-        self.away = False
-        self.turned_away = 0
-        self.changed = threading.Condition()
-        self.http = _Http(("127.0.0.1", 0), _Handler)
-        self.http.mlflow = self
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.http.server_address[1]}"
-
-    def wait_for(self, what: Callable[[], object]) -> None:
-        """Return once `what` is true, after at most 30 s."""
-        with self.changed:
-            assert self.changed.wait_for(what, 30)
-
-
-@contextlib.contextmanager
-def mlflow_server(folder: Path) -> Iterator[MlflowServer]:
-    """A server for the time of the block."""
-    server = MlflowServer(folder)
-    threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    yield server
-    server.http.shutdown()
-    server.http.server_close()
-
-
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    mlflow: MlflowServer
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Http
-
-    def do_GET(self) -> None:
-        self._answer(dict(parse_qsl(urlsplit(self.path).query)))
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.mlflow.sent += body
-        self._answer(json.loads(body))
-
-    def _answer(self, given: dict[str, Any]) -> None:
-        mlflow = self.server.mlflow
-        with mlflow.changed:
-            if mlflow.away:
-                mlflow.turned_away += 1
-                mlflow.changed.notify_all()
-                self.close_connection = True
-                return
-            status, text = self._call(given)
-            mlflow.changed.notify_all()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def _call(self, given: dict[str, Any]) -> tuple[int, bytes]:
-        if self.headers["Authorization"] != f"Bearer {TOKEN}":
+    def answer(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes]:
+        self.sent += body
+        if request.headers["Authorization"] != f"Bearer {TOKEN}":
             return 401, b'{"error_code": "UNAUTHENTICATED", "message": "who are you?"}'
-        kind, call = CALLS[urlsplit(self.path).path.removeprefix("/api/2.0/mlflow/")]
+        address = urlsplit(request.path)
+        kind, call = CALLS[address.path.removeprefix("/api/2.0/mlflow/")]
         asked = kind()
-        parse_dict(given, asked)
+        parse_dict(json.loads(body) if body else dict(parse_qsl(address.query)), asked)
         try:
-            return 200, message_to_json(call(self.server.mlflow.store, asked)).encode()
+            return 200, message_to_json(call(self.store, asked)).encode()
         except MlflowException as error:
             return error.get_http_status_code(), error.serialize_as_json().encode()
-
-    def log_message(self, *_: Any) -> None:
-        pass

@@ -7,14 +7,13 @@ at W&B), config, summary, files and exit code. It knows one API key.
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
-import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote
+
+from tests.away_server import AwayServer
 
 KEY = "0123456789" * 4
 USER = "somebody"
@@ -41,21 +40,12 @@ class StoredRun:
         return [(row[by], row[metric]) for row in self.history() if metric in row]
 
 
-class WandbServer:
-    """The server. While `away` is set it ends every connection without an answer, and counts them."""
+class WandbServer(AwayServer):
+    """The server, which has no run at first."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.runs: dict[str, StoredRun] = {}
-        self.sent = b""
-        self.away = False
-        self.turned_away = 0
-        self.changed = threading.Condition()
-        self.http = _Http(("127.0.0.1", 0), _Handler)
-        self.http.wandb = self
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.http.server_address[1]}"
 
     @property
     def run(self) -> StoredRun:
@@ -63,78 +53,23 @@ class WandbServer:
         (run,) = self.runs.values()
         return run
 
-    def wait_for(self, wanted: Callable[[], Any], timeout: float = 60) -> None:
-        """Return once `wanted()` is true; looks after each request."""
-        with self.changed:
-            assert self.changed.wait_for(wanted, timeout), f"not within {timeout} s; runs: {self.runs}"
+    def answer(self, request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes]:
+        known = "Basic " + base64.b64encode(f"api:{KEY}".encode()).decode()
+        if request.headers.get("Authorization") == known or request.command == "PUT":
+            self.sent += request.path.encode() + b"\n" + body + b"\n"
+            return 200, json.dumps(self._answer_to(request.path, body)).encode()
+        return 401, json.dumps({"errors": [{"message": "user is not logged in"}]}).encode()
 
-
-@contextlib.contextmanager
-def wandb_server() -> Iterator[WandbServer]:
-    """A server that listens and has no run."""
-    server = WandbServer()
-    thread = threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.http.shutdown()
-        thread.join()
-        server.http.server_close()
-
-
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False  # wandb-core keeps its connections open
-    wandb: WandbServer
-
-    def handle_error(self, *_: Any) -> None:
-        """Connections of processes that are killed end in the middle of something."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: _Http
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def _answer_to(self, body: bytes) -> Any:
-        wandb, parts = self.server.wandb, self.path.strip("/").split("/")
+    def _answer_to(self, path: str, body: bytes) -> Any:
+        parts = path.strip("/").split("/")
         if parts[0] == "graphql":
             request = json.loads(body)
-            return {"data": _graphql(wandb, request["query"], request.get("variables") or {})}
+            return {"data": _graphql(self, request["query"], request.get("variables") or {})}
         if parts[0] == "files":  # files/ENTITY/PROJECT/RUN/file_stream
-            _store(wandb.runs[parts[3]], json.loads(body))
+            _store(self.runs[parts[3]], json.loads(body))
         elif parts[0] == "storage":  # storage/RUN/NAME, the addresses that CreateRunFiles has given
-            wandb.runs[parts[1]].files[unquote(parts[2])] = body
+            self.runs[parts[1]].files[unquote(parts[2])] = body
         return {}
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        wandb = self.server.wandb
-        known = "Basic " + base64.b64encode(f"api:{KEY}".encode()).decode()
-        status, answer = 200, None
-        with wandb.changed:
-            if wandb.away:
-                wandb.turned_away += 1
-                wandb.changed.notify_all()
-                self.close_connection = True
-                return
-            if self.headers.get("Authorization") == known or self.command == "PUT":
-                wandb.sent += self.path.encode() + b"\n" + body + b"\n"
-                answer = self._answer_to(body)
-            else:
-                status, answer = 401, {"errors": [{"message": "user is not logged in"}]}
-            wandb.changed.notify_all()
-        content = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    do_GET = do_PUT = do_POST
 
 
 def _graphql(wandb: WandbServer, query: str, given: dict[str, Any]) -> dict[str, Any]:

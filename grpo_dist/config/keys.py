@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, TypeGuard
@@ -44,6 +45,11 @@ def flatten(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flatten(value, f"{prefix}.{name}" if prefix else str(name))
     elif section != {}:
         yield prefix, section
+
+
+def as_text(value: Any) -> str:
+    """A value as text: strings as they are, others as JSON."""
+    return str(value) if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def is_free_form(key: str, schema: type[JobConfig] = RunConfig) -> bool:

@@ -76,6 +76,10 @@ class RunInfo:
     config: dict[str, Any]
     resumed_step: int | None
 
+    def known_id(self, tracker: str) -> str | None:
+        """What the tracker calls the run that this one resumes; None for a fresh start, or if it does not know it."""
+        return None if self.resumed_step is None else tracker_ids(self.run_dir).get(tracker)
+
 
 class Trackers:
     """All trackers of a run as one.
@@ -237,9 +241,8 @@ def _start(name: str, classes: Mapping[str, str], run: RunInfo) -> Tracker:
     except ConfigError:
         raise
     except Exception as error:
-        cause = redact_text(
-            " ".join(f"{type(error).__name__}: {error}".split())
-        )  # some packages raise very long messages
+        # some packages raise messages of many lines
+        cause = redact_text(" ".join(f"{type(error).__name__}: {error}".split()))
         hint = (
             f"make {run.run_dir} writable or set trainer.default_local_dir"
             if name == ALWAYS_ON

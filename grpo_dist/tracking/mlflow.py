@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import posixpath
@@ -29,7 +28,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
-from grpo_dist.config.keys import flatten
+from grpo_dist.config.keys import as_text, flatten
 from grpo_dist.errors import ConfigError
 from grpo_dist.redact import redact_text
 from grpo_dist.tracking.base import RUN_IDS, RunInfo
@@ -95,7 +94,7 @@ class MlflowTracker:
         self._client, self._id = MlflowClient(uri), ""
         if run.resumed_step is None:
             self._id_file.unlink(missing_ok=True)  # of an earlier run; a server that is away gives the new one later
-        known_id = self._id_file.read_text().strip() if self._id_file.exists() else None
+        known_id = run.known_id("mlflow")
         self.note = f"MLflow: {self._shown_uri}"
         try:
             self._sender.send(lambda: self._open(run, known_id)).result(_START_TIMEOUT_S)
@@ -154,7 +153,7 @@ class MlflowTracker:
         """Log the config: whole as a file, and key by key as parameters, which MLflow never changes."""
         self._client.log_dict(self._id, dict(config), "config.json")
         there = self._client.get_run(self._id).data.params
-        values = {_name(key): _as_text(value)[:_LONGEST_VALUE] for key, value in flatten(config)}
+        values = {_name(key): as_text(value)[:_LONGEST_VALUE] for key, value in flatten(config)}
         new = [Param(key, value) for key, value in values.items() if key not in there]
         self._client.log_batch(self._id, params=new, synchronous=True)
 
@@ -176,10 +175,6 @@ def _name(name: str) -> str:
     """The name without what MLflow takes in no name of a metric or parameter; `@` becomes `_at_`, as in verl."""
     plain = re.sub(r"[^/\w.\- :]", "_", name.replace("@", "_at_"))
     return posixpath.normpath(plain).lstrip("/.")[:_LONGEST_NAME]
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _is_absence(error: Exception) -> bool:

@@ -26,8 +26,7 @@ class TrackioTracker:
     def __init__(self, run: RunInfo) -> None:
         file = run.run_dir / RUN_IDS["trackio"]
         file.parent.mkdir(exist_ok=True)
-        known = file.read_text().strip() if run.resumed_step is not None and file.exists() else None
-        name = known or f"{run.experiment_name}-{secrets.token_hex(3)}"
+        name = run.known_id("trackio") or f"{run.experiment_name}-{secrets.token_hex(3)}"
         with _quiet():
             self._run = trackio.init(
                 run.project_name,

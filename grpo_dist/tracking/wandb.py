@@ -61,7 +61,7 @@ class WandbTracker:
         folder = run.run_dir / "wandb"
         folder.mkdir(exist_ok=True)
         id_file = run.run_dir / RUN_IDS["wandb"]
-        run_id = id_file.read_text().strip() if run.resumed_step is not None and id_file.exists() else None
+        run_id = run.known_id("wandb")
         away = ""
         try:
             self._run = _start(run, mode, run_id)

@@ -15,7 +15,7 @@ from grpo_dist.errors import ConfigError, Interrupted
 from grpo_dist.tracking import base, mlflow
 from grpo_dist.tracking.base import Trackers, build_trackers, check_trackers
 from tests.messages import refuses, says
-from tests.mlflow_server import TOKEN, MlflowServer, mlflow_server
+from tests.mlflow_server import TOKEN, MlflowServer
 from tests.no_network import no_network
 from tests.tracking.test_samples import SAMPLE
 from tests.trainer.metrics_page import PAGE, documented_names
@@ -41,7 +41,7 @@ def start(tmp_path: Path) -> Callable[..., Trackers]:
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MlflowServer]:
     monkeypatch.setattr("grpo_dist.tracking.sender._PAUSE_S", 0.01)
-    with mlflow_server(tmp_path / "server") as server:
+    with MlflowServer(tmp_path / "server").listening() as server:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
         monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", TOKEN)
         yield server
@@ -195,10 +195,10 @@ def test_a_server_that_is_away_at_the_start_gets_everything_later(server, start,
 def test_one_that_goes_away_is_waited_for_and_training_is_not(server, start):
     with start() as trackers:
         log(trackers, 1)
-        server.wait_for(lambda: on_server(server).values(SCORE))
+        server.wait_for(lambda: on_server(server).values(SCORE), 30)
         server.away = True
         log(trackers, 2, 3)
-        server.wait_for(lambda: server.turned_away > 2)
+        server.wait_for(lambda: server.turned_away > 2, 30)
         server.away = False
         log(trackers, 4)
     assert on_server(server).values(SCORE) == eighths(1, 2, 3, 4)

@@ -19,7 +19,7 @@ from tests.chaos.driver import Fault
 from tests.chaos.runs import train
 from tests.messages import refuses, says
 from tests.tracking.test_samples import SAMPLE
-from tests.wandb_server import KEY, WandbServer, wandb_server
+from tests.wandb_server import KEY, WandbServer
 
 SCORE = "critic/score/mean"
 # Starts a run, logs steps 1 to 4, says so, and hangs until it is killed.
@@ -42,7 +42,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WandbSer
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB__FILE_STREAM_TRANSMIT_INTERVAL", "1")  # seconds, whole ones
-    with wandb_server() as server:
+    with WandbServer().listening() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         wandb.teardown()  # its process and settings may be those of another server
         yield server

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from grpo_dist.code_names import parse_code
-from grpo_dist.config.keys import flatten
+from grpo_dist.config.keys import as_text, flatten
 from grpo_dist.config.load import with_later_keys
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.data.columns import SOURCE_KEY
@@ -146,7 +146,7 @@ def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any], rules: Chang
         values = before.get(key, MISSING), after.get(key, MISSING)
         if values[0] == values[1] or any(fnmatch.fnmatchcase(key, pattern) for pattern in harmless):
             continue
-        line = f"{key}: {_shown(values[0])} -> {_shown(values[1])}"
+        line = f"{key}: {as_text(values[0])} -> {as_text(values[1])}"
         why = next((why for pattern, why in rules.refused.items() if fnmatch.fnmatchcase(key, pattern)), None)
         if why is not None:
             changes.refused.append(f"{line} ({why})")
@@ -210,7 +210,3 @@ def identify_prompts(prompts: Sequence[TokenizedPrompt]) -> dict[str, Any]:
 def _rate_depends_on_length(flat: Mapping[str, Any], optim: str) -> bool:
     warms_up = flat.get(f"{optim}.lr_warmup_steps", -1) < 0 and flat.get(f"{optim}.lr_warmup_steps_ratio", 0) > 0
     return warms_up or flat.get(f"{optim}.lr_scheduler_type", "constant") != "constant"
-
-
-def _shown(value: Any) -> str:
-    return str(value) if isinstance(value, str) else json.dumps(value, default=str)
