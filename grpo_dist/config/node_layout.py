@@ -30,11 +30,15 @@ class Seat:
 
 @dataclass(frozen=True)
 class Slot:
-    """A Ray placement-group bundle: one process, or several that share a GPU, on one machine."""
+    """A Ray placement-group bundle: one process, or several that share a GPU, on one machine.
+
+    One that is not `required` is on whichever machine has room for it, now or later; a run does not wait for it.
+    """
 
     machine: int
     num_gpus: float
     seats: tuple[Seat, ...]
+    required: bool = True
 
     @property
     def num_cpus(self) -> float:
@@ -57,7 +61,12 @@ def slots(config: RunConfig) -> list[Slot]:
     merged = [
         Slot(parts[0].machine, 1.0, tuple(seat for part in parts for seat in part.seats)) for parts in shared.values()
     ]
-    return merged + [slot for slot in alone if slot.seats[0].role not in place.sharing]
+    ranks = range(place.num_engines, place.num_engines + place.extra_engines)
+    extra = [
+        Slot(0, place.num_gpus("rollout"), (Seat("rollout", rank, *needs["rollout"]),), required=False)
+        for rank in ranks
+    ]
+    return merged + [slot for slot in alone if slot.seats[0].role not in place.sharing] + extra
 
 
 def slots_of(homes: Mapping[str, Sequence[int]], needs: Mapping[str, tuple[float, float]]) -> list[Slot]:

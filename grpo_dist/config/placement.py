@@ -48,6 +48,7 @@ class Placement:
         num_devices: GPUs used by all roles together; on CPU the number of machines.
         num_cpus_per_worker: logical CPUs that Ray reserves for one process.
         num_threads: compute threads of one process on CPU, by role that is started.
+        extra_engines: engines beyond those of rollout_world_size, which start when there is room for them.
     """
 
     device: Device
@@ -61,10 +62,11 @@ class Placement:
     num_devices: int
     num_cpus_per_worker: float
     num_threads: Mapping[str, int]
+    extra_engines: int
 
     @property
     def num_engines(self) -> int:
-        """Number of rollout engines."""
+        """Number of rollout engines that the run starts with."""
         return max(1, self.rollout_world_size // self.tensor_parallel)
 
     @property
@@ -132,6 +134,7 @@ def placement(config: RunConfig) -> Placement:
         num_devices=config.trainer.nnodes if config.device == "cpu" else own,
         num_cpus_per_worker=asked.num_cpus_per_worker or (CPU_SHARE if config.device == "cpu" else 1.0),
         num_threads=_threads(config, {role: size for role, size in sizes.items() if size}),
+        extra_engines=max((asked.max_rollout_world_size or rollout) - rollout, 0) // tensor_parallel,
     )
 
 

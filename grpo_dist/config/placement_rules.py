@@ -116,6 +116,25 @@ def engines_are_whole(config: RunConfig) -> Iterator[Problem]:
         yield problem_between(config, why, "cluster.rollout_world_size", key)
 
 
+def more_engines_are_whole_and_apart(config: RunConfig) -> Iterator[Problem]:
+    """Engines that join a run are as large as the others, and need nothing of the actor's machine."""
+    key, most = "cluster.max_rollout_world_size", config.cluster.max_rollout_world_size
+    if most is None:
+        return
+    place, backend = placement(config), f"{_ROLLOUT}.checkpoint_engine.backend"
+    if most < place.rollout_world_size or most % place.tensor_parallel:
+        least = f"at least the {place.rollout_world_size} that the run starts with"
+        why = f"it must be {least}, and a multiple of the {place.tensor_parallel} of one engine; null: none are added"
+        size = f"{_ROLLOUT}.tensor_model_parallel_size"
+        yield problem_between(config, why, key, "cluster.rollout_world_size", size)
+    if place.shares_gpu and place.extra_engines:
+        why = f"engines that share the actor's GPUs cannot become more; leave {key} null, or set colocate=actor_ref"
+        yield problem_between(config, why, key, _COLOCATE)
+    if value_of(config, backend) == "ipc" and place.extra_engines:
+        why = "weights do not get to other machines by ipc; set the second to null"
+        yield problem_between(config, why, key, backend)
+
+
 def engine_layout_is_not_set_in_vllm_arguments(config: RunConfig) -> Iterator[Problem]:
     """Set through vLLM's own arguments, an engine would use GPUs that are not reserved, or get no weights."""
     for name, value in config.actor_rollout_ref.rollout.engine_kwargs.vllm.items():
@@ -302,6 +321,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
     sequences_are_split_over_whole_groups,
     copies_divide_the_ranks,
     engines_are_whole,
+    more_engines_are_whole_and_apart,
     engine_layout_is_not_set_in_vllm_arguments,
     roles_fit_on_the_gpus,
     shared_gpus_are_the_actors,

@@ -165,6 +165,8 @@ def _run_rows(config: RunConfig) -> Rows:
 
 def _workers(place: Placement) -> str:
     engines = many(place.num_engines, "rollout engine")
+    if place.extra_engines:
+        engines += f", up to {place.num_engines + place.extra_engines}"
     if place.tensor_parallel > 1:
         engines += f" (TP={place.tensor_parallel})"
     ref = f"{place.ref_world_size} ref" if place.ref_world_size else "no ref"

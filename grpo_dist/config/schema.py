@@ -208,6 +208,7 @@ class ClusterConfig(JobClusterConfig):
 
     actor_world_size: Count | None
     rollout_world_size: Count | None
+    max_rollout_world_size: Count | None
     ref_world_size: Count | None
     reward_model_world_size: Count | None
     critic_world_size: Count | None

@@ -107,7 +107,7 @@ class Workers(RoleProcesses):
             RewardModelGroup(groups["reward_model"], restarts) if "reward_model" in groups else None,
             CriticGroup(groups["critic"]) if "critic" in groups else None,
         )
-        engines = [engine_settings(config, place, i) for i in range(place.num_engines)]
+        engines = [engine_settings(config, place, i) for i in range(place.num_engines + place.extra_engines)]
         if place.shares_gpu and place.tensor_parallel > 1:
             engines = on_gpus_of(engines, await groups["actor"].call_home())
         starting = asyncio.ensure_future(roles.rollout.start(engines))

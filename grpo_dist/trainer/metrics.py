@@ -70,7 +70,9 @@ class IdleShares:
         """`perf/idle/ROLE` since the last call."""
         now, busy = time.monotonic(), [group.busy_seconds() for group in self._groups]
         shares = {
-            f"perf/idle/{group.role}": max(0.0, 1 - (after - before) / (len(group) * max(now - self._since, 1e-9)))
+            f"perf/idle/{group.role}": max(
+                0.0, 1 - (after - before) / (max(len(group.present), 1) * max(now - self._since, 1e-9))
+            )
             for group, before, after in zip(self._groups, self._busy, busy, strict=True)
         }
         self._since, self._busy = now, busy

@@ -328,6 +328,7 @@ class GRPOTrainer(TrainingLoop):
         self.metrics |= performance_metrics(self.timings, self.metrics, num_devices=self.num_devices)
         self.metrics["training/epoch"] = self.prompts.sampler.epoch
         self.metrics["training/weight_version"] = self.weight_version
+        self.metrics["training/rollout_engines"] = self.roles.rollout.num_ready
         self.metrics["training/worker_restarts"] = len(self.roles.restarts.failures)
         self.metrics |= self.idle.since_last() | self.memory.latest()
 

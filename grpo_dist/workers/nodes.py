@@ -82,7 +82,7 @@ class Nodes:
     async def wait_for_room(
         self, role: str, bundles: Sequence[Bundle], others: Callable[[], bool] = lambda: False
     ) -> None:
-        """Wait until all these bundles are on nodes.
+        """Wait until all these bundles are on nodes; without an end, and silently, for those that are not required.
 
         Args:
             role: of the processes that they are for.
@@ -93,12 +93,13 @@ class Nodes:
             GrpoDistError: there was no room within `wait_minutes`.
         """
         since = begun = time.monotonic()
-        patience, told = max(60 * self.wait_minutes, RESCHEDULED_S), False
+        required = any(bundle.required for bundle in bundles)
+        patience, told = max(60 * self.wait_minutes, RESCHEDULED_S), not required
         while not all([await self.has_room(bundle) for bundle in bundles]):
             if not told and time.monotonic() - begun > RESCHEDULED_S / 2:
                 self.tell(f"{_needs(role, bundles)}: waiting for a machine with room; {await self._situation()}")
                 told = True
-            if others():
+            if others() or not required:
                 since = time.monotonic()
             elif time.monotonic() - since > patience:
                 raise await self._no_room(_needs(role, bundles))

@@ -157,6 +157,7 @@ class Pool:
         except GrpoDistError as error:
             self._fail(error)
         else:
+            self.restarts.nodes.tell(f"{self.workers.role} worker {rank}: a machine has room for it; it starts")
             self._starts[rank] = self.spawn(self._start_process(rank))
 
     async def _start_process(self, rank: int) -> None:
@@ -167,6 +168,11 @@ class Pool:
     def is_starting(self, rank: int) -> bool:
         """Whether a worker's new process is still starting, or cannot be started yet."""
         return rank not in self.workers.present or (rank in self._starts and not self._starts[rank].done())
+
+    @property
+    def num_ready(self) -> int:
+        """How many workers get requests."""
+        return sum(member.is_ready for member in self.members)
 
     async def started(self) -> None:
         """Wait until no process is starting. Those for which no machine has room are not waited for.

@@ -8,7 +8,8 @@ driver's first, the others by address. If that machine has no room, Ray takes an
 then ordered by their machines.
 
 An engine with GPUs of its own and a reward process work alone, so each is a group of its own, on the machine that the
-layout has for it or on any other: after a machine was lost it needs no more room than its own.
+layout has for it or on any other: after a machine was lost it needs no more room than its own. Engines that are not
+required have such groups too, which Ray places when there is room.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _RESOURCE_UNIT = 1e-4
 class Bundle:
     """The resources of one process, and its bundle (`index`) in a placement group.
 
-    `placed` is False if no machine had room for it when it was reserved.
+    `placed` is False if no machine had room for it when it was reserved, and `required` whether the run had to have it.
     """
 
     num_cpus: float
@@ -49,6 +50,7 @@ class Bundle:
     group: Any
     index: int
     placed: bool = True
+    required: bool = True
 
 
 def reserve(
@@ -67,6 +69,7 @@ def reserve(
     Raises:
         ConfigError: the cluster does not have the resources; the message says what was requested and what exists.
     """
+    extra, slots = [slot for slot in slots if not slot.required], [slot for slot in slots if slot.required]
     needs = [[slot for slot in slots if slot.machine == i] for i in sorted({slot.machine for slot in slots})]
     targets = _targets(needs)
     timeout_s = PLACEMENT_TIMEOUT_S if timeout_s is None else timeout_s
@@ -88,7 +91,8 @@ def reserve(
         while not all(is_placed(group) for group, _ in alone) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         if _enough(alone, one_is_enough=one_is_enough):
-            return groups, _bundles([*held, *alone])
+            later = [(_group([slot], ""), [slot]) for slot in extra]
+            return [*groups, *(group for group, _ in later)], _bundles([*held, *alone, *later])
         placed = sum(map(is_placed, groups))
     release(groups)
     raise _not_placed(needs, f"{placed} of {len(groups)} parts", timeout_s)
@@ -101,14 +105,14 @@ def _bundles(held: Sequence[tuple[Any, Sequence[Slot]]]) -> dict[str, list[Bundl
         placed = is_placed(group)
         for index, slot in enumerate(wanted):
             for seat in slot.seats:
-                bundle = Bundle(seat.num_cpus, seat.num_gpus, group, index, placed)
+                bundle = Bundle(seat.num_cpus, seat.num_gpus, group, index, placed, slot.required)
                 found.setdefault(seat.role, {})[seat.rank] = bundle
     return {role: [by_rank[rank] for rank in sorted(by_rank)] for role, by_rank in found.items()}
 
 
 def requested(slots: Sequence[Slot]) -> str:
-    """How many processes of which size, for messages."""
-    return amounts((seat.role, seat.num_cpus, seat.num_gpus) for slot in slots for seat in slot.seats)
+    """How many processes of which size are required, for messages."""
+    return amounts((seat.role, seat.num_cpus, seat.num_gpus) for slot in slots if slot.required for seat in slot.seats)
 
 
 def amounts(processes: Iterable[tuple[str, float, float]]) -> str:

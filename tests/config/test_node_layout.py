@@ -79,6 +79,16 @@ def found_slots(*overrides: str) -> list[Slot]:
     return slots(load_config([*overrides])[0])
 
 
+def test_engines_that_come_later_have_no_machine() -> None:
+    """8 GPUs, engines on 2: two to start with, and up to four."""
+    sizes = ["cluster=node8", "cluster.rollout_world_size=4", f"{TENSOR_PARALLEL}=2"]
+    before, found = found_slots(*sizes), found_slots(*sizes, "cluster.max_rollout_world_size=8")
+    assert found[: len(before)] == before
+    assert [(slot.seats, slot.num_gpus, slot.required) for slot in found[len(before) :]] == [
+        ((Seat("rollout", rank, 2.0, 2.0),), 2.0, False) for rank in (2, 3)
+    ]
+
+
 def test_on_one_gpu_all_share_it() -> None:
     seats = tuple(Seat(role, 0, 1.0, 0.2) for role in ("actor", "rollout", "ref"))
     assert found_slots("cluster=single_gpu") == [Slot(0, 1.0, seats), Slot(0, 0.0, (Seat("reward", 0, 1.0, 0.0),))]

@@ -212,6 +212,22 @@ PADDED = "actor_rollout_ref.model.use_remove_padding=false"
             ["cluster.colocate=all", "null"],
         ),
         (
+            ["cluster.rollout_world_size=2", "cluster.max_rollout_world_size=1"],
+            ["cluster.max_rollout_world_size=1", "cluster.rollout_world_size=2", "null"],
+        ),
+        (
+            [f"{ROLLOUT}.tensor_model_parallel_size=2", "cluster.max_rollout_world_size=5"],
+            ["cluster.max_rollout_world_size=5", f"{ROLLOUT}.tensor_model_parallel_size=2"],
+        ),
+        (
+            ["cluster=single_gpu", "cluster.max_rollout_world_size=2"],
+            ["cluster.max_rollout_world_size=2", "null", "colocate=actor_ref"],
+        ),
+        (
+            [f"{ROLLOUT}.checkpoint_engine.backend=ipc", "cluster.max_rollout_world_size=2"],
+            ["cluster.max_rollout_world_size=2", f"{ROLLOUT}.checkpoint_engine.backend=ipc", "null"],
+        ),
+        (
             [
                 *("cluster=multi_node", "trainer.nnodes=2", "trainer.n_gpus_per_node=6", "data.train_batch_size=36"),
                 *(f"{ACTOR}.ppo_mini_batch_size=36", f"{FSDP_SIZE}=4", "cluster.colocate=all"),

@@ -136,6 +136,17 @@ def test_room_is_waited_for_and_the_wait_is_told(monkeypatch: pytest.MonkeyPatch
         says(line, "rollout 2 x (2 CPU, 1 GPU)", "host1 (127.0.0.1)", "1 with 4 CPU and 1 GPU")
 
 
+def test_what_is_not_required_is_waited_for_without_a_word_and_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "RESCHEDULED_S", 0.0)
+    monkeypatch.setattr(nodes, "POLL_S", 0.0)
+    looks, told = iter([False] * 20 + [True]), list[str]()
+    monkeypatch.setattr(nodes, "is_placed", lambda group: next(looks))
+    extra = Bundle(2.0, 1.0, "a", 0, placed=False, required=False)
+    run(Nodes(0.0, told.append).wait_for_room("rollout", [extra]))
+    assert told == []
+    assert not any(looks), "it looked until there was room"
+
+
 def test_a_run_that_starts_again_waits_for_room(monkeypatch: pytest.MonkeyPatch, listening: int, silent: int) -> None:
     cluster(monkeypatch, [node(0, listening), node(1, silent, alive=False)])
     asked: list[dict[str, Any]] = []

@@ -106,6 +106,17 @@ def test_what_works_alone_has_a_group_of_its_own() -> None:
 
 
 @pytest.mark.usefixtures("local_ray")
+def test_what_is_not_required_is_not_waited_for() -> None:
+    slots = [
+        Slot(0, 0.0, (Seat("rollout", rank, cpus, 0.0),), required=rank == 0) for rank, cpus in enumerate([0.05, 100.0])
+    ]
+    groups, bundles = reserve(slots)
+    assert [(b.placed, b.required) for b in bundles["rollout"]] == [(True, True), (False, False)]
+    assert [group.bundle_specs for group in groups] == [[{"CPU": 0.05}], [{"CPU": 100.0}]]
+    release(groups)
+
+
+@pytest.mark.usefixtures("local_ray")
 def test_in_a_restart_one_of_those_that_work_alone_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is room for all but the second engine, which wants 100 CPUs. Of what must be there all is, or nothing."""
     slots = [
