@@ -139,7 +139,8 @@ class Pool:
 
     async def _start_again(self, rank: int, error: GrpoDistError) -> None:
         try:
-            await self.restarts.judge(error, self.workers.node_id(rank))
+            required = self.workers.bundles[rank].required
+            await self.restarts.judge(error, self.workers.node_id(rank), required=required)
         except GrpoDistError as last:
             self._fail(last)
             return

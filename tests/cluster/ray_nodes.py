@@ -22,6 +22,13 @@ from tests.cluster.slow_switch import Link
 RAY = Path(sys.executable).parent / "ray"
 PORT, DASHBOARD_PORT = 6379, 8265
 LIMIT_S = 600
+# In the environment of a head: a lost node is known sooner. Ray's default is up to 65 s.
+SOON = {
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "3",
+}
 
 
 def environment() -> dict[str, str]:

@@ -24,7 +24,7 @@ from tests.chaos.driver import Fault
 from tests.chaos.runs import SETTINGS, Outcome, train
 from tests.cluster.losing import NAMES
 from tests.cluster.machines import Machines, lose, machines, pids_on
-from tests.cluster.ray_nodes import environment, start_ray
+from tests.cluster.ray_nodes import SOON, environment, start_ray
 from tests.messages import says
 from tests.observed import assert_gone, command_line
 
@@ -36,13 +36,6 @@ SHORT = [
     *("cluster.actor_world_size=1", "cluster.rollout_world_size=1", "cluster.ref_world_size=1"),
     *("reward.num_workers=3", "trainer.log_rollouts=false"),
 ]
-# Ray's default is up to 65 s.
-SOON = {
-    "RAY_health_check_initial_delay_ms": "0",
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "3000",
-    "RAY_health_check_failure_threshold": "3",
-}
 MOMENTS = ("generating", "updating", "syncing", "saving")
 
 

@@ -46,3 +46,16 @@ def test_a_lost_machine_is_one_fault() -> None:
     with pytest.raises(WorkerLost) as caught:
         budget.spend(lost(7), "c", GONE | {"c": "host2 (10.0.0.3)"})
     assert "its machine is lost: host2 (10.0.0.3)" in caught.value.__notes__
+
+
+def test_a_lost_machine_that_the_run_can_do_without_is_none() -> None:
+    """One had nothing but an engine that was not required, another one a reward process too."""
+    budget, gone = RestartBudget(1), GONE | {"c": "host2 (10.0.0.3)", "d": "host3 (10.0.0.4)"}
+    budget.spend(lost(3), "b", gone, required=False)
+    budget.spend(lost(4), "c", gone, required=False)
+    budget.spend(lost(0), "c", gone)
+    assert (budget.machines_lost, len(budget.failures)) == (2, 3)
+    with pytest.raises(WorkerLost):
+        budget.spend(lost(4), "a", gone, required=False)
+    with pytest.raises(WorkerLost):
+        budget.spend(lost(1), "d", gone)
