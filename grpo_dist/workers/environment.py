@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_dist.engines.rendezvous import is_loopback_setting
+from grpo_dist.workers.ray_watch import end_with_ray
 
 NAMES = frozenset(
     {
@@ -43,12 +44,14 @@ def shared_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def with_environment(worker_class: type) -> type:
     """A subclass whose constructor takes environment variables as its first argument, and sets them first.
 
-    It keeps the name of the worker class, which Ray's tools show.
+    Its process ends once Ray's control service is lost (ray_watch.py). It keeps the name of the worker class, which
+    Ray's tools show.
     """
 
     class Worker(worker_class):  # type: ignore[misc, valid-type]
         def __init__(self, environment: Mapping[str, str], *args: Any) -> None:
             os.environ.update(environment)
+            end_with_ray()
             super().__init__(*args)
 
     Worker.__name__, Worker.__qualname__ = worker_class.__name__, worker_class.__qualname__

@@ -100,8 +100,10 @@ def test_a_lost_machine_costs_time_and_nothing_else(
 
 
 def test_with_no_room_the_run_ends_and_says_what_to_do(four_machines: Machines, tmp_path: Path) -> None:
+    """Each machine has room for the two processes that are on it."""
     fault = Fault("ref", "generating", "SIGKILL", 2)
-    code, outcome = run_on(four_machines, tmp_path, fault, "trainer.node_wait_minutes=0.2", num_cpus=2)
+    full = ["cluster.num_cpus_per_worker=1", "trainer.node_wait_minutes=0.2"]
+    code, outcome = run_on(four_machines, tmp_path, fault, *full, num_cpus=2)
     assert code == 1, outcome.log[-6000:]
     says(outcome.log, "trainer.node_wait_minutes=0.2", "ray start", "node3 (10.")
 
@@ -121,7 +123,7 @@ def test_without_its_head_a_run_on_another_machine_says_so_and_leaves_nothing_be
             assert driver.poll() is None, driver.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        workers = {each for each in map(psutil.Process, pids_on(there.names[1])) if "ray::" in command_line(each)}
+        workers = {each for each in map(psutil.Process, pids_on(there.names[1])) if "Worker" in command_line(each)}
         assert len(workers) >= 5, "actor, engine, reference and reward processes"
         lose(there.names[0], cut=True)
         _, said = driver.communicate(timeout=120)

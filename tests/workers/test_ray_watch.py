@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import ray
 
 from grpo_dist.workers import ray_watch
-from grpo_dist.workers.ray_watch import kill_ray, watching
+from grpo_dist.workers.ray_watch import end_with_ray, kill_ray, watching
 from tests.observed import assert_gone
 
 
@@ -64,6 +66,32 @@ def test_one_check_that_fails_is_no_loss(places: dict[str, socket.socket], monke
     with watching(told):
         assert enough.wait(30)
     assert told.lost == []
+
+
+def test_a_worker_ends_with_the_control_service_and_the_tests_own_process_does_not(
+    places: dict[str, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, codes = threading.Event(), list[int]()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    gcs = places["gcs_server"].getsockname()
+    context = SimpleNamespace(gcs_address="{}:{}".format(*gcs), worker=SimpleNamespace(mode=ray.SCRIPT_MODE))
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray_watch, "WORKER_PERIOD_S", 0.01)
+    monkeypatch.setattr(ray_watch, "os", SimpleNamespace(_exit=leave))
+    watches = threading.active_count()
+    end_with_ray()
+    assert threading.active_count() == watches
+    context.worker.mode = ray.WORKER_MODE
+    end_with_ray()
+    assert not ended.is_set()
+    places["gcs_server"].close()
+    assert ended.wait(30)
+    assert codes == [1]
 
 
 def test_an_error_that_comes_of_the_loss_is_not_told_instead(places: dict[str, socket.socket]) -> None:
