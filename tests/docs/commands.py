@@ -1,7 +1,7 @@
 """What is wrong with a command that a page shows: its program, its options and its keys are read as they would be.
 
-In a page some words stand for others: `...` for further arguments, and a value in capitals (`N`, `FOLDER`) for one of the
-reader's.
+In a page some words stand for others: `...` for further arguments, and a value in capitals (`N`, `FOLDER`) for one
+of the reader's.
 """
 
 from __future__ import annotations
