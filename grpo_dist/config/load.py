@@ -114,11 +114,14 @@ def with_overrides(
     line = read_command_line(overrides, command)
     if line.problems:
         raise config_error(line.problems)
-    composed = OmegaConf.to_container(_composed(command.file, command.shared, tuple(line.groups.items())), resolve=True)
+    merged = OmegaConf.create(with_later_keys(values, command))
+    of_groups = copy.deepcopy(_composed(command.file, command.shared, tuple(line.groups.items())))
+    for key in _missing_keys(OmegaConf.to_container(of_groups)):  # others may copy it
+        OmegaConf.update(of_groups, key, line.values.get(key, OmegaConf.select(merged, key)))
+    composed = OmegaConf.to_container(of_groups, resolve=True)
     assert isinstance(composed, dict)
     usual = dict(_leaves(default_values(command)))
     by_group = {key: value for key, value in _leaves(composed) if value not in (usual.get(key, MISSING), MISSING)}
-    merged = OmegaConf.create(with_later_keys(values, command))
     for key, value in (by_group | line.values).items():
         OmegaConf.update(merged, key, value, merge=True, force_add=True)
     return saved_values(cast(dict[str, Any], OmegaConf.to_container(merged)), command)

@@ -16,7 +16,8 @@ from grpo_dist.config.schema import RunConfig
 ROOT = Path(grpo_dist.__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md")])
 FOR_USERS = [
-    ROOT / "docs" / f"{name}.md" for name in ("tutorial", "common_keys", "from_trl", "from_verl", "troubleshooting")
+    ROOT / "docs" / f"{name}.md"
+    for name in ("tutorial", "common_keys", "from_trl", "from_verl", "glossary", "troubleshooting")
 ]
 SECTIONS = (
     "algorithm",
@@ -25,6 +26,7 @@ SECTIONS = (
     "actor_rollout_ref",
     "critic",
     "reward",
+    "reward_model",
     "trainer",
     "cluster",
     "ray_kwargs",

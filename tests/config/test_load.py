@@ -8,7 +8,7 @@ import pytest
 
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.keys import nearest_keys
-from grpo_dist.config.load import load_config, readable_config, saved_values
+from grpo_dist.config.load import load_config, readable_config, saved_values, with_overrides
 from grpo_dist.config.usage import usage
 from grpo_dist.errors import ConfigError
 from tests.config.read_back import read_back
@@ -270,3 +270,14 @@ def test_a_long_mapping_may_have_line_breaks():
         "custom_reward_function.path=grpo_dist.rewards.format", "custom_reward_function.reward_kwargs={a: 1,\n  b: 2}"
     )
     assert config.custom_reward_function.reward_kwargs == {"a": 1, "b": 2}
+
+
+def test_a_saved_config_with_another_model_of_ones_own() -> None:
+    """The group that such a key selects leaves it open; what copies it follows."""
+    config = with_overrides({}, ["actor_rollout_ref.model.path=mine"], GRPO)
+    assert config.actor_rollout_ref.model.path == config.reward_model.model.input_tokenizer == "mine"
+
+
+def test_a_group_that_leaves_open_what_the_run_has_saved() -> None:
+    saved = load("actor_rollout_ref.model.path=mine", "trainer.dry_run=config").model_dump(mode="json")
+    assert with_overrides(saved, ["model=hf"], GRPO).actor_rollout_ref.model.path == "mine"

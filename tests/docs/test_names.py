@@ -1,0 +1,110 @@
+"""What a config can name is in the pages: estimators, losses, scorers, loops, trackers, recipes, values of keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from grpo_dist.agents.base import AGENT_LOOP
+from grpo_dist.algorithms.advantage import ADVANTAGE
+from grpo_dist.algorithms.kl import KL
+from grpo_dist.algorithms.policy_loss import POLICY_LOSS
+from grpo_dist.cli.entry import ENTRIES
+from grpo_dist.cli.help import CONFIGS
+from grpo_dist.config.documented import all_keys
+from grpo_dist.config.field_types import Section
+from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.schema_health import RULES
+from grpo_dist.names import LOSS_AGG_MODES, ROLLOUT_ENGINES, WEIGHT_TRANSPORTS
+from grpo_dist.rewards.load import SCORERS
+
+ROOT = Path(__file__).parents[2]
+SCORING = [
+    path.parent.name if path.name == "task.py" else path.stem
+    for folder in ("rewards", "tasks")
+    for path in sorted((ROOT / "grpo_dist" / folder).rglob("*.py"))
+    if "\ndef compute_score(" in path.read_text()
+]
+
+
+def lacking(page: str, names: Iterable[str]) -> list[str]:
+    """The names that stand in a page neither as code nor as a cell; those that end in / begin a name."""
+    return [name for name in names if not re.search(rf"`{re.escape(name)}(`|(?<=/)\w)|\| {re.escape(name)} \|", page)]
+
+
+def choices(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The texts that keys may have, where they are a fixed set."""
+    for name, field in section.model_fields.items():
+        for kind in parts(field.annotation):
+            if get_origin(kind) is Literal:
+                yield from ((prefix + name, value) for value in get_args(kind) if isinstance(value, str))
+            elif isinstance(kind, type) and issubclass(kind, Section):
+                yield from choices(kind, f"{prefix}{name}.")
+
+
+def parts(kind: Any) -> Iterator[Any]:
+    """A type, and those that it is made of."""
+    yield kind
+    for part in () if get_origin(kind) is Literal else get_args(kind):
+        yield from parts(part)
+
+
+LOGGERS = {value for key, value in choices(GRPO.schema) if key == "trainer.logger"}
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("algorithms", ADVANTAGE.names()),
+        ("algorithms", POLICY_LOSS.names()),
+        ("algorithms", KL.names()),
+        ("algorithms", LOSS_AGG_MODES),
+        ("algorithms", GRPO.group_options()["recipe"]),
+        ("environments", AGENT_LOOP.names()),
+        ("rewards", SCORING),
+        ("rewards", SCORERS),
+        ("metrics", LOGGERS - {"console", "jsonl"}),  # which are always on
+        ("metrics", RULES),
+        ("architecture", WEIGHT_TRANSPORTS),
+        ("config", ROLLOUT_ENGINES),
+        *(
+            ("config", [f"{group}={option}" for option in options])
+            for command in CONFIGS.values()
+            for group, options in command.group_options().items()
+        ),
+    ],
+)
+def test_every_name_is_explained(page: str, names: Iterable[str]) -> None:
+    assert list(names)
+    # Where an option is the default, that is said behind it.
+    text = (ROOT / "docs" / f"{page}.md").read_text().replace("` (used where none is chosen)", "`")
+    assert lacking(text, names) == []
+
+
+def test_every_command_is_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert [name for name in ENTRIES if f"`grpo-dist {name}" not in readme] == []
+
+
+@pytest.mark.parametrize("command", CONFIGS.values(), ids=CONFIGS)
+def test_every_choice_of_a_key_is_explained(command: Any) -> None:
+    """In what docs/config.md and `grpo-dist help` say of the key, or, of the health rules, in docs/metrics.md."""
+    found, keys = dict.fromkeys(choices(command.schema)), all_keys(command)
+    metrics = (ROOT / "docs" / "metrics.md").read_text()
+    assert ("trainer.logger", "prometheus") in found
+    silent = [
+        (key, value)
+        for key, value in found
+        if not re.search(rf"(?<![\w-]){re.escape(value)}(?![\w-])", keys[key].comment)
+        and (not key.startswith("trainer.health.") or lacking(metrics, [value]))
+    ]
+    assert silent == []
+
+
+def test_a_name_that_a_page_lacks_is_found() -> None:
+    page = "`grpo`, `gym/TASK` and the table\n| kl | 1 |\n"
+    assert lacking(page, ["grpo", "gym/", "kl", "grpo_passk", "gy", "table"]) == ["grpo_passk", "gy", "table"]
