@@ -130,6 +130,10 @@ def more_engines_are_whole_and_apart(config: RunConfig) -> Iterator[Problem]:
     if place.shares_gpu and place.extra_engines:
         why = f"engines that share the actor's GPUs cannot become more; leave {key} null, or set colocate=actor_ref"
         yield problem_between(config, why, key, _COLOCATE)
+    cpus = "cluster.num_cpus_per_worker"
+    if place.device == "cpu" and place.extra_engines and value_of(config, cpus) is None:
+        why = "by default any number of engines fits on this machine; set the second, and of each machine its CPUs"
+        yield problem_between(config, why, key, cpus)
     if value_of(config, backend) == "ipc" and place.extra_engines:
         why = "weights do not get to other machines by ipc; set the second to null"
         yield problem_between(config, why, key, backend)

@@ -35,7 +35,10 @@ def build(
     started, steps = time.monotonic(), ready.steps
     workers = Workers(config, again=ready.again)
     stack.callback(workers.shutdown)
-    say(config, "starting workers: " + ", ".join(f"{len(group)} {group.role}" for group in workers.groups.values()))
+    say(
+        config,
+        "starting workers: " + ", ".join(f"{len(group.present)} {group.role}" for group in workers.groups.values()),
+    )
     resumed = find_resumed(config, ready.prompts.identity)
     roles = workers.start(steps)
     restored = restore_roles(config, roles, resumed)  # before trackers drop the rows after the checkpoint

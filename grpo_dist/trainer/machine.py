@@ -87,6 +87,7 @@ def _check_cpus(config: JobConfig, slots: Sequence[Slot]) -> None:
     """Check that the logical CPUs that all processes request exist: Ray would wait for them for ever."""
     asked = config.ray_kwargs.ray_init.num_cpus
     there = asked or os.cpu_count() or 1
+    slots = [slot for slot in slots if slot.required]
     needed = sum(slot.num_cpus for slot in slots)
     if needed > there + 1e-6:
         seats = [seat for slot in slots for seat in slot.seats]

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from grpo_dist.config.placement import Placement
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
@@ -112,6 +113,17 @@ def take_peaks(peaks: dict[str, float], role: str, parts: Mapping[str, float]) -
     for kind, gib in parts.items():
         name = f"perf/{PEAK_MEMORY[kind]}/{role}"
         peaks[name] = max(peaks.get(name, 0.0), gib)
+
+
+def num_devices(place: Placement, engines: int) -> int:
+    """GPUs that the roles hold, with those of engines that have joined; on CPU the machines that the run was given.
+
+    Args:
+        place: what the run was started with.
+        engines: how many there are.
+    """
+    joined = max(engines - place.num_engines, 0)
+    return place.num_devices + (joined * place.tensor_parallel if place.device == "cuda" else 0)
 
 
 def performance_metrics(

@@ -58,7 +58,7 @@ class RoleProcesses:
         self.nodes = nodes
         self._placement_groups, bundles = run(nodes.reserve_again(slots)) if again else reserve(slots)
         try:
-            check_shared(run_dir, nodes_of(self._placement_groups))
+            check_shared(run_dir, nodes_of({each.group for part in bundles.values() for each in part if each.required}))
         except ConfigError:
             release(self._placement_groups)
             raise

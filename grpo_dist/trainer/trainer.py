@@ -38,7 +38,14 @@ from grpo_dist.trainer.checkpoint.folder import RunState
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.health import HealthMonitor
 from grpo_dist.trainer.loop import TrainingLoop
-from grpo_dist.trainer.metrics import IdleShares, PeakMemory, batch_metrics, performance_metrics, staleness_metrics
+from grpo_dist.trainer.metrics import (
+    IdleShares,
+    PeakMemory,
+    batch_metrics,
+    num_devices,
+    performance_metrics,
+    staleness_metrics,
+)
 from grpo_dist.trainer.mini_batches import mini_batches
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.retraining import Retraining
@@ -113,7 +120,7 @@ class GRPOTrainer(TrainingLoop):
     def __post_init__(self) -> None:
         trainer = self.config.trainer
         self.run_dir = Path(trainer.default_local_dir)
-        self.num_devices = placement(self.config).num_devices
+        self.place = placement(self.config)
         self.samples = SampleLog(trainer, self.roles.reward)
         self.idle, self.memory = IdleShares(self.roles.workers), PeakMemory(self.roles.workers)
         self.health = HealthMonitor(trainer.health)
@@ -325,10 +332,11 @@ class GRPOTrainer(TrainingLoop):
         self.metrics |= batch_metrics(batch)
         if self.config.on_policy and "old_log_probs" in batch.columns:  # else the policy stood still
             self.metrics |= await self.roles.reward.rollout_diagnostics(batch, self.targets.rollout_correction)
-        self.metrics |= performance_metrics(self.timings, self.metrics, num_devices=self.num_devices)
+        engines = self.roles.rollout.num_ready
+        self.metrics |= performance_metrics(self.timings, self.metrics, num_devices=num_devices(self.place, engines))
         self.metrics["training/epoch"] = self.prompts.sampler.epoch
         self.metrics["training/weight_version"] = self.weight_version
-        self.metrics["training/rollout_engines"] = self.roles.rollout.num_ready
+        self.metrics["training/rollout_engines"] = engines
         self.metrics["training/worker_restarts"] = len(self.roles.restarts.failures)
         self.metrics |= self.idle.since_last() | self.memory.latest()
 

@@ -185,6 +185,10 @@ class WorkerGroup:
         """The ranks that have a process."""
         return [rank for rank, handle in enumerate(self.handles) if handle is not None]
 
+    def is_required(self, rank: int) -> bool:
+        """Whether the run cannot do without the worker: it may have engines that it can do without."""
+        return not self.bundles or self.bundles[rank].required
+
     def node_id(self, rank: int) -> str:
         """Ray's id of the node of a worker, or of the one before it; "" if none has started yet."""
         address = self._addresses.last(rank)

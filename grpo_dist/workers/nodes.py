@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from grpo_dist.errors import ConfigError, GrpoDistError
-from grpo_dist.workers.resources import Bundle, amounts, is_placed, machine_sizes, requested, reserve
+from grpo_dist.workers.resources import Bundle, amounts, is_placed, machine_sizes, release, requested, reserve
 
 if TYPE_CHECKING:
     from grpo_dist.config.node_layout import Slot
@@ -27,6 +27,8 @@ CONNECT_TIMEOUT_S = 5.0
 # Ray's health check, as it is set by default, calls a silent node dead after 65 s.
 VERDICT_TIMEOUT_S = 120.0
 POLL_S = 0.5
+# For what is not required: there may be many of them, for all of the run.
+PATIENT_POLL_S = 5.0
 # Ray has found a node with room by then, if there is one.
 RESCHEDULED_S = 10.0
 WAIT_KEY = "trainer.node_wait_minutes"
@@ -38,10 +40,14 @@ class Nodes:
     Args:
         wait_minutes: how long a role without a single process waits for a node with room.
         tell: called with a line for the user when such a wait begins.
+
+    Attributes:
+        give_way: called when a role that is required waits for room: whoever is not required leaves theirs.
     """
 
     def __init__(self, wait_minutes: float = 0.0, tell: Callable[[str], None] = lambda line: None) -> None:
         self.wait_minutes, self.tell, self._closed = wait_minutes, tell, False
+        self.give_way: list[Callable[[], None]] = []
 
     def close(self) -> None:
         """End all waits for room: the run has ended its workers."""
@@ -99,11 +105,17 @@ class Nodes:
             if not told and time.monotonic() - begun > RESCHEDULED_S / 2:
                 self.tell(f"{_needs(role, bundles)}: waiting for a machine with room; {await self._situation()}")
                 told = True
+                for give_way in () if others() else self.give_way:
+                    give_way()
             if others() or not required:
                 since = time.monotonic()
             elif time.monotonic() - since > patience:
                 raise await self._no_room(_needs(role, bundles))
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_S if required else PATIENT_POLL_S)
+
+    async def leave_room(self, bundle: Bundle) -> None:
+        """Give the room of a bundle to others, for good."""
+        await self._ask(release, [bundle.group])
 
     async def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
         """Ask Ray, unless the run has left it: then any call would start another cluster."""

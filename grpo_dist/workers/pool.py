@@ -5,6 +5,10 @@ killed and started again, as often as the run's restart budget allows. Its reque
 queue, and are sent to any worker that has capacity.
 
 If it was lost with its machine and no other one has room, the pool goes on with fewer workers until one has.
+
+Workers that are not required come when there is room for them. They cost no restart and end no run: one whose machine
+is lost waits for another one, one that fails otherwise is left out from then on, and all of them leave their room to a
+required worker that has none.
 """
 
 from __future__ import annotations
@@ -87,6 +91,9 @@ class Pool:
         self._order = itertools.count()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._starts: dict[int, asyncio.Task[None]] = {}
+        self._waits_for_room: dict[int, asyncio.Task[None]] = {}
+        self._left_out: set[int] = set()
+        restarts.nodes.give_way.append(self._give_way)
         self._failure: GrpoDistError | None = None
         self._someone = asyncio.Event()  # set while a worker is ready, and after a failure of the pool
         self._someone.set()
@@ -111,7 +118,7 @@ class Pool:
         self.members = [self.new_member(rank) for rank in range(len(self.workers))]
         for rank in set(range(len(self.workers))).difference(ranks):
             self._take_out(rank)
-            self.spawn(self._start_in_time(rank))
+            self._wait_for_room(rank)
         calls = [self.workers.submit(rank, "start", "start", self.settings[rank]) for rank in ranks]
         answers = dict(zip(ranks, await self.workers.answers(calls), strict=True))
         return [answers.get(rank) for rank in range(len(self.workers))]
@@ -130,7 +137,8 @@ class Pool:
             return
         self.workers.retire(rank)
         self._take_out(rank)
-        self._starts[rank] = self.spawn(self._start_again(rank, error))
+        again = self._start_again if self.workers.is_required(rank) else self._go_on_without
+        self._starts[rank] = self.spawn(again(rank, error))
 
     def _take_out(self, rank: int) -> None:
         self.members[rank] = self.new_member(rank)
@@ -139,15 +147,47 @@ class Pool:
 
     async def _start_again(self, rank: int, error: GrpoDistError) -> None:
         try:
-            required = self.workers.bundles[rank].required
-            await self.restarts.judge(error, self.workers.node_id(rank), required=required)
+            await self.restarts.judge(error, self.workers.node_id(rank))
         except GrpoDistError as last:
             self._fail(last)
             return
         if await self.restarts.nodes.has_room(self.workers.bundles[rank]):
             await self._start_process(rank)
         else:
-            self.spawn(self._start_in_time(rank))
+            self._wait_for_room(rank)
+
+    async def _go_on_without(self, rank: int, error: GrpoDistError) -> None:
+        """After a worker was lost that is not required: wait for another machine, or leave it out."""
+        node_id, dead = self.workers.node_id(rank), await self.restarts.nodes.dead()
+        self.restarts.note_machine(node_id, dead)
+        if rank in self._left_out:
+            return
+        if node_id in dead or not await self.restarts.nodes.has_room(self.workers.bundles[rank]):
+            self.restarts.nodes.tell(f"{self._named(rank)} is lost with its machine, and waits for another one")
+            self._wait_for_room(rank)
+        else:
+            self._leave_out(rank, str(error))
+
+    def _leave_out(self, rank: int, why: str) -> None:
+        """Go on without a worker that is not required, for good, and leave its room to others."""
+        self._left_out.add(rank)
+        if rank in self._waits_for_room:
+            self._waits_for_room.pop(rank).cancel()
+        self.workers.retire(rank)
+        self._take_out(rank)
+        self.spawn(self.restarts.nodes.leave_room(self.workers.bundles[rank]))
+        self.restarts.nodes.tell(f"the run goes on without {self._named(rank)}, which it can do without: {why}")
+
+    def _give_way(self) -> None:
+        for rank in range(len(self.workers)):
+            if not self.workers.is_required(rank) and rank not in self._left_out:
+                self._leave_out(rank, "its room is needed for what is lost")
+
+    def _named(self, rank: int) -> str:
+        return f"{self.workers.role} worker {rank}"
+
+    def _wait_for_room(self, rank: int) -> None:
+        self._waits_for_room[rank] = self.spawn(self._start_in_time(rank))
 
     async def _start_in_time(self, rank: int) -> None:
         """Start a worker when there is room for it; the pool has time while another worker is there."""
@@ -158,7 +198,8 @@ class Pool:
         except GrpoDistError as error:
             self._fail(error)
         else:
-            self.restarts.nodes.tell(f"{self.workers.role} worker {rank}: a machine has room for it; it starts")
+            del self._waits_for_room[rank]
+            self.restarts.nodes.tell(f"{self._named(rank)} starts: a machine has room for it")
             self._starts[rank] = self.spawn(self._start_process(rank))
 
     async def _start_process(self, rank: int) -> None:
@@ -189,10 +230,11 @@ class Pool:
     async def _started_again(self, start: Call) -> None:
         try:
             await start.answer()
-        except self.replaces as error:
-            self.replace(start.rank, start.process, error)
         except GrpoDistError as error:
-            self._fail(error)
+            if isinstance(error, self.replaces) or not self.workers.is_required(start.rank):
+                self.replace(start.rank, start.process, error)
+            else:
+                self._fail(error)
         else:
             self.spawn(self._take_part(start.rank, self.members[start.rank]))
 

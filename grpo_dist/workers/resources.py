@@ -150,7 +150,7 @@ def nodes_in_order() -> list[dict[str, Any]]:
     return sorted((node for node in ray.nodes() if node["Alive"]), key=key)
 
 
-def nodes_of(groups: Sequence[Any]) -> set[str]:
+def nodes_of(groups: Iterable[Any]) -> set[str]:
     """Ray's ids of the nodes of the groups that are placed."""
     return {_node_id(group) for group in groups if is_placed(group)}
 

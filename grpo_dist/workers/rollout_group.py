@@ -6,7 +6,8 @@ prompts that others could sample.
 
 A worker that dies, fails, aborts a group by itself or does not answer is replaced (pool.py). Its new process gets
 requests once it holds the current weights (weight_sync.py). One whose machine is lost is left out until another one
-has room for it.
+has room for it. One that is not required (`cluster.max_rollout_world_size`) gets its first weights apart from the
+others, so that a machine that cannot be reached holds nobody up but itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
-from grpo_dist.errors import EngineError, GrpoDistError, WorkerError
+from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.group import Call, WorkerGroup
 from grpo_dist.workers.pool import Member, Pool
@@ -62,7 +63,7 @@ class Engine(Member):
 
     Attributes:
         max_num_seqs: most sequences its engine runs at once.
-        lacks_weights: whether it was replaced and does not hold the current weights yet.
+        lacks_weights: whether it came later than the others and does not hold the current weights yet.
     """
 
     max_num_seqs: int = MAX_NUM_SEQS
@@ -100,7 +101,8 @@ class RolloutGroup(Pool):
         settings: EngineSettings | None = self.settings[rank]
         most = MAX_NUM_SEQS if settings is None else settings.max_num_seqs
         limit = most + int(most * QUEUED_SHARE)
-        return Engine(limit, max_num_seqs=most, lacks_weights=self._bring is not None)
+        late = self._bring is not None or not self.workers.is_required(rank)
+        return Engine(limit, max_num_seqs=most, lacks_weights=late)
 
     def note_started(self, footprints: Sequence[Footprint | None]) -> None:
         """Store the memory that the engines use, in rank order, as a setting for their replacements.
@@ -180,8 +182,15 @@ class RolloutGroup(Pool):
         async with self._syncing:
             self._bring, self._version = bring, version
             self._homes.clear()  # new weights empty the prefix caches
-            await self._bring_to([rank for rank in range(len(self.workers)) if not self.is_starting(rank)])
+            ranks = [rank for rank in range(len(self.workers)) if not self._comes_later(rank)]
+            for rank in set(range(len(self.workers))).difference(ranks):
+                self.members[rank].lacks_weights = True
+            await self._bring_to(ranks)
             self._in_force.set()
+
+    def _comes_later(self, rank: int) -> bool:
+        new = self.members[rank].lacks_weights and not self.workers.is_required(rank)
+        return new or self.is_starting(rank)
 
     async def begin_update(self) -> None:
         """Prepare for an update of the actor: workers without weights wait for the next sync, and engines with
@@ -212,8 +221,8 @@ class RolloutGroup(Pool):
             await self._in_force.wait()
             async with self._syncing:
                 if self._in_force.is_set():
-                    late = [i for i, each in enumerate(self.members) if each.lacks_weights and not self.is_starting(i)]
-                    await self._bring_to(late)
+                    late = [i for i, each in enumerate(self.members) if each.lacks_weights and not self._comes_later(i)]
+                    await self._bring_to(late if self.workers.is_required(rank) else [rank])
 
     async def _bring_to(self, ranks: Sequence[int]) -> None:
         if not ranks or self._bring is None:
@@ -222,7 +231,8 @@ class RolloutGroup(Pool):
         for rank, held in (await self._bring(ranks)).items():
             if before[rank] is not self.workers.handles[rank]:
                 continue  # replaced meanwhile, because one of its groups failed
-            if isinstance(held, EngineError | WorkerError):
+            on_its_own = isinstance(held, WeightSyncError) and not self.workers.is_required(rank)
+            if isinstance(held, EngineError | WorkerError) or (on_its_own and len(ranks) == 1):
                 self.replace(rank, before[rank], held)
             elif isinstance(held, GrpoDistError):
                 raise held

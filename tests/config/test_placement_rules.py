@@ -216,7 +216,11 @@ PADDED = "actor_rollout_ref.model.use_remove_padding=false"
             ["cluster.max_rollout_world_size=1", "cluster.rollout_world_size=2", "null"],
         ),
         (
-            [f"{ROLLOUT}.tensor_model_parallel_size=2", "cluster.max_rollout_world_size=5"],
+            [
+                f"{ROLLOUT}.tensor_model_parallel_size=2",
+                "cluster.max_rollout_world_size=5",
+                "cluster.num_cpus_per_worker=1",
+            ],
             ["cluster.max_rollout_world_size=5", f"{ROLLOUT}.tensor_model_parallel_size=2"],
         ),
         (
@@ -224,7 +228,15 @@ PADDED = "actor_rollout_ref.model.use_remove_padding=false"
             ["cluster.max_rollout_world_size=2", "null", "colocate=actor_ref"],
         ),
         (
-            [f"{ROLLOUT}.checkpoint_engine.backend=ipc", "cluster.max_rollout_world_size=2"],
+            ["cluster.max_rollout_world_size=2"],
+            ["cluster.max_rollout_world_size=2", "cluster.num_cpus_per_worker=null"],
+        ),
+        (
+            [
+                f"{ROLLOUT}.checkpoint_engine.backend=ipc",
+                "cluster.max_rollout_world_size=2",
+                "cluster.num_cpus_per_worker=1",
+            ],
             ["cluster.max_rollout_world_size=2", f"{ROLLOUT}.checkpoint_engine.backend=ipc", "null"],
         ),
         (

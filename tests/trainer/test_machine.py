@@ -78,7 +78,11 @@ def test_fewer_cpus_than_ray_would_reserve() -> None:
         check("cluster.num_cpus_per_worker=10", "ray_kwargs.ray_init.num_cpus=12")
     told = str(caught.value)
     says(told, "cluster.num_cpus_per_worker=10", 10 * count, "ray_kwargs.ray_init.num_cpus=12")
-    check("cluster.num_cpus_per_worker=10", f"ray_kwargs.ray_init.num_cpus={10 * count}")
+    check(
+        "cluster.num_cpus_per_worker=10",
+        f"ray_kwargs.ray_init.num_cpus={10 * count}",
+        "cluster.max_rollout_world_size=9",
+    )
 
 
 def test_a_cluster_that_does_not_answer_and_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:

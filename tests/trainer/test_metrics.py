@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import grpo_dist
+from grpo_dist.config.load import load_config
+from grpo_dist.config.placement import placement
 from grpo_dist.config.schema_health import RULES
 from grpo_dist.errors import WorkerLost
-from grpo_dist.trainer.metrics import PeakMemory, batch_metrics, performance_metrics, zero_variance_share
+from grpo_dist.trainer.metrics import PeakMemory, batch_metrics, num_devices, performance_metrics, zero_variance_share
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.event_loop import run
 from tests.trainer.metrics_page import PAGE, documented_names, undocumented
@@ -145,3 +147,12 @@ def test_the_page_explains_every_health_rule() -> None:
 def test_an_unknown_metric_is_seen() -> None:
     page = "| metric | meaning |\n|---|---|\n| `a/b`, `c/NAME/mean` | text `d/e` |\n"
     assert undocumented({"a/b", "c/x/mean", "c/x/max", "d/e"}, page) == ["c/x/max", "d/e"]
+
+
+def test_engines_that_have_joined_are_devices_too() -> None:
+    """Three engines of two GPUs each to begin with, on 14; on CPU roles share the machines."""
+    sizes = ["actor_rollout_ref.rollout.tensor_model_parallel_size=2", "cluster.rollout_world_size=6"]
+    place = placement(load_config(["cluster=node8", *sizes, "cluster.actor_world_size=8", "trainer.nnodes=2"])[0])
+    started = place.num_devices
+    assert [num_devices(place, engines) - started for engines in (1, 3, 5)] == [0, 0, 4]
+    assert num_devices(placement(load_config([])[0]), 5) == 1

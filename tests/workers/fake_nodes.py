@@ -13,6 +13,7 @@ class FakeNodes(Nodes):
     Attributes:
         lost: by node id, "HOST (ADDRESS)".
         full: bundles for which there is no room.
+        left: bundles whose room was left to others.
         told: what was told.
     """
 
@@ -21,12 +22,16 @@ class FakeNodes(Nodes):
         super().__init__(wait_minutes, self.told.append)
         self.lost: dict[str, str] = {}
         self.full: set[Any] = set()
+        self.left: list[Any] = []
 
     async def dead(self) -> dict[str, str]:
         return self.lost
 
     async def has_room(self, bundle: Any) -> bool:
         return bundle not in self.full
+
+    async def leave_room(self, bundle: Any) -> None:
+        self.left.append(bundle)
 
     async def _situation(self) -> str:
         return f"lost: {', '.join(self.lost.values())}"

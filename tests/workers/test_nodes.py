@@ -138,13 +138,36 @@ def test_room_is_waited_for_and_the_wait_is_told(monkeypatch: pytest.MonkeyPatch
 
 def test_what_is_not_required_is_waited_for_without_a_word_and_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "RESCHEDULED_S", 0.0)
-    monkeypatch.setattr(nodes, "POLL_S", 0.0)
+    monkeypatch.setattr(nodes, "PATIENT_POLL_S", 0.0)
     looks, told = iter([False] * 20 + [True]), list[str]()
     monkeypatch.setattr(nodes, "is_placed", lambda group: next(looks))
     extra = Bundle(2.0, 1.0, "a", 0, placed=False, required=False)
     run(Nodes(0.0, told.append).wait_for_room("rollout", [extra]))
     assert told == []
     assert not any(looks), "it looked until there was room"
+
+
+def test_a_role_without_a_process_is_given_way_to(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
+    """Not so by what is not required, or while the role has others."""
+    cluster(monkeypatch, [node(0, listening)])
+    monkeypatch.setattr(nodes, "RESCHEDULED_S", 0.0)
+    for poll in ("POLL_S", "PATIENT_POLL_S"):
+        monkeypatch.setattr(nodes, poll, 0.0)
+    bundle, extra = Bundle(2.0, 1.0, "a", 0), Bundle(2.0, 1.0, "b", 0, required=False)
+    given = list[str]()
+
+    def wait(bundle: Bundle, *, others: bool) -> None:
+        looks = iter([False] * 3 + [True])
+        monkeypatch.setattr(nodes, "is_placed", lambda group: next(looks))
+        there = Nodes(1.0)
+        there.give_way.append(lambda: given.append(bundle.group))
+        run(there.wait_for_room("ref", [bundle], lambda: others))
+
+    wait(extra, others=False)
+    wait(bundle, others=True)
+    assert given == []
+    wait(bundle, others=False)
+    assert given == ["a"]
 
 
 def test_a_run_that_starts_again_waits_for_room(monkeypatch: pytest.MonkeyPatch, listening: int, silent: int) -> None:

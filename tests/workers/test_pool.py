@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -239,6 +240,89 @@ def test_a_lost_machine_is_one_fault_and_those_left_take_the_work_until_there_is
         assert await asyncio.gather(*tasks, later) == ["a", "b", "c", "later"]
         assert len(pool.restarts.failures) == 2
         assert all("host0 (10.0.0.1)" in failure for failure in pool.restarts.failures)
+
+
+def with_an_extra(pool: Pool, workers: Fakes) -> FakeNodes:
+    """The last worker is not required."""
+    workers.bundles[-1] = dataclasses.replace(workers.bundles[-1], required=False)
+    return nodes_of(pool)
+
+
+def test_one_that_is_not_required_waits_for_another_machine_and_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "PATIENT_POLL_S", 0.0)
+
+    @scenario(3, most=0)
+    async def _(pool: Pool, workers: Fakes) -> None:
+        there = with_an_extra(pool, workers)
+        there.lost, there.full = {"node1": "host1 (10.0.0.2)"}, set(workers.bundles[2:])
+        tasks = [ask(pool, name) for name in "abc"]
+        await settle()
+        lose(workers, "c")
+        await settle()
+        assert (workers.present, pool.num_ready, pool.restarts.machines_lost) == ([0, 1], 2, 1)
+        there.full.clear()
+        there.lost = {}
+        while not workers.open("start"):
+            await asyncio.sleep(0)
+        workers.open("start")[0][1].set_result(None)
+        await settle()
+        assert (pool.num_ready, pool.restarts.failures) == (3, [])
+        for name in "abc":
+            workers.open(name)[0][1].set_result(name)
+            await settle()
+        assert await asyncio.gather(*tasks) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("error", [WorkerLost("gone", "reward", 2), GrpoDistError("model.path=mine")])
+def test_one_that_is_not_required_and_fails_is_left_out(error: GrpoDistError, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it works, and as it starts on a machine that came for it."""
+    monkeypatch.setattr(nodes, "PATIENT_POLL_S", 0.0)
+
+    @scenario(3, most=0)
+    async def _(pool: Pool, workers: Fakes) -> None:
+        there = with_an_extra(pool, workers)
+        if isinstance(error, WorkerLost):
+            task = ask(pool, "first"), ask(pool, "second"), ask(pool, "third")
+            await settle()
+            lose(workers, "third")
+        else:
+            workers.retire(2)
+            task = ()
+            pool._wait_for_room(2)
+            while not workers.open("start"):
+                await asyncio.sleep(0)
+            workers.open("start")[0][1].set_exception(error)
+        while not there.left:
+            await asyncio.sleep(0)
+        assert (workers.present, there.left, pool.restarts.failures) == ([0, 1], [workers.bundles[2]], [])
+        says(there.told[-1], "reward worker 2", str(error))
+        for name in ("first", "second", "third")[: len(task)]:
+            workers.open(name)[0][1].set_result(name)
+            await settle()
+        assert await asyncio.gather(*task) == ["first", "second", "third"][: len(task)]
+        await pool.started()
+
+
+def test_those_that_are_not_required_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that still waits for room itself, which then no longer does."""
+    monkeypatch.setattr(nodes, "PATIENT_POLL_S", 0.0)
+
+    @scenario(4, most=0)
+    async def _(pool: Pool, workers: Fakes) -> None:
+        workers.bundles[2] = dataclasses.replace(workers.bundles[2], required=False)
+        there = with_an_extra(pool, workers)
+        there.full = {workers.bundles[3]}
+        workers.retire(3)
+        pool._take_out(3)
+        pool._wait_for_room(3)
+        (give_way,) = there.give_way
+        give_way()
+        give_way()
+        there.full.clear()
+        await settle()
+        assert (workers.present, pool.num_ready) == ([0, 1], 2)
+        assert there.left == workers.bundles[2:]
+        assert workers.open("start") == []
 
 
 def test_with_no_worker_left_there_is_a_limit_to_the_wait_for_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:

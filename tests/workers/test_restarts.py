@@ -48,14 +48,12 @@ def test_a_lost_machine_is_one_fault() -> None:
     assert "its machine is lost: host2 (10.0.0.3)" in caught.value.__notes__
 
 
-def test_a_lost_machine_that_the_run_can_do_without_is_none() -> None:
-    """One had nothing but an engine that was not required, another one a reward process too."""
-    budget, gone = RestartBudget(1), GONE | {"c": "host2 (10.0.0.3)", "d": "host3 (10.0.0.4)"}
-    budget.spend(lost(3), "b", gone, required=False)
-    budget.spend(lost(4), "c", gone, required=False)
-    budget.spend(lost(0), "c", gone)
-    assert (budget.machines_lost, len(budget.failures)) == (2, 3)
+def test_where_a_worker_was_lost_that_is_not_required_is_noted_and_not_counted() -> None:
+    budget = RestartBudget(1)
+    budget.note_machine("b", GONE)
+    budget.note_machine("a", GONE)
+    assert (budget.machines_lost, budget.failures) == (1, [])
+    budget.spend(lost(0), "b", GONE)
+    assert (budget.machines_lost, len(budget.failures)) == (1, 1)
     with pytest.raises(WorkerLost):
-        budget.spend(lost(4), "a", gone, required=False)
-    with pytest.raises(WorkerLost):
-        budget.spend(lost(1), "d", gone)
+        budget.spend(lost(1), "a", GONE)

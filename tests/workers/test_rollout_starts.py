@@ -11,7 +11,7 @@ import pytest
 
 from grpo_dist.engines.base import Footprint
 from grpo_dist.engines.settings import EngineSettings
-from grpo_dist.errors import EngineError
+from grpo_dist.errors import EngineError, WeightSyncError
 from grpo_dist.workers import nodes
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.resources import Bundle
@@ -108,6 +108,80 @@ def test_an_engine_whose_machine_comes_later_gets_the_weights_in_force(monkeypat
     run(start_and_sync())
     assert workers.asked == [("start", 0), ("sleep", 0), ("respawn", 1), ("start", 1)]
     assert brought == [[0], [0], [1]]
+
+
+def extra(there: FakeNodes, ranks: Sequence[int]) -> tuple[RolloutGroup, Engines]:
+    """Engines of which these are not required, and have no process yet."""
+    workers = Engines("rollout", 3)
+    workers.bundles = [Bundle(1.0, 0.0, rank, 0, required=rank not in ranks) for rank in range(3)]
+    for rank in ranks:
+        workers.handles[rank] = None
+    return RolloutGroup(workers, RestartBudget(0, there)), workers
+
+
+def test_an_engine_that_has_room_before_the_first_sync_gets_weights_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "PATIENT_POLL_S", 0.0)
+    settings, brought = engine_settings("model", 0), list[list[int]]()
+    group, _ = extra(FakeNodes(), [2])
+
+    async def bring(ranks: Sequence[int]) -> Outcomes:
+        brought.append(list(ranks))
+        return dict.fromkeys(ranks, 7)
+
+    async def start_and_sync() -> None:
+        await group.start([settings] * 3)
+        while group.is_starting(2):
+            await asyncio.sleep(0)
+        assert not group.members[2].is_ready, "it has the weights of the model's folder"
+        await group.take_weights(bring, 7)
+        while not group.members[2].is_ready:
+            await asyncio.sleep(0)
+        await group.take_weights(bring, 7)
+
+    run(start_and_sync())
+    assert brought == [[0, 1], [2], [0, 1, 2]]
+
+
+def test_an_engine_that_starts_during_the_first_sync_gets_the_weights_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A required one that was replaced, too."""
+    group, workers = engines_of(engine_settings("model", 0), engine_settings("model", 0))
+    brought = list[list[int]]()
+
+    async def bring(ranks: Sequence[int]) -> Outcomes:
+        brought.append(list(ranks))
+        return dict.fromkeys(ranks, 3)
+
+    async def replace_and_sync() -> None:
+        group.replace(1, workers.handles[1], EngineError("it died before the first sync"))
+        await group.take_weights(bring, 3)
+        while not group.members[1].is_ready:
+            await asyncio.sleep(0)
+
+    run(replace_and_sync())
+    assert brought == [[0], [1]]
+
+
+def test_an_engine_that_no_weights_reach_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are not asked to form a group with it."""
+    monkeypatch.setattr(nodes, "PATIENT_POLL_S", 0.0)
+    there, settings, brought = FakeNodes(), engine_settings("model", 0), list[list[int]]()
+    group, workers = extra(there, [1, 2])
+
+    async def bring(ranks: Sequence[int]) -> Outcomes:
+        brought.append(list(ranks))
+        return {rank: WeightSyncError("the weight group was not formed") if rank == 2 else 4 for rank in ranks}
+
+    async def start_and_sync() -> None:
+        await group.start([settings] * 3)
+        await group.take_weights(bring, 4)
+        while not (group.members[1].is_ready and there.left):
+            await asyncio.sleep(0)
+        await group.take_weights(bring, 4)
+
+    run(start_and_sync())
+    assert sorted(brought[:3]) == [[0], [1], [2]]
+    assert brought[3:] == [[0, 1]]
+    assert (there.left, group.restarts.failures, workers.present) == ([workers.bundles[2]], [], [0, 1])
 
 
 def test_engines_sleep_if_they_are_to() -> None:
