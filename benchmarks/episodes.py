@@ -39,6 +39,8 @@ from grpo_dist.engines.rendezvous import LOOPBACK
 AGENT = record.ROOT / "benchmarks/episodes_agent.py"
 ROLLOUT = "actor_rollout_ref.rollout"
 RAISES, HANGS = 0.05, 0.02
+# Of a step's episodes. All may be under way when the server is lost, and have one attempt left.
+MOST_FAILURES = 0.2
 TIMEOUT_S = {"url": 15.0, "play": 4.0}  # of an agent's own time
 AWAY_S = 2.0  # that the server is away
 SPARE = 1.5  # rows for each that trains
@@ -86,6 +88,7 @@ def play(
         f"{ROLLOUT}.agent.default_agent_loop=external",
         f"{ROLLOUT}.agent.agent_kwargs={{{agent}}}",
         f"{ROLLOUT}.agent.timeout_s={TIMEOUT_S[way]}",
+        f"{ROLLOUT}.agent.max_failure_rate={MOST_FAILURES}",
         f"{ROLLOUT}.n={n}",
         f"data.train_files={folder}/rows.jsonl",
         "data.shuffle=false",
