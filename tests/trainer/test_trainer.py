@@ -20,8 +20,9 @@ from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.sampling import Rollout
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.call import Call
 from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.group import WorkerGroup
 from tests.messages import refuses, says
 from tests.processes import spawned
 from tests.trainer.checkpoints import reseal

@@ -15,7 +15,8 @@ from grpo_dist.engines.settings import AgentSettings, EngineSettings, SamplingSe
 from grpo_dist.errors import AgentError, BatchError
 from grpo_dist.protocol.fields import FIELDS
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.call import Call
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.reward import Task
 from grpo_dist.workers.rollout import SMALL_COLUMNS, RolloutWorker, group_batch
 from tests.messages import refuses
