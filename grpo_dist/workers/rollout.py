@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from grpo_dist.agents.runner import EpisodeRunner
 from grpo_dist.data.tokenize import load_tokenizer
 from grpo_dist.engines.base import EngineLoad, Footprint, Response, RolloutEngine, check_responses, rollout_engine
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings
-from grpo_dist.errors import AgentError
+from grpo_dist.errors import AgentError, EngineError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.output_lines import printing_to
@@ -131,6 +132,21 @@ class RolloutWorker(Mailbox, Process):
     async def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
         """Join the weight group to which the actor sends, with ranks from `first_rank` on."""
         await self.engine.weights.join(address, first_rank)
+
+    async def start_profile(self) -> None:
+        """Begin to record the engine's steps.
+
+        Raises:
+            EngineError: the engine has no profiler.
+        """
+        if not hasattr(self.engine, "start_profile"):
+            name = type(self.engine).__name__
+            raise EngineError(f"the engine {name} has no profiler: it lacks start_profile and stop_profile")
+        await self.engine.start_profile()
+
+    async def stop_profile(self, path: str) -> None:
+        """Write what was recorded since `start_profile`, as a gzip'ed trace."""
+        await self.engine.stop_profile(Path(path))  # type: ignore[attr-defined]
 
     async def sleep(self) -> None:
         """Release the GPUs' memory until new weights have come."""
