@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,9 @@ def _tokenizer(vocab_size: int) -> Any:
 
 
 @pytest.fixture(scope="session")
-def rollouts(local_ray: None, random_models: dict[str, str]) -> Iterator[Any]:
-    """Two started rollout workers, each with a vLLM engine: rank 0 holds the tied model, rank 1 the untied one and
-    a tokenizer.
+def rollouts(local_ray: None, random_models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two started rollout workers, each with a vLLM engine: rank 0 holds the tied model and has a profiler, rank 1 the
+    untied one and a tokenizer.
     """
     from grpo_dist.engines.settings import EngineSettings
     from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
@@ -125,6 +126,7 @@ def rollouts(local_ray: None, random_models: dict[str, str]) -> Iterator[Any]:
         )
         for seed, path in enumerate((random_models["tied"], random_models["untied"]))
     ]
+    settings[0] = replace(settings[0], profile_dir=str(tmp_path_factory.mktemp("profiles") / ".rollout0"))
     with spawned("rollout", WatchedRolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as group:
         group.call_each("start", "start", [(each,) for each in settings])
         yield group

@@ -11,19 +11,12 @@ from grpo_dist.errors import EngineError
 
 
 class TorchProfile:
-    """Records from when it is made, until it is written: the thread that makes it, and its backward passes.
-
-    Raises:
-        EngineError: torch cannot begin, as while another profiler is at work in this process.
-    """
+    """Records from when it is made, until it is written: the thread that makes it, and its backward passes."""
 
     def __init__(self) -> None:
         gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         self._profile = profile(activities=[ProfilerActivity.CPU, *gpu])
-        try:
-            self._profile.start()
-        except RuntimeError as error:
-            raise EngineError(f"torch's profiler did not start: {error}") from None
+        self._profile.start()
 
     def write(self, path: Path) -> None:
         """Stop, and write the trace as gzip'ed JSON in Chrome's format, whole or not at all.
