@@ -152,8 +152,9 @@ def _in_lanes(slices: Sequence[_Slice]) -> list[_Slice]:
 
 
 def _threads(slices: Sequence[_Slice]) -> list[dict[str, Any]]:
-    """Give each slice its process and thread, in the order in which roles were called first; events that name them."""
-    in_order = sorted(slices, key=lambda each: (each.span.role != DRIVER, each.start))
+    """Give each slice its process and thread, in the order in which groups come to the roles; events that name them."""
+    of_groups = (GENERATE, *ARROW_STAGES)
+    in_order = sorted(slices, key=lambda s: (s.span.role != DRIVER, s.span.stage not in of_groups, s.start))
     roles = list(dict.fromkeys(each.span.role for each in in_order))
     lanes = sorted({(roles.index(each.span.role), each.span.rank, each.lane) for each in slices})
     tids = {lane: number for number, lane in enumerate(lanes, start=1)}

@@ -49,6 +49,7 @@ def assert_arrows_bind(found: dict[str, Any]) -> None:
 
 def test_a_step_with_its_stages_and_calls() -> None:
     found = trace(
+        call("write_rollouts", "reward", 0, 1, "write_samples"),
         call("score", "reward", 4, 5, "score", "a"),
         call("generate", "rollout", 1, 4, "generate", "a"),
         stages=(Span("rollout", BEGAN + 0.5, BEGAN + 6),),
@@ -56,11 +57,15 @@ def test_a_step_with_its_stages_and_calls() -> None:
     assert tracks(found) == {
         ("driver", "stages"): [("step 3", 0, 10), ("rollout", 0.5, 6)],
         ("rollout", "rank 0"): [("generate", 1, 4)],
-        ("reward", "rank 0"): [("score", 4, 5)],
+        ("reward", "rank 0"): [("write_rollouts", 0, 1), ("score", 4, 5)],
     }
+    assert [process for process, _ in tracks(found)] == ["driver", "reward", "rollout"], "slices in order of time"
     assert (found["step"], found["baseTimeNanoseconds"], found["dropped_calls"]) == (3, 7, 0)
     order = {e["pid"]: e["args"]["sort_index"] for e in events(found, "M") if e["name"] == "process_sort_index"}
-    assert order == {FIRST_PID: 0, FIRST_PID + 1: 1, FIRST_PID + 2: 2}, "in the order in which they were called"
+    assert order == {FIRST_PID: 0, FIRST_PID + 1: 1, FIRST_PID + 2: 2}
+    named = {e["pid"]: e["args"]["name"] for e in events(found, "M") if e["name"] == "process_name"}
+    assert list(named.values()) == ["driver", "rollout", "reward"], "in the order in which a group comes to them"
+    assert list(named) == list(order)
     (generate,) = (e for e in events(found, "X") if e["name"] == "generate")
     assert generate["args"] == {"stage": "generate", "groups": 1, "waited_ms": 0, "group": "a"}
 
