@@ -57,13 +57,15 @@ def local_ray() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def main_run(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """The main job on real workers, from its start to its end, with nothing in its way and all trackers but W&B."""
+    """The main job on real workers, from its start to its end, with nothing in its way, all trackers but W&B, and a
+    profile of step 2.
+    """
     folder = tmp_path_factory.mktemp("main")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         loggers = "trainer.logger=[console,tensorboard,mlflow,trackio,prometheus]"
-        return train(folder / "run", [], loggers, "trainer.log_val_generations=2")
+        return train(folder / "run", [], loggers, "trainer.log_val_generations=2", "trainer.profile_steps=[2]")
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,7 @@ class StepProfiler:
 
     def __init__(self, config: TrainerConfig, groups: Sequence[WorkerGroup], tell: Callable[[str], None]) -> None:
         self._steps, self._folder = frozenset(config.profile_steps or ()), config.profile_dir.absolute()
-        self._groups, self._tell = groups, tell
+        self._groups, self._tell = {group.role: group for group in groups}, tell
         self._open: dict[
             Call, tuple[str, tuple[str, ...]]
         ] = {}  # method and groups, also before a step that is profiled
@@ -82,7 +82,7 @@ class StepProfiler:
             return
         asked = [
             group.submit(rank, "profile", "start_profile")
-            for group in self._groups
+            for group in self._groups.values()
             if group.role != _WITHOUT_PROFILE
             for rank in group.present
         ]
@@ -100,7 +100,7 @@ class StepProfiler:
         for call in window.profiling:
             if call.is_current:
                 path = str(window.folder / f"{call.group.role}_rank{call.rank}.json.gz")
-                asked.append(call.group.submit(call.rank, "profile", "stop_profile", path))
+                asked.append(self._groups[call.group.role].submit(call.rank, "profile", "stop_profile", path))
             else:
                 self._warn(window.step, call, "its process was replaced during the step")
         await self._settle(window.step, asked)
@@ -126,7 +126,7 @@ class StepProfiler:
     # --- parts -------------------------------------------------------------------------------------------------
     async def _settle(self, step: int, calls: Sequence[Call]) -> set[Call]:
         """Wait for calls, and tell of those that have failed; returns them."""
-        found = zip(calls, await self._groups[0].outcomes(calls), strict=True)
+        found = zip(calls, await next(iter(self._groups.values())).outcomes(calls), strict=True)
         failed = {call: answer for call, answer in found if isinstance(answer, GrpoDistError)}
         for call, error in failed.items():
             self._warn(step, call, error.message if isinstance(error, WorkerError) else str(error))

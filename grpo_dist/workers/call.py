@@ -1,19 +1,38 @@
-"""A call that was sent to a worker, and who is told of calls."""
+"""A call that was sent to a worker, what it needs of the group that sent it, and who is told of calls."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from grpo_dist.errors import GrpoDistError, WorkerLost
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.mailbox import Posted
 
 if TYPE_CHECKING:
     import ray
 
-    from grpo_dist.workers.group import WorkerGroup
+
+class Caller(Protocol):
+    """What a call needs of the `WorkerGroup` that sent it."""
+
+    role: str
+    handles: list[Any]
+
+    async def value(self, call: Call) -> Any:
+        """See `WorkerGroup`, here and below."""
+
+    async def outcomes(self, calls: Sequence[Call]) -> list[Any]:
+        """The answers and errors of calls."""
+
+    async def late(self, calls: Sequence[Call], limit_s: float) -> WorkerLost:
+        """The error of calls that were not answered in time."""
+
+    async def root_cause(self, error: GrpoDistError, unanswered: Mapping[Call, asyncio.Future[Any]]) -> GrpoDistError:
+        """The error that another one comes from."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +52,7 @@ class Call:
     """
 
     ref: ray.ObjectRef | None
-    group: WorkerGroup
+    group: Caller
     rank: int
     stage: str
     started: float

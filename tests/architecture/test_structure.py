@@ -77,7 +77,6 @@ TESTED_ELSEWHERE = {
     "trainer/rollout/job.py": "trainer/test_trainer.py",  # every rollout there goes through it
     "trainer/supervised/job.py": "e2e/test_reward_model_run.py",  # started workers
     "trainer/sample_log.py": "trainer/test_trainer.py",  # every step there writes one
-    "workers/call.py": "workers/test_group.py",  # what groups send
     "workers/failures.py": "workers/test_group.py",  # of processes that raise and die
     "workers/resources.py": "workers/test_group.py",  # placement group
 }

@@ -27,11 +27,7 @@ from tests.messages import refuses, says
 from tests.processes import spawned
 from tests.trainer.checkpoints import reseal
 from tests.trainer.fake_run import make_trainer
-from tests.trainer.fakes import (
-    FakePolicyWorker,
-    RecordingRolloutWorker,
-    StuckRewardWorker,
-)
+from tests.trainer.fakes import FakePolicyWorker, RecordingRolloutWorker, StuckRewardWorker
 from tests.trainer.metrics_page import PAGE, undocumented
 from tests.trainer.recorded import history
 

@@ -170,46 +170,6 @@ def test_a_wait_that_is_cancelled_leaves_the_call(group: WorkerGroup, gate: Gate
     assert run(cancelled()) == 0
 
 
-class Observer:
-    """Notes what it is told: (what, rank, method and arguments)."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple] = []
-
-    def sent(self, call: Call, method: str, args: tuple) -> None:
-        self.told.append(("sent", call.rank, method, *args))
-
-    def answered(self, call: Call) -> None:
-        self.told.append(("answered", call.rank))
-
-
-def test_an_observer_is_told_of_calls_and_of_answers_whatever_they_are(group: WorkerGroup) -> None:
-    group.observer = Observer()
-    group.call(1, "add", "add", 5)
-    group.settle([group.submit(0, "fail", "fail")])
-    group.settle([group.submit_for_data(0, "add", "add", 3)])  # not two values: it fails
-    told, group.observer = group.observer.told, None
-    group.call(1, "add", "add", 5)
-    assert told[:2] == [("sent", 1, "add", 5), ("answered", 1)]
-    assert told[2:] == [("sent", 0, "fail"), ("answered", 0), ("sent", 0, "add", 3), ("answered", 0)]
-
-
-def test_an_observer_is_told_of_what_is_posted_to_a_process_that_is_there() -> None:
-    async def post(handle: object) -> list[tuple]:
-        group = WorkerGroup("rollout", [handle], TimeLimits(60.0))
-        group.observer = observer = Observer()
-        found = asyncio.get_running_loop().create_future()
-        posted = SimpleNamespace(answered=found)
-        group._postboxes[0] = SimpleNamespace(process=handle, post=lambda *request: posted)  # type: ignore[assignment]
-        group.post(0, "generate", "generate", "uid")
-        found.set_result((None, None, 0))
-        await asyncio.sleep(0)
-        return observer.told
-
-    assert run(post("a process")) == [("sent", 0, "generate", "uid"), ("answered", 0)]
-    assert run(post(None)) == []
-
-
 def test_settle_waits_for_all_and_gives_failures_as_values(group: WorkerGroup) -> None:
     calls = [group.submit(0, "fail", "fail"), group.submit(1, "fast", "add", 5)]
     failure, value = group.settle(calls)

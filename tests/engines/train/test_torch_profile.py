@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from grpo_dist.engines.train import torch_profile
 from grpo_dist.engines.train.torch_profile import TorchProfile
 from grpo_dist.errors import EngineError
 from tests.messages import refuses
@@ -48,6 +50,24 @@ def test_the_trace_of_a_rank_has_its_update(random_models: dict[str, str], tmp_p
         ]
         assert before <= min(moments), "times are since 1970, from its base on"
         assert max(moments) <= time.time_ns()
+
+
+def recorded(path: Path, calls: int) -> int:
+    """How many of the calls of a module are in the profile of them."""
+    module = torch.nn.Linear(2, 2)
+    profile = TorchProfile()
+    for _ in range(calls):
+        module(torch.ones(1, 2))
+    profile.write(path)
+    return [event["name"] for event in read(path)["traceEvents"]].count("aten::linear")
+
+
+def test_the_modules_that_are_recorded_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert recorded(tmp_path / "x.json.gz", 20) == 20
+    monkeypatch.setattr(torch_profile, "MOST_MODULE_CALLS", 7)
+    assert recorded(tmp_path / "x.json.gz", 20) == 7
+    assert recorded(tmp_path / "x.json.gz", 5) == 5, "the next profile counts anew"
+    assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
 def test_a_profile_replaces_the_one_before(tmp_path: Path) -> None:
