@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import pickle
 import time
 from collections.abc import Iterator
@@ -12,9 +11,8 @@ import pytest
 import torch
 
 from grpo_dist.engines.base import Response
-from grpo_dist.engines.fakes import FakeRolloutEngine
 from grpo_dist.engines.settings import AgentSettings, EngineSettings, SamplingSettings
-from grpo_dist.errors import AgentError, BatchError, EngineError
+from grpo_dist.errors import AgentError, BatchError, WorkerError
 from grpo_dist.protocol.fields import FIELDS
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.call import Call
@@ -77,13 +75,14 @@ def test_no_responses_give_no_rows() -> None:
     assert len(group_batch("p3", np.array([4], np.int32), [])) == 0
 
 
-def test_an_engine_without_a_profiler_is_named() -> None:
-    worker = RolloutWorker()
-    worker.engine = FakeRolloutEngine(
-        EngineSettings("", "cpu", "float32", False, 1, 96, 64, 128, 0.8, None, True, False, 0)
-    )
-    with refuses(EngineError, "FakeRolloutEngine", "start_profile", "stop_profile"):
-        asyncio.run(worker.start_profile())
+@pytest.mark.ray
+def test_an_engine_without_a_profiler_says_so(local_ray: None) -> None:
+    settings = EngineSettings("builtin:tiny-qwen3", "cpu", "float32", False, 1, 96, 64, 128, 0.8, None, True, False, 0)
+    settings = replace(settings, engine="grpo_dist.engines.fakes:FakeRolloutEngine")
+    with spawned("rollout", RolloutWorker, [()]) as group:
+        group.call(0, "start", "start", settings)
+        with refuses(WorkerError, "'FakeRolloutEngine'", "'start_profile'"):
+            group.call(0, "profile", "start_profile")
 
 
 @pytest.mark.ray

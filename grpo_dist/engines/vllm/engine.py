@@ -116,7 +116,7 @@ class VLLMEngine:
         """Begin to record the engine's steps, the first ones of which are kept.
 
         Raises:
-            EngineError: vLLM refuses, or the engine was made without `settings.profile_dir`.
+            EngineError: vLLM refuses, as without `settings.profile_dir`.
         """
         clear_traces(self.settings)
         await self._call(self._llm.start_profile())

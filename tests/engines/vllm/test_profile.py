@@ -40,7 +40,7 @@ def test_a_profile_has_the_engines_steps_each_time(rollouts: WorkerGroup, tmp_pa
 
 @pytest.mark.ray
 def test_an_engine_that_was_made_without_one_says_so(rollouts: WorkerGroup, tmp_path: Path) -> None:
-    with refuses(EngineError, "trainer.profile_steps"):
+    with refuses(EngineError, "vLLM", "profiler-config"):
         rollouts.call(1, "profile", "start_profile")
 
 
