@@ -127,7 +127,7 @@ def test_a_step_is_profiled_on_all_roles(main_run: Outcome) -> None:
     traces = {path.name.removesuffix(".json.gz"): json.loads(gzip.decompress(path.read_bytes())) for path in files}
     assert list(traces) == ["actor_rank0", "actor_rank1", "driver", "ref_rank0", "rollout_rank0"]
     driver, actor, engine = (slices(traces[name]) for name in ("driver", "actor_rank0", "rollout_rank0"))
-    assert {"aten::mm", "FSDP::post_backward", "gloo:all_gather", "update", "export_weights"} <= actor.keys()
+    assert {"aten::mm", "FSDP::pre_backward", "gloo:all_gather", "update", "export_weights"} <= actor.keys()
     assert {"aten::mm", "compute_log_probs"} <= slices(traces["ref_rank0"]).keys()
     assert "aten::linear" in engine
     assert any(name.startswith("execute_context") for name in engine)
