@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,15 @@ def local_ray() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def main_run(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """The main job on real workers, from its start to its end, with nothing in its way and all trackers but W&B."""
+    """The main job on real workers, from its start to its end, with nothing in its way, all trackers but W&B, and a
+    profile of step 2.
+    """
     folder = tmp_path_factory.mktemp("main")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         loggers = "trainer.logger=[console,tensorboard,mlflow,trackio,prometheus]"
-        return train(folder / "run", [], loggers, "trainer.log_val_generations=2")
+        return train(folder / "run", [], loggers, "trainer.log_val_generations=2", "trainer.profile_steps=[2]")
 
 
 @pytest.fixture(scope="session")
@@ -111,9 +114,9 @@ def _tokenizer(vocab_size: int) -> Any:
 
 
 @pytest.fixture(scope="session")
-def rollouts(local_ray: None, random_models: dict[str, str]) -> Iterator[Any]:
-    """Two started rollout workers, each with a vLLM engine: rank 0 holds the tied model, rank 1 the untied one and
-    a tokenizer.
+def rollouts(local_ray: None, random_models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two started rollout workers, each with a vLLM engine: rank 0 holds the tied model and has a profiler, rank 1 the
+    untied one and a tokenizer.
     """
     from grpo_dist.engines.settings import EngineSettings
     from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
@@ -125,6 +128,7 @@ def rollouts(local_ray: None, random_models: dict[str, str]) -> Iterator[Any]:
         )
         for seed, path in enumerate((random_models["tied"], random_models["untied"]))
     ]
+    settings[0] = replace(settings[0], profile_dir=str(tmp_path_factory.mktemp("profiles") / ".rollout0"))
     with spawned("rollout", WatchedRolloutWorker, [(), ()], env={"OMP_NUM_THREADS": "1"}) as group:
         group.call_each("start", "start", [(each,) for each in settings])
         yield group

@@ -67,7 +67,7 @@ def builtin_or_custom(names: Sequence[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _some_and_distinct(values: tuple[str, ...] | None) -> tuple[str, ...] | None:
+def _some_and_distinct(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
     if values is not None and not values:
         raise ValueError("the list is empty; set it to null for the default")
     if values is not None and len(set(values)) < len(values):

@@ -9,6 +9,7 @@ roles are in schema_roles.py, models beside the policy in schema_models.py, `tra
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, model_validator
@@ -199,8 +200,14 @@ class TrainerConfig(JobTrainerConfig):
     log_rollouts: bool
     log_rollouts_max_gib: PositiveFloat | None
     log_val_generations: NonNegativeInt
+    profile_steps: Annotated[Annotated[tuple[Count, ...], Pair] | None, Distinct]
     stage_timeout_s: dict[TimedStage, PositiveFloat | None]
     health: HealthConfig
+
+    @property
+    def profile_dir(self) -> Path:
+        """Where the profiles of `profile_steps` are written."""
+        return self.record_dir / "profiles"
 
 
 class ClusterConfig(JobClusterConfig):

@@ -236,6 +236,7 @@ class EngineSettings:
         collective_timeout_s: how long its processes wait for each other, in seconds; None: vLLM's default.
         engine: its name, for `base.rollout_engine`.
         lora: of the factors that come in place of whole weights; None: whole weights come, with factors merged.
+        profile_dir: the folder into which vLLM's profiler writes, of this engine alone; None: it is never profiled.
     """
 
     model_path: str
@@ -264,6 +265,7 @@ class EngineSettings:
     collective_timeout_s: int | None = None
     engine: str = "vllm"
     lora: LoraSettings | None = None
+    profile_dir: str | None = None
 
 
 @dataclass(frozen=True)

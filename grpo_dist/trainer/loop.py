@@ -18,6 +18,7 @@ from grpo_dist.trainer.record import EXPORTED
 from grpo_dist.workers.event_loop import run
 
 if TYPE_CHECKING:  # it imports Ray, which must not be imported before the run connects
+    from grpo_dist.trainer.profiler import StepProfiler
     from grpo_dist.workers.gang import Gang
 
 StepCallback = Callable[[int, dict[str, float]], Any]
@@ -35,6 +36,7 @@ class TrainingLoop:
         preemption: whether a signal has come to end the run.
         metrics: of the step.
         step: the last step that is trained.
+        profiler: of the steps that are to be profiled; None: there are none.
         on_step: called with step and metrics after each one; what is true ends the training there.
     """
 
@@ -46,6 +48,7 @@ class TrainingLoop:
     preemption: Preemption
     metrics: dict[str, float]
     step: int
+    profiler: StepProfiler | None = None
     on_step: StepCallback | None = None
 
     def fit(self) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 from grpo_dist.config.placement import Placement
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.call import Call
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.reward import EXTRA
 
 # Metric name, without the role, for each key of `Process.peak_memory_gib`.

@@ -161,4 +161,7 @@ def _check_data(config: RunConfig, model: ModelFolder | None, needs: RowNeeds) -
             read_prompts(config, "data.val_files", data.val_files, data.val_max_samples, needs)
         return None
     prompts, notes = load_run_prompts(config, model, needs)
-    return ReadyPrompts(notes, total_steps(config, prompts), prompts)
+    steps = total_steps(config, prompts)
+    if late := [step for step in config.trainer.profile_steps or () if step > steps]:
+        notes.append(f"trainer.profile_steps: the run has {steps} steps, so no profile of {late}; name earlier ones")
+    return ReadyPrompts(notes, steps, prompts)

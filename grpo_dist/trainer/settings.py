@@ -251,6 +251,7 @@ def sampling_settings(config: RunConfig) -> tuple[SamplingSettings, SamplingSett
 def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSettings:
     """What rollout engine `index` is started with."""
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    profiles = config.trainer.profile_dir if config.trainer.profile_steps else None
     return EngineSettings(
         model_path=model.path,
         device=place.device,
@@ -276,6 +277,7 @@ def engine_settings(config: RunConfig, place: Placement, index: int) -> EngineSe
         collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
         engine=absolute(rollout.name),
         lora=lora_settings(model) if config.sends_factors else None,
+        profile_dir=None if profiles is None else str(profiles.absolute() / f".rollout{index}"),
     )
 
 

@@ -26,8 +26,8 @@ def stage(
 ) -> Callable[[Callable[P, Coroutine[Any, Any, T]]], Callable[P, T]]:
     """Decorate a method of the trainer as a stage.
 
-    The trainer has `step` (int), `timings` (dict of seconds by stage) and `progress`. If the stage takes a batch, it is
-    the first argument; if the stage adds columns, it returns the new batch.
+    The trainer has `step` (int), `timings` (dict of seconds by stage), `progress` and `profiler` (or None). If the
+    stage takes a batch, it is the first argument; if the stage adds columns, it returns the new batch.
 
     Args:
         name: of the stage, in metrics and errors.
@@ -46,13 +46,16 @@ def stage(
             if needs:
                 require(name, args[1].columns, needs)  # type: ignore[attr-defined]
             trainer.progress.phase(name)
-            started = time.perf_counter()
+            started = time.monotonic()
             try:
                 result = run(method(*args, **kwargs))
             except GrpoDistError as error:
                 error.add_note(f"in stage {name!r} of step {trainer.step + (not counted)}")
                 raise
-            trainer.timings[name] = trainer.timings.get(name, 0.0) + time.perf_counter() - started
+            ended = time.monotonic()
+            trainer.timings[name] = trainer.timings.get(name, 0.0) + ended - started
+            if trainer.profiler is not None:
+                trainer.profiler.note_stage(name, started, ended)
             if adds:
                 assert isinstance(result, DataProtoRef)
                 require(f"{name} (its result)", result.columns, adds)

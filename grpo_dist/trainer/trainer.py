@@ -48,6 +48,7 @@ from grpo_dist.trainer.metrics import (
 )
 from grpo_dist.trainer.mini_batches import mini_batches
 from grpo_dist.trainer.preemption import Preemption
+from grpo_dist.trainer.profiler import StepProfiler
 from grpo_dist.trainer.retraining import Retraining
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.rollout.job import describe_failures
@@ -125,6 +126,8 @@ class GRPOTrainer(TrainingLoop):
         self.idle, self.memory = IdleShares(self.roles.workers), PeakMemory(self.roles.workers)
         self.health = HealthMonitor(trainer.health)
         self.code = digest_code(self.config)
+        if trainer.profile_steps:
+            self.profiler = StepProfiler(trainer, self.roles.workers, self.progress.message)
 
     def fit(self) -> None:
         """Train until `total_steps`, validating and saving on the way; or only validate (`trainer.val_only`).
@@ -143,6 +146,8 @@ class GRPOTrainer(TrainingLoop):
                 return
             while self.step < self.total_steps:
                 self.timings, self.metrics = {}, {}
+                if self.profiler is not None:
+                    run(self.profiler.begin(self.step + 1))
                 started = time.perf_counter()
                 batch = self.rollout()  # prompts, responses, scores, log-probs: N = train_batch_size * n rows
                 self.preemption.hold()  # a signal waits from here on, until the run can be saved again
@@ -161,6 +166,8 @@ class GRPOTrainer(TrainingLoop):
                 if self.retraining is not None:
                     self.update_reward_model(batch)  # after an iteration, on its responses and the rule's judgements
                 self.timings["step"] = time.perf_counter() - started
+                if self.profiler is not None:
+                    run(self.profiler.end())
                 self.step, self.validated = self.step + 1, {}
                 self.sampler.close(self.step)
                 self.measure(batch)

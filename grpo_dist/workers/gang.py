@@ -20,7 +20,8 @@ from grpo_dist.errors import GrpoDistError, WorkerError, WorkerLost
 from grpo_dist.protocol import Mean, Metric, Sum, merge_metrics
 from grpo_dist.workers.balance import balance
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.call import Call
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.policy import PolicySettings
 from grpo_dist.workers.process import Address
 from grpo_dist.workers.restarts import RestartBudget

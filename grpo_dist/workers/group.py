@@ -15,7 +15,6 @@ import concurrent.futures
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -25,13 +24,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo_dist.errors import GrpoDistError, OutOfMemory, WorkerError, WorkerLost
 from grpo_dist.workers.addresses import Addresses
-from grpo_dist.workers.batch_ref import DataProtoRef, Label
 from grpo_dist.workers.busy import BusyClock
+from grpo_dist.workers.call import Call, CallObserver
 from grpo_dist.workers.environment import with_environment
 from grpo_dist.workers.event_loop import blocking
 from grpo_dist.workers.failures import failure
 from grpo_dist.workers.limits import TimeLimits
-from grpo_dist.workers.mailbox import Postbox, Posted
+from grpo_dist.workers.mailbox import Postbox
 from grpo_dist.workers.probe import LOST, probe
 from grpo_dist.workers.process import Address
 from grpo_dist.workers.resources import Bundle
@@ -47,58 +46,11 @@ COLLECTIVE_GRACE_S = 10.0
 _COLLECTIVE_ERRORS = ("gloo/transport/", "gloo/rendezvous/", "ProcessGroupNCCL", "NCCL error", "NCCL communicator")
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """A call that was sent to a worker.
-
-    Attributes:
-        ref: Ray's reference to the answer; None for what was posted, or sent where there is no process.
-        group: the worker's group.
-        rank: the worker's rank.
-        stage: the stage that the call belongs to, for messages.
-        started: `time.monotonic()` when the call was sent.
-        limit_s: seconds that it may take.
-        process: the actor handle of the process that was called.
-        data: reference to the data returned besides the answer; see `WorkerGroup.submit_for_data`.
-        posted: the request, if it was posted; see `WorkerGroup.post`.
-    """
-
-    ref: ray.ObjectRef | None
-    group: WorkerGroup
-    rank: int
-    stage: str
-    started: float
-    limit_s: float
-    process: Any = None
-    data: ray.ObjectRef | None = None
-    posted: Posted | None = None
-
-    async def answer(self) -> Any:
-        """Wait for the answer.
-
-        Raises:
-            GrpoDistError: the call failed, its worker died, or it exceeded its time limit.
-        """
-        try:
-            async with asyncio.timeout(self.limit_s - (time.monotonic() - self.started)):
-                return await self.group.value(self)
-        except TimeoutError:
-            raise await self.group.late([self], self.limit_s) from None
-
-    def handle(self, label: Label, row: int = 0) -> DataProtoRef:
-        """A handle to the data that was returned with the answer, or to its rows from `row` on."""
-        data, first = (self.data, 0) if self.posted is None else self.posted.answered.result()[1:]
-        assert data is not None, "only `submit_for_data` and `post` ask for data"
-        return DataProtoRef.stored(data, label, first + row)
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the process that was called is still the worker of this rank."""
-        return self.process is self.group.handles[self.rank]
-
-
 class WorkerGroup:
     """The workers of one role.
+
+    Attributes:
+        observer: is told of every call that is sent; None: nobody is.
 
     Args:
         role: "actor", "rollout", "ref" or "reward".
@@ -107,6 +59,8 @@ class WorkerGroup:
         make: by rank, a function that starts a new process in place of a lost one.
         bundles: by rank, the resources of the process.
     """
+
+    observer: CallObserver | None = None
 
     def __init__(
         self,
@@ -222,7 +176,8 @@ class WorkerGroup:
         handle = self.handles[rank]
         self._busy[rank].begin()
         ref = None if handle is None else getattr(handle, method).remote(*args)
-        return Call(ref, self, rank, stage, time.monotonic(), self.limits.of(stage), handle)
+        call = Call(ref, self, rank, stage, time.monotonic(), self.limits.of(stage), handle)
+        return self._observed(call, method, args)
 
     def submit_for_data(self, rank: int, stage: str, method: str, *args: Any, limit_s: float | None = None) -> Call:
         """Call a method that returns (answer, data), without waiting.
@@ -234,7 +189,7 @@ class WorkerGroup:
         self._busy[rank].begin()
         method_of = None if handle is None else getattr(handle, method).options(num_returns=2)
         answer, data = (None, None) if method_of is None else method_of.remote(*args)
-        return Call(answer, self, rank, stage, time.monotonic(), limit, handle, data)
+        return self._observed(Call(answer, self, rank, stage, time.monotonic(), limit, handle, data), method, args)
 
     def post(self, rank: int, stage: str, method: str, *args: Any) -> Call:
         """Have a `Mailbox` worker call a method that returns (answer, data), without waiting.
@@ -245,8 +200,20 @@ class WorkerGroup:
         box = self._postboxes.get(rank)
         if box is None or box.process is not self.handles[rank]:
             box = self._postboxes[rank] = Postbox(self, rank, stage)
-        limit = self.limits.of(stage)
-        return Call(None, self, rank, stage, time.monotonic(), limit, box.process, posted=box.post(method, args))
+        posted, limit = box.post(method, args), self.limits.of(stage)
+        call = Call(None, self, rank, stage, time.monotonic(), limit, box.process, posted=posted)
+        return self._observed(call, method, args)
+
+    def _observed(self, call: Call, method: str, args: tuple[Any, ...]) -> Call:
+        if self.observer is not None and call.process is not None:
+            self.observer.sent(call, method, args)
+            if call.posted is not None:
+                call.posted.answered.add_done_callback(lambda _: self._note_answered(call))
+        return call
+
+    def _note_answered(self, call: Call) -> None:
+        if self.observer is not None:
+            self.observer.answered(call)
 
     def tell(self, rank: int, method: str, *args: Any) -> None:
         """Call a method, after all that was posted before, without ever waiting for its answer."""
@@ -333,6 +300,7 @@ class WorkerGroup:
     def _note_answer(self, call: Call, wait: asyncio.Future[Any], done: concurrent.futures.Future[Any]) -> None:
         if call.is_current:
             self._busy[call.rank].end()
+        self._note_answered(call)
         if not wait.done():
             wait.set_result(done)
 

@@ -18,6 +18,7 @@ from grpo_dist.engines.base import FSDP, SEQUENCE_COLUMNS, TrainEngine
 from grpo_dist.engines.rendezvous import LOOPBACK, START_TIMEOUT, init_process_group, open_store
 from grpo_dist.engines.settings import SENDER, GroupAddress, ModelSettings, OptimizerSettings, TrainingSettings
 from grpo_dist.engines.train.memory_errors import remedied, smaller_passes, within_memory
+from grpo_dist.engines.train.torch_profile import TorchProfile
 from grpo_dist.engines.weights.broadcast import WeightGroup, send
 from grpo_dist.engines.weights.buckets import check_buckets, pack, unpack
 from grpo_dist.errors import TrainingDiverged
@@ -93,6 +94,7 @@ def on_device(*, optimizer: bool = False) -> Callable[[Callable[..., Any]], Call
                 remedied(self.settings.model.room),
                 within_memory(method.__name__),
                 self.engine.on_device(optimizer=optimizer),
+                torch.profiler.record_function(method.__name__),
             ):
                 return method(self, *args)
 
@@ -110,6 +112,7 @@ class PolicyWorker(Process):
     settings: PolicySettings
     engine: TrainEngine
     freed_memory: FreedMemory | None = None
+    _profile: TorchProfile | None = None
     forward_keys = "actor_rollout_ref.ref.log_prob_"  # what the keys of its passes begin with
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -192,6 +195,16 @@ class PolicyWorker(Process):
         """Put the output layer into the object store, for actors that take the exact KL; rank 0 returns it."""
         head = self.engine.output_layer("cpu")
         return [ray.put(head)] if self.rank == 0 else []
+
+    def start_profile(self) -> None:
+        """Begin to record this process's operators and kernels."""
+        self._profile = TorchProfile()
+
+    def stop_profile(self, path: str) -> None:
+        """Write what was recorded since `start_profile`, as a gzip'ed trace."""
+        profile, self._profile = self._profile, None
+        assert profile is not None, "start_profile comes before"
+        profile.write(Path(path))
 
     def checkpoint_bytes(self) -> int:
         """Bytes of all tensors that the ranks together write into a checkpoint."""

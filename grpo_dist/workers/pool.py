@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.errors import GrpoDistError, WorkerLost
+from grpo_dist.workers.call import Call
 from grpo_dist.workers.event_loop import in_background
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.restarts import RestartBudget
 
 # Converts a call and its answer into the result of the request; may raise.

@@ -27,8 +27,8 @@ from grpo_dist.errors import TrainingDiverged
 from grpo_dist.names import RM_CLIPPED, RM_SCORE, RM_STEP_SCORES
 from grpo_dist.protocol import DataProto, Metric, Ragged
 from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.call import Call
 from grpo_dist.workers.gang import FrozenGroup
-from grpo_dist.workers.group import Call
 from grpo_dist.workers.policy import PolicySettings, on_device
 from grpo_dist.workers.supervised import SupervisedGroup, SupervisedWorker
 

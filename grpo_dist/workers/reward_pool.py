@@ -23,8 +23,9 @@ from grpo_dist.rewards.output_lines import PrintedLines
 from grpo_dist.tracking.rollouts import is_recorded
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.batch_work import SAMPLE_COLUMNS, TARGET_COLUMNS
+from grpo_dist.workers.call import Call
 from grpo_dist.workers.event_loop import give
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.pool import Pool
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import EPISODE_STEPS, Task

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,14 @@ class RolloutWorker(Mailbox, Process):
     async def join_weight_group(self, address: GroupAddress, first_rank: int) -> None:
         """Join the weight group to which the actor sends, with ranks from `first_rank` on."""
         await self.engine.weights.join(address, first_rank)
+
+    async def start_profile(self) -> None:
+        """Begin to record the engine's steps, if it has a profiler: else it lacks this method, which is told."""
+        await self.engine.start_profile()  # type: ignore[attr-defined]
+
+    async def stop_profile(self, path: str) -> None:
+        """Write what was recorded since `start_profile`, as a gzip'ed trace."""
+        await self.engine.stop_profile(Path(path))  # type: ignore[attr-defined]
 
     async def sleep(self) -> None:
         """Release the GPUs' memory until new weights have come."""

@@ -23,7 +23,8 @@ import numpy as np
 from grpo_dist.engines.settings import EngineSettings, SamplingSettings
 from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError
 from grpo_dist.workers.batch_ref import DataProtoRef
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.call import Call
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.pool import Member, Pool
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import Task

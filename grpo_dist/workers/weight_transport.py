@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 from grpo_dist.engines.settings import SENDER, GroupAddress
 from grpo_dist.errors import GrpoDistError, WeightSyncError
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.call import Call
+from grpo_dist.workers.group import WorkerGroup
 
 STAGE = "sync_weights"
 

@@ -129,7 +129,8 @@ def install(timetable: Timetable, command: str) -> None:
     """Hook the timetable into the trainer of a command."""
     from grpo_dist.registry import load_attribute
     from grpo_dist.trainer.rollout import pump
-    from grpo_dist.workers.group import Call, WorkerGroup
+    from grpo_dist.workers.call import Call
+    from grpo_dist.workers.group import WorkerGroup
 
     name, stages = TRAINERS[command]
     trainer: Any = load_attribute(name, key="trainer")

@@ -40,7 +40,7 @@ def check(outcome: Outcome, undisturbed: Outcome, faults: list[Fault]) -> None:
 
 def test_a_run_survives_faults_of_several_roles(main_run: Outcome, tmp_path: Path) -> None:
     """And is told what happened: which role, which stage. The driver is pre-empted in the last step of an epoch, saves
-    on SIGTERM and loses nothing.
+    on SIGTERM and loses nothing. Steps with faults are profiled, and again when they are done again.
     """
     faults = [
         Fault("reward", "scoring", "SIGKILL", 2),
@@ -48,8 +48,13 @@ def test_a_run_survives_faults_of_several_roles(main_run: Outcome, tmp_path: Pat
         Fault("ref", "generating", "SIGKILL", 4),
         Fault("actor", "updating", "SIGKILL", 6),
     ]
-    outcome = train(tmp_path / "run", faults, "trainer.save_freq=100")
+    outcome = train(tmp_path / "run", faults, "trainer.save_freq=100", "trainer.profile_steps=[4,6]")
     check(outcome, main_run, faults)
+    says(outcome.log.splitlines(), "trainer.profile_steps", "ref rank 0", "step 4", "replaced")
+    for step in (4, 6):
+        files = sorted(path.name for path in (outcome.run_dir / f"profiles/step_{step}").iterdir())
+        roles = ("actor_rank0", "actor_rank1", "driver", "ref_rank0", "rollout_rank0")
+        assert files == [f"{name}.json.gz" for name in roles], "of the last time"
     # the reward process may be writing the step before when it is lost
     for role, stages in (("reward", ("score", "write_samples")), ("ref", ("ref_log_prob",)), ("actor", ("update",))):
         told = [line for line in outcome.log.splitlines() if f"{role} worker" in line]

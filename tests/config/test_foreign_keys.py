@@ -51,6 +51,12 @@ def test_a_renamed_key_takes_effect() -> None:
     says(said, f"{key}.len", "reward.overlong_buffer.len")
 
 
+def test_verls_steps_to_profile_are_ours() -> None:
+    config, said = load_config(["+global_profiler.steps=[2,5]", "+global_profiler.tool=nsys"])
+    assert config.trainer.profile_steps == (2, 5)
+    says(said, "global_profiler.tool", "trainer.profile_steps")
+
+
 @pytest.mark.parametrize(
     "override",
     [

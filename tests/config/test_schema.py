@@ -120,6 +120,11 @@ def test_a_whole_number_is_a_number():
             ["console, jsonl, tensorboard, wandb, mlflow, trackio, prometheus", "'wandb'?"],
         ),
         ("trainer.resume_mode=never", ["auto, disable, resume_path"]),
+        ("trainer.profile_steps=3", ["[a,b]"]),
+        ("trainer.profile_steps=[]", ["null"]),
+        ("trainer.profile_steps=[0]", ["greater", "1"]),
+        ("trainer.profile_steps=[2,1.5]", ["whole number"]),
+        ("trainer.profile_steps=[3,4,3]", ["3 twice"]),
     ],
 )
 def test_wrong_values_are_refused_with_key_and_value(override, reason):

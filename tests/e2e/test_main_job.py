@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from tests.chaos.runs import STEPS, Outcome, train
 from tests.config.read_back import read_back
 from tests.messages import says
 from tests.observed import assert_gone, command_line
+from tests.tracking.test_step_trace import assert_arrows_bind
 from tests.trainer.metrics_page import PAGE, undocumented
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
@@ -107,6 +109,41 @@ def test_run_directory(main_run: Outcome) -> None:
     assert len(rows) == 4 * 4
     assert list(run_dir.glob("tensorboard/*tfevents*"))
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == f"{STEPS}"
+
+
+def slices(trace: dict) -> dict[str, list[tuple[float, float]]]:
+    """Start and end of the slices by name, in microseconds since 1970."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for event in (each for each in trace["traceEvents"] if each["ph"] == "X"):
+        start = trace["baseTimeNanoseconds"] / 1000 + event["ts"]
+        found.setdefault(event["name"], []).append((start, start + event["dur"]))
+    return found
+
+
+def test_a_step_is_profiled_on_all_roles(main_run: Outcome) -> None:
+    """Both actor ranks at once, the reference, vLLM, and the driver, whose call holds what a rank says of it."""
+    assert [path.name for path in (main_run.run_dir / "profiles").iterdir()] == ["step_2"]
+    files = sorted((main_run.run_dir / "profiles/step_2").iterdir())
+    traces = {path.name.removesuffix(".json.gz"): json.loads(gzip.decompress(path.read_bytes())) for path in files}
+    assert list(traces) == ["actor_rank0", "actor_rank1", "driver", "ref_rank0", "rollout_rank0"]
+    driver, actor, engine = (slices(traces[name]) for name in ("driver", "actor_rank0", "rollout_rank0"))
+    assert {"aten::mm", "FSDP::pre_backward", "gloo:all_gather", "update", "export_weights"} <= actor.keys()
+    assert {"aten::mm", "compute_log_probs"} <= slices(traces["ref_rank0"]).keys()
+    assert "aten::embedding" in engine
+    assert any("attention" in name for name in engine)
+    assert any(name.startswith("execute_context") for name in engine)
+    assert {"step 2", "rollout", "update_actor", "generate", "score", "compute_log_probs"} <= driver.keys()
+    assert len(driver["generate"]) == 4, "a group each"
+    (start, end), slack = actor["update"][0], 5e4  # of clocks that are set meanwhile
+    assert any(start > called - slack and end < answered + slack for called, answered in driver["update"])
+    assert_arrows_bind(traces["driver"])
+    arrows = [event["name"].partition(" to ") for event in traces["driver"]["traceEvents"] if event["ph"] == "s"]
+    groups = {group for group, _, stage in arrows if stage == "update"}
+    assert len(groups) == 4
+    assert {stage: {g for g, _, s in arrows if s == stage} for _, _, stage in arrows} == dict.fromkeys(
+        ("score", "ref_log_prob", "old_log_prob", "update"), groups
+    )
+    assert "trainer.profile_steps" not in main_run.log.replace("trainer.profile_steps=[2]", ""), "no profile has failed"
 
 
 def test_trackers_have_what_the_run_has(main_run: Outcome) -> None:

@@ -15,8 +15,9 @@ from grpo_dist.engines.base import Footprint
 from grpo_dist.trainer.build import WORKERS, Workers, on_gpus_of
 from grpo_dist.trainer.settings import engine_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.workers.call import Call
 from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.nodes import Nodes
 from grpo_dist.workers.process import Address

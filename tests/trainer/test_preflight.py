@@ -87,6 +87,12 @@ def test_the_built_in_job_is_right(dry_run) -> None:
     says(lines, "steps", 25)
     says(lines, "builtin:tiny-qwen3", "qwen3", "35 tensors", "1 file")
     assert not Path("runs").exists(), "nothing is written"
+    assert not any("profile" in line for line in lines)
+
+
+def test_steps_to_profile_that_will_not_come_are_told(dry_run) -> None:
+    lines, _ = dry_run("trainer.profile_steps=[2,25,26,40]")
+    says(lines, "trainer.profile_steps", "25 steps", "[26, 40]")
 
 
 def test_own_model_rows_reward_and_names_are_right(dry_run, file: Path, model: Path, tmp_path: Path) -> None:

@@ -127,6 +127,13 @@ def test_activations_of_what_trains_are_offloaded() -> None:
     assert [each.model.activation_offload for each in (policy, critic, ref)] == [True, True, False]
 
 
+def test_each_engine_has_a_folder_for_its_profiles_if_there_are_to_be_any() -> None:
+    assert engine_settings(load(), placement(load()), 0).profile_dir is None
+    config = load("trainer.profile_steps=[3]", "trainer.default_local_dir=/runs/mine")
+    engines = [engine_settings(config, placement(config), index).profile_dir for index in (0, 1)]
+    assert engines == ["/runs/mine/profiles/.rollout0", "/runs/mine/profiles/.rollout1"]
+
+
 def test_long_context_settings_arrive_at_the_engine_and_the_trainer() -> None:
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 512}
     config = load(

@@ -20,17 +20,14 @@ from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.sampling import Rollout
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.call import Call
 from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.group import WorkerGroup
 from tests.messages import refuses, says
 from tests.processes import spawned
 from tests.trainer.checkpoints import reseal
 from tests.trainer.fake_run import make_trainer
-from tests.trainer.fakes import (
-    FakePolicyWorker,
-    RecordingRolloutWorker,
-    StuckRewardWorker,
-)
+from tests.trainer.fakes import FakePolicyWorker, RecordingRolloutWorker, StuckRewardWorker
 from tests.trainer.metrics_page import PAGE, undocumented
 from tests.trainer.recorded import history
 

@@ -15,7 +15,8 @@ from grpo_dist.assets import resolve_model_path
 from grpo_dist.engines.settings import AgentSettings, EngineSettings, SamplingSettings
 from grpo_dist.engines.weights.buckets import pack
 from grpo_dist.protocol import DataProto
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.call import Call
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.reward import Task
 from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
 from tests.processes import spawned

@@ -21,9 +21,10 @@ from grpo_dist.protocol import DataProto, Mean, Ragged, Sum, metric_values
 from grpo_dist.trainer.rollout.job import RolloutJob
 from grpo_dist.trainer.rollout.pump import RolloutPump
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
+from grpo_dist.workers.call import Call
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.gang import ActorGroup, Gang, ReferenceGroup, find_model
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Address, Process
 from grpo_dist.workers.restarts import RestartBudget

@@ -16,8 +16,9 @@ import pytest
 import ray
 
 from grpo_dist.errors import GrpoDistError, OutOfMemory, RewardError, WorkerError, WorkerLost
+from grpo_dist.workers.call import Call
 from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.process import Address, Process
 from tests.messages import refuses, says

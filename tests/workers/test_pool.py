@@ -15,8 +15,9 @@ import ray
 
 from grpo_dist.errors import ConfigError, GrpoDistError, WorkerLost
 from grpo_dist.workers import nodes
+from grpo_dist.workers.call import Call
 from grpo_dist.workers.event_loop import blocking, run
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.pool import Pool
 from grpo_dist.workers.resources import Bundle

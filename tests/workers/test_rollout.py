@@ -12,10 +12,11 @@ import torch
 
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import AgentSettings, EngineSettings, SamplingSettings
-from grpo_dist.errors import AgentError, BatchError
+from grpo_dist.errors import AgentError, BatchError, WorkerError
 from grpo_dist.protocol.fields import FIELDS
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.call import Call
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.reward import Task
 from grpo_dist.workers.rollout import SMALL_COLUMNS, RolloutWorker, group_batch
 from tests.messages import refuses
@@ -72,6 +73,16 @@ def test_types_follow_the_contract() -> None:
 
 def test_no_responses_give_no_rows() -> None:
     assert len(group_batch("p3", np.array([4], np.int32), [])) == 0
+
+
+@pytest.mark.ray
+def test_an_engine_without_a_profiler_says_so(local_ray: None) -> None:
+    settings = EngineSettings("builtin:tiny-qwen3", "cpu", "float32", False, 1, 96, 64, 128, 0.8, None, True, False, 0)
+    settings = replace(settings, engine="grpo_dist.engines.fakes:FakeRolloutEngine")
+    with spawned("rollout", RolloutWorker, [()]) as group:
+        group.call(0, "start", "start", settings)
+        with refuses(WorkerError, "'FakeRolloutEngine'", "'start_profile'"):
+            group.call(0, "profile", "start_profile")
 
 
 @pytest.mark.ray

@@ -21,8 +21,8 @@ from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError, EngineError, GrpoDistError, WeightSyncError, WorkerError
 from grpo_dist.protocol import DataProto
 from grpo_dist.workers.batch_ref import DataProtoRef, Label
+from grpo_dist.workers.call import Call
 from grpo_dist.workers.event_loop import run
-from grpo_dist.workers.group import Call
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.mailbox import Mailbox
 from grpo_dist.workers.process import Process

@@ -16,9 +16,10 @@ import torch
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, ModelSettings, OptimizerSettings
 from grpo_dist.engines.weights.buckets import unpack
 from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, WorkerError, WorkerLost
+from grpo_dist.workers.call import Call
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.gang import Gang
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from grpo_dist.workers.policy import ActorWorker, PolicySettings
 from grpo_dist.workers.process import Address

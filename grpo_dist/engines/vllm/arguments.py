@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.adapter import adapter_args
+from grpo_dist.engines.vllm.profile import profiler_args
 from grpo_dist.errors import ConfigError
 from grpo_dist.sizes import CPU_KV_CACHE_GIB, GIB, KV_BLOCK_TOKENS
 
@@ -64,6 +65,7 @@ def engine_args(settings: EngineSettings) -> Any:
         **_processes(settings),
         **_memory(settings),
         **adapter_args(settings),
+        **profiler_args(settings),
     }
     if settings.override_config:
         args["hf_overrides"] = dict(settings.override_config)

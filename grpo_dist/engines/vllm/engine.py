@@ -22,6 +22,7 @@ from grpo_dist.engines.vllm.core_process import knows_internals, tied_core
 from grpo_dist.engines.vllm.gpu_memory import GPU, footprint, gpus, wait_until_free
 from grpo_dist.engines.vllm.local_llm import LocalLLM
 from grpo_dist.engines.vllm.openai_app import openai_app
+from grpo_dist.engines.vllm.profile import clear_traces, take_traces
 from grpo_dist.engines.vllm.starting import plain_errors, prepare
 from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.engines.weights.bucket_files import clear_left_behind, note_segments, remove
@@ -110,6 +111,24 @@ class VLLMEngine:
         """See `RolloutEngine.abort`."""
         for vllm_id in list(self._running.get(request_id, ())):
             await self._call(self._llm.abort(vllm_id))
+
+    async def start_profile(self) -> None:
+        """Begin to record the engine's steps, the first ones of which are kept.
+
+        Raises:
+            EngineError: vLLM refuses, as without `settings.profile_dir`.
+        """
+        clear_traces(self.settings)
+        await self._call(self._llm.start_profile())
+
+    async def stop_profile(self, path: Path) -> None:
+        """End that, and write the trace: a gzip'ed JSON file; of several processes `path` with the number of each.
+
+        Raises:
+            EngineError: there is no trace.
+        """
+        await self._call(self._llm.stop_profile())
+        take_traces(self.settings, path)
 
     def shutdown(self) -> None:
         """Stop the engine and every process it started."""

@@ -98,6 +98,14 @@ class LocalLLM:
         """Call a method of vLLM's worker; a list of its one answer."""
         return await self._do(lambda: self.engine.collective_rpc(method, args=args, kwargs=kwargs))
 
+    async def start_profile(self) -> None:
+        """See AsyncLLM; on the thread, which is the one that is recorded."""
+        await self._do(lambda: self.engine.start_profile())
+
+    async def stop_profile(self) -> None:
+        """See AsyncLLM."""
+        await self._do(lambda: self.engine.stop_profile())
+
     async def init_weight_transfer_engine(self, request: Any) -> None:
         """See AsyncLLM, here and below."""
         await self.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": request.init_info})

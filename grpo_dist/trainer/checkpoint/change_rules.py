@@ -138,6 +138,7 @@ GRPO = ChangeRules(
         "trainer.health.*",
         "trainer.expected_response_length",
         "trainer.log_*",
+        "trainer.profile_steps*",
         "trainer.stage_timeout_s.*",
         "actor_rollout_ref.nccl_timeout",
         "reward.num_workers",

@@ -20,7 +20,8 @@ from grpo_dist.engines.vllm.weight_update import WeightUpdater
 from grpo_dist.engines.weights.buckets import pack
 from grpo_dist.errors import WeightSyncError
 from grpo_dist.protocol import DataProto
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.call import Call
+from grpo_dist.workers.group import WorkerGroup
 from tests.engines.vllm.test_engine import (
     PROMPTS,
     assert_log_probs_equal,

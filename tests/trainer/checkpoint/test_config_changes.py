@@ -58,6 +58,7 @@ def test_harmless_changes_say_nothing() -> None:
             "algorithm.filter_groups.max_num_gen_batches=9",
             "data.train_max_samples=1000",
             "trainer.keep_best_metric=val-core/x",
+            "trainer.profile_steps=[3,4]",
             "cluster.actor_world_size=1",
             "ray_kwargs.ray_init.num_cpus=3",
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",

@@ -25,7 +25,8 @@ from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.supervised.rows import new_sampler, total_steps
 from grpo_dist.trainer.supervised.trainer import SupervisedTrainer
-from grpo_dist.workers.group import Call, WorkerGroup
+from grpo_dist.workers.call import Call
+from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.limits import TimeLimits
 from tests.messages import refuses, says
 from tests.trainer.recorded import Rows as Recorded
