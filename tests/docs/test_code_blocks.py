@@ -7,6 +7,8 @@ whose blocks another test runs are in `RUN_BY`; blocks that cannot run here are 
 
 from __future__ import annotations
 
+import gzip
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,11 @@ def test_python_runs(page: str, folder: Path) -> None:
     (folder / "RUN_DIR" / "rollouts").mkdir(parents=True)  # of docs/report.md
     recorded = pyarrow.table({name: [0.0] for name in FIELDS if is_recorded(name)})
     pyarrow.parquet.write_table(recorded, folder / "RUN_DIR" / "rollouts" / "3.parquet")
+    profiles = folder / "RUN_DIR" / "profiles" / "step_3"  # of docs/profiling.md
+    profiles.mkdir(parents=True)
+    for name in ("driver", "rollout_rank0", "ref_rank0", "actor_rank0", "actor_rank1"):
+        with gzip.open(profiles / f"{name}.json.gz", "wt") as stream:
+            json.dump({"baseTimeNanoseconds": 0, "traceEvents": [{"ts": 1.0}]}, stream)
     run_in_order({block.line: block.text for block in python(page) if is_run(page, block)}, page)
     for block in python(page):
         resolve_imports(block.text)
