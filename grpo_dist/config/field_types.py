@@ -17,7 +17,10 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 class Section(BaseModel):
     """Base class of a config section: immutable, rejects unknown keys, never converts types silently."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+    # constants: infinity, in a mapping that is free, is written as itself and not as null
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, protected_namespaces=(), ser_json_inf_nan="constants"
+    )
 
 
 def _number(value: Any) -> Any:

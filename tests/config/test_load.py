@@ -281,3 +281,8 @@ def test_a_saved_config_with_another_model_of_ones_own() -> None:
 def test_a_group_that_leaves_open_what_the_run_has_saved() -> None:
     saved = load("actor_rollout_ref.model.path=mine", "trainer.dry_run=config").model_dump(mode="json")
     assert with_overrides(saved, ["model=hf"], GRPO).actor_rollout_ref.model.path == "mine"
+
+
+def test_infinity_is_written_as_itself() -> None:
+    config = load("actor_rollout_ref.model.override_config.scale=-inf")
+    assert read_back(readable_config(config)).actor_rollout_ref.model.override_config == {"scale": float("-inf")}
