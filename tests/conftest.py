@@ -65,7 +65,8 @@ def main_run(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         loggers = "trainer.logger=[console,tensorboard,mlflow,trackio,prometheus]"
-        return train(folder / "run", [], loggers, "trainer.log_val_generations=2", "trainer.profile_steps=[2]")
+        profile = ("trainer.profile_steps=[2]", "trainer.stage_timeout_s.profile=300")
+        return train(folder / "run", [], loggers, "trainer.log_val_generations=2", *profile)
 
 
 @pytest.fixture(scope="session")

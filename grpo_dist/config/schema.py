@@ -187,6 +187,7 @@ TimedStage = Literal[
     "save_checkpoint",
     "load_checkpoint",
     "export_hf_model",
+    "profile",
 ]
 
 

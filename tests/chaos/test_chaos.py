@@ -48,7 +48,8 @@ def test_a_run_survives_faults_of_several_roles(main_run: Outcome, tmp_path: Pat
         Fault("ref", "generating", "SIGKILL", 4),
         Fault("actor", "updating", "SIGKILL", 6),
     ]
-    outcome = train(tmp_path / "run", faults, "trainer.save_freq=100", "trainer.profile_steps=[4,6]")
+    profile = ("trainer.profile_steps=[4,6]", "trainer.stage_timeout_s.profile=300")
+    outcome = train(tmp_path / "run", faults, "trainer.save_freq=100", *profile)
     check(outcome, main_run, faults)
     says(outcome.log.splitlines(), "trainer.profile_steps", "ref rank 0", "step 4", "replaced")
     for step in (4, 6):
