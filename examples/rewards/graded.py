@@ -16,9 +16,9 @@ from decimal import Decimal
 from typing import Any
 
 from grpo_dist.rewards.format import last_tag_content
+from grpo_dist.rewards.number_text import MINUS_SIGNS, accepted_answers, contains
 from grpo_dist.tasks.gsm8k import ANY_NUMBER
 
-_MINUS = "\N{MINUS SIGN}"
 _NUMBER = re.compile(rf"(?:{ANY_NUMBER.pattern})(?:[eE][+-]?[0-9]{{1,3}}(?!\w))?")
 
 
@@ -39,29 +39,32 @@ def compute_score(
     Args:
         data_source: not used.
         solution_str: the response.
-        ground_truth: the answer, compared as text without surrounding white space.
+        ground_truth: the answer, or a list of accepted ones, compared as text without surrounding white space.
         extra_info: not used.
         tag: the answer is what stands in the last `<tag>...</tag>`; without one in the response it is wrong. None: the
             whole response.
         exact: for the same text.
         numeric: for another text whose only number is the truth's only number: "1,000.0" and "1000 apples" for "1000".
             An answer with several numbers ("6 of 12") has none.
-        partial: for any other answer that contains the truth.
+        partial: for any other answer in which the truth stands, as whole words and numbers.
         wrong: for anything else.
 
     Returns:
         score, and `acc`: 1 for an exact or numerically equal answer.
+
+    Raises:
+        ValueError: the ground truth is no text or number, or blank.
     """
-    answer = solution_str.strip() if tag is None else last_tag_content(solution_str, tag)
-    truth = str(ground_truth).strip()
-    if answer == truth:
+    answer = (solution_str.strip() if tag is None else last_tag_content(solution_str, tag)) or ""
+    truths = accepted_answers(ground_truth)
+    if answer in truths:
         return {"score": exact, "acc": 1.0}
-    if answer is not None and (number := _number(answer)) is not None and number == _number(truth):
+    if (number := _number(answer)) is not None and number in map(_number, truths):
         return {"score": numeric, "acc": 1.0}
-    return {"score": partial if answer and truth and truth in answer else wrong, "acc": 0.0}
+    return {"score": partial if any(contains(answer, truth) for truth in truths) else wrong, "acc": 0.0}
 
 
 def _number(text: str) -> Decimal | None:
     """The only number of a text; None where there is none, or more than one."""
-    found = _NUMBER.findall(text.replace(_MINUS, "-"))
+    found = _NUMBER.findall(text.translate(MINUS_SIGNS))
     return Decimal(found[0].replace(",", "").replace("$", "")) if len(found) == 1 else None

@@ -66,7 +66,7 @@ def compute_score(
         format_score: for a wrong choice; no choice earns 0.
 
     Returns:
-        score; `format`, 1 where there is a choice; `acc`, 1 for the right one; `pred`, the letter ("" for none).
+        score; `format`, 1 where there is a choice; `acc`, 1 for the right one; `pred`, the letter, or None.
 
     Raises:
         ValueError: the ground truth is none of the letters.
@@ -77,7 +77,7 @@ def compute_score(
     choice = extract_choice(solution_str, choices)
     correct = choice == truth
     score = 1.0 if correct else 0.0 if choice is None else format_score
-    return {"score": score, "format": float(choice is not None), "acc": float(correct), "pred": choice or ""}
+    return {"score": score, "format": float(choice is not None), "acc": float(correct), "pred": choice}
 
 
 def check_reward_kwargs(*, choices: str = "ABCD", format_score: float = 0.0) -> None:

@@ -3,9 +3,10 @@
     compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)
         -> a finite number, or {"score": a finite number, "any_other_name": value, ...}
 
-`pred`, the answer as text, lets validation take the majority of the answers (maj@n); `acc` is what validation reports
-as accuracy, where there is one. `step_scores`, a list of numbers, are the rewards of the response's steps (steps.py),
-for process supervision; `NAME.step_scores` are others, which `reward_model.retrain.label=NAME` may learn from.
+`pred`, the answer as text, lets validation take the majority of the answers (maj@n); None, a blank text and nan are no
+answer. `acc` is what validation reports as accuracy, where there is one. `step_scores`, a list of numbers, are the
+rewards of the response's steps (steps.py), for process supervision; `NAME.step_scores` are others, which
+`reward_model.retrain.label=NAME` may learn from.
 
 verl's contract: arguments are passed by keyword; `solution_str` is the decoded response without the prompt.
 """
@@ -192,8 +193,14 @@ def _read_result(returned: Any) -> RewardResult:
     for name, value in returned.items():
         if name not in ("score", "step_scores", "pred") and _number(value) is not None:
             extra[str(name)] = _finite(value, f"{name!r} must be finite, is")
-    pred = returned.get("pred")
-    return RewardResult(score, extra, steps, None if pred is None else str(pred), judged_steps=judged)
+    return RewardResult(score, extra, steps, _answer(returned.get("pred")), judged_steps=judged)
+
+
+def _answer(pred: Any) -> str | None:
+    """Return the answer that a function found as text; None for what stands for no answer: None, nan and blank text."""
+    text = "" if pred is None else str(pred)
+    number = _number(pred)
+    return None if not text.strip() or (number is not None and math.isnan(number)) else text
 
 
 def _step_scores(name: str, steps: Any) -> tuple[float, ...]:

@@ -4,30 +4,31 @@
     custom_reward_function.reward_kwargs='{mode: contains, tag: answer, ignore_articles: true}'
 
 With `ignore_articles` the normalisation is the one of SQuAD's exact match (https://arxiv.org/abs/1606.05250), except
-that points and signs of numbers stay: 3.14 is not 314.
+that points and signs of numbers stay: 3.14 is not 314. Before a number all kinds of minus signs are one.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
 from typing import Any
 
 from grpo_dist.rewards.base import check_choice
 from grpo_dist.rewards.format import last_tag_content
+from grpo_dist.rewards.number_text import MINUS_SIGNS, accepted_answers, contains
 
 MODES = ("exact", "contains")
+_MINUS = re.compile(rf"[{''.join(map(chr, MINUS_SIGNS))}](?=[$€£¥(]?\.?\d)")
 # Any sign but those between digits and the minus or point that begins a number.
-_PUNCTUATION = re.compile(r"(?!(?<=\d)[^\w\s](?=\d)|(?<!\w)[-.](?=[\d.]*\d))(?:[^\w\s]|_)")
+_PUNCTUATION = re.compile(r"(?!(?<=\d)[^\w\s](?=\d)|(?<!\w)(?:-(?=[$€£¥(]?\.?\d)|\.(?=\d)))(?:[^\w\s]|_)")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b", re.IGNORECASE)
 
 
 def normalize(
     text: str, *, ignore_case: bool = True, ignore_punctuation: bool = True, ignore_articles: bool = False
 ) -> str:
-    """The text as it is compared: composed Unicode (NFKC), single spaces, and without what is ignored."""
-    text = unicodedata.normalize("NFKC", text)
+    """Return the text as it is compared: composed Unicode (NFKC), single spaces, and without what is ignored."""
+    text = _MINUS.sub("-", unicodedata.normalize("NFKC", text))
     if ignore_case:
         text = text.casefold()
     if ignore_punctuation:
@@ -56,7 +57,8 @@ def compute_score(
         solution_str: the response.
         ground_truth: the answer, text or a number; or a list of accepted ones.
         extra_info: not used.
-        mode: "exact": the answer is an accepted one. "contains": one of them stands in it, as whole words.
+        mode: "exact": the answer is an accepted one. "contains": one of them stands in it, as
+            whole words and numbers: 5 stands in -5, not in 2.5.
         tag: the answer is what stands in the last `<tag>...</tag>`; without one in the response it is wrong. None: the
             whole response.
         ignore_case: whether Paris and paris are the same.
@@ -67,7 +69,8 @@ def compute_score(
         score and acc, both 1 for an accepted answer, else 0.
 
     Raises:
-        ValueError: the ground truth, or one of a list, is empty after normalisation, so that anything would contain it.
+        ValueError: the ground truth, or one of a list, is no text or number, or empty after normalisation, so that
+            anything would contain it.
     """
 
     def plain(text: str) -> str:
@@ -78,12 +81,12 @@ def compute_score(
             ignore_articles=ignore_articles,
         )
 
-    accepted = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
-    truths = ["" if truth is None else plain(str(truth)) for truth in accepted]
-    if not truths or not all(truths):
-        raise ValueError(f"ground_truth {ground_truth!r} holds an empty answer")
+    truths = [plain(truth) for truth in accepted_answers(ground_truth)]
+    if not all(truths):
+        raise ValueError(f"ground_truth {ground_truth!r} holds no answer: nothing is left of it once normalised")
     text = solution_str if tag is None else last_tag_content(solution_str, tag)
-    right = float(text is not None and _is_accepted(plain(text), truths, mode))
+    answer = "" if text is None else plain(text)
+    right = float(any(contains(answer, truth) if mode == "contains" else answer == truth for truth in truths))
     return {"score": right, "acc": right}
 
 
@@ -94,9 +97,3 @@ def check_reward_kwargs(*, mode: str = "exact", **others: Any) -> None:
         ConfigError: there is no such mode.
     """
     check_choice("mode", mode, MODES)
-
-
-def _is_accepted(answer: str, truths: Sequence[str], mode: str) -> bool:
-    if mode == "contains":
-        return any(re.search(rf"(?<!\w){re.escape(truth)}(?!\w)", answer) for truth in truths)
-    return answer in truths

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_dist.rewards.number_text import accepted_answers
+
 
 def check_tags(tags: Sequence[str]) -> None:
     """Check the `tags` of a reward function.
@@ -64,7 +66,7 @@ def compute_score(
     Args:
         data_source: not used.
         solution_str: the response.
-        ground_truth: the answer; compared as text, without surrounding white space.
+        ground_truth: the answer, or a list of accepted ones; compared as text, without surrounding white space.
         extra_info: not used.
         tags: names of the tags, in order; the last one holds the answer.
         format_score: for the right format with a wrong answer; 1: the answer does not matter.
@@ -72,9 +74,13 @@ def compute_score(
     Returns:
         score: 1 for the right answer in the right format, `format_score` for the right format, else 0; and
         its parts `format` and `acc`, each 0 or 1.
+
+    Raises:
+        ValueError: the tags are no list of names; or the answer matters, and the ground truth is no text or number.
     """
     check_tags(tags)
     contents = tag_contents(solution_str, tags)
-    correct = contents is not None and contents[-1] == str(ground_truth).strip()
+    accepted = [str(ground_truth).strip()] if format_score == 1 else accepted_answers(ground_truth)
+    correct = contents is not None and contents[-1] in accepted
     score = 1.0 if correct else format_score if contents is not None else 0.0
     return {"score": score, "format": float(contents is not None), "acc": float(correct)}

@@ -22,12 +22,13 @@ from typing import Any, TypeGuard
 from grpo_dist.data.conversion import Row, write_splits
 from grpo_dist.errors import DataError
 from grpo_dist.rewards.format import last_tag_content
+from grpo_dist.rewards.number_text import MINUS_SIGNS
 
 NUMBERS = range(1, 100)  # what may be given
 TARGETS = range(10, 101)
 TRIES_PER_PROBLEM = 200
 MOST_CHARACTERS = 300  # of an expression: bounds the time, the depth and the size of its value
-_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})  # as people write them
+_SIGNS = MINUS_SIGNS | str.maketrans({"×": "*", "·": "*", "÷": "/"})  # as people write them
 _EXPRESSION = re.compile(r"[0-9+\-*/()\s]+")
 _EQUALS = re.compile(r"=\s*-?[0-9.,]+\s*$")
 _OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {

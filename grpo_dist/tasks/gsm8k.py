@@ -11,6 +11,8 @@ The scorer looks for the last `#### NUMBER` of a response (strict), or for its l
 - the whole response is searched; verl searches the last 300 characters, so text after the answer can hide it;
 - `#### $18` counts (verl drops the $ only after a pattern that cannot contain one);
 - `#### 18.` and `#### 18,` count: punctuation that ends the sentence is no part of the number;
+- `#### +18` counts, and every kind of minus sign is one;
+- `#### 1/2`, `#### 5-7` and `#### 1e3` are no such number, where verl reads 1, 5 and 1;
 - flexible compares numbers, so 18.0 is right for 18, and it reads `10-4` as 10 and 4, not as 10 and -4.
 """
 
@@ -23,12 +25,13 @@ from typing import Any
 from grpo_dist.data.conversion import Row, require_text
 from grpo_dist.errors import DataError
 from grpo_dist.rewards.base import check_choice
+from grpo_dist.rewards.number_text import MINUS_SIGNS
 
 HUB = ("openai/gsm8k", "main")  # name and configuration on the Hugging Face hub
 # verl's wording, so that results can be compared with its published ones.
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 METHODS = ("strict", "flexible")
-_ANSWER = re.compile(r"#### (-?\$?-?[0-9.,]+)")
+_ANSWER = re.compile(r"#### ([-+]?\$?[-+]?[0-9.,]++)(?![-+*/^:][0-9]|[eE][-+]?[0-9])")
 _NUMBER = re.compile(r"-?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 ANY_NUMBER = re.compile(
     r"(?:(?<![\w)])-\$?)?(?:(?:(?<![0-9])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -62,8 +65,8 @@ def make_row(example: Row, *, split: str, index: int, location: str) -> Row:
 
 
 def extract_answer(text: str, method: str = "strict") -> str | None:
-    """The last `#### NUMBER` or, flexible, the last number, without commas, $ and final dot; None: there is none."""
-    found = (_ANSWER if method == "strict" else ANY_NUMBER).findall(text)
+    """Return the last `#### NUMBER` or, flexible, the last number, without commas, $, + and final dot, or None."""
+    found = (_ANSWER if method == "strict" else ANY_NUMBER).findall(text.translate(MINUS_SIGNS))
     return _plain_number(found[-1]) if found else None
 
 
@@ -114,5 +117,5 @@ def check_reward_kwargs(*, method: str = "strict", format_score: float = 0.0) ->
 
 
 def _plain_number(text: str) -> str | None:
-    plain = text.replace(",", "").replace("$", "").removesuffix(".")
+    plain = text.translate(MINUS_SIGNS).replace(",", "").replace("$", "").removesuffix(".").removeprefix("+")
     return plain if _NUMBER.fullmatch(plain) else None

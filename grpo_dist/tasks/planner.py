@@ -153,7 +153,10 @@ def _step(value: Any) -> Step | None:
 
 
 def _checked_truth(truth: Any) -> list[Step]:
-    plan = json.loads(truth) if isinstance(truth, str) else truth
+    try:
+        plan = json.loads(truth) if isinstance(truth, str) else truth
+    except ValueError:
+        plan = None
     steps = [_step(value) for value in plan] if isinstance(plan, list | tuple) else []
     found = [step for step in steps if step is not None]
     if not found or len(found) != len(steps):

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.registry import load_attribute
+from tests.messages import refuses
 
 PATH = str(Path(__file__).parents[2] / "examples" / "rewards" / "graded.py")
 compute_score = load_attribute(f"{PATH}:compute_score", key="path")
@@ -39,7 +40,15 @@ def test_without_a_tag_the_response_is_the_answer() -> None:
     assert grade("$1,000.") == (1.5, 1.0)
     assert grade("nan", "nan") == (2.0, 1.0)
     assert grade("Paris", "paris") == (0.0, 0.0)
-    assert grade("anything", "", partial=0.5) == (0.0, 0.0)
+    assert grade("about 6", ["5", "6"]) == (1.5, 1.0)
+    for truth in ("", None, {"answer": 6}):
+        with refuses(ValueError, f"ground_truth {truth!r}", "no answer"):
+            grade("anything", truth)
+
+
+@pytest.mark.parametrize(("text", "part"), [("6 or 7", 0.5), ("2.6 or 7", 0.0), ("6,000 or 7", 0.0), ("16 or 7", 0.0)])
+def test_a_part_is_a_whole_number(text: str, part: float) -> None:
+    assert grade(text, "6", partial=0.5) == (part, 0.0)
 
 
 @pytest.mark.parametrize(

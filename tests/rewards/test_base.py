@@ -57,7 +57,20 @@ def test_extra_numbers_are_kept_and_text_is_left_out() -> None:
     assert call(returning(returned)) == RewardResult(0.5, {"acc": 1.0, "length": 7.0})
 
 
-@pytest.mark.parametrize(("pred", "expected"), [("12", "12"), (12, "12"), ("", ""), (None, None)])
+@pytest.mark.parametrize(
+    ("pred", "expected"),
+    [
+        ("12", "12"),
+        (12, "12"),
+        (0, "0"),
+        ("nan", "nan"),
+        (None, None),
+        ("", None),
+        (" \n", None),
+        (math.nan, None),
+        (np.float32("nan"), None),
+    ],
+)
 def test_the_answer_is_text_and_no_metric(pred: object, expected: str | None) -> None:
     assert call(returning({"score": 0.5, "pred": pred})) == RewardResult(0.5, {}, None, expected)
 

@@ -18,6 +18,53 @@ def test_normalize() -> None:
     assert normalize("A_b C.", ignore_case=False, ignore_punctuation=False) == "A_b C."
     assert normalize("ﬁne é") == normalize("fine e\u0301")
     assert normalize("-3.5, 1/2, .5, 10:30, 4.") == "-3.5 1/2 .5 10:30 4"  # numbers keep their signs
+    assert normalize("-$3, -(4), -.5, - 6, a-7") == "-3 -4 -.5 6 a7"
+    assert normalize("well\u2013known \u2212 x") == "wellknown x", "no minus of a number"
+    assert normalize("3\u20135") == "3-5"
+    assert normalize("a \u2013 b, \u22123", ignore_punctuation=False) == "a \u2013 b, -3"
+
+
+@pytest.mark.parametrize("minus", ["-", "\u2010", "\u2011", "\u2012", "\u2013", "\u2212", "\ufe63", "\uff0d"])
+def test_every_minus_is_a_sign(minus: str) -> None:
+    for number in ("3", ".5", "1,000", "\uff13"):
+        truth = number.replace("\uff13", "3")
+        assert (score(f"{minus}{number}", f"-{truth}"), score(f"{minus}{number}", truth)) == (1.0, 0.0)
+        assert score(f"-{number}", f"{minus}{truth}") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "expected"),
+    [
+        ("It costs 2.5 dollars", "5", 0.0),
+        ("It costs 2.5 dollars", "2", 0.0),
+        ("It costs 2.5 dollars.", "2.5", 1.0),
+        ("about 1,000 people", "1", 0.0),
+        ("about 1,000,000 people", "1,000", 0.0),
+        ("about 1,200 people", "200", 0.0),
+        ("about 1,200 people", "1,200", 1.0),
+        ("1/5 of it", "5", 0.0),
+        ("1/5 of it", "1/5", 1.0),
+        ("\u00bd of it", "2", 0.0),
+        ("at 10:30", "30", 0.0),
+        ("2^5", "5", 0.0),
+        ("5e3", "5", 0.0),
+        ("5, and no more", "5", 1.0),
+        ("it is 5.", "5", 1.0),
+        ("3,5,7", "5", 1.0),
+        ("3, 200", "200", 1.0),
+        ("2+3=5", "5", 1.0),
+        ("5% of it", "5", 1.0),
+        ("\u22125", "5", 1.0),  # as -5: 5 stands in it as a word
+        ("\u22125", "-5", 1.0),
+        ("10\u22125", "-5", 0.0),
+        ("\uff15\uff0e", "5", 1.0),  # full-width
+    ],
+)
+@pytest.mark.parametrize("ignore_punctuation", [True, False])
+def test_a_number_is_not_found_within_a_number(
+    text: str, truth: str, expected: float, ignore_punctuation: bool
+) -> None:
+    assert score(text, truth, mode="contains", ignore_punctuation=ignore_punctuation) == expected
 
 
 @pytest.mark.parametrize(
@@ -51,9 +98,9 @@ def test_several_accepted_answers_and_numbers() -> None:
     assert score("15", 5, mode="contains") == 0.0
 
 
-@pytest.mark.parametrize("truth", ["", "...", None, [], ["a", ""]])
-def test_an_empty_truth_is_an_error(truth: object) -> None:
-    with refuses(ValueError, "empty answer"):
+@pytest.mark.parametrize("truth", ["", "...", None, [], ["a", ""], {"answer": "a"}, [["a"]], float("nan")])
+def test_a_truth_that_is_no_answer_is_an_error(truth: object) -> None:
+    with refuses(ValueError, f"ground_truth {truth!r}", "no answer"):
         score("anything", truth, mode="contains")
 
 

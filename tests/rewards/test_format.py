@@ -93,3 +93,11 @@ def test_repeated_tags_take_no_time(text: str) -> None:
     start = time.process_time()
     assert tag_contents(text, THINK) is None
     assert time.process_time() - start < 10
+
+
+def test_truths() -> None:
+    text = "<think>a</think><answer>4</answer>"
+    assert [score(text, truth)["acc"] for truth in (4, "4", ["5", "4"], ["5"])] == [1.0, 1.0, 1.0, 0.0]
+    with refuses(ValueError, "ground_truth {'target': 4}", "a text, a number, or a list"):
+        score(text, {"target": 4})
+    assert score(text, {"target": 4}, format_score=1)["score"] == 1.0, "the answer does not matter"

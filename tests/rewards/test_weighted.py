@@ -170,6 +170,15 @@ def test_the_first_answer_found_is_passed_on() -> None:
     assert "pred" not in score(functions, "none")
 
 
+def test_no_answer_hides_none_of_a_later_function(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def f(data_source, solution_str, ground_truth, extra_info, pred):\n    return {'score': 0.0, 'pred': pred}\n"
+    )
+    without = {"path": str(tmp_path / "own.py"), "name": "f", "reward_kwargs": {"pred": ""}}
+    assert score([without, {"path": "grpo_dist.tasks.gsm8k"}], "#### 5")["pred"] == "5"
+    assert "pred" not in score([without, {"path": "grpo_dist.tasks.competition_math"}], "none")
+
+
 def test_the_first_accuracy_is_the_whole_ones() -> None:
     """gsm8k finds no number, graded the right one."""
     graded = {"path": GRADED, "reward_kwargs": {"tag": "answer"}}

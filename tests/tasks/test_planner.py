@@ -131,7 +131,7 @@ def test_best_alignment_pairs_steps_in_order() -> None:
 
 @pytest.mark.parametrize("truth", [None, [], "[]", "{", {}, [{"agent": "a"}], "4", [1]])
 def test_a_broken_truth_is_an_error(truth: object) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 each truth has a message of its own
+    with refuses(ValueError, f"ground_truth {truth!r}", "agent", "task"):
         score(TRUTH, truth)
 
 
