@@ -1,0 +1,250 @@
+r"""Whether two answers in LaTeX are the same, as text or else as mathematics.
+
+The math-verify library (https://github.com/huggingface/Math-Verify) reads and compares, without three of its habits:
+
+- A text that its grammar cannot read as a whole is compared as text. The library goes on with a number that stands in
+  it, and drops dots, primes and whatever looks like a unit at the end.
+- Numbers are compared exactly. The library rounds decimals to 6 places and takes differences below 1e-15 for 0; here
+  they are fractions, and one of them is also right for a value that it rounds correctly (`_rounds`).
+- Its time limits are for seconds on the clock; here CPU time and memory are limited (grpo_dist/rewards/limits.py).
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache, lru_cache
+from typing import Any
+
+from grpo_dist.rewards.limits import TooCostly, limited
+from grpo_dist.rewards.number_text import MINUS_SIGNS
+
+CPU_S = 5.0  # math-verify's own limit for each of reading and comparing
+MEMORY_BYTES = 1 << 30
+MOST_CHARACTERS = 500  # of an answer; longer ones are compared as text
+CLOSE = 1e-6  # the relative error of a decimal that stands for another value: 0.333333 for 1/3, and not 0.33333
+MOST_DIGITS = 500  # to which the difference of two values is worked out; below, they are one
+# What may be written differently without another meaning, and how it is compared as text.
+_WRITTEN = (
+    (re.compile(r"\\[dt](?=frac|binom)"), r"\\"),
+    (re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\\(?:cdot|times)(?![a-zA-Z])"), "*"),
+    (re.compile(r"\\(?:left|right)(?![a-zA-Z])|\\[,;:! ]|(?<![0-9])[\s~]+|[\s~]+(?![0-9])"), ""),
+    (re.compile(r"\{(\w)\}"), r"\1"),
+)
+# What the library misreads, and how it reads it well.
+_READ = (
+    (re.compile(r"\\(?:text\w*|mathrm)\s*\{\s*([ei])\s*\}"), r" \1"),
+    (re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?![\w.])"), r"\1 \\times 10^{\2}"),
+    (re.compile(r"(?<![\d.,/])(\d+)[\s~]+(\d+)/(\d+)(?![\d.])"), r"\1\\frac{\2}{\3}"),
+    (re.compile(r"(?<=\d)(?:\s|~|\\[ :])(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"°|\\degree(?![a-zA-Z])"), r"^\\circ "),
+)
+# What its normalisation loses, and numbers side by side, of which its grammar makes a sum or a product.
+_LOST = re.compile(r"\\[lcdv]?dots|\.\.\.|…|(?<=[\w)\]}])['′’]|\\prime(?![a-zA-Z])")
+_APART = re.compile(r"\d[\s~]+\d|\d\.\d+\.")
+_UNDONE = re.compile(r"\\(?:int|sum|prod|lim)(?![a-zA-Z])")
+_EQUALS = re.compile(r"=(?![^{}]*\})")  # not those below a sum
+_PERCENT = re.compile(r"\s*(?:\\?%|(?:\\text\w*\s*\{\s*)?\b(?:percent|percentage|pct)\b\s*\}?)$")
+_TEXT_UNIT = re.compile(
+    r"(?<=[\w)}\]!.\s])(?:(?:[\s~/]|\\cdot|\\[,;: ])*\\(?:text\w*|mathrm|mbox)\s*\{(?!\s*(?:and|or)\b)[^{}]*\}"
+    r"(?:\^\{?-?\d\}?)?)+$"
+)
+
+
+@lru_cache(maxsize=1024)  # the responses of a group have one truth, and often one answer
+def same_value(answer: str, truth: str) -> bool:
+    r"""Return whether an answer in LaTeX is the truth.
+
+    It is compared as text only, apart from spaces, \left, \text and \cdot, where one of the two cannot be read as a
+    whole, where it is longer than `MOST_CHARACTERS`, where it is an integral, sum, product or limit and the truth has
+    none, and where mathematics would take longer than `CPU_S` or more than `MEMORY_BYTES`.
+    """
+    if len(answer) > MOST_CHARACTERS:
+        return answer.split() == truth.split()
+    answer, truth = plain(answer), plain(truth)
+    if not answer or _normal(answer) == _normal(truth):
+        return bool(answer)
+    if _UNDONE.search(_EQUALS.split(answer)[-1]) and not _UNDONE.search(truth):
+        return False
+    _grader()  # to import takes a second
+    from sympy.core.cache import clear_cache
+
+    try:
+        with limited(cpu_s=CPU_S, memory_bytes=MEMORY_BYTES):
+            return _same_mathematics(answer, truth)
+    except TooCostly:
+        return False
+    finally:
+        clear_cache()  # of a thousand values, each as large as the answers make it
+
+
+def plain(text: str) -> str:
+    """Return the text without signs of money and of mathematics, forced spaces and surrounding white space.
+
+    Lines that are set one below the other become one line: they go on with "=", or are a list.
+    """
+    text, number = _LINES.subn("", text.translate(MINUS_SIGNS | _WIDE))
+    if number and "\\begin" not in text:  # no matrix in it
+        text = text.replace("&", "").strip().removesuffix(r"\\")
+        text = re.sub(r"\s*\\\\\s*", ", ", re.sub(r"\s*\\\\\s*(?==)", " ", text))
+    return re.sub(r"\\\$|[$€£¥]|\\[!,;]\s*|(?<!\\)\\[][()]", "", text).strip().removesuffix(".").strip()
+
+
+_LINES = re.compile(r"\\(?:begin|end)\s*\{(?:equation|align|aligned|gather|gathered|multline|split)\*?\}")
+_WIDE = {0xFF01 + i: chr(0x21 + i) for i in range(94)}  # full-width signs, digits and letters
+
+
+def _normal(text: str) -> str:
+    """Return the text without spacing, sizes of brackets and braces around one character, and with one product sign."""
+    for written, normal in _WRITTEN:
+        text = written.sub(normal, text)
+    return text
+
+
+def _same_mathematics(answer: str, truth: str) -> bool:
+    (found, is_share), (expected, expects_share) = (_without_percent(text) for text in (answer, truth))
+    (found, unit), (expected, expected_unit) = (_without_unit(text) for text in (found, expected))
+    if unit and expected_unit and unit != expected_unit and _is_word(unit) == _is_word(expected_unit):
+        return False
+    from math_verify.grader import should_treat_as_complex
+
+    is_real = not (should_treat_as_complex(found) or should_treat_as_complex(expected))
+    value, right = _read(found, is_real), _read_truth(expected, is_real)
+    if value is None or right is None:
+        return False
+    if _equal(right, value):
+        return True
+    if is_share == expects_share:
+        return False
+    try:  # 50 % is 0.5 as well
+        return _equal(right, value / 100) if is_share else _equal(right / 100, value)
+    except TypeError:
+        return False
+
+
+def _without_percent(text: str) -> tuple[str, bool]:
+    shorter = _PERCENT.sub("", text)
+    return shorter, shorter != text
+
+
+def _without_unit(text: str) -> tuple[str, str]:
+    r"""Return a text and its unit: what stands in \text behind it, or words of units; "" where there is none."""
+    found = _TEXT_UNIT.search(text) or _words_of_units().search(text)
+    if found is None or not found.start():
+        return text, ""
+    unit = re.sub(r"\\(?:text\w*|mathrm|mbox|cdot)|[^a-z0-9/-]", "", found.group().lower())
+    return text[: found.start()], re.sub(r"(?<=..)e?s?$", "", unit)  # one for "miles" and "mile"
+
+
+def _is_word(unit: str) -> bool:
+    """Return whether a unit is written out; its abbreviation cannot be compared with that."""
+    return len(unit) > 3
+
+
+@cache
+def _words_of_units() -> re.Pattern[str]:
+    """Return a pattern of words from the library's list of units, without those that may be products of variables."""
+    from latex2sympy2_extended.math_normalization import units
+
+    words = {unit for unit in units if unit.isalpha() and len(unit) > 2}
+    words |= {"dollar", "cm", "mm", "km", "kg", "ft", "st", "nd", "rd", "th"}
+    word = "|".join(sorted(words, key=len, reverse=True))
+    return re.compile(rf"(?<=[\d)}}\]\s])(?:\s*(?<![a-zA-Z])(?:{word})(?:e?s)?(?![a-zA-Z])\.?)+(?:\^\{{?\d\}}?)?$")
+
+
+def _read(text: str, is_real: bool) -> Any:
+    """Return what the library's grammar reads, all of the text; None where it cannot, or would lose a part."""
+    for written, read in _READ:
+        text = written.sub(read, text)
+    if _LOST.search(text):
+        return None
+    from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+    from sympy import Basic, MatrixBase
+
+    steps = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+    try:
+        text = normalize_latex(text, config=steps)
+        value = None if _APART.search(text) else latex2sympy(text, is_real=is_real, normalization_config=None)
+    except Exception:  # noqa: BLE001 - its grammar raises Exception, its conversion what it happens to meet
+        return None
+    return value if isinstance(value, Basic | MatrixBase) else None
+
+
+_read_truth = lru_cache(maxsize=1024)(_read)
+
+
+def _equal(right: Any, value: Any) -> bool:
+    try:
+        return _holds(value) and bool(_grader().sympy_expr_eq(right, value, 6, 15))
+    except Exception:  # noqa: BLE001 - sympy raises whatever it happens to meet: they cannot be compared
+        return False
+
+
+@cache
+def _grader() -> Any:
+    """Return the library's module that compares, with its comparison of two values replaced."""
+    from math_verify import grader
+    from sympy import MatrixBase, MatrixExpr
+
+    of_matrices = grader.sympy_numeric_eq  # goes through their elements
+
+    def compare(a: Any, b: Any, *precisions: int) -> bool:
+        matrices = MatrixBase | MatrixExpr
+        if isinstance(a, matrices) and isinstance(b, matrices):
+            return bool(of_matrices(a, b, *precisions))
+        return _same_expression(a, b)
+
+    grader.sympy_numeric_eq = compare
+    grader.sympy_symbolic_eq = lambda a, b: False  # what it tries next
+    return grader
+
+
+def _same_expression(a: Any, b: Any) -> bool:
+    """Return whether two expressions are equal, exactly or because one is a decimal that rounds the other."""
+    from sympy import Float, simplify
+    from sympy.core.evalf import PrecisionExhausted
+
+    exact_a, exact_b = _exact(a), _exact(b)
+    difference = exact_a - exact_b
+    if difference.is_zero:
+        return True
+    if difference.free_symbols:
+        return bool(simplify(difference).is_zero)
+    if (a.has(Float) and _rounds(exact_a, exact_b)) or (b.has(Float) and _rounds(exact_b, exact_a)):
+        return True
+    if difference.is_Rational:
+        return False
+    try:
+        return bool(difference.evalf(15, maxn=MOST_DIGITS, strict=True) == 0)
+    except PrecisionExhausted:
+        return True
+
+
+def _exact(value: Any) -> Any:
+    """Return the value with decimals as fractions, worked out."""
+    from sympy import Float, Rational
+
+    return value.xreplace({decimal: Rational(str(decimal)) for decimal in value.atoms(Float)}).doit()
+
+
+def _rounds(decimal: Any, value: Any) -> bool:
+    """Return whether a decimal is a value to its last place, and close to it."""
+    from sympy import Rational, multiplicity
+
+    if not decimal.is_Rational:
+        return False
+    places = max(multiplicity(2, decimal.q), multiplicity(5, decimal.q))
+    if 10**places % decimal.q:
+        return False
+    if not places and decimal:
+        places = -min(multiplicity(2, decimal.p), multiplicity(5, decimal.p))
+    error = abs(decimal - value)
+    return bool(error <= Rational(10) ** -places / 2) and bool(error <= abs(value) * Rational(str(CLOSE)))
+
+
+def _holds(value: Any) -> bool:
+    """Return whether the equations of numbers in a value are true, up to 1 %: x=3=4 is no way to write 4."""
+    from sympy import Eq
+
+    sides = [each.args for each in value.atoms(Eq) if each.lhs.is_number and each.rhs.is_number]
+    return all(abs((left - right).evalf()) <= abs(left.evalf()) / 100 for left, right in sides)
