@@ -9,11 +9,12 @@ pi_rollout of each token (clamped to +-20), two remedies, alone or together:
     rejection (`rollout_rs`)            tokens or whole sequences leave the mask; a comma-separated list of
         token_k1|k2|k3                  each token by its own divergence
         seq_sum_k1|k2|k3                the sequence by the sum over its tokens
-        seq_mean_k1|k2|k3               by the mean: k1 is the geometric mean of the ratios
+        seq_mean_k1|k2|k3               by the mean: with k1 the geometric mean of the ratios is bounded
         seq_max_k2|k3                   by its worst token
 
-k1 is lambda, bounded by ratios ("0.5_2.0"; one number C means 1/C to C); k2 = lambda^2 / 2 and k3 = e^lambda - 1 -
-lambda are bounded above by one number. Option names and formulas are verl's (`algorithm.rollout_correction`).
+k1 = -lambda is bounded by ratios pi_rollout / pi_old, the inverse of the weights ("0.5_2.0"; one number C > 1 means 1/C
+to C); k2 = lambda^2 / 2 and k3 = e^lambda - 1 - lambda are bounded above by one number. Option names and formulas are
+verl's (`algorithm.rollout_correction`).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def compute_rollout_correction(
         metrics["rollout_corr/rollout_rs_masked_fraction"] = 1.0 - float(kept.sum() / mask.sum().clamp_min(1))
     weights = None
     if rollout_is is not None:
-        weights = _importance_weights(log_ratio, mask, rollout_is, rollout_is_threshold)
+        weights = _importance_weights(old - rollout, mask, rollout_is, rollout_is_threshold)
         metrics |= _weight_metrics(weights, old - rollout, mask, rollout_is)
         if rollout_is_batch_normalize:
             weights = _normalised(weights, mask, rollout_is)
@@ -138,7 +139,8 @@ def read_rejections(
     """The names of `rollout_rs`, each with its (lower, upper).
 
     Raises:
-        ConfigError: an unknown name, a number of thresholds that does not fit, or a lower bound for k2 or k3.
+        ConfigError: an unknown name, a number of thresholds that does not fit, bounds of k1 that keep nothing, or a
+            lower bound for k2 or k3.
     """
     if not rollout_rs:
         return []
@@ -156,6 +158,11 @@ def read_rejections(
         lower, upper = read_bounds(text, key=f"{KEY}.rollout_rs_threshold")
         if name.endswith("k1"):
             lower = 1 / upper if lower is None else lower
+            if lower >= upper:
+                raise ConfigError(
+                    f"{KEY}.rollout_rs_threshold={text}: one number C bounds the ratios of {name} by 1/C and C; give a "
+                    "number above 1, or two as lower_upper such as 0.5_2.0"
+                )
         elif lower is not None:
             raise ConfigError(f"{KEY}.rollout_rs_threshold={text}: {name} takes one upper bound")
         found.append((name, (lower, upper)))
@@ -167,8 +174,8 @@ def _importance_weights(log_ratio: Tensor, mask: Tensor, level: str, threshold: 
         raise ConfigError(f"{KEY}.rollout_is={level}: not one of {', '.join(LEVELS)}")
     lower, upper = read_bounds(threshold, key=f"{KEY}.rollout_is_threshold")
     if level == "sequence":
-        log_ratio = log_ratio.sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expand_as(log_ratio)
-    weights = log_ratio.exp()
+        log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
+    weights = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if lower is None:
         weights = weights.clamp_max(upper)
     else:
@@ -185,7 +192,7 @@ def _normalised(weights: Tensor, mask: Tensor, level: str) -> Tensor:
 
 def _reject(log_ratio: Tensor, mask: Tensor, rollout_rs: str | None, threshold: float | str | None) -> Tensor:
     kept = mask.clone()
-    divergence = {"k1": log_ratio, "k2": 0.5 * log_ratio.square(), "k3": log_ratio.exp() - 1 - log_ratio}
+    divergence = {"k1": -log_ratio, "k2": 0.5 * log_ratio.square(), "k3": log_ratio.exp() - 1 - log_ratio}
     length = mask.sum(-1, keepdim=True).clamp_min(1)
     for name, (lower, upper) in read_rejections(rollout_rs, threshold):
         scope, k = name.rsplit("_", 1)
@@ -194,7 +201,7 @@ def _reject(log_ratio: Tensor, mask: Tensor, rollout_rs: str | None, threshold: 
             value = value.amax(-1, keepdim=True)
         elif scope != "token":
             value = value.sum(-1, keepdim=True) / (length if scope == "seq_mean" else 1)
-        if lower is not None:  # k1: the bounds are ratios
+        if lower is not None:  # k1: the bounds are ratios pi_rollout / pi_old
             kept &= (value >= math.log(lower)) & (value <= math.log(upper))
         else:
             kept &= value <= upper

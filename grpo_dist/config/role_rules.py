@@ -60,9 +60,16 @@ def the_reward_model_is_retrained_on_labels(config: RunConfig) -> Iterator[Probl
     if config.trainer.max_staleness:
         why = "groups sampled ahead would be scored by different reward models; set one of the two to its default"
         yield problem_between(config, why, "trainer.max_staleness", freq)
-    if section.process.enable and config.algorithm.adv_estimator != "grpo_process":
+    splits = config.algorithm.adv_estimator == "grpo_process"
+    if section.process.enable and not splits:
         why = "only grpo_process splits responses into steps, whose labels are needed; set the estimator to it"
         yield problem_between(config, why, freq, "algorithm.adv_estimator")
+    if section.enable and splits and not section.process.enable:
+        why = (
+            "labels of steps are not where the score of a whole response is read; set the last to true, or the first "
+            "to -1"
+        )
+        yield problem_between(config, why, freq, "algorithm.adv_estimator", "reward_model.process.enable")
 
 
 def the_critic_fits(config: RunConfig) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from grpo_dist.data.tokenize import MOST_PROBLEM_TEXT
 from grpo_dist.errors import DataError
 
 Messages = Sequence[Mapping[str, Any]]
+Tokens = TypeVar("Tokens", list[int], np.ndarray)
 
 INPUT_KEY = "reward_model.model.input_tokenizer"
 _ANSWER = "ANSWER"
@@ -48,11 +49,21 @@ def encode_conversation(text: str, special: bool, tokenizer: Any) -> tuple[np.nd
     return np.array(token_ids, dtype=np.int32), np.maximum.accumulate(np.array(ends, dtype=np.int64))
 
 
-def without_padding(token_ids: Sequence[int], padding_id: int | None) -> Sequence[int]:
-    """Without padding tokens at the end, of which one is left where there is nothing else.
+def padding_id(config: Any) -> int | None:
+    """Return the padding token that a model's config.json names; the tokenizer's own does not count for a classifier.
 
-    transformers' sequence classifiers read the score at the last token that is not the padding token. That matters
-    where a conversation ends in it: in models whose padding token is the end of sequence.
+    Args:
+        config: as transformers reads it, with the family's default.
+    """
+    return config.get_text_config().pad_token_id
+
+
+def without_padding(token_ids: Tokens, padding_id: int | None) -> Tokens:
+    """Return a conversation up to the token at which it is judged: the last one that is not the padding token.
+
+    That is where transformers' sequence classifiers read a score, so scoring, retraining and the training of a reward
+    model all cut a conversation here. It matters where a conversation ends in the padding token: in models whose
+    padding token is the end of sequence. A token is left where there is nothing else.
     """
     length = len(token_ids)
     while length > 1 and token_ids[length - 1] == padding_id:

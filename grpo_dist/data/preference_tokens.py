@@ -1,8 +1,8 @@
 """Preference data to token ids and labels: the rows that a reward model trains on.
 
-A model is worth something only where it was trained: at the last token of conversations as conversations.py renders
-them. Some chat templates (Qwen's) put a newline behind the end-of-sequence token, where a policy's response ends; the
-reward model's worker renders them in the same way.
+A model is worth something only where it was trained: at the token where conversations.py has a conversation judged.
+Some chat templates (Qwen's) put a newline behind the end-of-sequence token, where a policy's response ends; the reward
+model's worker renders them in the same way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_dist.data.conversations import encode_conversation, render_conversation
+from grpo_dist.data.conversations import encode_conversation, render_conversation, without_padding
 from grpo_dist.data.preferences import LabelledSteps, Pair
 from grpo_dist.data.step_tokens import StepForm, step_tokens
 from grpo_dist.data.tokenize import template_errors, within_length
@@ -60,20 +60,20 @@ def tokenize_preferences(
     tokenizer: Any,
     *,
     max_length: int,
-    form: StepForm | None = None,
-    key: str = "data.max_length",
+    padding_id: int | None,
+    form: StepForm,
 ) -> tuple[list[Example], list[Pair | LabelledSteps]]:
     """Token ids and labels of checked rows.
 
-    A pair's prompt is what its two conversations have in common, token by token, and its labels are at their last
-    tokens. The label of a step is where `step_tokens.StepForm` has the step judged.
+    A pair's prompt is what its two conversations have in common, token by token, and its labels are where they are
+    judged. For labelled steps see `label_answer`.
 
     Args:
         rows: from `load_pairs` or `load_steps`.
         tokenizer: a transformers tokenizer.
         max_length: most tokens of a conversation. Longer ones are left out whole, since a cut one is another answer.
-        form: how steps are written; None: one to a line.
-        key: the config key of `max_length`, for messages.
+        padding_id: of the model, see `conversations.padding_id`.
+        form: how steps are written. Without `form.token`, rows of which none has two steps are judged as a whole.
 
     Returns:
         The examples, in order, and the rows that were left out.
@@ -81,11 +81,40 @@ def tokenize_preferences(
     Raises:
         DataError: a row cannot be rendered or teaches nothing, or all rows are too long.
     """
+    several = any(isinstance(row, LabelledSteps) and len(row.steps) > 1 for row in rows)
+    judged = form if several or form.token is not None else None
 
     def tokenized(row: Pair | LabelledSteps) -> Example:
-        return _pair(row, tokenizer) if isinstance(row, Pair) else _steps(row, tokenizer, form or StepForm())
+        if isinstance(row, Pair):
+            return _pair(row, tokenizer, padding_id)
+        return label_answer(row, tokenizer, padding_id=padding_id, form=judged)
 
-    return within_length(rows, tokenized, max_length=max_length, key=key)
+    return within_length(rows, tokenized, max_length=max_length)
+
+
+def label_answer(row: LabelledSteps, tokenizer: Any, *, padding_id: int | None, form: StepForm | None) -> Example:
+    """Return an answer with its labels where a reward model scores it.
+
+    Args:
+        row: the answer.
+        tokenizer: a transformers tokenizer.
+        padding_id: of the model, see `conversations.padding_id`.
+        form: how the steps are written that a process reward model judges, each where `StepForm` has it judged. None:
+            the answer is one step, and judged as a whole.
+
+    Raises:
+        DataError: the row cannot be rendered, or there are not as many places as labels.
+    """
+    if form is not None:
+        return _steps(row, tokenizer, padding_id, form)
+    if len(row.labels) != 1:
+        raise DataError(f"{row.location}: {len(row.labels)} labels, and the reward model judges whole answers")
+    with template_errors(row.location):
+        text = render_conversation(tokenizer, row.prompt, [{"role": "assistant", "content": row.steps[0]}])
+    token_ids = without_padding(encode_conversation(*text, tokenizer)[0], padding_id)
+    if len(token_ids) < 2:
+        raise DataError(f"{row.location}: its conversation has no two tokens; leave out the row")
+    return Example(row.location, token_ids[:-1], [token_ids[-1:]], [np.array(row.labels, dtype=np.int8)])
 
 
 def preference_batch(examples: Sequence[Example]) -> DataProto:
@@ -102,10 +131,10 @@ def preference_batch(examples: Sequence[Example]) -> DataProto:
     return DataProto.from_dict(columns, {"uid": uid})
 
 
-def _pair(pair: Pair, tokenizer: Any) -> Example:
+def _pair(pair: Pair, tokenizer: Any, padding_id: int | None) -> Example:
     with template_errors(pair.location):
         texts = [render_conversation(tokenizer, pair.prompt, a) for a in (pair.chosen, pair.rejected)]
-    chosen, rejected = (encode_conversation(*text, tokenizer)[0] for text in texts)
+    chosen, rejected = (without_padding(encode_conversation(*text, tokenizer)[0], padding_id) for text in texts)
     if np.array_equal(chosen, rejected):
         raise DataError(
             f"{pair.location}: chosen and rejected have the same tokens, so neither is preferred; leave out the row"
@@ -124,14 +153,14 @@ def _pair(pair: Pair, tokenizer: Any) -> Example:
     return Example(pair.location, chosen[:common], responses, labels)
 
 
-def _steps(row: LabelledSteps, tokenizer: Any, form: StepForm) -> Example:
+def _steps(row: LabelledSteps, tokenizer: Any, padding_id: int | None, form: StepForm) -> Example:
     if not tokenizer.is_fast:
         raise DataError(
             f"{row.location}: steps are found by the places of tokens in the text, which this tokenizer "
             f"({type(tokenizer).__name__}) does not tell; use a model with a tokenizer.json"
         )
     with template_errors(row.location):
-        token_ids, first, ends = step_tokens(tokenizer, row.prompt, row.steps, form)
+        token_ids, first, ends = step_tokens(tokenizer, row.prompt, row.steps, form, padding_id)
     if len(np.unique(ends)) < len(ends):
         raise DataError(
             f"{row.location}: completions: two steps end in the same token; join them, or leave out the row"

@@ -28,10 +28,17 @@ KEY = "reward_model.replay_share"
 
 
 class Selection(NamedTuple):
-    """Rows to train on: those of an iteration, and some of those before it."""
+    """Rows to train on.
+
+    Attributes:
+        fresh: those of an iteration.
+        replayed: some of those before it.
+        repeated: number of rows of the iteration that are left out, since a row before has the same conversation.
+    """
 
     fresh: list[LabelledSteps]
     replayed: list[LabelledSteps]
+    repeated: int
 
 
 @dataclass(frozen=True)
@@ -64,11 +71,13 @@ class ReplayStore:
         """
         known: set[bytes] = set()
         before = range(1, first if share else 1)
-        count = sum(1 for _ in self._new_rows(before, known))
+        count = sum(row is not None for row in self._rows(before, known))
         chosen = set(np.random.default_rng([seed, last]).permutation(count)[: round(share * count)].tolist())
         # read once more, since all responses of a run may be more than the memory holds
-        replayed = [row for i, row in enumerate(self._new_rows(before, set())) if i in chosen]
-        return Selection([*self._new_rows(range(first, last + 1), known)], replayed)
+        again = filter(None, self._rows(before, set()))
+        replayed = [row for i, row in enumerate(again) if i in chosen]
+        found = [*self._rows(range(first, last + 1), known)]
+        return Selection([row for row in found if row is not None], replayed, found.count(None))
 
     def check(self, steps: Sequence[int]) -> None:
         """Check that the files of these steps are there.
@@ -98,13 +107,12 @@ class ReplayStore:
         except OSError as error:
             raise DataError(f"{KEY}: the judged responses cannot be copied to {other.folder}: {error}") from error
 
-    def _new_rows(self, steps: Sequence[int], known: set[bytes]) -> Iterator[LabelledSteps]:
-        """The rows of these steps whose conversations are not among those known, which they join; a file at a time."""
+    def _rows(self, steps: Sequence[int], known: set[bytes]) -> Iterator[LabelledSteps | None]:
+        """Yield the rows of these steps, a file at a time; None for a known conversation. Others become known."""
         self.check(steps)
         for file in map(self.file, steps):
             for row in load_steps([str(file)], key=KEY) if file.stat().st_size else ():
                 text = json.dumps([row.prompt, "".join(row.steps)])
                 digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-                if digest not in known:
-                    known.add(digest)
-                    yield row
+                yield None if digest in known else row
+                known.add(digest)

@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.data.conversations import Messages, encode_conversation, render_conversation, reward_template_errors
+from grpo_dist.data.conversations import (
+    Messages,
+    encode_conversation,
+    render_conversation,
+    reward_template_errors,
+    without_padding,
+)
 from grpo_dist.errors import ConfigError, DataError
 
 # The keys that name the tokens for bad and good of a causal LM that judges steps.
@@ -26,8 +32,8 @@ class StepForm:
         separator: between two steps.
         token: text behind every step, the last one too, in place of the separator: a step is judged at its last
             character that is no white space. Math-Shepherd (arXiv 2312.08935) writes " ки\n", Qwen's process reward
-            models "<extra_0>". None: a step is judged where the separator behind it ends, and the last one at the last
-            token of the conversation, as TRL's PRMTrainer does.
+            models "<extra_0>". None: a step is judged where the separator behind it ends, and the last one where the
+            conversation is (`conversations.without_padding`).
     """
 
     separator: str = "\n"
@@ -61,7 +67,9 @@ class StepTokens(NamedTuple):
     ends: np.ndarray
 
 
-def step_tokens(tokenizer: Any, prompt: Messages, steps: Sequence[str], form: StepForm) -> StepTokens:
+def step_tokens(
+    tokenizer: Any, prompt: Messages, steps: Sequence[str], form: StepForm, padding_id: int | None
+) -> StepTokens:
     """Render and encode a conversation whose answer has at least one step.
 
     Args:
@@ -69,6 +77,7 @@ def step_tokens(tokenizer: Any, prompt: Messages, steps: Sequence[str], form: St
         prompt: the messages before the answer.
         steps: texts of the answer's steps, with or without the separator at their ends.
         form: how they are written.
+        padding_id: of the model, see `conversations.padding_id`.
 
     Raises:
         Exception: of any kind, by the chat template; ValueError if it leaves out the answer.
@@ -85,9 +94,11 @@ def step_tokens(tokenizer: Any, prompt: Messages, steps: Sequence[str], form: St
         stops -= len(form.token) - len(form.token.rstrip())
     # of the tokens that share a character, the last one completes it
     ends = np.maximum(np.searchsorted(token_ends, stops, "left"), np.searchsorted(token_ends, stops, "right") - 1)
+    first = int(np.searchsorted(token_ends, start, "right"))
     if form.token is None:
-        ends[-1] = len(token_ids) - 1
-    first = max(int(np.searchsorted(token_ends, start, "right")), 1)
+        ends[-1] = len(without_padding(token_ids, padding_id)) - 1
+        first = min(first, ends[-1])  # an answer may be nothing but padding
+    first = max(first, 1)
     return StepTokens(token_ids, first, np.maximum(ends, first))
 
 
@@ -118,19 +129,22 @@ class StepRenderer:
         tokenizer: of the reward model.
         setting: the key and value that name the reward model, for messages.
         form: how it reads steps; its separator is also what splits the response.
+        padding_id: of the reward model, see `conversations.padding_id`.
         input_tokenizer: of the policy; None: the reward model has the same tokens.
 
     Raises:
         DataError: the tokenizer does not tell where its tokens are in the text.
     """
 
-    def __init__(self, tokenizer: Any, setting: str, form: StepForm, input_tokenizer: Any = None) -> None:
+    def __init__(
+        self, tokenizer: Any, setting: str, form: StepForm, padding_id: int | None, input_tokenizer: Any = None
+    ) -> None:
         if not tokenizer.is_fast:
             raise DataError(
                 f"{setting}: steps are found by the places of tokens in the text, which this tokenizer "
                 f"({type(tokenizer).__name__}) does not tell; use a model with a tokenizer.json"
             )
-        self.tokenizer, self.setting, self.form = tokenizer, setting, form
+        self.tokenizer, self.setting, self.form, self.padding_id = tokenizer, setting, form, padding_id
         self.decoder = tokenizer if input_tokenizer is None else input_tokenizer
 
     def __call__(self, messages: Messages, response: Sequence[int]) -> tuple[StepTokens, int]:
@@ -147,4 +161,4 @@ class StepRenderer:
         """
         steps = split_steps(self.decoder.decode(response, skip_special_tokens=True), self.form.separator)
         with reward_template_errors(self.setting, messages):
-            return step_tokens(self.tokenizer, messages, steps or [""], self.form), len(steps)
+            return step_tokens(self.tokenizer, messages, steps or [""], self.form, self.padding_id), len(steps)

@@ -166,15 +166,14 @@ def open_text_ids(text: str, tokenizer: Any) -> list[int]:
 
 
 def within_length(
-    rows: Sequence[Row], tokenized: Callable[[Row], Example], *, max_length: int, key: str = "data.max_length"
+    rows: Sequence[Row], tokenized: Callable[[Row], Example], *, max_length: int
 ) -> tuple[list[Example], list[Row]]:
     """Rows as examples for training, without those that are too long: a cut one would be another answer.
 
     Args:
         rows: with a `location`, for messages.
         tokenized: from a row to its example, which has `num_tokens`.
-        max_length: most tokens of an example.
-        key: the config key of that number, for messages.
+        max_length: most tokens of an example (data.max_length).
 
     Returns:
         The examples, in order, and the rows that were left out.
@@ -192,7 +191,7 @@ def within_length(
             examples.append(example)
     if rows and not examples:
         raise DataError(
-            f"{key}={max_length}: all {len(left_out)} rows have more tokens, none is left (the first is "
+            f"data.max_length={max_length}: all {len(left_out)} rows have more tokens, none is left (the first is "
             f"{left_out[0].location}); raise it"
         )
     return examples, left_out

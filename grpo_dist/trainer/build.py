@@ -229,7 +229,7 @@ def build_trainer(
         preemption=preemption,
     )
     if config.reward_model.is_retrained and roles.reward_model is not None:
-        trainer.retraining = Retraining(config, roles.reward_model, roles.reward)
+        trainer.retraining = Retraining(config, roles.reward_model, roles.reward, progress.message)
     if resumed is not None:
         _restore_trainer(trainer, resumed, restored)
     return trainer

@@ -8,23 +8,26 @@ of an iteration, the reference that becomes the policy, is `actor_rollout_ref.re
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from grpo_dist.assets import REWARD_MODEL_KEY, resolve_model_path
 from grpo_dist.config.model_rules import max_positions
-from grpo_dist.config.model_shape import model_config_at_hand
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.data.preference_tokens import Example, preference_batch, tokenize_preferences
-from grpo_dist.data.replay import ReplayStore, Selection
+from grpo_dist.data.conversations import padding_id
+from grpo_dist.data.preference_tokens import Example, label_answer, preference_batch
+from grpo_dist.data.preferences import LabelledSteps
+from grpo_dist.data.replay import ReplayStore
 from grpo_dist.data.step_tokens import step_form
 from grpo_dist.data.tokenize import load_tokenizer
 from grpo_dist.engines.settings import LabelSettings
+from grpo_dist.errors import DataError
 from grpo_dist.protocol import metric_values
+from grpo_dist.trainer.reward_model_check import read_model_config
 from grpo_dist.trainer.supervised.rows import rank_shares
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.gang import averaged
@@ -42,13 +45,15 @@ class Retraining:
         config: the run's config.
         reward_model: started workers.
         reward: the reward processes, which have judged the responses.
+        tell: shows a message.
     """
 
-    def __init__(self, config: RunConfig, reward_model: RewardModelGroup, reward: RewardPool) -> None:
-        self.config, self.reward_model, self.reward = config, reward_model, reward
+    def __init__(
+        self, config: RunConfig, reward_model: RewardModelGroup, reward: RewardPool, tell: Callable[[str], None]
+    ) -> None:
+        self.config, self.reward_model, self.reward, self.tell = config, reward_model, reward, tell
         self.settings = config.reward_model.retrain
         self.store = ReplayStore(Path(config.trainer.default_local_dir).absolute() / FOLDER)
-        self._tokenizer: Any = None
 
     def resumed_from(self, checkpoint: Path, step: int) -> None:
         """Take over the responses of the run that wrote a checkpoint after this step, if it has another folder.
@@ -70,7 +75,7 @@ class Retraining:
         return {} if step % self.settings.freq else await self._retrain(step)
 
     async def _retrain(self, step: int) -> dict[str, float]:
-        selection, examples = await asyncio.to_thread(self._examples, step)
+        examples, counts = await asyncio.to_thread(self._examples, step)
         size, metrics = self.settings.train_batch_size, []
         for epoch in range(self.settings.train_epochs):
             order = np.random.default_rng([self.config.trainer.seed, step, epoch]).permutation(len(examples))
@@ -78,27 +83,53 @@ class Retraining:
                 chosen = [examples[i] for i in order[start : start + size]]
                 parts = rank_shares(chosen, len(self.reward_model.workers), preference_batch)
                 metrics.append(await self.reward_model.train(parts, LabelSettings(), step))
-        counts = {"fresh_rows": len(selection.fresh), "replayed_rows": len(selection.replayed)}
-        left_out = len(selection.fresh) + len(selection.replayed) - len(examples)
         return (metric_values(averaged(metrics)) if metrics else {}) | {
-            f"reward_model/{name}": float(number) for name, number in (counts | {"long_rows": left_out}).items()
+            f"reward_model/{name}": float(number) for name, number in counts.items()
         }
 
-    def _examples(self, step: int) -> tuple[Selection, list[Example]]:
-        """The responses to train on; those longer than the reward model reads are left out."""
-        section, trainer = self.config.reward_model, self.config.trainer
-        first = step - self.settings.freq + 1
-        selection = self.store.select(first, step, section.replay_share, seed=trainer.seed)
-        if self._tokenizer is None:
-            model = section.model
-            folder = resolve_model_path(str(model.path), weights=False, key=REWARD_MODEL_KEY)
-            self._tokenizer = load_tokenizer(folder, trust_remote_code=model.trust_remote_code, key=REWARD_MODEL_KEY)
-        positions = max_positions(model_config_at_hand(str(section.model.path)) or {})
-        examples, _ = tokenize_preferences(
-            [*selection.fresh, *selection.replayed],
-            self._tokenizer,
-            max_length=section.max_length or (positions[1] if positions else sys.maxsize),
-            form=step_form(self.config),
-            key="reward_model.max_length",
+    def _examples(self, step: int) -> tuple[list[Example], dict[str, int]]:
+        """The responses to train on, and the number of rows, also of those that are left out, by their metrics' names.
+
+        What the policy wrote never ends the run, so a response that is too long or cannot be labelled is left out. What
+        is wrong with tokenizer and chat template themselves has been found before the run.
+        """
+        share, seed = self.config.reward_model.replay_share, self.config.trainer.seed
+        selection = self.store.select(step - self.settings.freq + 1, step, share, seed=seed)
+        label, most = self._reader
+        found: dict[str, list[Example]] = {"fresh": [], "replayed": []}
+        counts = {"fresh_rows": len(selection.fresh), "replayed_rows": len(selection.replayed)}
+        counts |= {"repeated_rows": selection.repeated, "long_rows": 0, "unusable_rows": 0}
+        reason = ""
+        for name, rows in (("fresh", selection.fresh), ("replayed", selection.replayed)):
+            for row in rows:
+                try:
+                    example = label(row)
+                except DataError as error:
+                    counts["unusable_rows"] += 1
+                    reason = reason or f"; of the unusable ones: {error}"
+                    continue
+                if example.num_tokens > most:
+                    counts["long_rows"] += 1
+                else:
+                    found[name].append(example)
+        if not found["fresh"]:
+            told = ", ".join(f"{name} {number}" for name, number in counts.items())
+            self.tell(
+                f"reward_model.retrain: no response of the {self.settings.freq} steps up to {step} is left to train on "
+                f"({told}{reason}). A policy that repeats what it wrote before has collapsed: stop the run and look at "
+                f"its responses. Where they are too long, raise reward_model.max_length={most}"
+            )
+        return found["fresh"] + found["replayed"], counts
+
+    @functools.cached_property
+    def _reader(self) -> tuple[Callable[[LabelledSteps], Example], int]:
+        """What makes an example of a response as the reward model scores it, and the most tokens of one."""
+        section = self.config.reward_model
+        folder = resolve_model_path(str(section.model.path), weights=False, key=REWARD_MODEL_KEY)
+        read = read_model_config(folder, f"{REWARD_MODEL_KEY}={section.model.path}")
+        tokenizer = load_tokenizer(folder, trust_remote_code=section.model.trust_remote_code, key=REWARD_MODEL_KEY)
+        positions = max_positions(read.to_dict())
+        label = functools.partial(
+            label_answer, tokenizer=tokenizer, padding_id=padding_id(read), form=step_form(self.config)
         )
-        return selection, examples
+        return label, section.max_length or (positions[1] if positions else sys.maxsize)

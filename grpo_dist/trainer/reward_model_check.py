@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, resolve_model_path
 from grpo_dist.assets.model_folder import ModelFolder, check_model_folder
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer
+from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer, padding_id
 from grpo_dist.data.step_tokens import JUDGING_KEYS, StepRenderer, judging_token, step_form
 from grpo_dist.data.tokenize import TokenizedPrompt, load_tokenizer
 from grpo_dist.errors import ConfigError, DataError
@@ -53,7 +54,7 @@ def check_judging_model(model: ModelFolder, setting: str) -> None:
     """
     from grpo_dist.engines.train.classifier import HEAD, check_family
 
-    check_family(_read_config(model, setting), setting)
+    check_family(read_model_config(model.folder, setting), setting)
     if f"{HEAD}.weight" in model.shapes:
         raise ConfigError(
             f"{setting}: it has a head of its own ({HEAD}.weight); set reward_model.process.good=null and "
@@ -76,7 +77,7 @@ def check_classifier(model: ModelFolder, setting: str, *, needs_head: bool, outp
     """
     from grpo_dist.engines.train.classifier import HEAD, check_family, check_head  # slow, and other runs do without
 
-    read = _read_config(model, setting)
+    read = read_model_config(model.folder, setting)
     check_family(read, setting)
     if not needs_head and f"{HEAD}.weight" not in model.shapes:
         return
@@ -92,12 +93,20 @@ def check_classifier(model: ModelFolder, setting: str, *, needs_head: bool, outp
         )
 
 
-def _read_config(model: ModelFolder, setting: str) -> Any:
-    """The model's config.json as transformers reads it."""
+def read_model_config(folder: str | Path, setting: str) -> Any:
+    """Return a model's config.json as transformers reads it.
+
+    Args:
+        folder: of the model.
+        setting: the key and value that name it, for messages.
+
+    Raises:
+        DataError: it cannot be read without code that comes with the model.
+    """
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model.folder)
+        return AutoConfig.from_pretrained(folder)
     except Exception as error:  # of many kinds
         problem = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise DataError(
@@ -136,7 +145,7 @@ def check_conversations(
             f"{what} has {len(differing)} others, such as {differing[0]!r}; leave the key out, and conversations are "
             "rendered again for the reward model"
         )
-    render = _renderer(config, own, setting, theirs)
+    render = _renderer(config, own, scorer, theirs)
     by_roles = {tuple(message["role"] for message in each.prompt.messages): each for each in prompts}
     for each in by_roles.values():
         token_ids = render(each)
@@ -147,13 +156,13 @@ def check_conversations(
             )
 
 
-def _renderer(config: RunConfig, own: Any, setting: str, theirs: Any) -> Callable[[TokenizedPrompt], list[int]]:
+def _renderer(config: RunConfig, own: Any, scorer: ModelFolder, theirs: Any) -> Callable[[TokenizedPrompt], list[int]]:
     """From a prompt, with its own last token as the answer, to the tokens that the reward model reads."""
-    form = step_form(config)
+    form, setting = step_form(config), f"{REWARD_MODEL_KEY}={config.reward_model.model.path}"
     if form is None:
         render = ConversationRenderer(own, setting, theirs)
         return lambda each: render(each.prompt.messages, each.token_ids.tolist(), each.token_ids[-1:].tolist())
     for text, key in zip(config.reward_model.process.judging_tokens or (), JUDGING_KEYS, strict=False):
         judging_token(own, text, key)
-    judge = StepRenderer(own, setting, form, theirs)
+    judge = StepRenderer(own, setting, form, padding_id(read_model_config(scorer.folder, setting)), theirs)
     return lambda each: judge(each.prompt.messages, each.token_ids[-1:].tolist())[0].token_ids.tolist()

@@ -1,8 +1,8 @@
 """Workers of the reward model.
 
-An outcome reward model's value at the last token of a conversation is the score. A process reward model judges every
-step: sigmoid(value), the probability that the step is good; the score of the response is that of its worst step, as in
-Math-Shepherd (arXiv 2312.08935).
+An outcome reward model's score is its value at the token where `conversations.without_padding` has a conversation
+judged. A process reward model judges every step: sigmoid(value), the probability that the step is good; the score of
+the response is that of its worst step, as in Math-Shepherd (arXiv 2312.08935).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from grpo_dist.config.model_rules import max_positions
-from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer, without_padding
+from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer, padding_id, without_padding
 from grpo_dist.data.step_tokens import JUDGING_KEYS, StepForm, StepRenderer, judging_token
 from grpo_dist.data.tokenize import load_tokenizer
 from grpo_dist.engines.settings import ModelSettings, TrainingSettings
@@ -88,11 +88,11 @@ class RewardModelWorker(SupervisedWorker):
         if self.settings.steps is None:
             self.render = ConversationRenderer(own, setting, theirs)
         else:
-            self.judge = StepRenderer(own, setting, self.settings.steps, theirs)
+            self.judge = StepRenderer(own, setting, self.settings.steps, padding_id(config), theirs)
             self.settings = replace(self.settings, model=judging_model(model, config, own, self.settings))
         positions = max_positions(config.to_dict())
         self.max_length = self.settings.max_length or (positions and positions[1])
-        self.padding_id: int | None = config.get_text_config().pad_token_id
+        self.padding_id = padding_id(config)
 
     @on_device()
     def score(
@@ -122,9 +122,9 @@ class RewardModelWorker(SupervisedWorker):
 
     def _scored(self, texts: Sequence[Text], uids: Sequence[str]) -> dict[str, np.ndarray]:
         """`rm_score` and `rm_clipped` of whole responses."""
-        whole = [self.render(*text) for text in texts]
+        whole = [without_padding(self.render(*text), self.padding_id) for text in texts]
         clipped = [self._is_clipped(token_ids) for token_ids in whole]
-        sequences = [list(without_padding(token_ids[: self.max_length], self.padding_id)) for token_ids in whole]
+        sequences = [without_padding(token_ids[: self.max_length], self.padding_id) for token_ids in whole]
         found = self._values(scored_rows(sequences, uids))
         return {
             RM_SCORE: np.array([values[-1] for values in found], np.float32),

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from grpo_dist.algorithms import compute_rollout_correction
-from grpo_dist.algorithms.correction import REJECTIONS, current_weights, read_bounds, read_rejections
+from grpo_dist.algorithms.correction import LEVELS, REJECTIONS, current_weights, read_bounds, read_rejections
 from grpo_dist.errors import BatchError, ConfigError
+from tests.golden import correction, tensors
 from tests.messages import refuses
 
 # Two responses: ratios 2, 0.5, 4 and 1, (masked). The sampler gave every token 0.1.
@@ -68,11 +69,15 @@ def test_metrics_of_the_weights_mean_what_they_mean_in_verl() -> None:
     ("name", "threshold", "expected"),
     [
         ("token_k1", 3.0, [[1, 1, 0], [1, 0, 0]]),  # 1/3 to 3
-        ("token_k1", "0.6_5", [[1, 0, 1], [1, 0, 0]]),
+        ("token_k1", "0.6_5", [[0, 1, 0], [1, 0, 0]]),  # the inverse ratios are 0.5, 2, 0.25 and 1
         ("token_k2", 0.5, [[1, 1, 0], [1, 0, 0]]),  # ln(2)^2 / 2 = 0.24 twice, ln(4)^2 / 2 = 0.96
         ("token_k3", 0.25, [[0, 1, 0], [1, 0, 0]]),  # 2 - 1 - ln 2 = 0.307, 0.5 - 1 + ln 2 = 0.193, 4 - 1 - ln 4
         ("seq_sum_k1", 3.9, [[0, 0, 0], [1, 0, 0]]),  # the product is 4
         ("seq_sum_k1", 4.1, [[1, 1, 1], [1, 0, 0]]),
+        ("seq_sum_k1", "0.2_1.1", [[1, 1, 1], [1, 0, 0]]),  # its inverse is 1/4
+        ("seq_sum_k1", "0.9_5", [[0, 0, 0], [1, 0, 0]]),
+        ("seq_mean_k1", "0.6_1.1", [[1, 1, 1], [1, 0, 0]]),  # the inverse of the geometric mean is 0.63
+        ("seq_mean_k1", "0.9_1.7", [[0, 0, 0], [1, 0, 0]]),
         ("seq_mean_k1", 1.5, [[0, 0, 0], [1, 0, 0]]),  # the geometric mean is 4^(1/3) = 1.587
         ("seq_mean_k1", 1.6, [[1, 1, 1], [1, 0, 0]]),
         ("seq_sum_k2", 1.4, [[0, 0, 0], [1, 0, 0]]),  # 0.24 + 0.24 + 0.961 = 1.441
@@ -85,6 +90,23 @@ def test_metrics_of_the_weights_mean_what_they_mean_in_verl() -> None:
 )
 def test_rejection(name: str, threshold: float | str, expected: list) -> None:
     assert kept(name, threshold) == expected
+
+
+def test_weights_and_rejection_are_verls() -> None:
+    """Golden values of its own code: every criterion, every kind of weight, and both together."""
+    golden = correction()
+    inputs = tensors(golden["inputs"])
+    names = {case["name"] for case in golden["cases"]}
+    assert names >= {*REJECTIONS, *LEVELS}
+    for case in golden["cases"]:
+        weights, mask, metrics = compute_rollout_correction(**inputs, **case["config"])
+        expected = case["outputs"]
+        assert mask.tolist() == expected["mask"], case["config"]
+        if "weights" in expected:
+            trained = inputs["response_mask"] > 0  # verl's are 0 elsewhere
+            torch.testing.assert_close(weights[trained], torch.tensor(expected["weights"])[trained], rtol=1e-5, atol=0)
+        for name, value in expected.get("metrics", {}).items():
+            assert metrics[name] == pytest.approx(value, rel=1e-4), (name, case["config"])
 
 
 def test_the_share_of_rejected_tokens_is_reported() -> None:
@@ -106,6 +128,9 @@ def test_current_weights_are_zero_on_rejected_tokens() -> None:
     )
     alone = current_weights(policy, ROLLOUT, MASK, rejecting | {"rollout_is": None})
     torch.testing.assert_close(alone[MASK > 0], torch.tensor([1.0, 1.0, 0.0, 1.0]))
+    # of the inverse ratios 0.5, 2, 0.25 and 1
+    uneven = current_weights(policy, ROLLOUT, MASK, rejecting | {"rollout_rs_threshold": "0.6_5"})
+    torch.testing.assert_close(uneven[MASK > 0], torch.tensor([0.0, 0.5, 0.0, 1.0]))
 
 
 def test_diagnostics_by_hand() -> None:
@@ -163,7 +188,7 @@ def test_bounds_are_read() -> None:
     assert read_bounds(2.0, key="k") == (None, 2.0)
     assert read_bounds("0.5_5", key="k") == (0.5, 5.0)
     assert read_rejections("token_k1, seq_max_k2", "2,0.1") == [("token_k1", (0.5, 2.0)), ("seq_max_k2", (None, 0.1))]
-    assert len(read_rejections(",".join(REJECTIONS), 0.1)) == len(REJECTIONS)
+    assert len(read_rejections(",".join(REJECTIONS), 1.1)) == len(REJECTIONS)
     assert read_rejections(None, None) == []
 
 
@@ -178,6 +203,9 @@ def test_mistakes_are_named() -> None:
         correct(rollout_is="tokens")
     with refuses(ConfigError, "rollout_rs=token_k4"):
         correct(rollout_rs="token_k4", rollout_rs_threshold=1)
+    for threshold in (1, 0.5):  # one number that leaves no ratio between 1/C and C
+        with refuses(ConfigError, f"rollout_rs_threshold={threshold}", "seq_mean_k1", "lower_upper"):
+            correct(rollout_rs="seq_mean_k1", rollout_rs_threshold=threshold)
     with refuses(ConfigError, "rollout_rs_threshold=None"):
         correct(rollout_rs="token_k1")
     with refuses(ConfigError, "token_k2", "one upper"):

@@ -45,6 +45,10 @@ FREQ = "reward_model.retrain.freq=5"
         ),
         (["trainer.max_staleness=1", SYNC.replace("=2", "=-1")], ["trainer.max_staleness=1", FREQ]),
         (["reward_model.process.enable=true"], [FREQ, "algorithm.adv_estimator=grpo", "grpo_process"]),
+        (
+            ["algorithm.adv_estimator=grpo_process"],
+            [FREQ, "algorithm.adv_estimator=grpo_process", "reward_model.process.enable=false", "-1"],
+        ),
     ],
 )
 def test_retraining_needs_labels_and_batches_of_one_model(overrides: list[str], parts: list[str]) -> None:

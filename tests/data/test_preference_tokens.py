@@ -9,8 +9,10 @@ import pytest
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.data import load_tokenizer
-from grpo_dist.data.preference_tokens import Example, preference_batch, tokenize_preferences
+from grpo_dist.data.conversations import ConversationRenderer, without_padding
+from grpo_dist.data.preference_tokens import Example, label_answer, preference_batch, tokenize_preferences
 from grpo_dist.data.preferences import LabelledSteps, Pair
+from grpo_dist.data.step_tokens import StepForm, StepRenderer
 from grpo_dist.errors import DataError
 from tests.data.test_tokenize import byte_tokenizer
 from tests.messages import refuses
@@ -30,7 +32,9 @@ def steps(*texts: str, labels: list[bool] | None = None) -> LabelledSteps:
 
 
 def tokenize(rows: list[Any], tokenizer: Any, **changes: Any) -> tuple[list[Example], list[Any]]:
-    return tokenize_preferences(rows, tokenizer, **({"max_length": 100} | changes))
+    return tokenize_preferences(
+        rows, tokenizer, **({"max_length": 100, "padding_id": None, "form": StepForm()} | changes)
+    )
 
 
 def built_in() -> Any:
@@ -110,6 +114,69 @@ def test_a_template_does_not_change_the_text_of_steps() -> None:
     (example,), _ = tokenize([steps("a", "b ", labels=[True, False])], tokenizer)
     assert texts(example, tokenizer) == ["<user>1+1=?<assistant>", "a\nb "]
     assert example.labels[0].tolist() == [-1, 1, -1, 0]
+
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+CLOSED = TURNS + "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+OTHER, END = 256, 257  # <s>, and </s>: the end of sequence
+
+
+@pytest.mark.parametrize(
+    ("template", "padding", "judged_at"),
+    [
+        (CLOSED, None, "</s>"),
+        (CLOSED, END, "2"),
+        (CLOSED, OTHER, "</s>"),
+        (CLOSED.replace("</s>", "</s></s>"), END, "2"),
+        (CLOSED.replace("</s>", "</s>\n"), None, "\n"),
+        (CLOSED.replace("</s>", "</s>\n"), END, "\n"),
+        (TURNS + "{% endfor %}", None, "2"),
+        (TURNS + "{% endfor %}", END, "2"),
+        (None, None, "</s>"),
+        (None, END, "2"),
+        (None, OTHER, "</s>"),
+    ],
+)
+def test_label_and_score_are_at_the_same_token(template: str | None, padding: int | None, judged_at: str) -> None:
+    """In scoring in both ways, in retraining and in training on pairs and on labelled steps; by transformers' rule."""
+    tokenizer = byte_tokenizer(template)
+    row, messages = steps("1 2"), [message("user", "1+1=?")]
+    opened = "1+1=?" if template is None else "<user>1+1=?<assistant>"
+    response = [*tokenizer("1 2")["input_ids"], END]
+    rendered = ConversationRenderer(tokenizer, "key=path", tokenizer)(messages, [], response)
+    closed = ConversationRenderer(tokenizer, "key=path")(messages, tokenizer(opened)["input_ids"], response)
+    assert rendered == closed
+    scored = without_padding(rendered, padding)
+    assert tokenizer.decode(scored[-1:]) == judged_at
+    (one,), _ = tokenize([row], tokenizer, padding_id=padding)
+    (several, _), _ = tokenize([row, steps("a", "b")], tokenizer, padding_id=padding)
+    (chosen,), _ = tokenize([pair(chosen="1 2", rejected="1 3 2")], tokenizer, padding_id=padding)
+    for example in (label_answer(row, tokenizer, padding_id=padding, form=None), one, several, chosen):
+        (place,) = np.flatnonzero(example.labels[0] == 1)
+        assert [*example.prompt, *example.responses[0][: place + 1]] == scored
+        last = np.flatnonzero(example.labels[-1] >= 0)[-1]
+        assert tokenizer.decode(example.responses[-1][last]) == judged_at
+    judge = StepRenderer(tokenizer, "key=path", StepForm(), padding, tokenizer)
+    for text in ("1\n2", ""):
+        found, _ = judge(messages, [*tokenizer(text)["input_ids"], END])
+        assert found.token_ids[: found.ends[-1] + 1].tolist() == without_padding(found.token_ids.tolist(), padding)
+        assert 1 <= found.first <= found.ends[0]
+
+
+def test_an_answer_is_labelled_in_the_text_that_is_scored() -> None:
+    """A template that changes the answer, as Qwen3's leaves out thoughts, changes it in both."""
+    tokenizer = byte_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{% endfor %}")
+    answer = "<think>1, 2, 3</think>2"
+    rendered = ConversationRenderer(tokenizer, "key=path", tokenizer)(
+        [message("user", "1+1=?")], [], tokenizer(answer)["input_ids"]
+    )
+    example = label_answer(steps(answer), tokenizer, padding_id=None, form=None)
+    assert [*example.prompt, *example.responses[0]] == rendered
+    assert tokenizer.decode(rendered) == "<user>1+1=?<assistant>2"
+    with refuses(DataError, "a.jsonl, line 1", "2 labels"):
+        label_answer(steps("a", "b"), tokenizer, padding_id=None, form=None)
+    with refuses(DataError, "a.jsonl, line 1", "two tokens"):
+        label_answer(steps("a"), byte_tokenizer("!"), padding_id=None, form=None)
 
 
 def test_rows_that_teach_nothing_or_cannot_be_rendered_are_named() -> None:

@@ -33,9 +33,9 @@ def told(rows: list[LabelledSteps]) -> list[tuple[str, str]]:
 
 def test_an_iteration_and_a_share_of_what_was_before(tmp_path: Path) -> None:
     made = store(tmp_path, *[[row(f"q{step}", f"a{i}") for i in range(10)] for step in range(1, 5)])
-    fresh, replayed = made.select(3, 4, 0.1, seed=1)
+    fresh, replayed, repeated = made.select(3, 4, 0.1, seed=1)
     assert told(fresh) == [(f"q{step}", f"a{i}") for step in (3, 4) for i in range(10)]
-    assert len(replayed) == 2, "a tenth of twenty"
+    assert (len(replayed), repeated) == (2, 0), "a tenth of twenty"
     assert {question for question, _ in told(replayed)} <= {"q1", "q2"}
     assert told(made.select(3, 4, 0.1, seed=1).replayed) == told(replayed)
     assert told(made.select(3, 4, 1.0, seed=2).replayed) == [
@@ -52,8 +52,10 @@ def test_a_conversation_counts_once_where_it_came_first(tmp_path: Path) -> None:
     made = store(
         tmp_path, [row("q", "a"), row("q", "a")], [], again, [row("q", "b"), row("s", "x", "y"), row("s", "xy")]
     )
-    fresh, replayed = made.select(3, 4, 1.0, seed=0)
+    fresh, replayed, repeated = made.select(3, 4, 1.0, seed=0)
     assert told(replayed) == [("q", "a")]
+    assert repeated == 4, "a, and b twice more, of q; xy of s in other steps"
+    assert made.select(3, 4, 0.0, seed=0).repeated == 3, "what was before is not read without a share"
     assert told(fresh) == [("q", "b"), ("r", "a"), ("s", "xy")]
     assert [each.labels for each in fresh] == [[True], [True], [True, True]]
 
@@ -64,7 +66,7 @@ def test_the_responses_of_a_run_are_not_all_in_memory(tmp_path: Path) -> None:
     def peak(folder: Path, steps: int) -> int:
         made = store(folder, *[[row(f"q{step}", f"{i}" * 20_000) for i in range(10)] for step in range(1, steps + 1)])
         tracemalloc.start()
-        fresh, replayed = made.select(steps, steps, 0.01, seed=1)
+        fresh, replayed, _ = made.select(steps, steps, 0.01, seed=1)
         found = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert (len(fresh), len(replayed)) == (10, round(0.1 * (steps - 1)))

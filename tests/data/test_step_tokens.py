@@ -32,18 +32,18 @@ def judged(found: StepTokens, tokenizer: object) -> list[str]:
 def test_behind_the_separator_and_at_the_end_of_the_conversation() -> None:
     """TRL's PRMTrainer; the template closes the answer, and the last step is judged there."""
     tokenizer = byte_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}!")
-    found = step_tokens(tokenizer, PROMPT, ["1+1", "=2"], StepForm())
+    found = step_tokens(tokenizer, PROMPT, ["1+1", "=2"], StepForm(), None)
     assert tokenizer.decode(found.token_ids) == f"{START}1+1\n=2!"
     assert tokenizer.decode(found.token_ids[: found.first]) == START
     assert judged(found, tokenizer) == [f"{START}1+1\n", f"{START}1+1\n=2!"]
-    other = step_tokens(tokenizer, PROMPT, ["1+1;", "=2"], StepForm(separator=";"))
+    other = step_tokens(tokenizer, PROMPT, ["1+1;", "=2"], StepForm(separator=";"), None)
     assert judged(other, tokenizer) == [f"{START}1+1;", f"{START}1+1;=2!"]
 
 
 def test_at_a_text_behind_every_step() -> None:
     """Math-Shepherd's: white space behind the tag is not where the model judges."""
     tokenizer = byte_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}!")
-    found = step_tokens(tokenizer, PROMPT, ["a\n", "b"], StepForm(token=" *\n"))
+    found = step_tokens(tokenizer, PROMPT, ["a\n", "b"], StepForm(token=" *\n"), None)
     assert tokenizer.decode(found.token_ids) == f"{START}a *\nb *\n!"
     assert judged(found, tokenizer) == [f"{START}a *", f"{START}a *\nb *"]
 
@@ -56,7 +56,7 @@ def test_as_many_steps_as_the_rewards_have_places_for() -> None:
 def test_a_response_becomes_the_conversation() -> None:
     policy = byte_tokenizer()
     own = byte_tokenizer("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
-    judge = StepRenderer(own, "key=path", StepForm(), policy)
+    judge = StepRenderer(own, "key=path", StepForm(), None, policy)
     found, count = judge(PROMPT, policy("a\n\nb\n")["input_ids"])
     assert own.decode(found.token_ids) == "[user]1+1=?[assistant]a\nb"
     assert count == len(found.ends) == 2
@@ -64,12 +64,12 @@ def test_a_response_becomes_the_conversation() -> None:
     assert (own.decode(nothing.token_ids), count, len(nothing.ends)) == ("[user]1+1=?[assistant]", 0, 1)
     refusing = byte_tokenizer("{{ raise_exception('no') }}")
     with refuses(DataError, "key=path", "user, assistant", "data.system_prompt"):
-        StepRenderer(refusing, "key=path", StepForm())(PROMPT, [])
+        StepRenderer(refusing, "key=path", StepForm(), None)(PROMPT, [])
 
 
 def test_a_template_without_the_answer() -> None:
     with pytest.raises(ValueError, match="answer"):
-        step_tokens(byte_tokenizer("{{ messages[0].content }}"), PROMPT, ["a"], StepForm())
+        step_tokens(byte_tokenizer("{{ messages[0].content }}"), PROMPT, ["a"], StepForm(), None)
 
 
 def test_a_token_that_judges_is_one() -> None:

@@ -23,6 +23,12 @@ def cases(kind: str, names: tuple[str, ...]) -> list[dict[str, Any]]:
     return found
 
 
+@cache
+def correction() -> dict[str, Any]:
+    """The inputs that all cases of the rollout correction share, and the cases."""
+    return json.loads((Path(__file__).parent / "verl_correction.json").read_text())
+
+
 def tensors(values: dict[str, Any]) -> dict[str, Any]:
     """Number lists as tensors, other values unchanged."""
     return {k: v if k == "index" else torch.tensor(v) for k, v in values.items()}

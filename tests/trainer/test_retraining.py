@@ -4,40 +4,52 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
 
+from grpo_dist.assets import resolve_model_path
 from grpo_dist.config.load import load_config
 from grpo_dist.engines.settings import LabelSettings
 from grpo_dist.errors import DataError
 from grpo_dist.protocol import DataProto, Mean, Sum
 from grpo_dist.trainer.retraining import Retraining
-from tests.messages import refuses
+from tests.messages import refuses, says
+from tests.models import builtin_reward_model
 
 RETRAIN = "reward_model.retrain"
+MODEL = "builtin:tiny-qwen3"
+SIX = tuple(f"#### {i}" for i in range(6))
+MODEL = "builtin:tiny-qwen3"
 
 
 class Ranks:
     """Two ranks of a reward model."""
 
     def __init__(self) -> None:
-        self.workers, self.steps = [None, None], []  # type: ignore[var-annotated]
+        self.workers, self.steps, self.parts = [None, None], [], []  # type: ignore[var-annotated]
+        self.told: list[str] = []
 
     async def train(self, parts: list[DataProto], objective: object, step: int) -> dict[str, Any]:
         assert objective == LabelSettings()
+        self.parts += [part for part in parts if len(part)]
+        self.parts += [part for part in parts if len(part)]
         self.steps.append((step, [str(uid).partition(": ")[2] for part in parts if len(part) for uid in part["uid"]]))
         return {"reward_model/loss": Sum(float(len(self.steps))), "reward_model/accuracy": Mean(1.0, 2)}
 
 
-def retraining(tmp_path: Path, *overrides: str) -> tuple[Retraining, Ranks]:
-    """Each step samples six answers to a question of its own, the even ones right."""
+def retraining(
+    tmp_path: Path, *overrides: str, answers: Sequence[str] = tuple(f"#### {i}" for i in range(6)), model: str = MODEL
+) -> tuple[Retraining, Ranks]:
+    """Each step samples these answers to a question of its own, the even ones right; steps of one end in a |."""
     config = load_config(
         [
             "recipe=deepseekmath_iterative",
-            "reward_model.model.path=builtin:tiny-qwen3",
+            f"reward_model.model.path={model}",
             f"trainer.default_local_dir={tmp_path}",
             f"{RETRAIN}.freq=2",
             f"{RETRAIN}.train_batch_size=8",
@@ -48,15 +60,20 @@ def retraining(tmp_path: Path, *overrides: str) -> tuple[Retraining, Ranks]:
     ranks = Ranks()
 
     async def write(batch: Any, path: str, conversations: dict[str, Any]) -> None:
-        rows = [{"prompt": conversations["p"], "completions": [f"#### {i}"], "labels": [i % 2 == 0]} for i in range(6)]
+        parts = [answer.split("|") for answer in answers]
+        rows = [
+            {"prompt": conversations["p"], "completions": steps, "labels": [i % 2 == 0] * len(steps)}
+            for i, steps in enumerate(parts)
+        ]
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    return Retraining(config, ranks, SimpleNamespace(write_judged=write)), ranks  # type: ignore[arg-type]
+    reward: Any = SimpleNamespace(write_judged=write)
+    return Retraining(config, ranks, reward, ranks.told.append), ranks  # type: ignore[arg-type]
 
 
-def end(made: Retraining, step: int) -> dict[str, float]:
-    task = SimpleNamespace(messages=[{"role": "user", "content": f"{step}+1=?"}])
+def end(made: Retraining, step: int, question: str | None = None) -> dict[str, float]:
+    task = SimpleNamespace(messages=[{"role": "user", "content": question or f"{step}+1=?"}])
     return asyncio.run(made.end_step(step, None, [SimpleNamespace(uid="p", task=task)]))  # type: ignore[arg-type, list-item]
 
 
@@ -102,8 +119,72 @@ def test_a_resumed_run_trains_on_the_same_rows(tmp_path: Path) -> None:
         without.resumed_from(tmp_path / "global_step_3", 3)
 
 
+def counted(found: dict[str, float]) -> dict[str, int]:
+    return {name: int(found[f"reward_model/{name}_rows"]) for name in ("fresh", "repeated", "long", "unusable")}
+
+
 def test_long_responses_are_left_out_and_counted(tmp_path: Path) -> None:
-    made, ranks = retraining(tmp_path, "reward_model.max_length=1", f"{RETRAIN}.freq=1")
-    with refuses(DataError, "reward_model.max_length=1"):
-        end(made, 1)
+    """All of them, too: a policy that does not end its responses any more does not end the run."""
+    every_step = (f"{RETRAIN}.freq=1", "reward_model.max_length=60")
+    made, ranks = retraining(tmp_path, *every_step, answers=["#### 1", "#### " + "1 + " * 60])
+    assert counted(end(made, 1)) == {"fresh": 2, "repeated": 0, "long": 1, "unusable": 0}
+    assert ([len(rows) for _, rows in ranks.steps], ranks.told) == ([1], [])
+    made, ranks = retraining(tmp_path, *every_step, answers=["#### " + "1 + " * 60])
+    found = end(made, 1)
+    assert counted(found) == {"fresh": 1, "repeated": 0, "long": 1, "unusable": 0}
+    assert "reward_model/loss" not in found
     assert ranks.steps == []
+    says(ranks.told, "reward_model.retrain", "long_rows 1", "reward_model.max_length=60")
+
+
+def test_a_policy_that_repeats_itself_is_told(tmp_path: Path) -> None:
+    """A conversation counts in the iteration that had it first; a half of those before is trained on again."""
+    made, ranks = retraining(tmp_path, f"{RETRAIN}.freq=1")
+    assert counted(end(made, 1, "q")) == {"fresh": 6, "repeated": 0, "long": 0, "unusable": 0}
+    assert ranks.told == []
+    found = end(made, 2, "q")
+    assert counted(found) == {"fresh": 0, "repeated": 6, "long": 0, "unusable": 0}
+    assert (found["reward_model/replayed_rows"], [len(rows) for _, rows in ranks.steps]) == (3, [6, 3])
+    says(ranks.told, "reward_model.retrain", "fresh_rows 0", "repeated_rows 6")
+
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+
+
+def scorer(folder: Path, template: str, **changes: object) -> str:
+    """A reward model with this chat template, a token for a line break with a semicolon, and changes of its config."""
+    found = Path(builtin_reward_model(folder, template))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(found)
+    tokenizer.add_tokens(["\n;"])
+    tokenizer.save_pretrained(found)
+    config = json.loads((found / "config.json").read_text())
+    (found / "config.json").write_text(json.dumps(config | changes))
+    return str(found)
+
+
+def test_steps_that_share_a_token_are_left_out_and_counted(tmp_path: Path) -> None:
+    """The policy may write them, and both are scored at that token, where there cannot be two labels."""
+    model = scorer(tmp_path / "judge", TURNS + "{% endfor %}")
+    process = ("algorithm.adv_estimator=grpo_process", "reward_model.process.enable=true", f"{RETRAIN}.freq=1")
+    made, ranks = retraining(tmp_path, *process, answers=["a|b", "a|;"], model=model)
+    assert counted(end(made, 1)) == {"fresh": 2, "repeated": 0, "long": 0, "unusable": 1}
+    assert ([len(rows) for _, rows in ranks.steps], ranks.told) == ([1], [])
+    made, ranks = retraining(tmp_path, *process, answers=["a|;"], model=model)
+    assert counted(end(made, 1)) == {"fresh": 1, "repeated": 0, "long": 0, "unusable": 1}
+    assert ranks.steps == []
+    says(ranks.told, "unusable_rows 1", "1.jsonl", "completions")
+
+
+@pytest.mark.parametrize(("padding", "answer"), [(None, "3<|im_end|>"), ("eos", "3"), ("pad", "3<|im_end|>")])
+def test_the_label_is_where_the_score_is_read(tmp_path: Path, padding: str | None, answer: str) -> None:
+    """Of a template that ends in the end of sequence: there, but for a model whose padding token that is."""
+    policy = transformers.AutoTokenizer.from_pretrained(resolve_model_path(MODEL))
+    token_id = None if padding is None else getattr(policy, f"{padding}_token_id")
+    template = TURNS + "{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
+    model = scorer(tmp_path / "scorer", template, pad_token_id=token_id)
+    made, ranks = retraining(tmp_path, f"{RETRAIN}.freq=1", answers=["#### 3"], model=model)
+    end(made, 1)
+    part = ranks.parts[0]
+    ids = [*part["prompts"].rows()[0], *part["responses"].rows()[0]]
+    assert policy.decode(ids) == f"<user>1+1=?<assistant>#### {answer}"
+    assert part["labels"].rows()[0].tolist() == [1], "at the last of them"

@@ -178,7 +178,7 @@ def test_every_step_is_judged(tmp_path: Path, kind: str) -> None:
     for uid, texts in STEPS.items():
         for text in texts:
             steps = [step for step in text.split("\n") if step.strip()]
-            ids, _, ends = step_tokens(tokenizer, MESSAGES[uid], steps or [""], form)
+            ids, _, ends = step_tokens(tokenizer, MESSAGES[uid], steps or [""], form, None)
             with torch.no_grad():
                 odds = log_odds(torch.tensor(ids).long()[None])
             expected.append((torch.sigmoid(odds[torch.tensor(ends)]).tolist(), len(steps)))
@@ -195,7 +195,7 @@ def test_every_step_is_judged(tmp_path: Path, kind: str) -> None:
 def test_steps_beyond_the_longest_conversation_are_judged_where_it_is_cut(tmp_path: Path) -> None:
     path, _ = judge_of(tmp_path, "one output")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    _, _, ends = step_tokens(tokenizer, MESSAGES["b"], ["10 + 20", "+ 30", "= 60"], StepForm())
+    _, _, ends = step_tokens(tokenizer, MESSAGES["b"], ["10 + 20", "+ 30", "= 60"], StepForm(), None)
     changed = replace(settings(path), steps=StepForm(), max_length=int(ends[1]) + 1)
     (found,) = run_ranks(1, scores, changed, steps_batch())
     first, second, third = found["rm_step_scores"][3]

@@ -33,8 +33,7 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
     """Write a folder that `transformers` and vLLM load: config, safetensors, tokenizer. Collective; rank 0 writes.
 
     A reward model is loaded by `AutoModelForSequenceClassification`, which reads the score at the last token that is
-    not `pad_token_id`. If config.json names none, it gets the tokenizer's, unless that is the end of sequence; without
-    one transformers scores one sequence at a time.
+    not `pad_token_id` of config.json: where it was trained, since that is kept (see `_set_padding`).
 
     See `write_folder`. Beside its shards rank 0 holds `EXPORT_FILE_BYTES` or the largest tensor; the other ranks drop
     each tensor.
@@ -99,16 +98,24 @@ def write_folder(folder: Path, write: Callable[[Path], None], tensors: Iterator[
 
 
 def _set_padding(config: Any, tokenizer: Any) -> None:
-    """Say in a classifier's config which token is padding, unless it is the end of sequence, which ends every text."""
-    padding = tokenizer.pad_token_id if config.pad_token_id is None else config.pad_token_id
-    if padding is not None and padding == tokenizer.eos_token_id:
+    """Let a classifier's config name the tokenizer's padding token if it names none, and no conversation ends in that.
+
+    A model whose config names none was trained at the last token of conversations, whatever it is. If that may be the
+    tokenizer's padding token, transformers would read scores at the token before; without `pad_token_id` it reads them
+    at the last token, of one sequence at a time.
+    """
+    padding = tokenizer.pad_token_id
+    if config.pad_token_id is not None or padding is None:
+        return
+    template = str(tokenizer.chat_template or "")
+    if padding == tokenizer.eos_token_id or tokenizer.pad_token in template or "pad_token" in template:
         logger.warning(
-            "pad_token_id=%d is the end-of-sequence token too, and transformers would read scores at the token before "
-            "it, where this model was not trained; config.json names no padding token, so transformers scores one "
-            "sequence at a time",
+            "conversations may end in the padding token (pad_token_id=%d, %r), and this model was trained at their "
+            "last token; config.json names no padding token, so transformers scores one sequence at a time",
             padding,
+            tokenizer.pad_token,
         )
-        padding = None
+        return
     config.pad_token_id = padding
 
 

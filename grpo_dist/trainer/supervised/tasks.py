@@ -12,6 +12,7 @@ from grpo_dist.assets.model_folder import ModelFolder, end_token_ids
 from grpo_dist.config.schema_supervised import RewardModelTrainingConfig, SFTConfig, SupervisedConfig
 from grpo_dist.data.chat_rows import Chat, load_chats
 from grpo_dist.data.chat_tokens import chat_batch, tokenize_chats
+from grpo_dist.data.conversations import padding_id
 from grpo_dist.data.preference_tokens import preference_batch, tokenize_preferences
 from grpo_dist.data.preferences import LabelledSteps, Pair, load_preferences
 from grpo_dist.data.step_tokens import StepForm
@@ -19,7 +20,7 @@ from grpo_dist.data.tokenize import check_token_ids, load_tokenizer, named_rows
 from grpo_dist.engines.settings import LabelSettings, PreferenceSettings, SFTSettings, TrainingSettings
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.protocol import DataProto
-from grpo_dist.trainer.reward_model_check import check_classifier
+from grpo_dist.trainer.reward_model_check import check_classifier, read_model_config
 from grpo_dist.trainer.supervised.rows import Example, Rows
 
 _JUDGED = ("reward_model/loss", "reward_model/accuracy")
@@ -105,8 +106,13 @@ def load_rows(config: SupervisedConfig, model: ModelFolder) -> tuple[Rows, list[
 
 
 def _tokenizing_preferences(config: RewardModelTrainingConfig, model: ModelFolder) -> Tokenize:
-    form = StepForm(config.data.step_separator, config.data.step_tag)
-    return functools.partial(tokenize_preferences, max_length=config.data.max_length, form=form)
+    read = read_model_config(model.folder, f"{TRAINED_MODEL_KEY}={config.model.path}")
+    return functools.partial(
+        tokenize_preferences,
+        max_length=config.data.max_length,
+        padding_id=padding_id(read),
+        form=StepForm(config.data.step_separator, config.data.step_tag),
+    )
 
 
 def _tokenizing_chats(config: SFTConfig, model: ModelFolder) -> Tokenize:

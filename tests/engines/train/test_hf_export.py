@@ -192,11 +192,32 @@ def test_transformers_loads_a_trained_reward_model(
     assert found.flatten().tolist() == pytest.approx(after, abs=2e-5)
 
 
-def test_padding_that_is_also_the_end_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    config, tokenizer = SimpleNamespace(pad_token_id=None), SimpleNamespace(pad_token_id=2, eos_token_id=2)
-    hf_export._set_padding(config, tokenizer)
-    assert config.pad_token_id is None
-    says(caplog.text, "pad_token_id=2")
-    caplog.clear()
-    hf_export._set_padding(config, SimpleNamespace(pad_token_id=5, eos_token_id=6))
-    assert (config.pad_token_id, caplog.text) == (5, "")
+@pytest.mark.parametrize(
+    ("named", "padding", "template", "expected"),
+    [
+        (None, (5, "<pad>"), None, 5),
+        (None, (5, "<pad>"), "{{ eos_token }}", 5),
+        (None, (2, "</s>"), None, None),  # conversations end in it: the end of sequence
+        (None, (5, "<pad>"), "{{ messages[0].content }}<pad>", None),
+        (None, (5, "<pad>"), "{{ messages[0].content + pad_token }}", None),
+        (None, (None, None), None, None),
+        (2, (5, "<pad>"), None, 2),  # trained where transformers reads it, in front of the end
+        (2, (2, "</s>"), None, 2),
+        (7, (5, "<pad>"), "<pad>", 7),
+    ],
+)
+def test_transformers_reads_the_score_where_the_model_was_trained(
+    named: int | None,
+    padding: tuple[int | None, str | None],
+    template: str | None,
+    expected: int | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """By the padding token that config.json had in training; another is named where no conversation ends in it."""
+    config = SimpleNamespace(pad_token_id=named)
+    names = {"pad_token_id": padding[0], "pad_token": padding[1], "eos_token_id": 2, "chat_template": template}
+    hf_export._set_padding(config, SimpleNamespace(**names))
+    assert config.pad_token_id == expected
+    if told := named is None and padding[0] is not None and expected is None:
+        says(caplog.text, f"pad_token_id={padding[0]}")
+    assert bool(caplog.text) == told

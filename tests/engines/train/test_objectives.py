@@ -16,6 +16,7 @@ from grpo_dist.assets import resolve_model_path
 from grpo_dist.data import load_tokenizer
 from grpo_dist.data.preference_tokens import preference_batch, tokenize_preferences
 from grpo_dist.data.preferences import Pair
+from grpo_dist.data.step_tokens import StepForm
 from grpo_dist.engines.settings import LabelSettings, ModelSettings, OptimizerSettings, PreferenceSettings
 from grpo_dist.engines.train.forward import PolicyForward
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
@@ -236,7 +237,7 @@ def sums(number: int) -> list[Pair]:
 def learn_sums(rank: int, path: str) -> list[float]:
     """Accuracies on 200 pairs that are not trained on, before and after 30 steps of 32 pairs."""
     tokenizer = load_tokenizer(path, trust_remote_code=False)
-    examples, _ = tokenize_preferences(sums(1160), tokenizer, max_length=100)
+    examples, _ = tokenize_preferences(sums(1160), tokenizer, max_length=100, padding_id=None, form=StepForm())
     model = ModelSettings(path, False, "fp32", "fp32", False, True, num_labels=1, new_head_seed=0)
     optimizer = OptimizerSettings(2e-3, 0.01, (0.9, 0.99), "constant", 10, 30, 0.0)
     made = FSDPEngine(model, device="cpu", temperature=1.0, optimizer=optimizer, grad_clip=1.0)

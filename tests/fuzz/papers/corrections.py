@@ -48,7 +48,7 @@ def normalised(weights: Rows, level: str) -> Rows:
 
 
 DIVERGENCES = {
-    "k1": lambda value: value,
+    "k1": lambda value: -value,  # log pi_rollout - log pi_old
     "k2": lambda value: value**2 / 2,
     "k3": lambda value: math.exp(value) - 1 - value,
 }

@@ -12,7 +12,7 @@ from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import ModelFolder, check_model_folder
 from grpo_dist.config.load import load_command
 from grpo_dist.config.supervised import REWARD_MODEL, SFT
-from grpo_dist.data.tokenize import MOST_ROWS_NAMED
+from grpo_dist.data.tokenize import MOST_ROWS_NAMED, load_tokenizer
 from grpo_dist.engines.settings import LabelSettings, PreferenceSettings, SFTSettings
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.trainer.supervised.rows import Rows
@@ -30,7 +30,12 @@ def model(path: str = "builtin:tiny-qwen3") -> ModelFolder:
 
 
 def load(
-    tmp_path: Path, train: list[dict], *overrides: str, val: list[dict] | None = None, command: Any = REWARD_MODEL
+    tmp_path: Path,
+    train: list[dict],
+    *overrides: str,
+    val: list[dict] | None = None,
+    command: Any = REWARD_MODEL,
+    path: str = "builtin:tiny-qwen3",
 ):
     """The rows, and the notes on them."""
     files = {"train": train, "val": val or []}
@@ -38,7 +43,7 @@ def load(
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     named = [f"data.{name}_files={tmp_path}/{name}.jsonl" for name, rows in files.items() if rows]
     config, _ = load_command([*named, "data.max_length=64", *overrides], command)
-    return load_rows(config, model())
+    return load_rows(config, model(path))
 
 
 @pytest.mark.parametrize(
@@ -57,6 +62,21 @@ def test_the_rows_say_what_the_loss_is(tmp_path: Path, row: dict, command: Any, 
     says(rows.kind, kind)
     (part,) = rows.shares(rows.train, 1)
     assert len(part) == (4 if row is PAIR else 2), "a pair is two sequences"
+
+
+@pytest.mark.parametrize(("padding", "judged_at"), [(None, "<|im_end|>"), ("<|im_end|>", "2")])
+def test_labels_are_where_the_score_of_the_model_is_read(tmp_path: Path, padding: str | None, judged_at: str) -> None:
+    """By the padding token of its config.json, of a template that ends in the end of sequence."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}"
+    folder = Path(builtin_reward_model(tmp_path / "scorer", template))
+    tokenizer = load_tokenizer(str(folder), trust_remote_code=False)
+    config = json.loads((folder / "config.json").read_text())
+    token_id = padding and tokenizer.convert_tokens_to_ids(padding)
+    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": token_id}))
+    for row in (PAIR, LABELLED, {"prompt": "1+1?", "completions": ["2"], "labels": [True]}):
+        (example,) = load(tmp_path, [row], path=str(folder))[0].train
+        judged = example.responses[0][example.labels[0] == 1]  # the last of them
+        assert tokenizer.decode(judged[-1:]) == judged_at
 
 
 def test_rows_of_two_kinds_are_refused(tmp_path: Path) -> None:
