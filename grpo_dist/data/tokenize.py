@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from grpo_dist.assets import POLICY_KEY
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.errors import DataError
 from grpo_dist.redact import redact
@@ -24,9 +22,6 @@ Example = TypeVar("Example", bound=Any)
 MOST_PROBLEM_TEXT = 500  # characters of what a chat template says
 MOST_ROWS_NAMED = 5  # in a message; the others are counted
 
-# Without one of these transformers builds an empty tokenizer from config.json alone, without a word.
-_TOKENIZER_FILES = ("tokenizer.json", "tekken.json", "*.model", "vocab.*", "*.tiktoken")
-
 
 @dataclass(frozen=True, eq=False)
 class TokenizedPrompt:
@@ -34,38 +29,6 @@ class TokenizedPrompt:
 
     prompt: Prompt
     token_ids: np.ndarray
-
-
-def load_tokenizer(path: str, *, trust_remote_code: bool, key: str = POLICY_KEY) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder on this machine.
-
-    Args:
-        path: the model folder.
-        trust_remote_code: allow Python code that comes with the model.
-        key: the config key that names the model, for messages.
-
-    Raises:
-        DataError: the folder is not there, or holds no model or no usable tokenizer.
-    """
-    setting, folder = f"{key}={path}", Path(path)
-    if not folder.is_dir():
-        raise DataError(f"{setting}: no such folder (looked in {Path.cwd()}); give a Hugging Face model folder")
-    if not (folder / "config.json").is_file():
-        raise DataError(f"{setting}: not a Hugging Face model folder: it has no config.json")
-    if not any(file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
-        raise DataError(f"{setting}: no tokenizer in the folder (no tokenizer.json); save it next to the model")
-    try:
-        if (folder / "tokenizer.json").is_file() and not trust_remote_code:
-            # what AutoTokenizer would load too, but without importing torch and every model: seconds per process
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:
-        problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        raise DataError(f"{setting}: cannot load the tokenizer: {problem}") from error
 
 
 def tokenize_prompts(

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.assets import REWARD_MODEL_KEY, resolve_model_path
+from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.config.model_rules import max_positions
 from grpo_dist.config.model_shape import model_config_at_hand
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.preference_tokens import Example, preference_batch, tokenize_preferences
 from grpo_dist.data.replay import ReplayStore, Selection
 from grpo_dist.data.step_tokens import step_form
-from grpo_dist.data.tokenize import load_tokenizer
 from grpo_dist.engines.settings import LabelSettings
 from grpo_dist.protocol import metric_values
 from grpo_dist.trainer.supervised.rows import rank_shares

@@ -11,12 +11,13 @@ from typing import Any
 from grpo_dist.agents import load_agent_loop
 from grpo_dist.agents.base import KEY as AGENT_KEY
 from grpo_dist.assets.model_folder import ModelFolder, end_token_ids
+from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.columns import SOURCE
 from grpo_dist.data.curriculum import CustomSampler
 from grpo_dist.data.prompts import NO_DATA_SOURCE, Prompt, add_system_prompt, load_prompts
 from grpo_dist.data.sampler import PromptSampler
-from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, load_tokenizer, named_rows, tokenize_prompts
+from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, named_rows, tokenize_prompts
 from grpo_dist.errors import ConfigError
 from grpo_dist.rewards import check_data_sources
 from grpo_dist.rewards.base import RowNeeds

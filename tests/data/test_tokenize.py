@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from grpo_dist.data import Prompt, load_tokenizer, tokenize_prompts
+from grpo_dist.data import Prompt, tokenize_prompts
 from grpo_dist.data.tokenize import check_token_ids, named_rows
 from grpo_dist.errors import DataError
-from tests.messages import refuses, says
+from tests.messages import refuses
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -126,30 +123,6 @@ def test_a_row_the_template_refuses_is_named() -> None:
         tokenize([prompt("x", role="tool", index=4)])
     with refuses(DataError, "line 1", "no tokens"):
         tokenize([prompt("x")], byte_tokenizer(template="{{ '' }}"))
-
-
-def test_load_tokenizer(tmp_path: Path) -> None:
-    byte_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    tokenizer = load_tokenizer(str(tmp_path), trust_remote_code=False)
-    tokenized, _ = tokenize([prompt("hi")], tokenizer)  # type: ignore[arg-type]
-    assert tokenizer.decode(tokenized[0].token_ids) == "<user>hi<assistant>"
-    assert tokenizer.eos_token_id == 257
-
-
-def test_load_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
-    def message(folder: Path) -> str:
-        with pytest.raises(DataError) as error:
-            load_tokenizer(str(folder), trust_remote_code=False)
-        assert str(error.value).startswith(f"actor_rollout_ref.model.path={folder}: ")
-        return str(error.value)
-
-    says(message(tmp_path / "gone"), "no such", "folder")
-    assert "no config.json" in message(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    says(message(tmp_path), "no tokenizer")  # transformers alone would return an empty one
-    (tmp_path / "tokenizer.json").write_text("not json")
-    says(message(tmp_path), "load", "tokenizer:")
 
 
 def test_a_token_beyond_the_vocabulary_is_named_with_its_row() -> None:

@@ -9,13 +9,14 @@ from typing import Any
 
 from grpo_dist.assets import TRAINED_MODEL_KEY
 from grpo_dist.assets.model_folder import ModelFolder, end_token_ids
+from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.config.schema_supervised import RewardModelTrainingConfig, SFTConfig, SupervisedConfig
 from grpo_dist.data.chat_rows import Chat, load_chats
 from grpo_dist.data.chat_tokens import chat_batch, tokenize_chats
 from grpo_dist.data.preference_tokens import preference_batch, tokenize_preferences
 from grpo_dist.data.preferences import LabelledSteps, Pair, load_preferences
 from grpo_dist.data.step_tokens import StepForm
-from grpo_dist.data.tokenize import check_token_ids, load_tokenizer, named_rows
+from grpo_dist.data.tokenize import check_token_ids, named_rows
 from grpo_dist.engines.settings import LabelSettings, PreferenceSettings, SFTSettings, TrainingSettings
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.protocol import DataProto
