@@ -142,7 +142,10 @@ class Pool:
         self._take_out(rank)
         if not isinstance(error, WorkerLost) and self.workers.is_required(rank):
             if self._raised.get(rank) == str(error):
-                error.add_note("it failed in the same way before it was started again; another restart would not help")
+                most = f"trainer.max_worker_restarts={self.restarts.most}"
+                error.add_note(
+                    f"it failed in the same way before it was started again; another time ({most}) is no help"
+                )
                 self._fail(error)
                 return
             self._raised[rank] = str(error)

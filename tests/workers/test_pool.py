@@ -194,7 +194,7 @@ def test_what_repeats_itself_exactly_is_not_tried_again() -> None:
     unsupported, other = "vLLM failed: RuntimeError: head_dim=16", "vLLM failed: RuntimeError: another"
     failures, answered, told = failing(EngineError(unsupported), EngineError(unsupported))
     assert (failures, answered) == ([unsupported], [])
-    says(told, "head_dim=16", "restart")
+    says(told, "head_dim=16", "trainer.max_worker_restarts=3")
 
     differ = [EngineError(unsupported), EngineError(other), EngineError(unsupported)]
     assert failing(*differ) == ([unsupported, other, unsupported], [], "")
