@@ -54,7 +54,11 @@ def behind_turn(
         ValueError: the template ends turns with none of `ends`.
         Exception: of the template's, which refuses the messages.
     """
-    text = rendered(tokenizer, [*messages, _turn(calls), *added], template_kwargs)
+    turn = _turn(calls)
+    if messages and messages[-1]["role"] == "assistant":  # the policy has gone on from there
+        turn = {**messages[-1], **turn, "content": messages[-1]["content"] + turn["content"]}
+        messages = messages[:-1]
+    text = rendered(tokenizer, [*messages, turn, *added], template_kwargs)
     start = text.find(MARK)
     found = [(text.index(end, start), end) for end in ends if start >= 0 and end in text[start:]]
     if not found:

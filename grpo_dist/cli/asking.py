@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.cli.scoring import sample_of
 from grpo_dist.cli.trained import TrainedModel, engine_for
 from grpo_dist.data.prompts import Prompt, add_system_prompt
-from grpo_dist.data.tokenize import load_tokenizer, named_rows, tokenize_prompts
+from grpo_dist.data.tokenize import named_rows, tokenize_prompts
 from grpo_dist.engines.base import Response, RolloutEngine, rollout_engine
 from grpo_dist.engines.settings import SamplingSettings
 from grpo_dist.errors import ConfigError

@@ -23,6 +23,7 @@ from grpo_dist.config.problems import with_value
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.engines.installed_build import build_problem
 from grpo_dist.engines.settings import EngineSettings
+from grpo_dist.engines.vllm.cpu_attention import attention_problem
 from grpo_dist.errors import ConfigError
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.export import export_checkpoint, saved_run, step_of, steps_of
@@ -178,7 +179,8 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
         ConfigError: the model takes no sequences of that length, or this machine lacks the engine's device.
     """
     config = with_value(model.config, AGENT_KEY, SINGLE_TURN)  # its code is not needed
-    known = max_positions(json.loads((model.folder / "config.json").read_text()))
+    model_config = json.loads((model.folder / "config.json").read_text())
+    known = max_positions(model_config)
     usual = config.actor_rollout_ref.rollout.max_model_len or max(config.max_model_len, MOST_TOKENS)
     longest = max_model_len or (usual if known is None else min(usual, known[1]))
     if known is not None and longest > known[1]:
@@ -187,6 +189,8 @@ def engine_for(model: TrainedModel, max_model_len: int | None = None) -> EngineS
         )
     settings = engine_settings(config, placement(config), 0)
     _check_device(settings)
+    if settings.device == "cpu" and (problem := attention_problem(model_config)):
+        raise ConfigError(f"{model.folder}: {problem}; use another model, or GPUs (trainer.n_gpus_per_node)")
     return replace(
         settings,
         max_model_len=longest,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_dist.data.columns import column_of
+from grpo_dist.data.columns import check_text_only, column_of, unread
 from grpo_dist.data.files import locate_rows, shown
 from grpo_dist.data.prompts import checked_messages
 from grpo_dist.errors import DataError
@@ -29,11 +29,13 @@ class Chat:
         location: file and row.
         messages: chat messages, each with "role" and "content" (str).
         trained: positions in `messages` of those to learn, at least one and never 0, in order.
+        unread: see `Prompt.unread`.
     """
 
     location: str
     messages: Messages
     trained: tuple[int, ...]
+    unread: Sequence[str] = ()
 
 
 def load_chats(files: Sequence[str], *, key: str, messages_key: str) -> list[Chat]:
@@ -52,10 +54,16 @@ def load_chats(files: Sequence[str], *, key: str, messages_key: str) -> list[Cha
 
 
 def _chat(row: dict[str, Any], location: str, where: str, messages_key: str) -> Chat:
+    check_text_only(row, where)
     if row.get(messages_key) is None and row.get("completion") is not None:
         prompt = checked_messages(column_of(row, "prompt", where), f"{where}: prompt")
         completion = checked_messages(row["completion"], f"{where}: completion", "assistant")
-        chat = Chat(location, prompt + completion, _of_assistant(completion, len(prompt)))
+        if prompt[-1]["role"] == completion[0]["role"] == "assistant":
+            raise DataError(
+                f"{where}: prompt ends in a turn of the assistant that completion goes on with; write the whole turn "
+                "in completion"
+            )
+        chat = Chat(location, prompt + completion, _of_assistant(completion, len(prompt)), unread(row))
         return _checked(chat, f"{where}: completion")
     setting = f" (data.messages_key={messages_key})"
     column = column_of(row, messages_key, where, setting=f"{setting}, nor 'prompt' and 'completion'")
@@ -66,7 +74,7 @@ def _chat(row: dict[str, Any], location: str, where: str, messages_key: str) -> 
     if isinstance(column, str):
         raise DataError(f"{where}: {messages_key}{setting} must be a list of messages, got {shown(column)}")
     messages = checked_messages(column, f"{where}: {messages_key}")
-    return _checked(Chat(location, messages, _of_assistant(messages, 0)), f"{where}: {messages_key}")
+    return _checked(Chat(location, messages, _of_assistant(messages, 0), unread(row)), f"{where}: {messages_key}")
 
 
 def _of_assistant(messages: Messages, first: int) -> tuple[int, ...]:
@@ -87,9 +95,10 @@ def _checked(chat: Chat, where: str) -> Chat:
             "front of it, or leave it out"
         )
     for number in chat.trained:
-        if not chat.messages[number]["content"].strip():
+        turn = chat.messages[number]
+        if not turn["content"].strip() and not turn.get("tool_calls"):
             raise DataError(
                 f"{where}: message {number + 1} of the conversation, of the assistant, is empty; write what it should "
-                "say, or leave out the row"
+                "say or call, or leave out the row"
             )
     return chat

@@ -125,7 +125,7 @@ def _rendered(
         for number in row.trained:
             before, message = row.messages[:number], row.messages[number : number + 1]
             head, _ = render_conversation(tokenizer, before, [], {**template_kwargs, "add_generation_prompt": True})
-            whole, special = render_conversation(tokenizer, before, message, template_kwargs)
+            whole, special = render_conversation(tokenizer, before, message, template_kwargs, may_go_on=False)
             parts.append((head, whole + tokenizer.eos_token if special else whole))
     text, cuts = parts[-1][1], [0]
     for number, (head, whole) in zip(row.trained, parts, strict=True):
@@ -137,6 +137,10 @@ def _rendered(
                 "(data.apply_chat_template_kwargs), or use a model with another template"
             )
         stop = len(head) + _length(whole[len(head) :], ends, where)
+        if whole[len(head) : stop].strip() in ends:
+            raise DataError(
+                f"{where}: the model's chat template leaves out what it calls; use a model that calls tools"
+            )
         if not text.startswith(whole[:stop]) or len(head) < cuts[-1]:
             raise DataError(
                 f"{where}: with the messages that follow it is rendered in another way, as by chat templates that drop "

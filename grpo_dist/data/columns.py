@@ -8,12 +8,14 @@ is the assistant's. The keys of `data` name other columns. Where two columns cou
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.data.files import shown, source_name
 from grpo_dist.errors import DataError
+from grpo_dist.names import AGENT_LOOPS
 
 PROMPT, MESSAGES, SOURCE = "prompt", "messages", "data_source"
 PROMPTS = (MESSAGES, "question", "problem")  # where there is no column `prompt`
@@ -23,6 +25,25 @@ TEMPLATE_KEY = "data.prompt_template"
 # Columns with a place of their own among a reward function's arguments.
 KNOWN = {PROMPT, SOURCE, "reward_model", "extra_info"}
 MOST_COLUMN_TEXT = 300  # characters of a row's column names, in messages
+
+# Columns of verl's and TRL's rows with what the policy would have to see or hear: refused.
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+AGENT_NAME = "agent_name"
+# Columns of theirs, and entries of extra_info, that would change what the policy is asked, and why they are not read:
+# said at the start of a run.
+_ALL_ALIKE = "all rows are rendered with data.apply_chat_template_kwargs"
+_ALL_TOOLS = "all rows have the tools of rollout.agent.agent_kwargs, or of data.apply_chat_template_kwargs"
+_NO_ARGUMENTS = "built-in agent loops give nothing of a row to their tools; one of your own gets extra_info"
+UNREAD = {
+    AGENT_NAME: "all rows run rollout.agent.default_agent_loop",
+    "tools": _ALL_TOOLS,
+    "chat_template_kwargs": _ALL_ALIKE,
+    "enable_thinking": _ALL_ALIKE,
+    "extra_info.tools_kwargs": _NO_ARGUMENTS,
+    "extra_info.need_tools_kwargs": _NO_ARGUMENTS,
+    "extra_info.tool_selection": _ALL_TOOLS,
+    "extra_info.interaction_kwargs": "nobody answers the policy but an agent loop of your own, which gets extra_info",
+}
 
 _FIELD = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
@@ -145,6 +166,52 @@ class Columns:
         return {
             name: value for name, value in row.items() if name not in KNOWN and (self.kept is None or name in self.kept)
         }
+
+
+def check_text_only(row: Row, where: str, read: Collection[str] = ()) -> None:
+    """Check that a row has no pictures, films or sounds, which no policy gets here.
+
+    Args:
+        row: the row.
+        where: file and row, for the message.
+        read: columns that the reward function reads by name; what is in these is for it.
+
+    Raises:
+        DataError: it has.
+    """
+    for name in MEDIA:
+        if row.get(name) and name not in read:
+            raise DataError(
+                f"{where}: {name} has {shown(row[name])}, and a policy reads text only; leave out the column if the "
+                "prompt can be answered without it, or else the row"
+            )
+
+
+def unread(row: Row) -> tuple[str, ...]:
+    """The names in `UNREAD` that a row has something for; `agent_name` with its value."""
+    info = row.get("extra_info")
+    found = []
+    for name in UNREAD:
+        place, _, entry = name.rpartition(".")
+        if value := (info if isinstance(info, dict) else {}).get(entry) if place else row.get(name):
+            found.append(f"{name}={value}" if name == AGENT_NAME else name)
+    return tuple(found)
+
+
+def unread_notes(key: str, rows: Sequence[Any], agent_loop: str | None = None) -> Iterator[str]:
+    """Notes for the user on what rows have and nobody reads.
+
+    Args:
+        key: the config key that names their files.
+        rows: checked rows, which have it as `unread`.
+        agent_loop: the run's; one of the user's own reads extra_info. None: there is none.
+    """
+    own = agent_loop is not None and agent_loop not in AGENT_LOOPS[:2]  # external tasks get it too
+    counts = Counter(name for row in rows for name in row.unread)
+    counts.pop(f"{AGENT_NAME}={agent_loop}", None)
+    for name, count in counts.items():
+        if not (own and name.startswith("extra_info.")):
+            yield f"{key}: {name} ({count} of {len(rows)} rows) is not read: {UNREAD[name.partition('=')[0]]}"
 
 
 def filled(template: str, row: Row, where: str) -> str:

@@ -24,17 +24,39 @@ _ANSWER = "ANSWER"
 
 
 def render_conversation(
-    tokenizer: Any, prompt: Messages, answer: Messages, template_kwargs: Mapping[str, Any] | None = None
+    tokenizer: Any,
+    prompt: Messages,
+    answer: Messages,
+    template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    may_go_on: bool = True,
 ) -> tuple[str, bool]:
     """The text of a conversation, and whether the tokenizer's own special tokens are still to come.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        prompt: the messages of the prompt.
+        answer: those that answer it.
+        template_kwargs: variables of the chat template.
+        may_go_on: whether an answer goes on from the turn that a prompt has begun, as a policy does; False: it is a
+            turn of its own.
 
     Raises:
         Exception: of any kind, by the chat template.
     """
     if tokenizer.chat_template:
-        return tokenizer.apply_chat_template([*prompt, *answer], tokenize=False, **(template_kwargs or {})), False
+        whole = _joined(prompt, answer) if may_go_on else [*prompt, *answer]
+        return tokenizer.apply_chat_template(whole, tokenize=False, **(template_kwargs or {})), False
     parts = ("\n".join(message["content"] for message in messages) for messages in (prompt, answer))
     return "".join(parts), True
+
+
+def _joined(prompt: Messages, answer: Messages) -> list[Mapping[str, Any]]:
+    """A conversation in which the answer goes on from the prompt's last turn, if both are the assistant's."""
+    if not (prompt and answer and prompt[-1]["role"] == answer[0]["role"] == "assistant"):
+        return [*prompt, *answer]
+    turn = {**prompt[-1], **answer[0], "content": prompt[-1]["content"] + answer[0]["content"]}
+    return [*prompt[:-1], turn, *answer[1:]]
 
 
 def encode_conversation(text: str, special: bool, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_dist.data.columns import column_of
+from grpo_dist.data.columns import check_text_only, column_of
 from grpo_dist.data.files import locate_rows, shown
 from grpo_dist.data.prompts import checked_messages
 from grpo_dist.errors import DataError
@@ -79,6 +79,7 @@ def load_preferences(files: Sequence[str], *, key: str) -> list[Pair] | list[Lab
 
 
 def _pair(row: dict[str, Any], location: str, where: str) -> Pair:
+    check_text_only(row, where)
     chosen, rejected = (
         checked_messages(column_of(row, name, where), f"{where}: {name}", "assistant")
         for name in ("chosen", "rejected")
@@ -125,6 +126,7 @@ def _without(prompt: Messages, answer: Messages) -> Messages:
 
 
 def _labelled(row: dict[str, Any], location: str, where: str) -> LabelledSteps:
+    check_text_only(row, where)
     prompt = checked_messages(column_of(row, "prompt", where), f"{where}: prompt")
     steps, labels = (column_of(row, name, where) for name in ("completions", "labels"))
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step.strip() for step in steps):

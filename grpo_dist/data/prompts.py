@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.data.columns import MESSAGES, Columns
+from grpo_dist.data.columns import MESSAGES, Columns, check_text_only, unread
 from grpo_dist.data.files import locate_rows, shown
 from grpo_dist.errors import DataError
 
@@ -37,6 +37,8 @@ class Prompt:
         columns: the row's other columns, as far as the reward function takes them.
         is_text: whether the row's prompt is a text, which became one message of the user.
         taken: what was found without being named, as config keys and the values that say the same.
+        unread: what the row has that would change what the policy is asked, and is not read; see `columns.UNREAD`.
+        has_added_system: whether the first message is one that `add_system_prompt` has put there.
     """
 
     index: int
@@ -48,6 +50,8 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     is_text: bool = False
     taken: Mapping[str, str] = field(default_factory=dict)
+    unread: Sequence[str] = ()
+    has_added_system: bool = False
 
 
 def load_prompts(
@@ -94,7 +98,7 @@ def add_system_prompt(prompts: Sequence[Prompt], text: str) -> tuple[list[Prompt
             num_kept += 1
             changed.append(prompt)
         else:
-            changed.append(replace(prompt, messages=[dict(message), *prompt.messages]))
+            changed.append(replace(prompt, messages=[dict(message), *prompt.messages], has_added_system=True))
     return changed, num_kept
 
 
@@ -112,6 +116,7 @@ def checked_prompt(row: dict[str, Any], index: int, location: str, key: str, col
         DataError: it breaks the schema; the message names file, row and column.
     """
     where, taken = f"{key}: {location}", dict[str, str]()
+    check_text_only(row, where, columns.kept or ())
     data_source = columns.source(row, location, where, taken)
     extra_info = row.get("extra_info")
     if extra_info is not None and not isinstance(extra_info, dict):
@@ -122,11 +127,18 @@ def checked_prompt(row: dict[str, Any], index: int, location: str, key: str, col
         turn = messages.pop()["content"]
         if not messages:
             raise DataError(f"{where}: {name} has nothing but an answer of the assistant; put the question before it")
+    _check_end(messages, f"{where}: {name}")
     truth_name, truth = columns.answer(row, turn, where, taken)
     _check_ground_truth(truth, f"{where}: {truth_name}")
     others = columns.others(row, extra_info or {}, where)
     is_text = isinstance(value, str)
-    return Prompt(index, data_source, messages, truth, extra_info or {}, location, others, is_text, taken)
+    return Prompt(index, data_source, messages, truth, extra_info or {}, location, others, is_text, taken, unread(row))
+
+
+def _check_end(messages: list[dict[str, Any]], where: str) -> None:
+    """A begun turn of the assistant is gone on from; one that has called a tool waits for what the tool says."""
+    if messages[-1]["role"] == "assistant" and messages[-1].get("tool_calls"):
+        raise DataError(f"{where} ends in a call of a tool; put the tool's answer behind it, or leave out the call")
 
 
 def _check_ground_truth(value: Any, where: str) -> None:
@@ -150,13 +162,27 @@ def checked_messages(value: Any, where: str, role: str = "user") -> list[dict[st
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"{where}: message {number} must have a role, got {shown(message)}")
         content = _text_of(message.get("content"))
+        if content is None and message.get("tool_calls"):
+            content = ""
         if not isinstance(content, str):
             raise DataError(f"{where}: the content of message {number} must be text, got {shown(content)}")
-        # Parquet gives every message the union of all fields: null stands for "not there".
-        messages.append({name: value for name, value in message.items() if value is not None} | {"content": content})
-    if not any(message["content"].strip() for message in messages):
+        messages.append(_without_nulls(message) | {"content": content})
+    if not any(message["content"].strip() or message.get("tool_calls") for message in messages):
         raise DataError(f"{where} is empty")
     return messages
+
+
+def _without_nulls(value: Any) -> Any:
+    """A message, or a part of one, without the fields that are null, at any depth.
+
+    Parquet and `datasets` give every object of a column the union of all fields, such as the arguments of all tools:
+    null stands for "not there". Nulls among the entries of a list say something, and stay.
+    """
+    if isinstance(value, list):
+        return [_without_nulls(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: _without_nulls(entry) for name, entry in value.items() if entry is not None}
+    return value
 
 
 def _text_of(content: Any) -> Any:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from grpo_dist.assets import POLICY_KEY
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.errors import DataError
 from grpo_dist.redact import redact
@@ -22,10 +20,9 @@ Row = TypeVar("Row", bound=Any)
 Example = TypeVar("Example", bound=Any)
 
 MOST_PROBLEM_TEXT = 500  # characters of what a chat template says
+_KWARGS_KEY = "data.apply_chat_template_kwargs"
+MOST_SHOWN = 80  # characters of a system prompt
 MOST_ROWS_NAMED = 5  # in a message; the others are counted
-
-# Without one of these transformers builds an empty tokenizer from config.json alone, without a word.
-_TOKENIZER_FILES = ("tokenizer.json", "tekken.json", "*.model", "vocab.*", "*.tiktoken")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,38 +31,6 @@ class TokenizedPrompt:
 
     prompt: Prompt
     token_ids: np.ndarray
-
-
-def load_tokenizer(path: str, *, trust_remote_code: bool, key: str = POLICY_KEY) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder on this machine.
-
-    Args:
-        path: the model folder.
-        trust_remote_code: allow Python code that comes with the model.
-        key: the config key that names the model, for messages.
-
-    Raises:
-        DataError: the folder is not there, or holds no model or no usable tokenizer.
-    """
-    setting, folder = f"{key}={path}", Path(path)
-    if not folder.is_dir():
-        raise DataError(f"{setting}: no such folder (looked in {Path.cwd()}); give a Hugging Face model folder")
-    if not (folder / "config.json").is_file():
-        raise DataError(f"{setting}: not a Hugging Face model folder: it has no config.json")
-    if not any(file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
-        raise DataError(f"{setting}: no tokenizer in the folder (no tokenizer.json); save it next to the model")
-    try:
-        if (folder / "tokenizer.json").is_file() and not trust_remote_code:
-            # what AutoTokenizer would load too, but without importing torch and every model: seconds per process
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:
-        problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        raise DataError(f"{setting}: cannot load the tokenizer: {problem}") from error
 
 
 def tokenize_prompts(
@@ -78,6 +43,8 @@ def tokenize_prompts(
     apply_chat_template_kwargs: Mapping[str, Any],
 ) -> tuple[list[TokenizedPrompt], list[Prompt]]:
     """Apply the chat template and the length limit.
+
+    A prompt that ends in a turn of the assistant is not closed: the response goes on from that turn.
 
     A tokenizer without a chat template (a base model) gets the contents of the messages, in order, joined by
     newlines, with the special tokens it puts in front of any text (such as BOS); roles are left out and
@@ -152,7 +119,7 @@ def check_template_kwargs(tokenizer: Any, template_kwargs: Mapping[str, Any]) ->
     """
     if template_kwargs and not tokenizer.chat_template:
         raise DataError(
-            f"data.apply_chat_template_kwargs={redact(template_kwargs)}: the tokenizer has no chat template to "
+            f"{_KWARGS_KEY}={redact(template_kwargs)}: the tokenizer has no chat template to "
             f"give them to; leave it empty"
         )
 
@@ -211,25 +178,39 @@ def template_errors(location: str, template_kwargs: Mapping[str, Any] | None = N
     try:
         yield
     except Exception as error:  # templates raise jinja2 errors of their own making
-        problem = f"{type(error).__name__}: {error}"[:MOST_PROBLEM_TEXT]
-        variables = "" if template_kwargs is None else f" or data.apply_chat_template_kwargs={redact(template_kwargs)}"
+        variables = f" or {_KWARGS_KEY}={redact(template_kwargs)}" if template_kwargs else ""
         raise DataError(
-            f"{location}: the model's chat template refuses the row: {problem}; mend the row's messages{variables}"
+            f"{location}: the model's chat template refuses the row: {_problem(error)}; mend the row's messages"
+            f"{variables}"
         ) from error
+
+
+def _problem(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:MOST_PROBLEM_TEXT]
 
 
 def _encoder(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Callable[[Prompt], list[int]]:
     """The function from a prompt to its token ids."""
 
+    def render(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
+        goes_on = messages[-1]["role"] == "assistant"
+        return tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+            tokenize=True,
+            return_dict=False,
+            **variables,
+        )
+
     def with_template(prompt: Prompt) -> list[int]:
-        with template_errors(prompt.location, template_kwargs):
-            token_ids = tokenizer.apply_chat_template(
-                prompt.messages,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-                **template_kwargs,
-            )
+        try:
+            token_ids = render(prompt.messages, template_kwargs)
+        except Exception as error:  # templates raise jinja2 errors of their own making
+            if (culprit := _culprit(prompt, render, template_kwargs)) is not None:
+                raise DataError(f"{culprit} (at {prompt.location}: {_problem(error)})") from error
+            with template_errors(prompt.location, template_kwargs):
+                raise
         return _not_empty(token_ids, prompt)
 
     def without_template(prompt: Prompt) -> list[int]:
@@ -238,6 +219,31 @@ def _encoder(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Callable[[Pr
 
     check_template_kwargs(tokenizer, template_kwargs)
     return with_template if tokenizer.chat_template else without_template
+
+
+def _culprit(prompt: Prompt, render: Callable[..., Any], template_kwargs: Mapping[str, Any]) -> str | None:
+    """What makes the chat template refuse a row, if that is not the row: what it can be rendered without."""
+    messages, system = prompt.messages, prompt.messages[0]["content"]
+    if prompt.has_added_system and _renders(render, messages[1:], template_kwargs):
+        return (
+            f"data.system_prompt={system[:MOST_SHOWN]!r}: the model's chat template takes no system "
+            "message; set it to null, and put the text into the prompts (data.prompt_template)"
+        )
+    if template_kwargs and _renders(render, messages, {}):
+        return (
+            f"{_KWARGS_KEY}={redact(template_kwargs)}: the model's chat template fails with these variables; mend them"
+        )
+    if not _renders(render, [{"role": "user", "content": "Hello"}], {}):
+        return "the model's chat template cannot render a message of the user; mend it, or use another model"
+    return None
+
+
+def _renders(render: Callable[..., Any], messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> bool:
+    try:
+        render(messages, variables)
+    except Exception:  # noqa: BLE001 - whatever the template raises
+        return False
+    return True
 
 
 def _not_empty(token_ids: list[int], prompt: Prompt) -> list[int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from grpo_dist.assets import CRITIC_KEY, POLICY_KEY, resolve_model_path
 from grpo_dist.assets.model_folder import ModelFolder, check_model_folder
+from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.data.tokenize import load_tokenizer
 from grpo_dist.errors import ConfigError
 from grpo_dist.trainer.reward_model_check import check_classifier
 

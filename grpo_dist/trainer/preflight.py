@@ -15,6 +15,8 @@ from grpo_dist.config.model_rules import model_problems
 from grpo_dist.config.node_layout import slots
 from grpo_dist.config.problems import config_error
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.engines.vllm.cpu_attention import attention_problem
+from grpo_dist.errors import ConfigError
 from grpo_dist.rewards.base import RowNeeds
 from grpo_dist.trainer.checks import (
     Checks,
@@ -150,6 +152,9 @@ def _check_fit(config: RunConfig, model: ModelFolder, machine: Machine) -> None:
     gpu, host, parameters = machine.gpu_gib, machine.host_gib, model.num_parameters
     if problems := list(model_problems(config, model.config, gpu, host, parameters)):
         raise config_error(problems)
+    changes = config.actor_rollout_ref.model.override_config
+    if config.device == "cpu" and (problem := attention_problem({**model.config, **changes})):
+        raise ConfigError(f"{model_setting(config)}: {problem}; use another model, or GPUs (trainer.n_gpus_per_node)")
 
 
 def _check_data(config: RunConfig, model: ModelFolder | None, needs: RowNeeds) -> ReadyPrompts | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from grpo_dist.assets import REWARD_MODEL_KEY, resolve_model_path
+from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.config.model_rules import max_positions
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.conversations import padding_id
@@ -23,7 +24,6 @@ from grpo_dist.data.preference_tokens import Example, label_answer, preference_b
 from grpo_dist.data.preferences import LabelledSteps
 from grpo_dist.data.replay import ReplayStore
 from grpo_dist.data.step_tokens import step_form
-from grpo_dist.data.tokenize import load_tokenizer
 from grpo_dist.engines.settings import LabelSettings
 from grpo_dist.errors import DataError
 from grpo_dist.protocol import metric_values

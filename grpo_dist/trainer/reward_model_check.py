@@ -8,10 +8,11 @@ from typing import Any
 
 from grpo_dist.assets import POLICY_KEY, REWARD_MODEL_KEY, resolve_model_path
 from grpo_dist.assets.model_folder import ModelFolder, check_model_folder
+from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer, padding_id
 from grpo_dist.data.step_tokens import JUDGING_KEYS, StepRenderer, judging_token, step_form
-from grpo_dist.data.tokenize import TokenizedPrompt, load_tokenizer
+from grpo_dist.data.tokenize import TokenizedPrompt
 from grpo_dist.errors import ConfigError, DataError
 
 

@@ -11,12 +11,13 @@ from typing import Any
 from grpo_dist.agents import load_agent_loop
 from grpo_dist.agents.base import KEY as AGENT_KEY
 from grpo_dist.assets.model_folder import ModelFolder, end_token_ids
+from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.config.schema import RunConfig
-from grpo_dist.data.columns import SOURCE
+from grpo_dist.data.columns import SOURCE, unread_notes
 from grpo_dist.data.curriculum import CustomSampler
 from grpo_dist.data.prompts import NO_DATA_SOURCE, Prompt, add_system_prompt, load_prompts
 from grpo_dist.data.sampler import PromptSampler
-from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, load_tokenizer, named_rows, tokenize_prompts
+from grpo_dist.data.tokenize import TokenizedPrompt, check_token_ids, named_rows, tokenize_prompts
 from grpo_dist.errors import ConfigError
 from grpo_dist.rewards import check_data_sources
 from grpo_dist.rewards.base import RowNeeds
@@ -83,7 +84,8 @@ def _load(
 ) -> tuple[list[TokenizedPrompt], list[str]]:
     """The tokenized prompts of one config key, and notes on them."""
     data, prompts = config.data, read_prompts(config, key, files, most, needs)
-    notes = list(_taken(key, prompts))
+    agent_loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
+    notes = [*_taken(key, prompts), *unread_notes(key, prompts, agent_loop)]
     if data.system_prompt is not None:
         prompts, num_kept = add_system_prompt(prompts, data.system_prompt)
         if num_kept:

@@ -94,6 +94,7 @@ class Pool:
         self._starts: dict[int, asyncio.Task[None]] = {}
         self._waits_for_room: dict[int, asyncio.Task[None]] = {}
         self._left_out: set[int] = set()
+        self._raised: dict[int, str] = {}  # by a worker, which has answered nothing since
         restarts.nodes.give_way.append(self._give_way)
         self._failure: GrpoDistError | None = None
         self._someone = asyncio.Event()  # set while a worker is ready, and after a failure of the pool
@@ -127,7 +128,8 @@ class Pool:
     def replace(self, rank: int, process: Any, error: GrpoDistError) -> None:
         """Kill a worker's process and have a new one started, unless that process has already been replaced.
 
-        If the restart budget is used up, `error` is raised in all requests.
+        If the restart budget is used up, or the process before has raised the same and nothing was answered in between,
+        `error` is raised in all requests.
 
         Args:
             rank: rank of the worker.
@@ -138,6 +140,15 @@ class Pool:
             return
         self.workers.retire(rank)
         self._take_out(rank)
+        if not isinstance(error, WorkerLost) and self.workers.is_required(rank):
+            if self._raised.get(rank) == str(error):
+                most = f"trainer.max_worker_restarts={self.restarts.most}"
+                error.add_note(
+                    f"it failed in the same way before it was started again; another time ({most}) is no help"
+                )
+                self._fail(error)
+                return
+            self._raised[rank] = str(error)
         again = self._start_again if self.workers.is_required(rank) else self._go_on_without
         self._starts[rank] = self.spawn(again(rank, error))
 
@@ -310,7 +321,7 @@ class Pool:
         while await self._someone.wait() and self._failure is None:
             call = send(int(self._loads.argmin()))
             try:
-                return take_in(call, await call.answer())
+                return self._taken_in(call, take_in, await call.answer())
             except self.replaces as error:
                 self.replace(call.rank, call.process, error)
         assert self._failure is not None
@@ -334,7 +345,7 @@ class Pool:
     async def _answered(self, call: Call, member: Member, waiting: _Waiting) -> Any:
         """Wait for the answer even if the caller was cancelled, since the worker's capacity is taken until then."""
         try:
-            return waiting.take_in(call, await call.answer())
+            return self._taken_in(call, waiting.take_in, await call.answer())
         except self.replaces as error:
             self.replace(call.rank, call.process, error)
             raise
@@ -342,6 +353,11 @@ class Pool:
             member.taken -= waiting.size
             self.update_load(call.rank)
             self._grant()
+
+    def _taken_in(self, call: Call, take_in: TakeIn, answer: Any) -> Any:
+        result = take_in(call, answer)
+        self._raised.pop(call.rank, None)
+        return result
 
     def update_load(self, rank: int) -> None:
         """Update the load of a worker after its `Member` has changed."""

@@ -95,7 +95,7 @@ class RewardWorker(BatchWork):
             ConfigError: the function cannot be imported.
             RewardError: importing it hangs, or ends its process.
         """
-        from grpo_dist.data.tokenize import load_tokenizer
+        from grpo_dist.assets.tokenizer import load_tokenizer
         from grpo_dist.rewards.scorer import Scorer
 
         use_threads(1)

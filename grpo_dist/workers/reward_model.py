@@ -16,10 +16,10 @@ import numpy as np
 import torch
 import transformers
 
+from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.config.model_rules import max_positions
 from grpo_dist.data.conversations import INPUT_KEY, ConversationRenderer, padding_id, without_padding
 from grpo_dist.data.step_tokens import JUDGING_KEYS, StepForm, StepRenderer, judging_token
-from grpo_dist.data.tokenize import load_tokenizer
 from grpo_dist.engines.settings import ModelSettings, TrainingSettings
 from grpo_dist.engines.train.memory_errors import smaller_passes
 from grpo_dist.engines.train.value_forward import with_score_token

@@ -22,6 +22,11 @@ JSON_CALLS = (
     '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
     "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+# Refuses two turns of the same role.
+ALTERNATING = (
+    "{% for m in messages %}{% if not loop.first and loop.previtem.role == m.role %}"
+    "{{ raise_exception('twice') }}{% endif %}{% endfor %}"
+)
 
 
 def behind(added: list[dict[str, Any]], template: str = QWEN3, is_ended: bool = True, **changes: Any) -> str:
@@ -40,6 +45,14 @@ def test_the_answers_of_tools_stand_as_qwen3_has_them() -> None:
 
 def test_a_turn_that_has_no_end_yet_gets_the_templates() -> None:
     assert behind([ANSWER], calls=CALLS[:1], is_ended=False) == "<|im_end|>" + behind([ANSWER], calls=CALLS[:1])
+
+
+@pytest.mark.parametrize("calls", [(), CALLS[:1]])
+def test_a_turn_that_goes_on_from_a_begun_one_is_one_turn(calls: Any) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "Let me see:"}]
+    options: dict[str, Any] = {"calls": calls, "ends": {"<|im_end|>"}, "template_kwargs": {}, "is_ended": True}
+    alternating = ALTERNATING + QWEN3
+    assert behind_turn(tokenizer_of(alternating), begun, [ANSWER], **options) == behind([ANSWER], calls=calls)
 
 
 def test_the_template_has_the_variables_of_the_prompt() -> None:

@@ -81,6 +81,14 @@ def test_more_gpus_than_there_are_are_refused(monkeypatch: pytest.MonkeyPatch) -
     assert (engine_for(model).device, engine_for(model).tensor_parallel_size) == ("cuda", 4)
 
 
+def test_heads_that_vllm_does_not_compute_on_cpu_are_refused(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(resolve_model_path(TINY), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"head_dim": 16}))
+    with refuses(ConfigError, folder, 16, 32, "trainer.n_gpus_per_node"):
+        engine_for(find_trained(str(folder), ["trainer.n_gpus_per_node=0"]))
+
+
 # --- a server -----------------------------------------------------------------------------------------------------
 @dataclass
 class Served:

@@ -60,6 +60,21 @@ def test_what_is_trained_of_several_turns(tmp_path: Path) -> None:
     assert (whole.trained, completed.trained) == ((2, 4), (4,))
 
 
+def test_a_turn_may_be_a_call_without_text(tmp_path: Path) -> None:
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}]}
+    for content in ({}, {"content": None}, {"content": ""}):
+        (chat,) = load(write(tmp_path, {"messages": [ASKED, call | content]}))
+        assert chat.messages == [ASKED, call | {"content": ""}]
+    assert load(write(tmp_path, {"prompt": "1+1=?", "completion": [call]}))[0].trained == (1,)
+    with refuses(DataError, f"{tmp_path}/rows.jsonl, line 1", "message 2", "text"):
+        load(write(tmp_path, {"messages": [ASKED, {"role": "assistant"}]}))
+
+
+def test_what_is_not_read_is_noted(tmp_path: Path) -> None:
+    (chat,) = load(write(tmp_path, FORMS["messages"] | {"tools": [{"type": "function"}], "enable_thinking": True}))
+    assert chat.unread == ("tools", "enable_thinking")
+
+
 def test_parquet_and_a_column_of_another_name(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist([{"conversation": [ASKED, said("2") | {"name": "B"}]}]), path)
@@ -90,6 +105,11 @@ BROKEN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "the assistant begins": ({"messages": [said("Hello."), ASKED, said("2")]}, ("messages", "user")),
     "an empty answer": ({"messages": [ASKED, said("2"), SURE, said(" \n")]}, ("messages", "message 4")),
     "an empty completion": ({"prompt": "a", "completion": ""}, ("completion", "empty")),
+    "a turn in two": (
+        {"prompt": [ASKED, said("Let ")], "completion": "me see."},
+        ("prompt", "completion", "assistant"),
+    ),
+    "a picture": ({"messages": [ASKED, said("2")], "images": ["1.png"]}, ("images", "text")),
     "an empty prompt": ({"prompt": " ", "completion": "a"}, ("prompt", "empty")),
 }
 

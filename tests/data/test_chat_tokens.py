@@ -132,6 +132,17 @@ def test_templates_that_close_a_conversation_and_one_end_of_several() -> None:
     assert pieces(one(chat("a", "b", "c", "d"), tokenizer), tokenizer)[1::2] == ["b<end>", "d<end>"]
 
 
+def test_a_call_without_text_is_trained_where_the_template_has_calls() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    row = Chat(AT, [{"role": "user", "content": "a"}, call], (1,))
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    tokenizer = tokenizer_of(("<{{ m.role }}>{{ m.content }}" + calls + "</s>", "<assistant>"))
+    assert pieces(one(row, tokenizer), tokenizer) == ["<user>a</s><assistant>", 'add{"a": 1}</s>']
+    for silent in (tokenizer_of(KINDS["Qwen2.5"]), byte_tokenizer(None)):
+        with refuses(DataError, AT, "message 2", "calls"):
+            one(row, silent)
+
+
 def test_variables_of_the_template() -> None:
     tokenizer = tokenizer_of(R1)
     example = one(chat("a", "b"), tokenizer, apply_chat_template_kwargs={"think": False})
@@ -207,8 +218,9 @@ def test_what_cannot_be_trained_is_named_by_its_row() -> None:
         tokenize([chat("a", "b")], tokenizer_of(("<{{ m.role }}>{{ m.content }}", "<assistant>")))
     with refuses(DataError, AT, "message 4", "</s>", " c"):
         tokenize([chat("a", "b", "a", "b</s> c")], tokenizer_of(KINDS["Qwen2.5"]))
-    with refuses(DataError, AT, "chat template", "data.apply_chat_template_kwargs={}"):
-        tokenize([Chat(AT, [{"role": "tool", "content": "x"}, *chat("a", "b").messages], (2,))], byte_tokenizer())
+    with refuses(DataError, AT, "chat template", "data.apply_chat_template_kwargs={'think': 1}"):
+        row = Chat(AT, [{"role": "tool", "content": "x"}, *chat("a", "b").messages], (2,))
+        tokenize([row], byte_tokenizer(), apply_chat_template_kwargs={"think": 1})
     with refuses(DataError, AT, "prompt"):
         tokenize([chat("a", "b")], tokenizer_of(("{% if m.role != 'user' %}{{ m.content }}</s>{% endif %}", "")))
     nameless = byte_tokenizer(template=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -11,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_dist.data import Prompt, load_prompts
-from grpo_dist.data.columns import filled
+from grpo_dist.data.columns import UNREAD, filled, unread, unread_notes
 from grpo_dist.data.files import source_name
 from grpo_dist.errors import DataError
-from tests.messages import refuses
+from tests.messages import refuses, says
 
 KEY = "data.train_files"
 USER = {"role": "user", "content": "1+1?"}
@@ -132,6 +133,39 @@ def test_the_other_columns_are_kept_for_the_reward_function_as_far_as_it_takes_t
     assert load(tmp_path, row, kept=["level", "colour"])[0].columns == {"level": 3}
     kept = load(tmp_path, row, kept=None, needed=["hint", "unit"])[0].columns
     assert kept == {"question": "1+1?", "answer": "2", "level": 3, "hint": None}
+
+
+MEDIA_ROWS = [("images", [{"path": "1.png"}]), ("image", "1.png"), ("videos", ["a.mp4"]), ("audios", ["a.wav"])]
+
+
+@pytest.mark.parametrize(("name", "value"), MEDIA_ROWS)
+def test_what_a_policy_cannot_see_or_hear_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    row = {"prompt": [USER], "answer": "2", name: value}
+    with refuses(DataError, f"{tmp_path}/sums.jsonl, line 1", name, "text"):
+        load(tmp_path, row)
+    with refuses(DataError, name):
+        load(tmp_path, row, kept=None)
+    assert load(tmp_path, row, kept=[name])[0].columns == {name: value}, "the reward function reads it by name"
+    (prompt,) = load(tmp_path, row | {name: type(value)()})
+    assert prompt.unread == ()
+
+
+def test_what_would_change_the_task_and_is_not_read_is_noted() -> None:
+    info = {"tools_kwargs": {"calc": {}}, "need_tools_kwargs": True, "tool_selection": ["calc"], "index": 3}
+    verls = {"agent_name": "tool_agent", "ability": "math", "extra_info": info | {"interaction_kwargs": {"name": "x"}}}
+    trls = {"tools": [{"type": "function"}], "chat_template_kwargs": {"think": True}, "enable_thinking": False}
+    found = unread(verls) + unread(trls)
+    assert {name.partition("=")[0] for name in found} == UNREAD.keys() - {"enable_thinking"}, "false says nothing here"
+    assert unread({"agent_name": None, "tools": [], "extra_info": None}) == ()
+
+    rows = [SimpleNamespace(unread=unread(verls)), SimpleNamespace(unread=()), SimpleNamespace(unread=unread(trls))]
+    notes = list(unread_notes(KEY, rows, "single_turn_agent"))
+    assert len(notes) == len(found)
+    says(notes[0], KEY, "agent_name=tool_agent", "1 of 3", "rollout.agent.default_agent_loop")
+    assert not any("agent_name" in note for note in unread_notes(KEY, rows, "tool_agent")), "all rows run it"
+    own = list(unread_notes(KEY, rows, "my/loop.py:Loop"))
+    assert any("agent_name" in note for note in own)
+    assert not any("extra_info" in note for note in own), "which reads it"
 
 
 def test_content_in_parts_of_text_is_text(tmp_path: Path) -> None:

@@ -44,6 +44,15 @@ def test_the_response_becomes_the_last_message_without_special_tokens() -> None:
     assert rendered(own, "") == f"<user> What is 1 + 2? <assistant>  {own.eos_token}", "an empty message"
 
 
+def test_an_answer_goes_on_from_a_begun_turn() -> None:
+    own = tokenizer(OTHER_TEMPLATE)
+    begun = [*MESSAGES, {"role": "assistant", "content": "It "}]
+    whole = own.decode(ConversationRenderer(own, SETTING, tokenizer())(begun, [], response("is 3.")))
+    assert whole == rendered(own, "It is 3."), "one turn"
+    apart, _ = render_conversation(own, begun, [{"role": "assistant", "content": "is 3."}], may_go_on=False)
+    assert apart.count("<assistant>") == 2
+
+
 def test_without_a_template_the_answer_is_right_behind_the_prompt_and_ends() -> None:
     own = tokenizer(None)
     assert rendered(own, " It is 3.") == f"What is 1 + 2? It is 3.{own.eos_token}"

@@ -74,6 +74,52 @@ def test_parquet_arrays_become_lists_and_padding_nulls_go(tmp_path: Path) -> Non
     assert prompt.extra_info["targets"] == [1, 2]
 
 
+def calls(name: str, **arguments: Any) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def test_rows_of_calls_are_the_same_from_every_kind_of_file(tmp_path: Path) -> None:
+    """Arrow gives every object of a column the fields of all: the arguments of the other tools, at any depth."""
+    import datasets
+
+    asked, answered = {"role": "user", "content": "do it"}, {"role": "tool", "content": "ok", "name": "x"}
+    parts = {"role": "user", "content": [{"type": "text", "text": "and"}, {"type": "text", "text": "?", "cache": 1}]}
+    several = [
+        calls("move", to={"x": 0, "y": [1, None]}),
+        calls("weather", city="Bern", at={"day": {"of": "month"}}),
+        calls("stop"),
+    ]
+    rows = [row(prompt=[asked, call, answered, asked]) for call in several]
+    in_parts = [row(prompt=[parts]), row(prompt=[parts | {"name": "Ann"}])]
+    for number, group in enumerate((rows, in_parts)):
+        write_jsonl(tmp_path / "a.jsonl", *group)
+        pq.write_table(pa.Table.from_pylist(group), tmp_path / "a.parquet")
+        datasets.Dataset.from_list(group).save_to_disk(tmp_path / f"saved{number}")
+        lines, table, saved = (
+            [p.messages for p in load(str(tmp_path / name))] for name in ("a.jsonl", "a.parquet", f"saved{number}")
+        )
+        assert lines == table == saved
+    found = load(write_jsonl(tmp_path / "a.jsonl", *rows))[0].messages[1]
+    assert found == {**several[0], "content": ""}, "null among the entries of a list stays"
+
+
+def test_nulls_of_truths_and_of_extra_info_stay(tmp_path: Path) -> None:
+    """Nobody knows what they say: a list of what is right may have one, and a function of one's own reads the rest."""
+    truth, info = {"x": None, "y": [None, 1]}, {"tools_kwargs": {"calc": {"truth": None}}}
+    pq.write_table(pa.Table.from_pylist([row(truth=truth, extra_info=info)]), tmp_path / "a.parquet")
+    (prompt,) = load(str(tmp_path / "a.parquet"))
+    assert (prompt.ground_truth, prompt.extra_info) == (truth, info)
+
+
+def test_a_prompt_may_end_in_a_begun_turn_but_not_in_a_call(tmp_path: Path) -> None:
+    asked, begun = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "Let me see:"}
+    (prompt,) = load(write_jsonl(tmp_path / "a.jsonl", row(prompt=[asked, begun])))
+    assert prompt.messages == [asked, begun]
+    with refuses(DataError, f"{tmp_path}/a.jsonl, line 1", "prompt", "tool"):
+        load(write_jsonl(tmp_path / "a.jsonl", row(prompt=[asked, calls("add", a=1)])))
+
+
 def test_plain_string_other_columns_and_no_extra_info(tmp_path: Path) -> None:
     changed = row(question="Who?", task="qa")
     changed["text"] = changed.pop("prompt")[0]["content"]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from grpo_dist.data import Prompt, load_tokenizer, tokenize_prompts
+from grpo_dist.data import Prompt, tokenize_prompts
+from grpo_dist.data.prompts import add_system_prompt
 from grpo_dist.data.tokenize import check_token_ids, named_rows
 from grpo_dist.errors import DataError
-from tests.messages import refuses, says
+from tests.messages import refuses
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -121,6 +121,25 @@ def test_truncation_error_names_key_row_and_length() -> None:
         tokenize([prompt("x" * 50)], max_prompt_length=20, truncation="centre")
 
 
+def begun(text: str, index: int = 0) -> Prompt:
+    asked = prompt("1+1?", index=index)
+    return replace(asked, messages=[*asked.messages, {"role": "assistant", "content": text}])
+
+
+def test_a_begun_turn_is_gone_on_from() -> None:
+    """As TRL does: nothing closes it, and no other one is opened."""
+    closing = byte_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}")
+    found, _ = tokenize([begun("Let me see: ")], closing)
+    assert texts(found, closing) == ["<user>1+1?</s>\n<assistant>Let me see: "]
+    trimming = byte_tokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}")
+    assert texts(tokenize([begun("Let me see: ")], trimming)[0], trimming) == ["<user>1+1?</s><assistant>Let me see:"]
+    base = byte_tokenizer(None)
+    assert texts(tokenize([begun("Let me see:")], base)[0], base) == ["1+1?\nLet me see:"]
+    deleting = byte_tokenizer("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}")
+    with refuses(DataError, "a.jsonl, line 4", "final message"):
+        tokenize([begun("Let me see:", index=3)], deleting)
+
+
 def test_a_row_the_template_refuses_is_named() -> None:
     with refuses(DataError, "a.jsonl, line 5", "TemplateError", "tools here"):
         tokenize([prompt("x", role="tool", index=4)])
@@ -128,28 +147,30 @@ def test_a_row_the_template_refuses_is_named() -> None:
         tokenize([prompt("x")], byte_tokenizer(template="{{ '' }}"))
 
 
-def test_load_tokenizer(tmp_path: Path) -> None:
-    byte_tokenizer().save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    tokenizer = load_tokenizer(str(tmp_path), trust_remote_code=False)
-    tokenized, _ = tokenize([prompt("hi")], tokenizer)  # type: ignore[arg-type]
-    assert tokenizer.decode(tokenized[0].token_ids) == "<user>hi<assistant>"
-    assert tokenizer.eos_token_id == 257
+SYSTEM_REFUSED = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
 
 
-def test_load_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
-    def message(folder: Path) -> str:
-        with pytest.raises(DataError) as error:
-            load_tokenizer(str(folder), trust_remote_code=False)
-        assert str(error.value).startswith(f"actor_rollout_ref.model.path={folder}: ")
-        return str(error.value)
+def test_who_is_to_blame_is_named() -> None:
+    """The setting without which the row can be rendered, and the row only where it is the row."""
+    gemma, rows = byte_tokenizer(SYSTEM_REFUSED), [prompt("x", index=4)]
+    added, _ = add_system_prompt(rows, "Be brief.")
+    with refuses(DataError, "data.system_prompt='Be brief.'", "TemplateError", "a.jsonl, line 5", "null") as error:
+        tokenize(added, gemma)
+    assert str(error.value).startswith("data.system_prompt=")
+    own = [replace(rows[0], messages=added[0].messages)]
+    with refuses(DataError, "a.jsonl, line 5", "TemplateError", "messages") as error:
+        tokenize(own, gemma)
+    assert "data." not in str(error.value), "neither key is set"
 
-    says(message(tmp_path / "gone"), "no such", "folder")
-    assert "no config.json" in message(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    says(message(tmp_path), "no tokenizer")  # transformers alone would return an empty one
-    (tmp_path / "tokenizer.json").write_text("not json")
-    says(message(tmp_path), "load", "tokenizer:")
+    strict = byte_tokenizer("{% if level %}{{ level + 1 }}{% endif %}" + TEMPLATE)
+    with refuses(DataError, "data.apply_chat_template_kwargs={'level': 'x'}", "a.jsonl, line 5"):
+        tokenize(rows, strict, apply_chat_template_kwargs={"level": "x"})
+    both, _ = add_system_prompt([prompt("x", role="tool")], "Be brief.")
+    with refuses(DataError, "a.jsonl, line 1", "tools here", "messages"):
+        tokenize(both)
+    for broken in ("{% for m in messages %}", "{{ messages[0].parts[0].text }}"):
+        with refuses(DataError, "chat template", "a.jsonl, line 5", "another model"):
+            tokenize(rows, byte_tokenizer(broken))
 
 
 def test_a_token_beyond_the_vocabulary_is_named_with_its_row() -> None:

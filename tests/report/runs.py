@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from grpo_dist.assets import resolve_model_path
+from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.config.load import load_config
-from grpo_dist.data.tokenize import load_tokenizer
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.tracking.rollouts import write_tokens
 from grpo_dist.trainer.checkpoint.config_changes import saved_config

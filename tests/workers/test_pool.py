@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from grpo_dist.errors import ConfigError, GrpoDistError, WorkerLost
+from grpo_dist.errors import ConfigError, EngineError, GrpoDistError, WorkerLost
 from grpo_dist.workers import nodes
 from grpo_dist.workers.call import Call
 from grpo_dist.workers.event_loop import blocking, run
@@ -155,6 +155,53 @@ def test_when_the_budget_is_spent_nobody_waits_for_ever() -> None:
                 await task
         workers.open("b")[0][1].set_result("b")
         assert await tasks[1] == "b", "it was sent before"
+
+
+def failing(*errors: GrpoDistError | str) -> tuple[list[str], list[str], str]:
+    """A pool whose only worker raises or answers in turn: its failures, the answers, and the error of its end."""
+    found: list[Any] = []
+
+    @scenario(1, most=3)
+    async def _(pool: Pool, workers: Fakes) -> None:
+        pool.replaces = (EngineError, WorkerLost)
+        asked = [ask(pool, "score") for _ in errors]
+        for outcome in errors:
+            await settle()
+            for _, started in workers.open("start"):
+                started.set_result(None)
+            await settle()
+            [(_, answer)] = workers.open("score")
+            if isinstance(outcome, str):
+                answer.set_result(outcome)
+            else:
+                answer.set_exception(outcome)
+        await settle()
+        for _, started in workers.open("start"):
+            started.set_result(None)
+        await settle()
+        ended = [task.exception() for task in asked if task.done()]
+        told = next((f"{error}\n{error.__notes__}" for error in ended if error is not None), "")
+        answered = [task.result() for task in asked if task.done() and task.exception() is None]
+        found.extend((pool.restarts.failures, answered, told))
+        for task in asked:
+            task.cancel()
+
+    return found[0], found[1], found[2]
+
+
+def test_what_repeats_itself_exactly_is_not_tried_again() -> None:
+    """Once is: an engine that has failed may be whole again. What was answered in between says that it was."""
+    unsupported, other = "vLLM failed: RuntimeError: head_dim=16", "vLLM failed: RuntimeError: another"
+    failures, answered, told = failing(EngineError(unsupported), EngineError(unsupported))
+    assert (failures, answered) == ([unsupported], [])
+    says(told, "head_dim=16", "trainer.max_worker_restarts=3")
+
+    differ = [EngineError(unsupported), EngineError(other), EngineError(unsupported)]
+    assert failing(*differ) == ([unsupported, other, unsupported], [], "")
+    between = [EngineError(unsupported), "answered", EngineError(unsupported)]
+    assert failing(*between) == ([unsupported, unsupported], ["answered"], "")
+    lost = [WorkerLost("killed", "reward", 0) for _ in range(3)]
+    assert failing(*lost) == ([str(lost[0])] * 3, [], ""), "somebody else may have killed it"
 
 
 def test_a_mistake_that_shows_in_a_restart_is_told_to_all() -> None:

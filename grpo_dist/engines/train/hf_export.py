@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import transformers
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.durable_files import flush_path, flush_tree, publish_modes, require_room
 from grpo_dist.engines.train.fsdp_model import full_parameters
@@ -49,9 +49,7 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
     """
     tensors, parts = full_parameters(model, DTYPES[dtype]), []
     if dist.get_rank() == 0:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            settings.path, trust_remote_code=settings.trust_remote_code
-        )
+        tokenizer = load_tokenizer(settings.path, trust_remote_code=settings.trust_remote_code, key=settings.key)
         config = copy.deepcopy(model.config)
         config.dtype = DTYPES[dtype]
         parts = [config, tokenizer]

@@ -9,6 +9,7 @@ from typing import Any
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.adapter import adapter_args
 from grpo_dist.engines.vllm.profile import profiler_args
+from grpo_dist.engines.vllm.tokenizer import tokenizer_args
 from grpo_dist.errors import ConfigError
 from grpo_dist.sizes import CPU_KV_CACHE_GIB, GIB, KV_BLOCK_TOKENS
 
@@ -42,8 +43,12 @@ def quiet_environment(device: str) -> None:
     logging.getLogger("vllm").setLevel(logging.ERROR)
 
 
-def engine_args(settings: EngineSettings) -> Any:
+def engine_args(settings: EngineSettings, *, folder: str) -> Any:
     """The `AsyncEngineArgs` of an engine; `settings.engine_kwargs` win.
+
+    Args:
+        settings: of the engine.
+        folder: that `prepare` has made, for its tokenizer.
 
     Raises:
         ConfigError: vLLM does not have one of the arguments, or takes no LoRA adapters with this model.
@@ -56,11 +61,11 @@ def engine_args(settings: EngineSettings) -> Any:
         "trust_remote_code": settings.trust_remote_code,
         "max_model_len": settings.max_model_len,
         "seed": settings.seed,
-        "skip_tokenizer_init": not settings.needs_tokenizer,
         "generation_config": "vllm",  # the checkpoint's sampling defaults do not leak in
         "logprobs_mode": "processed_logprobs",  # log-probs of the distribution that was sampled from
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        **tokenizer_args(settings, f"{folder}/tokenizer"),
         **_batching(settings),
         **_processes(settings),
         **_memory(settings),

@@ -63,7 +63,7 @@ class VLLMEngine:
             EngineError: its GPUs are full.
             RuntimeError: vLLM did not start; says where the reason is.
         """
-        self._sockets = prepare(self.settings.device)
+        self._folder = prepare(self.settings.device)
         clear_left_behind()
         with plain_errors():
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -135,17 +135,18 @@ class VLLMEngine:
         if self._llm is not None:
             self._llm.shutdown()
             self._llm = None
-            self._sockets.cleanup()
+            self._folder.cleanup()
             if self._segments is not None:
                 remove(self._segments)  # vLLM may not have come to it yet
 
     def _start_llm(self, async_llm: Any) -> Any:
         """Start vLLM and its processes; see `start`."""
+        arguments = engine_args(self.settings, folder=self._folder.name)
         local = self.settings.device == "cpu" and self.settings.tensor_parallel_size == 1
         if local and knows_internals():
-            return LocalLLM(engine_args(self.settings))
+            return LocalLLM(arguments)
         with tied_core():
-            return async_llm.from_engine_args(engine_args(self.settings), stat_loggers=[self._stat_logger()])
+            return async_llm.from_engine_args(arguments, stat_loggers=[self._stat_logger()])
 
     async def _footprint(self, before: list[GPU]) -> Footprint:
         """The memory that the engine has taken since `before`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import json
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from grpo_dist.assets.usage import Usage
 
 OPEN_PATH = "/health"  # answers everybody
 SYSTEM_ROLES = ("system", "developer")
+GOES_ON = {"add_generation_prompt": False, "continue_final_message": True}
 
 
 @dataclass(frozen=True)
@@ -30,17 +32,19 @@ class Form:
         stop: key of the texts that end a response.
         conversation: key of the messages; "": there are none.
         system: key of the system prompt; "": it is the first message.
+        may_go_on: whether a request can say that the policy goes on from the last message.
     """
 
     max_tokens: tuple[str, ...] = ()
     stop: str = "stop"
     conversation: str = ""
     system: str = ""
+    may_go_on: bool = False
 
 
 _MESSAGES = Form(("max_tokens",), "stop_sequences", "messages", "system")
 FORMS = {
-    "/v1/chat/completions": Form(("max_completion_tokens", "max_tokens"), "stop", "messages"),
+    "/v1/chat/completions": Form(("max_completion_tokens", "max_tokens"), "stop", "messages", may_go_on=True),
     "/v1/responses": Form(("max_output_tokens",), "stop", "input", "instructions"),
     "/v1/messages": _MESSAGES,
     "/v1/messages/count_tokens": _MESSAGES,
@@ -77,6 +81,12 @@ class Front:
         await self._app(scope, receive, send)
 
 
+def put_front(arguments: Namespace, settings: FrontSettings) -> None:
+    """Have the app of these arguments, of vLLM's server, stand behind the front."""
+    arguments.front = settings
+    arguments.middleware = [*arguments.middleware, f"{Front.__module__}.{Front.__qualname__}"]  # the last is the first
+
+
 def may_ask(headers: list[tuple[bytes, bytes]], token: str) -> bool:
     """Whether a request has the token, as OpenAI's clients send it or as Anthropic's do."""
     given = dict(headers)
@@ -86,7 +96,10 @@ def may_ask(headers: list[tuple[bytes, bytes]], token: str) -> bool:
 
 
 def as_the_run_asks(body: Mapping[str, Any], form: Form, usage: Usage) -> dict[str, Any]:
-    """A request with the run's sampling and system prompt where it has none of its own."""
+    """A request with the run's sampling and system prompt where it has none of its own.
+
+    Where it ends in a turn of the assistant and does not say otherwise, the policy goes on from there, as in training.
+    """
     filled = dict(body)
     for name, value in usage.sampling.items():
         keys = {"max_tokens": form.max_tokens, "stop": (form.stop,)}.get(name, (name,))
@@ -94,6 +107,8 @@ def as_the_run_asks(body: Mapping[str, Any], form: Form, usage: Usage) -> dict[s
             filled[keys[-1]] = value
     turns = filled.get(form.conversation)
     listed = turns if isinstance(turns, list) else []
+    if form.may_go_on and _is_begun(listed) and not filled.keys() & GOES_ON.keys():
+        filled |= GOES_ON
     has_system = any(isinstance(turn, dict) and turn.get("role") in SYSTEM_ROLES for turn in listed)
     if usage.system_prompt is None or has_system or turns is None:
         return filled
@@ -102,6 +117,12 @@ def as_the_run_asks(body: Mapping[str, Any], form: Form, usage: Usage) -> dict[s
     elif filled.get(form.system) is None:
         filled[form.system] = usage.system_prompt
     return filled
+
+
+def _is_begun(turns: list[Any]) -> bool:
+    """Say if a conversation ends in a turn of the assistant that has nothing but text."""
+    last = turns[-1] if turns and isinstance(turns[-1], dict) else {}
+    return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
 
 
 async def _filled(scope: Any, receive: Any, form: Form, usage: Usage) -> tuple[Any, Any]:

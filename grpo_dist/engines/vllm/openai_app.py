@@ -14,6 +14,7 @@ from grpo_dist.engines.base import AppSample, RequestRefused, Response
 from grpo_dist.errors import ConfigError
 
 MODEL = "policy"  # the name under which it is served
+CONTENT_FORMAT = "string"  # templates see the text of a message, as in training, also where they would take its parts
 OPTIONS_KEY = "actor_rollout_ref.rollout.agent.endpoint_kwargs"
 # Of a request's sampling parameters those that would change what is sampled or how it is counted.
 _UNTOUCHED = {
@@ -46,7 +47,10 @@ async def openai_app(engine: Any, model_path: str, sample: AppSample, options: M
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from grpo_dist.engines.vllm.front import FrontSettings, put_front
+
     named = ["--model", model_path, "--served-model-name", MODEL, "--generation-config", "vllm"]
+    named += ["--chat-template-content-format", CONTENT_FORMAT]
     quiet = ["--disable-log-stats", "--disable-fastapi-docs", "--disable-uvicorn-access-log"]
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([*named, *quiet])
     os.environ.pop("VLLM_API_KEY", None)  # of another server; here each episode has a key of its own
@@ -54,6 +58,7 @@ async def openai_app(engine: Any, model_path: str, sample: AppSample, options: M
         if not hasattr(arguments, name) or name == "api_key":
             raise ConfigError(f"{OPTIONS_KEY}.{name}: vLLM's server has no such argument")
         setattr(arguments, name, value)
+    put_front(arguments, FrontSettings())
     client = _Client(engine, sample)
     tasks: Any = await client.get_supported_tasks()
     app = build_app(arguments, tasks, client.model_config)

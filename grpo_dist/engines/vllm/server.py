@@ -23,6 +23,7 @@ from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.arguments import engine_args
 from grpo_dist.engines.vllm.core_process import tied_core
 from grpo_dist.engines.vllm.gpu_memory import wait_until_free
+from grpo_dist.engines.vllm.openai_app import CONTENT_FORMAT
 from grpo_dist.engines.vllm.starting import plain_errors, prepare
 from grpo_dist.errors import ConfigError, EngineError
 
@@ -57,7 +58,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def server_arguments(
-    settings: EngineSettings, usage: Usage, *, name: str, token: str = "", more: Sequence[str] = ()
+    settings: EngineSettings, usage: Usage, *, name: str, folder: str, token: str = "", more: Sequence[str] = ()
 ) -> Namespace:
     """The arguments of vLLM's server.
 
@@ -65,6 +66,7 @@ def server_arguments(
         settings: of the engine.
         usage: what the run says where a request says nothing.
         name: under which the model is served.
+        folder: see `engine_args`.
         token: that requests must have; "": none.
         more: options of `vllm serve`, which win.
 
@@ -75,14 +77,14 @@ def server_arguments(
     from vllm.entrypoints.launchers.launcher import validate_api_server_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from grpo_dist.engines.vllm.front import Front, FrontSettings
+    from grpo_dist.engines.vllm.front import FrontSettings, put_front
 
     class Parser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
             raise ConfigError(f"behind --, for vLLM's server: {message}")
 
     parser = make_arg_parser(Parser())
-    arguments = parser.parse_args(list(more), Namespace(**_usual(settings, usage, name)))
+    arguments = parser.parse_args(list(more), Namespace(**_usual(settings, usage, name, folder)))
     for each in GIVEN:
         if getattr(arguments, each) != parser.get_default(each):
             option = each.replace("_", "-")
@@ -93,18 +95,18 @@ def server_arguments(
             validate_api_server_args(arguments)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"behind --, for vLLM's server: {error}") from None
-    arguments.front = FrontSettings(_possible(usage, settings.max_model_len), token)
-    arguments.middleware = [*arguments.middleware, f"{Front.__module__}.{Front.__qualname__}"]  # the last is the first
+    put_front(arguments, FrontSettings(_possible(usage, settings.max_model_len), token))
     return arguments
 
 
-def _usual(settings: EngineSettings, usage: Usage, name: str) -> dict[str, Any]:
+def _usual(settings: EngineSettings, usage: Usage, name: str, folder: str) -> dict[str, Any]:
     """The arguments where the command line has none."""
     # the model's own sampling defaults count where no run says how it is sampled
     usual = {"disable_log_stats": False, "generation_config": "vllm" if usage.sampling else "auto"}
-    engine = engine_args(replace(settings, engine_kwargs=usual | dict(settings.engine_kwargs)))
+    engine = engine_args(replace(settings, engine_kwargs=usual | dict(settings.engine_kwargs)), folder=folder)
     return vars(engine) | {
         "served_model_name": [name],
+        "chat_template_content_format": CONTENT_FORMAT,
         "default_chat_template_kwargs": dict(usage.apply_chat_template_kwargs) or None,
         "uvicorn_log_level": "error",
         "disable_uvicorn_access_log": True,
@@ -145,11 +147,11 @@ async def serving(
         EngineError: it does not start, or its GPUs are full.
         KeyboardInterrupt: SIGINT or SIGTERM came before it answered.
     """
-    with prepare(settings.device), _interrupted(), listening:
+    with prepare(settings.device) as folder, _interrupted(), listening:
         with plain_errors():
             from vllm.entrypoints.launchers.api_server.entry import run_server_worker
 
-            arguments = server_arguments(settings, usage, name=name, token=token, more=more)
+            arguments = server_arguments(settings, usage, name=name, folder=folder, token=token, more=more)
         os.environ.pop(KEY_VARIABLE, None)  # vLLM would guard a part of its routes with it
         arguments.host, arguments.port = listening.getsockname()[:2]
         url = _url(arguments)

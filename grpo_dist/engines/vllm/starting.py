@@ -1,4 +1,4 @@
-"""What every start of vLLM needs: its environment, a folder for its sockets, and plain errors."""
+"""What every start of vLLM needs: its environment, a folder for its small files, and plain errors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from grpo_dist.errors import ConfigError, GrpoDistError
 
 
 def prepare(device: str) -> tempfile.TemporaryDirectory[str]:
-    """Set vLLM's environment before it is imported; returns the folder of its sockets, which vLLM never deletes."""
+    """Set vLLM's environment before it is imported; returns the folder of its sockets and its tokenizer."""
     quiet_environment(device)
     stay_on_loopback()  # the processes of an engine share a node
-    sockets = tempfile.TemporaryDirectory(prefix="grpo_dist-")
-    os.environ["VLLM_RPC_BASE_PATH"] = sockets.name
-    return sockets
+    folder = tempfile.TemporaryDirectory(prefix="grpo_dist-")  # vLLM itself would never delete its sockets
+    os.environ["VLLM_RPC_BASE_PATH"] = folder.name
+    return folder
 
 
 @contextlib.contextmanager

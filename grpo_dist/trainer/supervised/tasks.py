@@ -9,14 +9,16 @@ from typing import Any
 
 from grpo_dist.assets import TRAINED_MODEL_KEY
 from grpo_dist.assets.model_folder import ModelFolder, end_token_ids
+from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.config.schema_supervised import RewardModelTrainingConfig, SFTConfig, SupervisedConfig
 from grpo_dist.data.chat_rows import Chat, load_chats
 from grpo_dist.data.chat_tokens import chat_batch, tokenize_chats
+from grpo_dist.data.columns import unread_notes
 from grpo_dist.data.conversations import padding_id
 from grpo_dist.data.preference_tokens import preference_batch, tokenize_preferences
 from grpo_dist.data.preferences import LabelledSteps, Pair, load_preferences
 from grpo_dist.data.step_tokens import StepForm
-from grpo_dist.data.tokenize import check_token_ids, load_tokenizer, named_rows
+from grpo_dist.data.tokenize import check_token_ids, named_rows
 from grpo_dist.engines.settings import LabelSettings, PreferenceSettings, SFTSettings, TrainingSettings
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.protocol import DataProto
@@ -95,6 +97,7 @@ def load_rows(config: SupervisedConfig, model: ModelFolder) -> tuple[Rows, list[
         if model.vocab_size is not None:
             largest = ((each.location, max(int(column.max()) for column in each.columns)) for each in found[key])
             check_token_ids(largest, model.vocab_size, setting=f"{TRAINED_MODEL_KEY}={config.model.path}")
+        notes += unread_notes(key, [row for row in rows if isinstance(row, Chat)])
         if left_out:
             named = named_rows([row.location for row in left_out])
             notes.append(

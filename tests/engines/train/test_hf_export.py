@@ -115,10 +115,14 @@ def test_the_files_have_the_names_of_the_model_that_was_loaded(
 
     family, changes, lora = CASES[case]
     source = with_tokenizer(family, tmp_path / "source", random_models["tied"], **changes)
+    named = Path(source, "tokenizer_config.json")  # a class that transformers would build anew
+    named.write_text(json.dumps(json.loads(named.read_text()) | {"tokenizer_class": "GPT2Tokenizer"}))
     trained, _ = run_ranks(2, export, source, tmp_path, lora)
     names = set(load_file(Path(source, "model.safetensors")))
     for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         folder = tmp_path / dtype
+        written, read = (json.loads(Path(place, "tokenizer.json").read_text()) for place in (folder, source))
+        assert written == read
         files = sorted(folder.glob("*.safetensors"))
         assert [path.name for path in files] == [
             f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))

@@ -60,7 +60,7 @@ def resolved(settings: dict[str, Any]) -> dict[str, Any]:
     from grpo_dist.engines.settings import EngineSettings
     from grpo_dist.engines.vllm.arguments import engine_args
 
-    config = engine_args(EngineSettings(**settings)).create_engine_config()
+    config = engine_args(EngineSettings(**settings), folder="").create_engine_config()
     return {
         "device": config.device_config.device_type,
         "cuda_graphs": config.compilation_config.cudagraph_mode.name,

@@ -78,6 +78,27 @@ def test_what_a_request_says_is_kept() -> None:
     assert ask("/v1/messages", said)[1] == said | SAMPLED | {"stop_sequences": ["###"]}
 
 
+@pytest.mark.parametrize(
+    ("last", "more", "goes_on"),
+    [
+        ({"role": "assistant", "content": "Let me see:"}, {}, True),
+        ({"role": "assistant", "content": [{"type": "text", "text": "Let me see:"}]}, {}, True),
+        ({"role": "assistant", "content": "Let me see:"}, {"add_generation_prompt": True}, False),
+        ({"role": "assistant", "content": "Let me see:"}, {"continue_final_message": False}, False),
+        ({"role": "assistant", "content": "", "tool_calls": [{}]}, {}, False),
+        ({"role": "assistant", "content": "Let me see:", "tool_calls": [{}]}, {}, False),
+        (HELLO, {}, False),
+    ],
+)
+def test_the_policy_goes_on_from_a_begun_turn(last: Any, more: Any, goes_on: bool) -> None:
+    said = {"messages": [HELLO, last], **more}
+    for usage in (Usage(), USAGE):
+        filled = ask("/v1/chat/completions", said, usage=usage)[1]
+        assert filled.get("continue_final_message", False) is goes_on
+        assert filled.get("add_generation_prompt", True) is (not goes_on)
+    assert ask("/v1/messages", said, usage=Usage())[1] == said, "which has no such keys"
+
+
 def test_null_says_nothing() -> None:
     filled = ask("/v1/chat/completions", {"messages": [HELLO], "temperature": None, "stop": None, "max_tokens": None})[
         1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,8 @@ RUN = Usage(3, "Be brief.", {"enable_thinking": False}, {"temperature": 0.0, "ma
 
 def arguments(*more: str, usage: Usage = RUN, settings: EngineSettings = SETTINGS) -> Any:
     quiet_environment("cpu")
-    return server_arguments(settings, usage, name="policy", token="secret", more=more)
+    with tempfile.TemporaryDirectory() as folder:
+        return server_arguments(settings, usage, name="policy", folder=folder, token="secret", more=more)
 
 
 def test_the_engine_is_a_runs_and_the_server_vllms() -> None:
@@ -34,6 +36,7 @@ def test_the_engine_is_a_runs_and_the_server_vllms() -> None:
     assert (found.kv_cache_memory_bytes, found.max_num_seqs) == (0.0625 * 2**30, 64)
     assert found.served_model_name == ["policy"]
     assert found.default_chat_template_kwargs == {"enable_thinking": False}
+    assert found.chat_template_content_format == "string", "what templates see in training"
     assert found.middleware == ["grpo_dist.engines.vllm.front.Front"]
     assert (found.front.token, found.api_key) == ("secret", None)
     assert not found.disable_log_stats, "/metrics has nothing without them"
