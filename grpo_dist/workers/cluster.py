@@ -41,6 +41,8 @@ def connect(address: str | None, num_cpus: int | None) -> str:
         GrpoDistError: a local cluster cannot be started.
     """
     address = find_cluster(address)
+    # Ray would print the error of every call whose answer nobody waits for any more, before the run's own message.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if address == LOCAL:
         return _start_local(num_cpus)
     import ray
