@@ -22,8 +22,10 @@ from grpo_dist.errors import ConfigError, GrpoDistError
 
 LOCAL = "local"
 START_ATTEMPTS = 3
-# A running cluster accepts a connection at once.
+# A running cluster answers at once.
 CONNECT_TIMEOUT_S = 5.0
+# How a client of HTTP/2 begins, on which gRPC rests, and with it all of Ray's services: preface and empty settings.
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 
 
 def connect(address: str | None, num_cpus: int | None) -> str:
@@ -59,7 +61,7 @@ def connect(address: str | None, num_cpus: int | None) -> str:
 
 
 def find_cluster(address: str | None) -> str:
-    """The address of the run's Ray cluster, or `LOCAL`. Checks that HOST:PORT accepts connections.
+    """The address of the run's Ray cluster, or `LOCAL`. Checks that HOST:PORT answers.
 
     Args:
         address: as in `connect`.
@@ -96,7 +98,7 @@ def _other_token(address: str, error: Exception) -> ConfigError:
 
 
 def running_cluster() -> str | None:
-    """Address of the cluster that `ray start` started on this machine; None if its port accepts no connection."""
+    """Address of the cluster that `ray start` started on this machine; None if it does not answer."""
     note = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
     try:
         address = note.read_text().strip()
@@ -107,10 +109,29 @@ def running_cluster() -> str | None:
 
 
 def _check_answers(address: str) -> None:
-    """Raise OSError or ValueError unless HOST:PORT accepts a connection; Ray itself would retry for minutes."""
+    """Raise OSError or ValueError unless HOST:PORT answers; Ray itself would retry for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S):
-        pass
+    greet((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S)
+
+
+def greet(place: tuple[str, int], timeout_s: float) -> None:
+    """Greet a service of Ray and wait for its answer: the kernel takes a connection for a stopped process too.
+
+    Raises:
+        OSError: nobody is there, or does not answer within `timeout_s`.
+    """
+    with socket.create_connection(place, timeout=timeout_s) as connection:
+        with contextlib.suppress(ConnectionResetError):  # an answer too, of one who wants TLS
+            connection.sendall(GREETING)
+            connection.recv(1)
+
+
+def is_own() -> bool:
+    """Return whether this process has started the cluster that it is connected to."""
+    from ray._private import worker
+
+    node: Any = worker._global_node
+    return node is not None and node.is_head()
 
 
 def set_local_environment() -> None:

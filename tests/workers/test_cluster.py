@@ -13,9 +13,11 @@ import pytest
 import ray
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.workers.cluster import connect, running_cluster
+from grpo_dist.workers import cluster
+from grpo_dist.workers.cluster import connect, find_cluster, running_cluster
 from tests.messages import refuses, says
 from tests.processes import is_loopback
+from tests.workers.services import Service
 
 # A process of its own: what counts is that Ray is imported after `connect`, as in the main job.
 SCRIPT = """
@@ -79,14 +81,18 @@ def test_a_stale_note_is_no_cluster(ray_folder: Path, text: str) -> None:
     assert running_cluster() is None
 
 
-def test_a_note_whose_port_answers_is_one(ray_folder: Path) -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        note(ray_folder, address + "\n")
-        assert running_cluster() is None, "nobody listens yet"
-        server.listen()
-        assert running_cluster() == address
+def test_a_note_whose_port_answers_is_one(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "CONNECT_TIMEOUT_S", 0.1)
+    service = Service()
+    address = f"127.0.0.1:{service.place[1]}"
+    note(ray_folder, address + "\n")
+    assert running_cluster() == address
+    service.hangs = True
+    assert running_cluster() is None, "the kernel alone takes connections"
+    with refuses(ConfigError, f"ray_kwargs.ray_init.address={address}"):
+        find_cluster(address)
+    service.close()
+    assert running_cluster() is None
 
 
 @pytest.mark.parametrize("kind", [ray.exceptions.AuthenticationError, RuntimeError])
@@ -97,12 +103,11 @@ def test_a_cluster_with_another_token_is_named_with_the_way_in(
         raise kind("Unauthenticated: no token was found")
 
     monkeypatch.setattr(ray, "init", refused)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        with refuses(ConfigError, f"ray_kwargs.ray_init.address={address}", "RAY_AUTH_MODE=token", "~/.ray/auth_token"):
-            connect(address, None)
+    service = Service()
+    address = f"127.0.0.1:{service.place[1]}"
+    with refuses(ConfigError, f"ray_kwargs.ray_init.address={address}", "RAY_AUTH_MODE=token", "~/.ray/auth_token"):
+        connect(address, None)
+    service.close()
 
 
 def test_another_failure_of_ray_stays_what_it_is(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
