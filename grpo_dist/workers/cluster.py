@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,7 @@ def _start_local(num_cpus: int | None) -> str:
     set_local_environment()
     import ray
 
+    folder = str(_private_folder())
     adopt_orphans()  # workers whose raylet was killed can then be found and ended (ray_watch.py)
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
@@ -164,6 +166,7 @@ def _start_local(num_cpus: int | None) -> str:
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
+                    _temp_dir=folder,
                 )
             break
         except Exception as error:
@@ -172,6 +175,32 @@ def _start_local(num_cpus: int | None) -> str:
             if attempt == START_ATTEMPTS or "timed out during startup" not in str(error):
                 raise GrpoDistError(f"Ray could not be started on this machine: {error}") from error
     return "started a local Ray cluster on 127.0.0.1"
+
+
+def _private_folder() -> Path:
+    """Make the folder of this user's local clusters, in one that nobody else can enter: Ray opens its own to all users.
+
+    The names are short, because the paths of sockets have at most 107 bytes.
+
+    Raises:
+        ConfigError: it cannot be made, or there is something else in its place.
+    """
+    from ray._common.utils import get_default_system_temp_dir
+
+    private = Path(get_default_system_temp_dir(), f"ray-{os.geteuid()}").absolute()
+    try:
+        private.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise ConfigError(f"no folder for the local Ray cluster: {error}; set RAY_TMPDIR to another one") from None
+    found = private.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{private}: the local Ray cluster keeps its sockets and logs here, and this is not a folder that nobody "
+            f"but this user can enter. Remove it, or `chmod 700 {private}`, or set RAY_TMPDIR to another folder"
+        )
+    return private / "r"
 
 
 @contextlib.contextmanager
