@@ -7,7 +7,6 @@ interrupted.
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from grpo_dist.config.command import Command, Config
 from grpo_dist.config.load import load_command
 from grpo_dist.config.usage import usage
-from grpo_dist.errors import GrpoDistError, RayLost, Terminated, WorkerError
+from grpo_dist.errors import GrpoDistError, Interrupted, RayLost, WorkerError
 from grpo_dist.redact import redact_text
 from grpo_dist.registry import load_attribute
 
@@ -65,20 +64,21 @@ def run_command(
             sys.stdout.flush()
         from grpo_dist.trainer.run import run  # its imports are slow, so only after the config was checked
 
-        def on_ray_lost(error: RayLost) -> None:
+        def on_forced_end(error: RayLost | Interrupted) -> None:
             _report(error)
-            _tell_how_to_go_on(command, overrides, error.checkpoint, config)
+            if isinstance(error, RayLost) or error.checkpoint is not None:
+                _tell_how_to_go_on(command, overrides, error.checkpoint, config)
 
-        run(config, load_attribute(job, key="job"), on_ray_lost=on_ray_lost)
+        run(config, load_attribute(job, key="job"), on_forced_end=on_forced_end)
+    except Interrupted as interrupt:
+        on_forced_end(interrupt)
+        return interrupt.exit_code
     except GrpoDistError as error:
         _report(error)
         return error.exit_code
-    except KeyboardInterrupt as interrupt:
-        number = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
-        sys.stderr.write(f"\nstopped by {number.name}\n")
-        if (checkpoint := getattr(interrupt, "checkpoint", None)) is not None:
-            _tell_how_to_go_on(command, overrides, checkpoint, config)
-        return 128 + number
+    except KeyboardInterrupt:  # before the run listens to signals
+        _report(Interrupted())
+        return Interrupted.exit_code
     return 0
 
 
@@ -107,9 +107,12 @@ def _rehearse(config: Config, job: Job[Config]) -> None:
     build_models(job.models(config), config.device, tell)
 
 
-def _report(error: GrpoDistError) -> None:
-    """Print what failed and where, with the traceback of a worker's exception."""
-    lines = [f"error: {error}", *(f"  {note}" for note in getattr(error, "__notes__", []))]
+def _report(error: GrpoDistError | Interrupted) -> None:
+    """Print what ended the run and where, with the traceback of a worker's exception."""
+    lines = [
+        f"{'' if isinstance(error, Interrupted) else 'error: '}{error}",
+        *(f"  {note}" for note in getattr(error, "__notes__", [])),
+    ]
     if isinstance(error, WorkerError) and error.remote_traceback:
         lines += ["", error.remote_traceback.strip()]
     sys.stderr.write("\n" + "\n".join(lines) + "\n")

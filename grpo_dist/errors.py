@@ -38,11 +38,20 @@ class Interrupted(KeyboardInterrupt):
         checkpoint: the checkpoint from which the same command goes on; None: there is none.
     """
 
+    exit_code = 130
     checkpoint: Path | None = None
+
+    def __str__(self) -> str:
+        return "stopped by SIGINT"
 
 
 class Terminated(Interrupted):
     """SIGTERM. It ends the run in the same way as Ctrl-C."""
+
+    exit_code = 143
+
+    def __str__(self) -> str:
+        return "stopped by SIGTERM"
 
 
 class GrpoDistError(Exception):

@@ -1,4 +1,4 @@
-"""A process that outlives its worker only to end whatever the worker has started.
+"""Processes that outlive their worker only to end whatever the worker has started.
 
 `supervised()` forks: the child goes on as the worker, the parent stays behind as its supervisor. When the worker has
 ended, in whatever way, or when the supervisor is told to end (SIGTERM, which the kernel also sends when the process
@@ -6,7 +6,9 @@ that started it is gone), it kills all descendants and ends as the worker did. D
 daemons of their own are among them: the supervisor is their subreaper (Linux, `man 2 prctl`), so that they cannot be
 orphaned away from it.
 
-Not covered: a supervisor that is itself killed by SIGKILL. Its worker then dies too, the worker's subprocesses do not.
+There are two, the second one a child of the first, since a supervisor may be killed too: a Ray worker that ends kills
+its direct children (SIGKILL). If the first one is killed, the second one is told; if the second one is, the first one
+adopts what is left. Worker and supervisors are sessions of their own, so that no signal to a group reaches two of them.
 """
 
 from __future__ import annotations
@@ -24,35 +26,44 @@ _AWAITED = {signal.SIGCHLD, signal.SIGTERM}
 
 
 def supervised(keep: int) -> None:
-    """Return in a new child process, the worker; this process becomes its supervisor and does not return.
+    """Return in a new process, the worker; this process becomes its first supervisor and does not return.
 
     To be called before there are threads.
 
     Args:
         keep: file descriptor that belongs to the worker alone, beside its standard streams.
     """
-    signal_at_parents_end(signal.SIGTERM)
-    adopt_orphans()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
-    worker = os.fork()
-    if worker == 0:
-        signal_at_parents_end(signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    signal_at_parents_end(signal.SIGTERM)
+    _stay_behind(keep, signal.SIGTERM)
+    _stay_behind(keep, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _stay_behind(keep: int, at_its_end: int) -> None:
+    """Return in a child, which gets the signal `at_its_end` when this process, its supervisor, has ended."""
+    adopt_orphans()
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        signal_at_parents_end(at_its_end)
+        if os.getppid() != parent:  # it had already ended
+            os._exit(1)
+        os.setsid()
         return
     os.close(keep)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):  # whoever reads them learns when the worker has closed them
         os.dup2(nowhere, stream)
-    status = _wait_for(worker)
+    status = _wait_for(child)
     _kill_children(time.monotonic() + END_S)
     _end_as(status)
 
 
-def _wait_for(worker: int) -> int:
-    """The worker's wait status; that of a killed one where the supervisor is to end first."""
+def _wait_for(child: int) -> int:
+    """Wait for the child; its wait status, or that of a killed one where the supervisor is to end first."""
     while signal.sigwait(_AWAITED) != signal.SIGTERM:
         for process, status in _reaped():
-            if process == worker:
+            if process == child:
                 return status
     return int(signal.SIGKILL)
 

@@ -63,10 +63,10 @@ def test_a_key_of_one_command_is_not_taken_by_another(capsys: pytest.CaptureFixt
 def ends(error: BaseException | None, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> int:
     """The exit code of a run that ends so."""
 
-    def run(config: Any, job: Any, on_ray_lost: Any) -> None:
+    def run(config: Any, job: Any, on_forced_end: Any) -> None:
         assert job.command is REWARD_MODEL
         if isinstance(error, RayLost):
-            on_ray_lost(error)
+            on_forced_end(error)
         if error is not None:
             raise error
 

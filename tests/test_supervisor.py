@@ -1,7 +1,6 @@
 """Nothing that a reward function has started outlives its process."""
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ import pytest
 
 from grpo_dist.rewards.forms import Failure, Sample
 from grpo_dist.rewards.scorer import Scorer
+from grpo_dist.workers.process import Process
+from tests.processes import spawned
 
 STARTING = """
 import os, subprocess, time
@@ -22,7 +23,7 @@ HOW = {
 }
 
 def compute_score(data_source, solution_str, ground_truth, extra_info, fifo):
-    how, end = solution_str.split()
+    how, end = solution_str.split(maxsplit=1)
     with open(fifo, "wb") as held:
         process = subprocess.Popen(HOW[how], stdin=subprocess.DEVNULL, stdout=held, stderr=subprocess.DEVNULL)
     if how == "daemon":
@@ -31,17 +32,28 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, fifo):
         time.sleep(1000)
     if end == "exits":
         os._exit(3)
+    if end == "kills its group":
+        os.killpg(0, 9)
     return 1.0
 """
 PARENT = """
-import os, sys
+import os, psutil, sys
 from grpo_dist.rewards.forms import Sample
 from grpo_dist.rewards.scorer import Scorer
 
 scorer = Scorer(sys.argv[1], "compute_score", {"fifo": sys.argv[2]}, timeout_s=60.0)
 scorer.score([Sample("daemon returns", "source", "truth", {}, [])])
-os.kill(os.getpid(), 9)
+me = psutil.Process()
+(outer,) = me.children()
+(inner,) = outer.children()
 """
+# What the parent does last, without stopping the scorer.
+ENDS = {
+    "it is killed": "me.kill()",
+    "it kills its children, as a Ray worker does": "outer.kill(); os._exit(0)",
+    "the inner supervisor is killed": "inner.kill(); sys.stdin.read()",
+    "the outer supervisor is killed": "outer.kill(); sys.stdin.read()",
+}
 
 
 @pytest.fixture
@@ -58,7 +70,7 @@ def starting(tmp_path: Path) -> Iterator[tuple[str, str, int]]:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", ["child", "session", "daemon"])
-@pytest.mark.parametrize("end", ["returns", "hangs", "exits"])
+@pytest.mark.parametrize("end", ["returns", "hangs", "exits", "kills its group"])
 def test_what_the_function_has_started_ends_with_it(starting: tuple[str, str, int], how: str, end: str) -> None:
     file, fifo, held = starting
     scorer = Scorer(file, "compute_score", {"fifo": fifo}, timeout_s=3.0 if end == "hangs" else 60.0)
@@ -71,8 +83,28 @@ def test_what_the_function_has_started_ends_with_it(starting: tuple[str, str, in
 
 
 @pytest.mark.timeout(120)
-def test_it_ends_with_a_parent_that_is_killed(starting: tuple[str, str, int]) -> None:
+@pytest.mark.parametrize("end", ENDS)
+def test_it_ends_with_the_parent_and_with_either_supervisor(starting: tuple[str, str, int], end: str) -> None:
     file, fifo, held = starting
-    parent = subprocess.run([sys.executable, "-c", PARENT, file, fifo], check=False)
-    assert parent.returncode == -signal.SIGKILL
-    assert os.read(held, 1) == b""
+    script = PARENT + ENDS[end]
+    parent = subprocess.Popen([sys.executable, "-c", script, file, fifo], stdin=subprocess.PIPE)
+    assert os.read(held, 1) == b"", "nobody holds the pipe any more"
+    parent.communicate()
+
+
+class Host(Process):
+    """A Ray worker that scores a response whose scorer starts a daemon."""
+
+    def score(self, file: str, fifo: str) -> int:
+        self.scorer = Scorer(file, "compute_score", {"fifo": fifo}, timeout_s=60.0)
+        return len(self.scorer.score([Sample("daemon returns", "source", "truth", {}, [])]))
+
+
+@pytest.mark.ray
+def test_it_ends_with_a_ray_worker_that_is_killed(local_ray: None, starting: tuple[str, str, int]) -> None:
+    """Ray has the worker kill its direct children first."""
+    file, fifo, held = starting
+    with spawned("reward", Host, [()]) as workers:
+        assert workers.call(0, "score", "score", file, fifo) == 1
+        workers.kill()
+    assert os.read(held, 1) == b"", "nobody holds the pipe any more"

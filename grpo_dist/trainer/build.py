@@ -46,6 +46,7 @@ from grpo_dist.trainer.settings import (
     value_settings,
 )
 from grpo_dist.trainer.trainer import GRPOTrainer
+from grpo_dist.workers.cluster import is_own
 from grpo_dist.workers.event_loop import blocking, run
 from grpo_dist.workers.gang import ActorGroup, CriticGroup, ReferenceGroup, find_model
 from grpo_dist.workers.nodes import Nodes
@@ -86,7 +87,7 @@ class Workers(RoleProcesses):
             config.trainer.record_dir.absolute(),
             env={"rollout": _thread_environment(self.place)},
             concurrency={"rollout": MAX_PROMPTS_IN_FLIGHT},
-            nodes=Nodes(config.trainer.node_wait_minutes, functools.partial(say, config)),
+            nodes=Nodes(config.trainer.node_wait_minutes, functools.partial(say, config), own=is_own()),
             again=again,
         )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Generic
 from grpo_dist.config.command import Command, Config
 from grpo_dist.config.halved import halved
 from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.errors import DataLost, GrpoDistError, OutOfMemory, RayLost, WorkerError, WorkerLost
+from grpo_dist.errors import DataLost, GrpoDistError, Interrupted, OutOfMemory, RayLost, WorkerError, WorkerLost
 from grpo_dist.tracking.jsonl import FILE_NAME as METRICS
 from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.tracking.summary import format_summary
@@ -51,26 +52,32 @@ class Job(Generic[Config]):
     models: Callable[[Config], list[ModelSettings]]
 
 
-def show(error: RayLost) -> None:
-    """Say that Ray is lost."""
-    sys.stderr.write(f"\nerror: {error}\n")
+# Ray's shutdown takes a second or two, and for ever if a process of Ray hangs: after so many seconds those of a local
+# cluster are killed, which ends it, and after twice as many so does this process.
+DISCONNECT_S = 10.0
+
+
+def show(error: RayLost | Interrupted) -> None:
+    """Say what ends the process."""
+    sys.stderr.write(f"\n{error}\n")
 
 
 def run(
     config: Config,
     job: Job[Config],
     on_step: StepCallback | None = None,
-    on_ray_lost: Callable[[RayLost], None] = show,
+    on_forced_end: Callable[[RayLost | Interrupted], None] = show,
 ) -> None:
     """Train as the config says, until done or interrupted.
 
-    If Ray itself is lost, this process ends with `RayLost.exit_code`: whatever still calls Ray hangs.
+    If Ray itself is lost or hangs, this process ends, since whatever still calls Ray hangs: with the exit code of
+    RayLost, or of Interrupted if a signal has come before.
 
     Args:
         config: of the run.
         job: the command's own part.
         on_step: called with step and metrics after each training step; what is true ends the training there.
-        on_ray_lost: called before that end, in another thread.
+        on_forced_end: called before that end, in another thread.
 
     Raises:
         GrpoDistError: the run failed; see errors.py.
@@ -78,7 +85,7 @@ def run(
     """
     preemption = Preemption()
     try:
-        _run(config, job, preemption, on_step, on_ray_lost)
+        _run(config, job, preemption, on_step, on_forced_end)
     except KeyboardInterrupt:
         if preemption.asked:
             raise preemption.interrupt() from None
@@ -90,7 +97,7 @@ def _run(
     job: Job[Config],
     preemption: Preemption,
     on_step: StepCallback | None,
-    on_ray_lost: Callable[[RayLost], None],
+    on_forced_end: Callable[[RayLost | Interrupted], None],
 ) -> None:
     """Check what can be checked without Ray, then train. Every process is ended, also after an error."""
     started = time.monotonic()
@@ -105,13 +112,17 @@ def _run(
         preemption.listen()
         stack.enter_context(run_lock(run_dir))
         write_config(config, run_dir)
-        stack.callback(_disconnect, preemption)
+        checkpoints = Path(config.trainer.default_local_dir).absolute()
+        force = functools.partial(_end_by_force, checkpoints, preemption, on_forced_end)
+        stack.callback(_disconnect, preemption, force)
         message = connect(config.ray_kwargs.ray_init.address, config.ray_kwargs.ray_init.num_cpus)
         preemption.listen()  # again: Ray's own handler, put in its place, aborts the process
         say(config, f"{message}; run directory: {run_dir}")
         for note in ready.notes:
             say(config, note)
-        stack.enter_context(_ending_without_ray(config, preemption, on_ray_lost))
+        from grpo_dist.workers.ray_watch import watching  # imports Ray
+
+        stack.enter_context(watching(force))
         first_step = _train(config, job, run_dir, preemption, ready, on_step)
     if config.trainer.console:
         hf_model = run_dir / EXPORTED if config.trainer.export_hf_model and not config.trainer.val_only else None
@@ -120,27 +131,34 @@ def _run(
         sys.stdout.write(format_summary(rows, run_dir=run_dir, seconds=seconds, hf_model=hf_model) + "\n")
 
 
-@contextlib.contextmanager
-def _ending_without_ray(config: JobConfig, preemption: Preemption, tell: Callable[[RayLost], None]) -> Iterator[None]:
-    """End this process if Ray is lost."""
-    from grpo_dist.workers.ray_watch import kill_ray, watching
+def _end_by_force(
+    checkpoints: Path,
+    preemption: Preemption,
+    tell: Callable[[RayLost | Interrupted], None],
+    what: str,
+    failure: BaseException | None = None,
+) -> None:
+    """End this process and those of a local cluster, because `what` of Ray is lost or hangs.
 
-    def end(what: str) -> None:
-        if preemption.asked:  # the signal went to Ray too
-            return
-        error = RayLost(
-            f"{what} does not answer any more: it was killed (out of memory, `ray stop`), or its machine is lost. The "
-            "run ends, since it cannot go on without it; started again it goes on from its last checkpoint. Where the "
-            "cluster is not this run's own (ray_kwargs.ray_init.address), start Ray again first (`ray start --head`)"
-        )
-        error.checkpoint = last_checkpoint(Path(config.trainer.default_local_dir).absolute())
-        tell(error)
-        sys.stderr.flush()
-        kill_ray()
-        os._exit(error.exit_code)
+    `failure` is what the run had ended with before.
+    """
+    from grpo_dist.workers.ray_watch import kill_ray
 
-    with watching(end):
-        yield
+    error: RayLost | Interrupted = RayLost(
+        f"{what} does not answer any more: it hangs, was killed (out of memory, `ray stop`), or its machine is lost. "
+        "The run ends, since it cannot go on without it; started again it goes on from its last checkpoint. Where the "
+        "cluster is not this run's own (ray_kwargs.ray_init.address), start Ray again first (`ray start --head`)"
+    )
+    if preemption.asked:
+        sys.stderr.write(f"\n{preemption.name}: {what} does not answer any more, so nothing more could be saved\n")
+        error = preemption.interrupt()
+    elif failure is not None:
+        error.add_note(f"before that the run had ended with {type(failure).__name__}: {failure}")
+    error.checkpoint = last_checkpoint(checkpoints)
+    tell(error)
+    sys.stderr.flush()
+    kill_ray()
+    os._exit(error.exit_code)
 
 
 def _train(
@@ -229,8 +247,20 @@ def _tell_memory(config: JobConfig, workers: RoleProcesses) -> None:
     say(config, "peak memory, GiB: " + ", ".join(f"{k.partition('memory_')[2]} {v:.2f}" for k, v in memory.items()))
 
 
-def _disconnect(preemption: Preemption) -> None:
+def _disconnect(preemption: Preemption, force: Callable[..., None]) -> None:
+    """Leave Ray, or end the local cluster, whether it answers or not."""
     import ray
 
+    from grpo_dist.workers.ray_watch import kill_ray
+
     preemption.ignore()
-    ray.shutdown()
+    last = ["the Ray cluster", sys.exception()]
+    limits = [threading.Timer(DISCONNECT_S, kill_ray), threading.Timer(2 * DISCONNECT_S, force, last)]
+    for each in limits:
+        each.daemon = True
+        each.start()
+    try:
+        ray.shutdown()
+    finally:
+        for each in limits:
+            each.cancel()

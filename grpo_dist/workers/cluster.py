@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from grpo_dist.errors import ConfigError, GrpoDistError
 
 LOCAL = "local"
 START_ATTEMPTS = 3
-# A running cluster accepts a connection at once.
+# A running cluster answers at once.
 CONNECT_TIMEOUT_S = 5.0
+# How a client of HTTP/2 begins, on which gRPC rests, and with it all of Ray's services: preface and empty settings.
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 
 
 def connect(address: str | None, num_cpus: int | None) -> str:
@@ -41,6 +44,8 @@ def connect(address: str | None, num_cpus: int | None) -> str:
         GrpoDistError: a local cluster cannot be started.
     """
     address = find_cluster(address)
+    # Ray would print the error of every call whose answer nobody waits for any more, before the run's own message.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if address == LOCAL:
         return _start_local(num_cpus)
     import ray
@@ -57,7 +62,7 @@ def connect(address: str | None, num_cpus: int | None) -> str:
 
 
 def find_cluster(address: str | None) -> str:
-    """The address of the run's Ray cluster, or `LOCAL`. Checks that HOST:PORT accepts connections.
+    """The address of the run's Ray cluster, or `LOCAL`. Checks that HOST:PORT answers.
 
     Args:
         address: as in `connect`.
@@ -94,7 +99,7 @@ def _other_token(address: str, error: Exception) -> ConfigError:
 
 
 def running_cluster() -> str | None:
-    """Address of the cluster that `ray start` started on this machine; None if its port accepts no connection."""
+    """Address of the cluster that `ray start` started on this machine; None if it does not answer."""
     note = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
     try:
         address = note.read_text().strip()
@@ -105,10 +110,29 @@ def running_cluster() -> str | None:
 
 
 def _check_answers(address: str) -> None:
-    """Raise OSError or ValueError unless HOST:PORT accepts a connection; Ray itself would retry for minutes."""
+    """Raise OSError or ValueError unless HOST:PORT answers; Ray itself would retry for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S):
-        pass
+    greet((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S)
+
+
+def greet(place: tuple[str, int], timeout_s: float) -> None:
+    """Greet a service of Ray and wait for its answer: the kernel takes a connection for a stopped process too.
+
+    Raises:
+        OSError: nobody is there, or does not answer within `timeout_s`.
+    """
+    with socket.create_connection(place, timeout=timeout_s) as connection:
+        with contextlib.suppress(ConnectionResetError):  # an answer too, of one who wants TLS
+            connection.sendall(GREETING)
+            connection.recv(1)
+
+
+def is_own() -> bool:
+    """Return whether this process has started the cluster that it is connected to."""
+    from ray._private import worker
+
+    node: Any = worker._global_node
+    return node is not None and node.is_head()
 
 
 def set_local_environment() -> None:
@@ -131,6 +155,7 @@ def _start_local(num_cpus: int | None) -> str:
     set_local_environment()
     import ray
 
+    folder = str(_private_folder())
     adopt_orphans()  # workers whose raylet was killed can then be found and ended (ray_watch.py)
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
@@ -141,6 +166,7 @@ def _start_local(num_cpus: int | None) -> str:
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
+                    _temp_dir=folder,
                 )
             break
         except Exception as error:
@@ -149,6 +175,32 @@ def _start_local(num_cpus: int | None) -> str:
             if attempt == START_ATTEMPTS or "timed out during startup" not in str(error):
                 raise GrpoDistError(f"Ray could not be started on this machine: {error}") from error
     return "started a local Ray cluster on 127.0.0.1"
+
+
+def _private_folder() -> Path:
+    """Make the folder of this user's local clusters, in one that nobody else can enter: Ray opens its own to all users.
+
+    The names are short, because the paths of sockets have at most 107 bytes.
+
+    Raises:
+        ConfigError: it cannot be made, or there is something else in its place.
+    """
+    from ray._common.utils import get_default_system_temp_dir
+
+    private = Path(get_default_system_temp_dir(), f"ray-{os.geteuid()}").absolute()
+    try:
+        private.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise ConfigError(f"no folder for the local Ray cluster: {error}; set RAY_TMPDIR to another one") from None
+    found = private.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{private}: the local Ray cluster keeps its sockets and logs here, and this is not a folder that nobody "
+            f"but this user can enter. Remove it, or `chmod 700 {private}`, or set RAY_TMPDIR to another folder"
+        )
+    return private / "r"
 
 
 @contextlib.contextmanager

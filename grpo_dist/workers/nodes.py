@@ -9,7 +9,6 @@ for another node for the placement groups that were on it, and a worker is start
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from grpo_dist.errors import ConfigError, GrpoDistError
+from grpo_dist.workers.cluster import greet
 from grpo_dist.workers.resources import Bundle, amounts, is_placed, machine_sizes, release, requested, reserve
 
 if TYPE_CHECKING:
     from grpo_dist.config.node_layout import Slot
 
-# A live node accepts a connection at once.
+# A live node answers at once.
 CONNECT_TIMEOUT_S = 5.0
 # Ray's health check, as it is set by default, calls a silent node dead after 65 s.
 VERDICT_TIMEOUT_S = 120.0
@@ -32,6 +32,8 @@ PATIENT_POLL_S = 5.0
 # Ray has found a node with room by then, if there is one.
 RESCHEDULED_S = 10.0
 WAIT_KEY = "trainer.node_wait_minutes"
+# In the run's own cluster, to which no other machine comes: what is killed leaves its room in that time.
+OWN_WAIT_MINUTES = 1.0
 
 
 class Nodes:
@@ -40,13 +42,17 @@ class Nodes:
     Args:
         wait_minutes: how long a role without a single process waits for a node with room.
         tell: called with a line for the user when such a wait begins.
+        own: whether the cluster is the run's own, this machine alone: then it does not wait for another one.
 
     Attributes:
         give_way: called when a role that is required waits for room: whoever is not required leaves theirs.
     """
 
-    def __init__(self, wait_minutes: float = 0.0, tell: Callable[[str], None] = lambda line: None) -> None:
-        self.wait_minutes, self.tell, self._closed = wait_minutes, tell, False
+    def __init__(
+        self, wait_minutes: float = 0.0, tell: Callable[[str], None] = lambda line: None, *, own: bool = False
+    ) -> None:
+        self.wait_minutes = min(wait_minutes, OWN_WAIT_MINUTES) if own else wait_minutes
+        self.tell, self.own, self._closed = tell, own, False
         self.give_way: list[Callable[[], None]] = []
 
     def close(self) -> None:
@@ -103,7 +109,8 @@ class Nodes:
         patience, told = max(60 * self.wait_minutes, RESCHEDULED_S), not required
         while not all([await self.has_room(bundle) for bundle in bundles]):
             if not told and time.monotonic() - begun > RESCHEDULED_S / 2:
-                self.tell(f"{_needs(role, bundles)}: waiting for a machine with room; {await self._situation()}")
+                if not self.own:
+                    self.tell(f"{_needs(role, bundles)}: waiting for a machine with room; {await self._situation()}")
                 told = True
                 for give_way in () if others() else self.give_way:
                     give_way()
@@ -131,6 +138,11 @@ class Nodes:
         return f"machines lost: {lost}; there: {there}"
 
     async def _no_room(self, needs: str) -> GrpoDistError:
+        if self.own:
+            return GrpoDistError(
+                f"this machine has had no room for {needs} for {self.wait_minutes:g} minutes, and to the run's own "
+                "cluster no other one comes. Start the same command again: it goes on from the last checkpoint"
+            )
         return GrpoDistError(
             f"no machine has room in place of a lost one, {WAIT_KEY}={self.wait_minutes:g} minutes after it was lost: "
             f"{needs}; {await self._situation()}. Start Ray on another machine (`ray start --address=...`) or ask for "
@@ -148,13 +160,10 @@ def _needs(role: str, bundles: Sequence[Bundle]) -> str:
 
 
 async def _answers(node: Mapping[str, Any]) -> bool:
-    """Whether a node accepts a connection."""
-    opening = asyncio.open_connection(node["NodeManagerAddress"], node["NodeManagerPort"])
+    """Whether a node answers."""
+    place = node["NodeManagerAddress"], node["NodeManagerPort"]
     try:
-        _, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT_S)
-    except (OSError, TimeoutError):
+        await asyncio.to_thread(greet, place, CONNECT_TIMEOUT_S)
+    except OSError:
         return False
-    writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
     return True

@@ -54,7 +54,7 @@ class Member:
 
 
 @dataclass(order=True)
-class _Waiting:
+class Waiting:
     """A request, ordered by its place in the queue."""
 
     later: bool
@@ -88,7 +88,7 @@ class Pool:
             len(workers)
         )  # `Member.load` by rank, as an array for speed: there may be hundreds of workers
         self._homes: dict[Hashable, int] = {}
-        self._queue: list[_Waiting] = []
+        self._queue: list[Waiting] = []
         self._order = itertools.count()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._starts: dict[int, asyncio.Task[None]] = {}
@@ -301,7 +301,7 @@ class Pool:
         later, number = not first, next(self._order)
         while self._failure is None:
             sent = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._queue, _Waiting(later, number, send, size, key, take_in, sent))
+            heapq.heappush(self._queue, Waiting(later, number, send, size, key, take_in, sent))
             self._grant()
             try:
                 _, answered = await sent
@@ -342,7 +342,7 @@ class Pool:
             call = waiting.send(rank)
             waiting.sent.set_result((call, self.spawn(self._answered(call, self.members[rank], waiting))))
 
-    async def _answered(self, call: Call, member: Member, waiting: _Waiting) -> Any:
+    async def _answered(self, call: Call, member: Member, waiting: Waiting) -> Any:
         """Wait for the answer even if the caller was cancelled, since the worker's capacity is taken until then."""
         try:
             return self._taken_in(call, waiting.take_in, await call.answer())

@@ -1,4 +1,4 @@
-"""Notices that Ray itself is lost: its control service (GCS), or the raylet of the driver's machine.
+"""Notices that Ray itself is lost or hangs: its control service (GCS), or the raylet of the driver's machine.
 
 Without the control service Ray's calls hang, and after a minute Ray ends the driver with a text of its own. Without the
 raylet calls fail one after the other, and the workers that were its children stay behind. So do workers on other
@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 
 import psutil
 import ray
 
-# Checks in a row that fail before something counts as lost: several seconds, and half a minute where a whole machine
-# is gone. Counted and not timed, because the driver itself may have been stopped meanwhile.
+from grpo_dist.workers.cluster import greet
+
+# Checks in a row that fail before something counts as lost: several seconds, and half a minute where it hangs or its
+# whole machine is gone. Counted and not timed, because the driver itself may have been stopped meanwhile.
 FAILED_CHECKS = 8
-PERIOD_S, CONNECT_TIMEOUT_S = 1.0, 2.0
+PERIOD_S, ANSWER_TIMEOUT_S = 1.0, 2.0
 # Of workers, since there may be hundreds.
 WORKER_PERIOD_S = 5.0
 
@@ -94,7 +95,7 @@ def kill_ray() -> None:
 
 def _answers(place: tuple[str, int]) -> bool:
     try:
-        with socket.create_connection(place, timeout=CONNECT_TIMEOUT_S):
-            return True
+        greet(place, ANSWER_TIMEOUT_S)
     except OSError:
         return False
+    return True

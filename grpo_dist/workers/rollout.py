@@ -21,6 +21,7 @@ from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.engines.base import EngineLoad, Footprint, Response, RolloutEngine, check_responses, rollout_engine
 from grpo_dist.engines.settings import EngineSettings, GroupAddress, SamplingSettings
 from grpo_dist.errors import AgentError
+from grpo_dist.keeper import watch
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.output_lines import printing_to
@@ -59,6 +60,7 @@ class RolloutWorker(Mailbox, Process):
         self.engine = engine(replace(settings, model_path=self.find_model(settings.model_path)))
         taken = await self.engine.start()
         if settings.agent is not None:
+            watch()  # what agents start ends with this process
             await self._start_agent()
         return taken
 

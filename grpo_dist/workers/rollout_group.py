@@ -25,7 +25,7 @@ from grpo_dist.errors import EngineError, GrpoDistError, WeightSyncError, Worker
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.call import Call
 from grpo_dist.workers.group import WorkerGroup
-from grpo_dist.workers.pool import Member, Pool
+from grpo_dist.workers.pool import Member, Pool, Waiting
 from grpo_dist.workers.restarts import RestartBudget
 from grpo_dist.workers.reward import Task
 from grpo_dist.workers.weight_transport import Outcomes, outcomes
@@ -146,11 +146,16 @@ class RolloutGroup(Pool):
                 return call.handle(label)
             if call not in self._aborted:  # not repeated on this engine, which might abort it again for ever
                 raise self._aborted_by_engine(call.rank, uid)
-            self._aborted.discard(call)
             return None
 
         abort = functools.partial(self._abort, uid)
         return await self.ask(send, take_in, size=sampling.n, key=prompt.tobytes(), first=first, give_up=abort)
+
+    async def _answered(self, call: Call, member: Member, waiting: Waiting) -> Any:
+        try:
+            return await super()._answered(call, member, waiting)
+        finally:
+            self._aborted.discard(call)  # however it has ended: a call that is kept pins its responses
 
     def _abort(self, uid: str, call: Call) -> None:
         self._aborted.add(call)

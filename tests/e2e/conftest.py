@@ -16,7 +16,7 @@ def shared_ray(local_ray: None) -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "connect", lambda *address: "joined the cluster of the tests")
-        patch.setattr(run, "_disconnect", lambda preemption: None)
+        patch.setattr(run, "_disconnect", lambda *given: None)
         yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

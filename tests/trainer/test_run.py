@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from grpo_dist.trainer import run
 from grpo_dist.trainer.checks import Ready
 from grpo_dist.trainer.grpo import GRPO_JOB
 from grpo_dist.trainer.preemption import Preemption
+from grpo_dist.workers import ray_watch
 from tests.messages import refuses, says
 from tests.trainer.checkpoints import finished_run
 
@@ -207,3 +210,51 @@ def test_a_run_that_is_told_to_end_is_not_started_again(
         run._train(load_config([])[0], job(lambda *args: made), Path(), preemption, NOTHING, None)
     assert not preemption.held
     says(capsys.readouterr().err, "SIGTERM", "no checkpoint", "actor worker 0")
+
+
+# --- the end --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ends_with", ["the local cluster's processes", "this process"])
+def test_a_ray_that_hangs_holds_nobody_up_at_the_end(ends_with: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes are killed, which are none in a cluster of others; then this one ends, and says how the run did."""
+    gone, did = threading.Event(), list[Any]()
+
+    def kill_ray() -> None:
+        did.append("killed")
+        if ends_with == "the local cluster's processes":
+            gone.set()
+
+    def force(*what: Any) -> None:
+        did.append(what)
+        gone.set()
+
+    monkeypatch.setattr(run, "DISCONNECT_S", 0.05)
+    monkeypatch.setattr(ray_watch, "kill_ray", kill_ray)
+    monkeypatch.setattr("ray.shutdown", gone.wait)
+    stack, ignore = ExitStack(), SimpleNamespace(ignore=lambda: did.append("ignores signals"))
+    stack.callback(run._disconnect, ignore, force)
+    with pytest.raises(WorkerLost), stack:
+        raise LOST
+    forced = [] if ends_with == "the local cluster's processes" else [("the Ray cluster", LOST)]
+    assert did == ["ignores signals", "killed", *forced]
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGINT, signal.SIGTERM])
+def test_an_end_by_force_tells_what_a_run_tells_and_has_its_exit_code(
+    number: signal.Signals | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "global_step_4").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    codes, told = list[int](), list[Any]()
+    monkeypatch.setattr("os._exit", codes.append)
+    monkeypatch.setattr(ray_watch, "kill_ray", lambda: None)
+    preemption = Preemption()
+    preemption.number = number
+    run._end_by_force(tmp_path, preemption, told.append, "raylet", LOST)
+    (error,) = told
+    assert codes == [3 if number is None else 128 + number]
+    assert error.checkpoint == tmp_path / "global_step_4"
+    if number is None:
+        says("\n".join([str(error), *error.__notes__]), "raylet", "ray_kwargs.ray_init.address", "actor worker 0")
+    else:
+        says(error, number.name)
+        says(capsys.readouterr().err, number.name, "raylet")

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,9 +13,11 @@ import pytest
 import ray
 
 from grpo_dist.errors import ConfigError
-from grpo_dist.workers.cluster import connect, running_cluster
+from grpo_dist.workers import cluster
+from grpo_dist.workers.cluster import connect, find_cluster, running_cluster
 from tests.messages import refuses, says
 from tests.processes import is_loopback
+from tests.workers.services import Service
 
 # A process of its own: what counts is that Ray is imported after `connect`, as in the main job.
 SCRIPT = """
@@ -42,13 +44,14 @@ for p in (me, *me.children(recursive=True)):
     except (psutil.Error, ProcessLookupError):  # it has ended meanwhile
         continue
 cpus = ray.cluster_resources()["CPU"]
+session = ray._private.worker._global_node.get_session_dir_path()
 ray.shutdown()
 start, refusal = time.monotonic(), None
 try:
     connect("127.0.0.1:1", None)
 except ConfigError as error:
     refusal = str(error)
-print(json.dumps([said, nice, listening, beside, cpus, refusal, time.monotonic() - start]))
+print(json.dumps([said, nice, listening, beside, cpus, refusal, time.monotonic() - start, session]))
 """
 
 
@@ -79,14 +82,18 @@ def test_a_stale_note_is_no_cluster(ray_folder: Path, text: str) -> None:
     assert running_cluster() is None
 
 
-def test_a_note_whose_port_answers_is_one(ray_folder: Path) -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        note(ray_folder, address + "\n")
-        assert running_cluster() is None, "nobody listens yet"
-        server.listen()
-        assert running_cluster() == address
+def test_a_note_whose_port_answers_is_one(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "CONNECT_TIMEOUT_S", 0.1)
+    service = Service()
+    address = f"127.0.0.1:{service.place[1]}"
+    note(ray_folder, address + "\n")
+    assert running_cluster() == address
+    service.hangs = True
+    assert running_cluster() is None, "the kernel alone takes connections"
+    with refuses(ConfigError, f"ray_kwargs.ray_init.address={address}"):
+        find_cluster(address)
+    service.close()
+    assert running_cluster() is None
 
 
 @pytest.mark.parametrize("kind", [ray.exceptions.AuthenticationError, RuntimeError])
@@ -97,12 +104,11 @@ def test_a_cluster_with_another_token_is_named_with_the_way_in(
         raise kind("Unauthenticated: no token was found")
 
     monkeypatch.setattr(ray, "init", refused)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        with refuses(ConfigError, f"ray_kwargs.ray_init.address={address}", "RAY_AUTH_MODE=token", "~/.ray/auth_token"):
-            connect(address, None)
+    service = Service()
+    address = f"127.0.0.1:{service.place[1]}"
+    with refuses(ConfigError, f"ray_kwargs.ray_init.address={address}", "RAY_AUTH_MODE=token", "~/.ray/auth_token"):
+        connect(address, None)
+    service.close()
 
 
 def test_another_failure_of_ray_stays_what_it_is(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +127,7 @@ def test_a_local_cluster_is_closed_to_other_machines(ray_folder: Path) -> None:
     note(ray_folder, "127.0.0.1:1")
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-    said, nice, listening, beside, cpus, refusal, seconds = json.loads(done.stdout.splitlines()[-1])
+    said, nice, listening, beside, cpus, refusal, seconds, session = json.loads(done.stdout.splitlines()[-1])
     says(said, "local", "127.0.0.1")
     assert (nice, cpus) == (0, 1)
     assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
@@ -130,3 +136,39 @@ def test_a_local_cluster_is_closed_to_other_machines(ray_folder: Path) -> None:
     assert beside == [], "a signal to the run's process group must not end Ray"
     says(refusal, "ray_kwargs.ray_init.address=127.0.0.1:1", "ray start --head")
     assert seconds < 60, "Ray itself tries for minutes"
+    private = ray_folder / f"ray-{os.geteuid()}"
+    assert Path(session).parent.parent == private
+    assert private.stat().st_mode & 0o777 == 0o700, "Ray lets all users write into what is in it"
+
+
+@pytest.mark.parametrize("what", ["file", "link", "open"])
+def test_what_is_not_this_users_own_folder_is_refused(ray_folder: Path, what: str) -> None:
+    """Somebody else may have put it there, before the first run or since."""
+    place = ray_folder / f"ray-{os.geteuid()}"
+    assert cluster._private_folder().parent == place
+    assert cluster._private_folder().parent == place, "of several runs"
+    place.rmdir()
+    if what == "file":
+        place.touch()
+    elif what == "link":
+        (ray_folder / "elsewhere").mkdir(mode=0o700)
+        place.symlink_to(ray_folder / "elsewhere")
+    else:
+        place.mkdir()
+        place.chmod(0o777)
+    with refuses(ConfigError, place, "RAY_TMPDIR", f"chmod 700 {place}"):
+        cluster._private_folder()
+
+
+def test_a_place_that_takes_no_folder_is_named(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (ray_folder / "file").touch()
+    monkeypatch.setenv("RAY_TMPDIR", str(ray_folder / "file"))
+    with refuses(ConfigError, ray_folder / "file", "RAY_TMPDIR"):
+        cluster._private_folder()
+
+
+def test_another_users_folder_is_refused(ray_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (ray_folder / "ray-4294967294").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: 4294967294)
+    with refuses(ConfigError, ray_folder / "ray-4294967294"):
+        cluster._private_folder()

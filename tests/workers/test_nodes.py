@@ -17,6 +17,7 @@ from grpo_dist.workers.event_loop import blocking, run
 from grpo_dist.workers.nodes import Nodes
 from grpo_dist.workers.resources import Bundle
 from tests.messages import refuses, says
+from tests.workers.services import Service
 
 SLOTS = slots_of({"rollout": [0, 1]}, {"rollout": (2.0, 1.0)})
 
@@ -29,9 +30,10 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def listening() -> Iterator[int]:
-    """A port that accepts connections."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
+    """A port that answers."""
+    service = Service()
+    yield service.place[1]
+    service.close()
 
 
 @pytest.fixture
@@ -87,6 +89,18 @@ def test_a_node_that_answers_again_was_not_lost(monkeypatch: pytest.MonkeyPatch,
     looks = cluster(monkeypatch, [node(0, silent)], [node(0, silent)], [node(0, listening)])
     assert run(Nodes().dead()) == {}
     assert len(looks) == 3
+
+
+def test_a_node_that_takes_connections_and_hangs_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose raylet is stopped; Ray's verdict on it comes later."""
+    monkeypatch.setattr(nodes, "CONNECT_TIMEOUT_S", 0.05)
+    service = Service()
+    service.hangs = True
+    port = service.place[1]
+    looks = cluster(monkeypatch, [node(0, port)], [node(0, port, alive=False)])
+    assert run(Nodes().dead()) == {"node0": "host0 (127.0.0.1)"}
+    assert len(looks) == 2
+    service.close()
 
 
 def test_the_wait_for_a_verdict_has_an_end(monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
@@ -189,6 +203,20 @@ def test_a_run_that_starts_again_waits_for_room(monkeypatch: pytest.MonkeyPatch,
     with refuses(GrpoDistError, "rollout 2 x (2 CPU, 1 GPU)", "host1 (127.0.0.1)", "trainer.node_wait_minutes=0"):
         run(Nodes().reserve_again(SLOTS))
     assert len(asked) == 1
+
+
+def test_a_runs_own_cluster_waits_for_no_other_machine(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
+    """What is killed may take a while to leave its room; whoever is not required gives way."""
+    cluster(monkeypatch, [node(0, listening)])
+    monkeypatch.setattr(nodes, "RESCHEDULED_S", 0.0)
+    monkeypatch.setattr(nodes, "OWN_WAIT_MINUTES", 0.0)
+    monkeypatch.setattr(nodes, "is_placed", lambda group: False)
+    told, given = list[str](), list[bool]()
+    there = Nodes(30.0, told.append, own=True)
+    there.give_way.append(lambda: given.append(True))
+    with refuses(GrpoDistError, "rollout 1 x (2 CPU, 1 GPU)", "same command"):
+        run(there.wait_for_room("rollout", [Bundle(2.0, 1.0, "a", 0)]))
+    assert (told, given) == ([], [True])
 
 
 @pytest.mark.parametrize("left", ["the run has ended its workers", "Ray is shut down"])

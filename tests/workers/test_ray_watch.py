@@ -1,8 +1,8 @@
-"""Ray's control service and raylet, for which sockets stand in."""
+"""Ray's control service and raylet, for which other services stand in."""
 
 from __future__ import annotations
 
-import socket
+import contextlib
 import subprocess
 import sys
 import threading
@@ -16,6 +16,7 @@ import ray
 from grpo_dist.workers import ray_watch
 from grpo_dist.workers.ray_watch import end_with_ray, kill_ray, watching
 from tests.observed import assert_gone
+from tests.workers.services import Service
 
 
 class Told:
@@ -31,27 +32,33 @@ class Told:
 
 
 @pytest.fixture
-def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, socket.socket]]:
-    """Two that answer, until they are closed."""
-    servers = {name: socket.create_server(("127.0.0.1", 0)) for name in ("gcs_server", "raylet")}
-    addresses = {name: each.getsockname() for name, each in servers.items()}
+def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Service]]:
+    """Two that answer, until they are closed or hang."""
+    servers = {name: Service() for name in ("gcs_server", "raylet")}
+    addresses = {name: each.place for name, each in servers.items()}
     monkeypatch.setattr(ray_watch, "ray_places", lambda: addresses)
     monkeypatch.setattr(ray_watch, "PERIOD_S", 0.01)
+    monkeypatch.setattr(ray_watch, "ANSWER_TIMEOUT_S", 0.1)
     yield servers
     for server in servers.values():
-        server.close()
+        with contextlib.suppress(OSError):  # closed before
+            server.close()
 
 
+@pytest.mark.parametrize("how", ["lost", "hangs"])
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])
-def test_what_stops_answering_is_told_once(places: dict[str, socket.socket], name: str) -> None:
+def test_what_stops_answering_is_told_once(places: dict[str, Service], name: str, how: str) -> None:
+    """Also where the kernel still takes connections for it, as for a process that is stopped."""
     told = Told()
     with watching(told):
-        places[name].close()
+        if how == "lost":
+            places[name].close()
+        places[name].hangs = True
         assert told.event.wait(30)
     assert told.lost == [name]
 
 
-def test_one_check_that_fails_is_no_loss(places: dict[str, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_check_that_fails_is_no_loss(places: dict[str, Service], monkeypatch: pytest.MonkeyPatch) -> None:
     checks: list[bool] = []
     enough, told = threading.Event(), Told()
 
@@ -69,7 +76,7 @@ def test_one_check_that_fails_is_no_loss(places: dict[str, socket.socket], monke
 
 
 def test_a_worker_ends_with_the_control_service_and_the_tests_own_process_does_not(
-    places: dict[str, socket.socket], monkeypatch: pytest.MonkeyPatch
+    places: dict[str, Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended, codes = threading.Event(), list[int]()
 
@@ -77,7 +84,7 @@ def test_a_worker_ends_with_the_control_service_and_the_tests_own_process_does_n
         codes.append(code)
         ended.set()
 
-    gcs = places["gcs_server"].getsockname()
+    gcs = places["gcs_server"].place
     context = SimpleNamespace(gcs_address="{}:{}".format(*gcs), worker=SimpleNamespace(mode=ray.SCRIPT_MODE))
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
@@ -94,7 +101,7 @@ def test_a_worker_ends_with_the_control_service_and_the_tests_own_process_does_n
     assert codes == [1]
 
 
-def test_an_error_that_comes_of_the_loss_is_not_told_instead(places: dict[str, socket.socket]) -> None:
+def test_an_error_that_comes_of_the_loss_is_not_told_instead(places: dict[str, Service]) -> None:
     """Calls of Ray fail before the loss is certain. Other errors, and an interrupt, are the user's to see."""
     told = Told()
     with pytest.raises(RuntimeError), watching(told):

@@ -110,7 +110,8 @@ class VLLMEngine:
     async def abort(self, request_id: str) -> None:
         """See `RolloutEngine.abort`."""
         for vllm_id in list(self._running.get(request_id, ())):
-            await self._call(self._llm.abort(vllm_id))
+            if self._llm is not None:  # shut down, at the end of a run
+                await self._call(self._llm.abort(vllm_id))
 
     async def start_profile(self) -> None:
         """Begin to record the engine's steps, the first ones of which are kept.
@@ -198,8 +199,8 @@ class VLLMEngine:
         try:
             async with asyncio.timeout(timeout_s):
                 while not (await asyncio.wait({task}, timeout=DEATH_POLL_S))[0]:
-                    if self._llm.errored:
-                        raise EngineError("vLLM's core, or a process of it, has died")
+                    if self._llm is None or self._llm.errored:
+                        raise EngineError("vLLM's core, or a process of it, has died, or was shut down")
                 return await task
         except TimeoutError:
             raise EngineError(f"vLLM did not answer within {timeout_s:.0f} s") from None

@@ -19,6 +19,7 @@ from grpo_dist.trainer.record import open_record, say
 from grpo_dist.trainer.run import Job
 from grpo_dist.trainer.supervised.preflight import ReadyRows, preflight
 from grpo_dist.trainer.supervised.rows import new_sampler
+from grpo_dist.workers.cluster import is_own
 from grpo_dist.workers.limits import TimeLimits
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def build(
         {role: SupervisedWorker},
         TimeLimits(config.trainer.worker_timeout_s),
         run_dir,
-        nodes=Nodes(config.trainer.node_wait_minutes, functools.partial(say, config)),
+        nodes=Nodes(config.trainer.node_wait_minutes, functools.partial(say, config), own=is_own()),
         again=ready.again,
     )
     stack.callback(workers.shutdown)

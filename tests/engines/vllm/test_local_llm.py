@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from grpo_dist.engines.base import EngineLoad
+from grpo_dist.engines.vllm import engine as vllm_engine
+from grpo_dist.engines.vllm.engine import VLLMEngine
 from grpo_dist.engines.vllm.local_llm import LocalLLM
+from grpo_dist.errors import EngineError
 from tests.messages import refuses
 
 
@@ -181,3 +184,24 @@ def test_an_engine_that_does_not_start_says_why(engine: Engine, monkeypatch: pyt
     monkeypatch.setattr(sys.modules["vllm.v1.engine.llm_engine"].LLMEngine, "from_engine_args", refuse)
     with refuses(ValueError, "max_model_len"):
         LocalLLM(None)
+
+
+def test_what_is_aborted_after_the_engine_has_been_shut_down_is_no_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a run the driver aborts groups and shuts engines down, in any order. What still waits is told."""
+    monkeypatch.setattr(vllm_engine, "DEATH_POLL_S", 0.01)
+
+    async def scenario() -> None:
+        rollout = VLLMEngine(None)  # type: ignore[arg-type]
+        rollout._llm, rollout._sockets = LocalLLM(None), SimpleNamespace(cleanup=lambda: None)  # type: ignore[assignment]
+        asked = asyncio.ensure_future(rollout._call(final(rollout._llm, "a", 10**9), timeout_s=None))
+        rollout._running = {"group": {"a", "b"}}
+        while not engine.scheduler.running:
+            await asyncio.sleep(0)
+        rollout.shutdown()
+        await rollout.abort("group")
+        with refuses(EngineError, "shut down"):
+            await asked
+
+    asyncio.run(scenario())
