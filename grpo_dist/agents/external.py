@@ -215,7 +215,7 @@ def _answer_in(line: bytes) -> dict[str, Any] | None:
     """The answer that a line is; None: it is something else."""
     try:
         answer = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return answer if isinstance(answer, dict) and isinstance(answer.get("id"), int) else None
 

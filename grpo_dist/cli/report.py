@@ -17,7 +17,6 @@ def main(arguments: Sequence[str]) -> int:
 
     Raises:
         ConfigError: a folder is none of a run, or Plotly is not installed.
-        DataError: the responses of a step cannot be read.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -26,15 +25,20 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("grpo-dist report draws with Plotly: pip install 'grpo_dist[report]'") from None
     from grpo_dist.report.page import page
     from grpo_dist.report.rollouts import chosen_steps, load_token_texts, read_step
-    from grpo_dist.report.run_folder import read_run
+    from grpo_dist.report.run_folder import noting, read_run
 
     folders = [Path(folder).expanduser() for folder in (options.run_dir, *options.compare)]
     runs = [read_run(folder) for folder in folders]
     if options.serve:
         return _serve(folders, options.port)
     steps = chosen_steps(folders[0], runs[0].rollout_steps, options.responses)
-    texts = load_token_texts(folders[0]) if steps else None
-    whole = page(runs, {step: read_step(folders[0], step, texts) for step in steps})
+    problems, texts = [problem for run in runs for problem in run.problems], None
+    with noting(problems, "all tokens are left out"):
+        texts = load_token_texts(folders[0]) if steps else None
+    shown = {step: read_step(folders[0], step, texts) for step in steps}
+    whole = page(runs, shown)
+    for problem in (*problems, *(problem for step in shown.values() for problem in step["problems"])):
+        sys.stderr.write(f"warning: {problem}\n")
     target = Path(options.output or folders[0] / "report.html")
     temporary = target.with_name(target.name + ".tmp")
     try:

@@ -252,7 +252,8 @@ def _write_rows(rows: Sequence[Mapping[str, Any]], path: str, without: str) -> N
     temporary = target.with_suffix(".tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w") as file:  # row by row: together they are a second copy of the batch's text
+        # Row by row: together they are a second copy of the batch's text. Half a surrogate pair stays as JSON's escape.
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         flush_path(temporary)
         temporary.replace(target)

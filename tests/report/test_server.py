@@ -63,8 +63,10 @@ def test_other_paths_are_nothing(server: ReportServer) -> None:
 
 
 def test_what_cannot_be_read_is_told_and_the_server_stays(server: ReportServer, run: Path) -> None:
-    assert httpx.get(server.url + "data/step-9").status_code == 500
+    assert "step 9" in httpx.get(server.url + "data/step-9").json()["problems"][0]
     (run / "metrics.jsonl").write_text('no row\n{"step": 1}\n')
+    assert "line 1" in httpx.get(server.url + "data/overview").json()["problems"][0]
+    (run / "metrics.jsonl").unlink()
     assert httpx.get(server.url + "data/overview").status_code == 500
     (run / "metrics.jsonl").write_text(json.dumps(ROW) + "\n")
     assert httpx.get(server.url + "data/overview").status_code == 200

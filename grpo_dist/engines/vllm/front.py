@@ -109,7 +109,7 @@ async def _filled(scope: Any, receive: Any, form: Form, usage: Usage) -> tuple[A
     body = await Request(scope, receive).body()
     try:
         said = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         said = None
     if isinstance(said, dict):
         body = json.dumps(as_the_run_asks(said, form, usage)).encode()

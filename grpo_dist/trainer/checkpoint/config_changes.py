@@ -131,7 +131,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
         if not isinstance(config, Mapping):
             raise TypeError("holds no keys")
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, TypeError) as error:
         raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}") from None
     return config
 

@@ -98,7 +98,7 @@ def test_no_stop_texts_are_no_texts() -> None:
     assert filled == {"prompt": "a"}
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1, 2]", b"\xff"])
+@pytest.mark.parametrize("body", [b"", b"{", b"[1, 2]", b"\xff", b"[" * 100_000])
 def test_what_is_no_object_is_left_to_the_app(body: bytes) -> None:
     assert ask("/v1/chat/completions", body) == (200, body)
 
