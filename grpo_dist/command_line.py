@@ -17,7 +17,7 @@ from grpo_dist.config.command import Command, Config
 from grpo_dist.config.load import load_command
 from grpo_dist.config.usage import usage
 from grpo_dist.errors import GrpoDistError, RayLost, Terminated, WorkerError
-from grpo_dist.redact import redact_text
+from grpo_dist.redact import redact_text, without_environment
 from grpo_dist.registry import load_attribute
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _rehearse(config: Config, job: Job[Config]) -> None:
 
 def _report(error: GrpoDistError) -> None:
     """Print what failed and where, with the traceback of a worker's exception."""
-    lines = [f"error: {error}", *(f"  {note}" for note in getattr(error, "__notes__", []))]
+    text = "\n".join([f"error: {error}", *(f"  {note}" for note in getattr(error, "__notes__", []))])
+    sys.stderr.write(f"\n{redact_text(text)}\n")
     if isinstance(error, WorkerError) and error.remote_traceback:
-        lines += ["", error.remote_traceback.strip()]
-    sys.stderr.write("\n" + "\n".join(lines) + "\n")
+        sys.stderr.write(f"\n{without_environment(error.remote_traceback.strip())}\n")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import grpo_dist
 from grpo_dist.errors import GrpoDistError
+from grpo_dist.redact import redact_text
 from grpo_dist.registry import load_attribute
 
 
@@ -55,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return int(load_attribute(ENTRIES[name].function, key="command")(rest))
     except GrpoDistError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {redact_text(str(error))}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -15,6 +15,7 @@ import torch
 from grpo_dist.assets import POLICY_KEY, resolve_model_path
 from grpo_dist.assets.paths import expanded
 from grpo_dist.assets.usage import FILE, Usage, read_usage
+from grpo_dist.config.environment import from_environment
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import with_overrides
 from grpo_dist.config.model_rules import max_positions
@@ -92,7 +93,8 @@ def find_trained(named: str, overrides: Sequence[str] = (), step: int | None = N
         config = _with_model({}, folder, overrides)
         return TrainedModel(name, folder, config, read_usage(folder))
     config = _with_model(values, folder, overrides)
-    return TrainedModel(name, folder, config, model_usage(config, chosen), values["actor_rollout_ref"]["model"]["path"])
+    base = from_environment(values["actor_rollout_ref"]["model"]["path"], (POLICY_KEY,))
+    return TrainedModel(name, folder, config, model_usage(config, chosen), base)
 
 
 def base_of(model: TrainedModel) -> TrainedModel:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
+from pydantic import PrivateAttr
+
 from grpo_dist.assets import BUILTIN
 from grpo_dist.config.field_types import (
     Count,
@@ -109,6 +111,12 @@ class JobConfig(Section):
     trainer: JobTrainerConfig
     cluster: JobClusterConfig
     ray_kwargs: RayKwargsConfig
+    _references: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def references(self) -> dict[tuple[str | int, ...], str]:
+        """What is saved for values of the environment, by their places (environment.py)."""
+        return self._references
 
     @property
     def device(self) -> Device:

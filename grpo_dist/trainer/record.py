@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpo_dist.config.environment import recorded
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.tracking.base import TRACKERS, Trackers, build_trackers, restore_tracker_ids
 from grpo_dist.tracking.console import Progress
@@ -42,7 +43,7 @@ def write_config(config: JobConfig, run_dir: Path) -> None:
     """Write the resolved config, without secrets, into the run directory."""
     temporary = run_dir / f"{RESOLVED_CONFIG}.tmp"
     with writing_into(run_dir):
-        temporary.write_text(saved_config(config))
+        temporary.write_text(saved_config(config), encoding="utf-8")
         temporary.replace(run_dir / RESOLVED_CONFIG)
 
 
@@ -63,7 +64,7 @@ def open_record(
             run_dir=run_dir,
             project_name=config.trainer.project_name,
             experiment_name=config.trainer.experiment_name,
-            config=config.model_dump(mode="json"),
+            config=recorded(config, config.model_dump(mode="json")),
             resumed_step=resumed_step,
             classes=ALL_TRACKERS,
         )
