@@ -19,6 +19,7 @@ from grpo_dist.config.usage import usage
 from grpo_dist.errors import GrpoDistError, RayLost, Terminated, WorkerError
 from grpo_dist.redact import redact_text, without_environment
 from grpo_dist.registry import load_attribute
+from grpo_dist.terminal import show
 
 if TYPE_CHECKING:
     from grpo_dist.trainer.run import Job
@@ -49,20 +50,19 @@ def run_command(
     """
     overrides = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(overrides):
-        sys.stdout.write(usage(command) + "\n")
+        show(usage(command) + "\n")
         return 0
     if QUIET in overrides:
         overrides = [*(each for each in overrides if each != QUIET), "trainer.console=false"]
     try:
         config, notes = load_command(overrides, command)
         if config.trainer.dry_run:
-            sys.stdout.write(plan(config, notes) + "\n")
+            show(plan(config, notes) + "\n")
             if config.trainer.dry_run != "config":
                 _rehearse(config, load_attribute(job, key="job"))
             return 0
         if config.trainer.console:
-            sys.stdout.write(summary(config, notes) + "\n")
-            sys.stdout.flush()
+            show(summary(config, notes) + "\n")
         from grpo_dist.trainer.run import run  # its imports are slow, so only after the config was checked
 
         def on_ray_lost(error: RayLost) -> None:
@@ -75,7 +75,7 @@ def run_command(
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         number = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
-        sys.stderr.write(f"\nstopped by {number.name}\n")
+        show(f"\nstopped by {number.name}\n", sys.stderr)
         if (checkpoint := getattr(interrupt, "checkpoint", None)) is not None:
             _tell_how_to_go_on(command, overrides, checkpoint, config)
         return 128 + number
@@ -90,17 +90,16 @@ def _tell_how_to_go_on(command: Command[Config], overrides: list[str], checkpoin
     kept = [each for each in overrides if not (of_this_run and each.startswith(start))]
     text = redact_text(shlex.join([sys.executable, "-m", command.module, *kept]))
     where = "none yet, so the run begins anew" if checkpoint is None else checkpoint
-    sys.stderr.write(f"checkpoint: {where}\nto go on: {text}\n")
+    show(f"checkpoint: {where}\nto go on: {text}\n", sys.stderr)
 
 
 def _rehearse(config: Config, job: Job[Config]) -> None:
     """Run all checks that a run makes before it starts Ray, and those that its ranks make before they read weights."""
 
     def tell(line: str) -> None:
-        sys.stdout.write(f"  {line}\n")
-        sys.stdout.flush()
+        show(f"  {line}\n")
 
-    sys.stdout.write("\nchecked on this machine\n")
+    show("\nchecked on this machine\n")
     job.preflight(config, tell, rehearsal=True)
     from grpo_dist.trainer.rehearsal import build_models  # it imports the models' code, so only after the checks
 
@@ -110,6 +109,6 @@ def _rehearse(config: Config, job: Job[Config]) -> None:
 def _report(error: GrpoDistError) -> None:
     """Print what failed and where, with the traceback of a worker's exception."""
     text = "\n".join([f"error: {error}", *(f"  {note}" for note in getattr(error, "__notes__", []))])
-    sys.stderr.write(f"\n{redact_text(text)}\n")
+    show(f"\n{redact_text(text)}\n", sys.stderr)
     if isinstance(error, WorkerError) and error.remote_traceback:
-        sys.stderr.write(f"\n{without_environment(error.remote_traceback.strip())}\n")
+        show(f"\n{without_environment(error.remote_traceback.strip())}\n", sys.stderr)

@@ -41,6 +41,7 @@ from grpo_dist.names import REWARD_MODEL_FUNCTION
 from grpo_dist.rewards.base import RewardResult
 from grpo_dist.rewards.forms import Failure
 from grpo_dist.rewards.scorer import Scorer
+from grpo_dist.terminal import json_line, show
 from grpo_dist.trainer.checkpoint.export import steps_of
 from grpo_dist.trainer.run_prompts import read_prompts
 
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
         scorer = _scorer(first)
         stack.callback(scorer.stop)
         prompts = _rows(first, options, scorer)
-        file = None if options.output is None else stack.enter_context(Path(options.output).open("x"))
+        file = None if options.output is None else stack.enter_context(Path(options.output).open("x", encoding="utf-8"))
         found: list[Figures] = []
         for model in models:
             if model.usage.step is None and model.base is None:  # of no run: asked as the first one
@@ -262,7 +263,7 @@ def _write(file: TextIO, model: str, answers: Sequence[Answers]) -> None:
         row: dict[str, Any] = {"model": model, "row": each.prompt.location, "prompt": each.prompt.messages}
         row["responses"] = each.texts
         row["scores"] = [None if isinstance(result, Failure) else result.score for result in each.results]
-        file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        file.write(json_line(row))
     file.flush()
 
 
@@ -282,7 +283,7 @@ def _by_lm_eval(model: TrainedModel, options: argparse.Namespace, more: Sequence
 
 def _print(table: Sequence[dict[str, Any]], title: str, options: argparse.Namespace) -> None:
     as_json, about = json.dumps(table, indent=2) + "\n", f"{title}; in brackets 95 % confidence intervals"
-    sys.stdout.write(as_json if options.json else f"{about}\n{_text(table)}")
+    show(as_json if options.json else f"{about}\n{_text(table)}")
 
 
 def _title(prompts: Sequence[Prompt], sampling: SamplingSettings) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from grpo_dist.errors import ConfigError
+from grpo_dist.terminal import show
 
 if TYPE_CHECKING:
     from grpo_dist.protocol import DataProto
@@ -121,8 +121,7 @@ def _equal_groups(scores: torch.Tensor, n: int) -> int:
 
 
 def _write(lines: Sequence[str] | Iterator[str]) -> None:
-    sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
+    show("\n".join(lines) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:

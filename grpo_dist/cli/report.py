@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_dist.errors import ConfigError
+from grpo_dist.terminal import show
 
 MOST_RESPONSES = 10_000
 
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     shown = {step: read_step(folders[0], step, texts) for step in steps}
     whole = page(runs, shown)
     for problem in (*problems, *(problem for step in shown.values() for problem in step["problems"])):
-        sys.stderr.write(f"warning: {problem}\n")
+        show(f"warning: {problem}\n", sys.stderr)
     target = Path(options.output or folders[0] / "report.html")
     temporary = target.with_name(target.name + ".tmp")
     try:
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--output {target}: {error}") from None
     left_out = len(runs[0].rollout_steps) - len(steps)
     more = f"; responses of {len(steps)} steps, {left_out} left out (--responses, --serve)" if left_out else ""
-    sys.stdout.write(f"wrote {target} ({target.stat().st_size / 2**20:.1f} MiB{more})\n")
+    show(f"wrote {target} ({target.stat().st_size / 2**20:.1f} MiB{more})\n")
     return 0
 
 
@@ -56,8 +57,7 @@ def _serve(folders: Sequence[Path], port: int) -> int:
     from grpo_dist.report.server import ReportServer
 
     with ReportServer(folders, port) as server:
-        sys.stdout.write(f"{server.url}\nends with Ctrl-C\n")
-        sys.stdout.flush()
+        show(f"{server.url}\nends with Ctrl-C\n")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -25,6 +25,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.engines.installed_build import build_problem
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.errors import ConfigError
+from grpo_dist.terminal import show
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.export import export_checkpoint, saved_run, step_of, steps_of
 from grpo_dist.trainer.model_usage import model_usage
@@ -146,7 +147,7 @@ def exported_step(run_dir: Path, checkpoint: Path) -> Path:
     """The exported model of a checkpoint, `huggingface_step_N` beside it; written if it is not there."""
     folder = run_dir / f"{EXPORTED}_step_{step_of(checkpoint)}"
     if not (folder / FILE).is_file():
-        sys.stderr.write(f"exporting {checkpoint} to {folder}\n")
+        show(f"exporting {checkpoint} to {folder}\n", sys.stderr)
         config = saved_run(checkpoint)
         export_checkpoint(checkpoint, config, folder.absolute(), config.export_dtype)
     return folder

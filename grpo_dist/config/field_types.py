@@ -117,10 +117,16 @@ Share = Annotated[Float, Field(ge=0, le=1)]
 DecayRate = Annotated[Float, Field(ge=0, lt=1)]
 PositiveShare = Annotated[Float, Field(gt=0, le=1)]
 
-Count = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-CountOrMinusOne = Annotated[int, AfterValidator(_at_least_or_minus_one(1))]
-NonNegativeOrMinusOne = Annotated[int, AfterValidator(_at_least_or_minus_one(0))]
+_MOST = 2**63 - 1  # what torch and Arrow take
+Count = Annotated[int, Field(ge=1, le=_MOST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=_MOST)]
+CountOrMinusOne = Annotated[int, Field(le=_MOST), AfterValidator(_at_least_or_minus_one(1))]
+NonNegativeOrMinusOne = Annotated[int, Field(le=_MOST), AfterValidator(_at_least_or_minus_one(0))]
+# The layout of the processes on the machines is made while the config is checked: a slip of the finger must not fill
+# the memory. The largest clusters have a tenth of these.
+Machines = Annotated[int, Field(ge=1, le=4096)]
+GpusPerMachine = Annotated[int, Field(ge=0, le=128)]
+Processes = Annotated[int, Field(ge=1, le=4096 * 128)]
 
 Text = Annotated[str, Field(min_length=1)]
 Files = Annotated[tuple[Text, ...], BeforeValidator(_one_or_more), Field(min_length=1)]

@@ -13,6 +13,8 @@ from grpo_dist.config.field_types import (
     CountOrMinusOne,
     DryRun,
     Files,
+    GpusPerMachine,
+    Machines,
     Names,
     NonNegativeFloat,
     NonNegativeInt,
@@ -66,8 +68,8 @@ class JobTrainerConfig(Section):
     halve_on_out_of_memory: bool
     export_hf_model: bool
     export_dtype: TrainDtypeName | None
-    nnodes: Count
-    n_gpus_per_node: NonNegativeInt
+    nnodes: Machines
+    n_gpus_per_node: GpusPerMachine
     worker_timeout_s: PositiveFloat
     dry_run: DryRun
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from grpo_dist.config.environment import recorded
 from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.terminal import show
 from grpo_dist.tracking.base import TRACKERS, Trackers, build_trackers, restore_tracker_ids
 from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
@@ -28,7 +29,7 @@ EXPORTED = "huggingface"
 def say(config: JobConfig, text: str) -> None:
     """Show a message before and after there is a display."""
     if config.trainer.console:
-        sys.stderr.write(text + "\n")
+        show(text + "\n", sys.stderr)
 
 
 def make_run_dir(config: JobConfig) -> Path:

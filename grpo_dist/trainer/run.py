@@ -16,6 +16,7 @@ from grpo_dist.config.command import Command, Config
 from grpo_dist.config.halved import halved
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import DataLost, GrpoDistError, OutOfMemory, RayLost, WorkerError, WorkerLost
+from grpo_dist.terminal import show as show_text
 from grpo_dist.tracking.jsonl import FILE_NAME as METRICS
 from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.tracking.summary import format_summary
@@ -53,7 +54,7 @@ class Job(Generic[Config]):
 
 def show(error: RayLost) -> None:
     """Say that Ray is lost."""
-    sys.stderr.write(f"\nerror: {error}\n")
+    show_text(f"\nerror: {error}\n", sys.stderr)
 
 
 def run(
@@ -97,7 +98,7 @@ def _run(
     ready = job.preflight(config, lambda line: None, rehearsal=False)
     if is_finished(config, ready.steps):
         if config.trainer.console:
-            sys.stdout.write(nothing_to_train(config, ready.steps) + "\n")
+            show_text(nothing_to_train(config, ready.steps) + "\n")
         return
     run_dir = make_run_dir(config)
     with ExitStack() as stack:
@@ -117,7 +118,7 @@ def _run(
         hf_model = run_dir / EXPORTED if config.trainer.export_hf_model and not config.trainer.val_only else None
         seconds = time.monotonic() - started
         rows = [row for row in read_metrics(run_dir / METRICS) if row["step"] >= first_step]
-        sys.stdout.write(format_summary(rows, run_dir=run_dir, seconds=seconds, hf_model=hf_model) + "\n")
+        show_text(format_summary(rows, run_dir=run_dir, seconds=seconds, hf_model=hf_model) + "\n")
 
 
 @contextlib.contextmanager
