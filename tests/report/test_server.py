@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from grpo_dist import hosts
 from grpo_dist.errors import ConfigError
 from grpo_dist.report.server import ReportServer
 from tests.messages import refuses
@@ -55,6 +56,25 @@ def test_only_those_who_know_the_address(server: ReportServer) -> None:
         answer = httpx.get(host + path)
         assert answer.status_code == 403
         assert "critic" not in answer.text
+
+
+def test_other_names_of_the_machine_are_refused(server: ReportServer) -> None:
+    """A page of another site can turn its name to this address, and knows no token; this is the second lock."""
+    for host, status in (("evil.example", 403), ("localhost", 200)):
+        assert httpx.get(server.url + "data/overview", headers={"Host": host}).status_code == status
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: "])
+def test_slow_connections_are_closed(run: Path, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "REQUEST_S", 0.2)
+    with ReportServer([run], 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        with socket.create_connection(server.server_address[:2], timeout=30) as connection:
+            connection.sendall(sent)
+            assert connection.recv(1000) == b""
+        server.shutdown()
+        thread.join()
 
 
 def test_other_paths_are_nothing(server: ReportServer) -> None:

@@ -1,4 +1,4 @@
-"""What stands before the app of vLLM's server: who may ask, and what the run says where a request says nothing.
+"""What stands before the app of vLLM's server: who may ask and by which name, and what the run says where a request says nothing.
 
 vLLM has no default for stop texts or the system prompt, its default for the length is a limit that a client cannot
 raise, and its own token guards `/v1` alone, for clients that send it as bearer token.
@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from grpo_dist.assets.usage import Usage
+from grpo_dist.hosts import is_this_machine
 
 OPEN_PATH = "/health"  # answers everybody
 SYSTEM_ROLES = ("system", "developer")
@@ -66,15 +67,24 @@ class Front:
         """Pass a request on."""
         if scope["type"] in ("http", "websocket"):
             settings: FrontSettings = scope["app"].state.args.front
+            host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+            if not settings.token and not is_this_machine(host):
+                await _refuse(
+                    403, f"Host {host!r} is no name of this machine: ask localhost, or give the server a token"
+                )(scope, receive, send)
+                return
             path = scope["path"].removeprefix(scope.get("root_path", ""))
             if not (path == OPEN_PATH or scope.get("method") == "OPTIONS" or may_ask(scope["headers"], settings.token)):
                 message = "the token is missing or wrong: Authorization: Bearer TOKEN, or x-api-key: TOKEN"
-                error = {"message": message, "type": "authentication_error", "code": 401}
-                await JSONResponse({"error": error}, 401)(scope, receive, send)
+                await _refuse(401, message)(scope, receive, send)
                 return
             if path in FORMS and scope.get("method") == "POST":
                 scope, receive = await _filled(scope, receive, FORMS[path], settings.usage)
         await self._app(scope, receive, send)
+
+
+def _refuse(code: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": "authentication_error", "code": code}}, code)
 
 
 def may_ask(headers: list[tuple[bytes, bytes]], token: str) -> bool:
