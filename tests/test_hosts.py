@@ -16,8 +16,8 @@ def test_this_machine(host: str) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "[::2]", "[::1",
-     "evil.example@127.0.0.2.x", "0.0.0.0", " ", "2130706433"],
+    ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "[::2]",
+     "[::1", "evil.example@127.0.0.2.x", "0.0.0.0", " ", "2130706433"],
 )  # fmt: skip
 def test_others(host: str) -> None:
     assert not is_this_machine(host)

@@ -1,4 +1,4 @@
-"""What stands before the app of vLLM's server: who may ask and by which name, and what the run says where a request says nothing.
+"""What stands before the app of vLLM's server: who may ask, and what the run says where a request says nothing.
 
 vLLM has no default for stop texts or the system prompt, its default for the length is a limit that a client cannot
 raise, and its own token guards `/v1` alone, for clients that send it as bearer token.

@@ -11,7 +11,7 @@ from grpo_dist import hosts
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """uvicorn's connection, with a limit for each request from its first byte, or the connection's begin, to its last."""
+    """uvicorn's connection, with a limit for each request, from its first byte, or the connection's, to its last."""
 
     _limit: asyncio.TimerHandle | None = None
 
