@@ -14,7 +14,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
@@ -28,6 +27,7 @@ from grpo_dist.algorithms.validation import (
     pred_ids,
     subset_sizes,
 )
+from grpo_dist.assets.paths import expanded
 from grpo_dist.cli.asking import add_sampling_arguments, asking, check_new, judge, sampling_of
 from grpo_dist.cli.lm_eval import figures_of, run_lm_eval
 from grpo_dist.cli.scoring import start_scorer
@@ -102,7 +102,11 @@ def main(arguments: Sequence[str]) -> int:
         scorer = _scorer(first)
         stack.callback(scorer.stop)
         prompts = _rows(first, options, scorer)
-        file = None if options.output is None else stack.enter_context(Path(options.output).open("x", encoding="utf-8"))
+        file = (
+            None
+            if options.output is None
+            else stack.enter_context(expanded(options.output).open("x", encoding="utf-8"))
+        )
         found: list[Figures] = []
         for model in models:
             if model.usage.step is None and model.base is None:  # of no run: asked as the first one

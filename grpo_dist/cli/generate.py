@@ -6,10 +6,10 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
 from grpo_dist.assets import BUILTIN
+from grpo_dist.assets.paths import expanded
 from grpo_dist.cli.asking import Asker, add_sampling_arguments, asking, check_new, judge, prompt_of, sampling_of
 from grpo_dist.cli.chat import Chat
 from grpo_dist.cli.scoring import start_scorer
@@ -49,7 +49,7 @@ async def _run(
         if not prompts:
             await Chat(asker.chat, model.name).run()
         elif options.output is not None:
-            with Path(options.output).open("x", encoding="utf-8") as file:
+            with expanded(options.output).open("x", encoding="utf-8") as file:
                 await _write_rows(asker, prompts, file)
         elif rows:
             await _write_rows(asker, prompts, sys.stdout)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_dist.assets.paths import expanded
 from grpo_dist.errors import ConfigError
 from grpo_dist.terminal import show
 
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     from grpo_dist.report.rollouts import chosen_steps, load_token_texts, read_step
     from grpo_dist.report.run_folder import noting, read_run
 
-    folders = [Path(folder).expanduser() for folder in (options.run_dir, *options.compare)]
+    folders = [expanded(folder) for folder in (options.run_dir, *options.compare)]
     runs = [read_run(folder) for folder in folders]
     if options.serve:
         return _serve(folders, options.port)
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     whole = page(runs, shown)
     for problem in (*problems, *(problem for step in shown.values() for problem in step["problems"])):
         show(f"warning: {problem}\n", sys.stderr)
-    target = Path(options.output or folders[0] / "report.html")
+    target = expanded(options.output) if options.output else folders[0] / "report.html"
     temporary = target.with_name(target.name + ".tmp")
     try:
         temporary.write_text(whole, encoding="utf-8", errors="replace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -40,6 +41,23 @@ def _at_least_or_minus_one(least: int) -> Callable[[int], int]:
 def as_tuple(value: Any) -> Any:
     """YAML's lists are tuples in a config."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def _at_home(path: str) -> str:
+    """Replace ~, as a shell does where it stands alone, by the home folder."""
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        raise ValueError("there is no such user; write ./~... for a folder of that name")
+    if "\0" in found:
+        raise ValueError("no path has a null character")
+    return found
+
+
+def _folder_name(name: str) -> str:
+    parts = name.split("/")
+    if "\0" in name or any(part in ("", ".", "..") or part.startswith("~") for part in parts):
+        raise ValueError("names folders: no part between / may be empty, . or .., or begin with ~")
+    return name
 
 
 def _one_or_more(value: Any) -> Any:
@@ -129,6 +147,8 @@ GpusPerMachine = Annotated[int, Field(ge=0, le=128)]
 Processes = Annotated[int, Field(ge=1, le=4096 * 128)]
 
 Text = Annotated[str, Field(min_length=1)]
+Folder = Annotated[Text, AfterValidator(_at_home)]
+FolderName = Annotated[Text, AfterValidator(_folder_name)]
 Files = Annotated[tuple[Text, ...], BeforeValidator(_one_or_more), Field(min_length=1)]
 # One function, or a list of functions: a name, null for the built-in scorers, or a mapping as weighted.py has them.
 Functions = Annotated[tuple[Text | dict[str, Any] | None, ...], Field(min_length=1)]

@@ -20,6 +20,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from grpo_dist.assets.paths import expanded
 from grpo_dist.config.adapter import take_adapter
 from grpo_dist.config.command import AnyCommand, Command, Config
 from grpo_dist.config.environment import Place, find_references, from_environment, recorded
@@ -85,7 +86,7 @@ def run_folder(overrides: Sequence[str | tuple[str, Any]], command: Command[Conf
     _, problems, raw, _ = _read(overrides, command)
     if problems:
         raise config_error(problems)
-    return Path(str(raw["trainer"]["default_local_dir"]))
+    return expanded(str(raw["trainer"]["default_local_dir"]))
 
 
 def saved_values(values: Mapping[str, Any], command: Command[Config]) -> Config:

@@ -13,6 +13,8 @@ from grpo_dist.config.field_types import (
     CountOrMinusOne,
     DryRun,
     Files,
+    Folder,
+    FolderName,
     GpusPerMachine,
     Machines,
     Names,
@@ -47,13 +49,13 @@ class JobTrainerConfig(Section):
     total_epochs: Count
     total_training_steps: Count | None
     seed: NonNegativeInt
-    project_name: Text
-    experiment_name: Text
+    project_name: FolderName
+    experiment_name: FolderName
     logger: Annotated[
         tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus"], ...], Names
     ]
     console: bool
-    default_local_dir: Text
+    default_local_dir: Folder
     test_freq: CountOrMinusOne
     val_before_train: bool
     val_only: bool
@@ -62,7 +64,7 @@ class JobTrainerConfig(Section):
     max_actor_ckpt_to_keep: Count | None
     keep_best_metric: Text | None
     resume_mode: Literal["auto", "disable", "resume_path", "force"]
-    resume_from_path: Text | None
+    resume_from_path: Folder | None
     max_actor_restarts: NonNegativeInt
     node_wait_minutes: NonNegativeFloat
     halve_on_out_of_memory: bool

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_dist.data.preferences import LabelledSteps, load_steps
-from grpo_dist.errors import DataError
+from grpo_dist.errors import DataError, DiskError
 
 KEY = "reward_model.replay_share"
 
@@ -87,7 +87,7 @@ class ReplayStore:
         """Copy the rows of these steps into another store.
 
         Raises:
-            DataError: a file cannot be copied.
+            DiskError: a file cannot be copied.
         """
         try:
             other.folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ class ReplayStore:
                 shutil.copyfile(self.file(step), temporary)
                 temporary.replace(other.file(step))
         except OSError as error:
-            raise DataError(f"{KEY}: the judged responses cannot be copied to {other.folder}: {error}") from error
+            raise DiskError(f"{KEY}: the judged responses cannot be copied to {other.folder}: {error}") from error
 
     def _new_rows(self, steps: Sequence[int], known: set[bytes]) -> Iterator[LabelledSteps]:
         """The rows of these steps whose conversations are not among those known, which they join; a file at a time."""

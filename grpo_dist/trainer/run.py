@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic
 from grpo_dist.config.command import Command, Config
 from grpo_dist.config.halved import halved
 from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.errors import DataLost, GrpoDistError, OutOfMemory, RayLost, WorkerError, WorkerLost
+from grpo_dist.errors import ConfigError, DataLost, GrpoDistError, OutOfMemory, RayLost, WorkerError, WorkerLost
 from grpo_dist.terminal import show as show_text
 from grpo_dist.tracking.jsonl import FILE_NAME as METRICS
 from grpo_dist.tracking.jsonl import read_metrics
@@ -179,6 +179,10 @@ def _train(
                 trainer.trackers.close()
                 trainer.progress.close()
                 return first_step
+            except ConfigError as error:
+                if restarts and trainer is None:  # its config was right when it began: a machine lacks what it had
+                    error.exit_code = 1
+                raise
             except OutOfMemory as error:
                 smaller = halved(present, error.setting, job.command) if config.trainer.halve_on_out_of_memory else None
                 if smaller is None or restarts == config.trainer.max_actor_restarts:
