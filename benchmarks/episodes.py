@@ -177,8 +177,8 @@ def check_prompts(folder: Path, dropped: int, *, steps: int, groups: int, n: int
     """
     trained = Counter[int]()
     for step in range(1, steps + 1):
-        lines = (folder / "rollouts" / f"{step}.jsonl").read_text().splitlines()
-        uids = Counter(json.loads(line)["uid"] for line in lines)
+        with (folder / "rollouts" / f"{step}.jsonl").open("rb") as lines:
+            uids = Counter(json.loads(line)["uid"] for line in lines)
         if set(uids.values()) != {n} or len(uids) != groups:
             raise RuntimeError(f"step {step} trains {len(uids)} groups of {set(uids.values())}, not {groups} of {n}")
         trained.update(int(uid.split("-")[1].removeprefix("prompt")) for uid in uids)

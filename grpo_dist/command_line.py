@@ -16,8 +16,9 @@ from grpo_dist.config.command import Command, Config
 from grpo_dist.config.load import load_command
 from grpo_dist.config.usage import usage
 from grpo_dist.errors import GrpoDistError, Interrupted, RayLost, WorkerError
-from grpo_dist.redact import redact_text
+from grpo_dist.redact import redact_text, without_environment
 from grpo_dist.registry import load_attribute
+from grpo_dist.terminal import show
 
 if TYPE_CHECKING:
     from grpo_dist.trainer.run import Job
@@ -48,20 +49,19 @@ def run_command(
     """
     overrides = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(overrides):
-        sys.stdout.write(usage(command) + "\n")
+        show(usage(command) + "\n")
         return 0
     if QUIET in overrides:
         overrides = [*(each for each in overrides if each != QUIET), "trainer.console=false"]
     try:
         config, notes = load_command(overrides, command)
         if config.trainer.dry_run:
-            sys.stdout.write(plan(config, notes) + "\n")
+            show(plan(config, notes) + "\n")
             if config.trainer.dry_run != "config":
                 _rehearse(config, load_attribute(job, key="job"))
             return 0
         if config.trainer.console:
-            sys.stdout.write(summary(config, notes) + "\n")
-            sys.stdout.flush()
+            show(summary(config, notes) + "\n")
         from grpo_dist.trainer.run import run  # its imports are slow, so only after the config was checked
 
         def on_forced_end(error: RayLost | Interrupted) -> None:
@@ -90,17 +90,16 @@ def _tell_how_to_go_on(command: Command[Config], overrides: list[str], checkpoin
     kept = [each for each in overrides if not (of_this_run and each.startswith(start))]
     text = redact_text(shlex.join([sys.executable, "-m", command.module, *kept]))
     where = "none yet, so the run begins anew" if checkpoint is None else checkpoint
-    sys.stderr.write(f"checkpoint: {where}\nto go on: {text}\n")
+    show(f"checkpoint: {where}\nto go on: {text}\n", sys.stderr)
 
 
 def _rehearse(config: Config, job: Job[Config]) -> None:
     """Run all checks that a run makes before it starts Ray, and those that its ranks make before they read weights."""
 
     def tell(line: str) -> None:
-        sys.stdout.write(f"  {line}\n")
-        sys.stdout.flush()
+        show(f"  {line}\n")
 
-    sys.stdout.write("\nchecked on this machine\n")
+    show("\nchecked on this machine\n")
     job.preflight(config, tell, rehearsal=True)
     from grpo_dist.trainer.rehearsal import build_models  # it imports the models' code, so only after the checks
 
@@ -109,10 +108,8 @@ def _rehearse(config: Config, job: Job[Config]) -> None:
 
 def _report(error: GrpoDistError | Interrupted) -> None:
     """Print what ended the run and where, with the traceback of a worker's exception."""
-    lines = [
-        f"{'' if isinstance(error, Interrupted) else 'error: '}{error}",
-        *(f"  {note}" for note in getattr(error, "__notes__", [])),
-    ]
+    kind = "" if isinstance(error, Interrupted) else "error: "
+    text = "\n".join([f"{kind}{error}", *(f"  {note}" for note in getattr(error, "__notes__", []))])
+    show(f"\n{redact_text(text)}\n", sys.stderr)
     if isinstance(error, WorkerError) and error.remote_traceback:
-        lines += ["", error.remote_traceback.strip()]
-    sys.stderr.write("\n" + "\n".join(lines) + "\n")
+        show(f"\n{without_environment(error.remote_traceback.strip())}\n", sys.stderr)

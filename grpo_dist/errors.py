@@ -11,6 +11,7 @@
     ├── WeightSyncError      new weights arrived damaged, incomplete or out of order; says what the engine now holds
     ├── EngineError          the rollout engine failed or hangs; its worker is replaced
     ├── CheckpointError      a checkpoint cannot be written or read
+    ├── DiskError            another file of the run cannot be written: a disk that is full, or has failed
     ├── RayLost              exit code 3: Ray's control service or raylet is gone; the same command goes on
     ├── DataLost             what the run needs was in the memory of a lost machine
     └── WorkerError          a worker process failed; carries role, rank, node, stage and its traceback
@@ -110,6 +111,10 @@ class EngineError(GrpoDistError):
 
 class CheckpointError(GrpoDistError):
     """A checkpoint cannot be written or read."""
+
+
+class DiskError(GrpoDistError):
+    """A file of the run cannot be written, since the disk is full or has failed. The same command may go on later."""
 
 
 class RayLost(GrpoDistError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 GIB = 2**30
 # KV cache of an engine on CPU if rollout.kv_cache_memory_gib is null.
 CPU_KV_CACHE_GIB = 1.0
@@ -22,6 +24,13 @@ ENGINE_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 def heads_split(heads: int, kv_heads: int, size: int) -> bool:
     """Whether attention heads split over processes: each gets whole ones, and whole key-value heads or one of them."""
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def divisor_up_to(number: int, most: int) -> int:
+    """A divisor of a number, at most `most`: the largest one, if it is among the 10,000 numbers up to there."""
+    top = min(number, most)
+    near = range(top, max(top - 10_000, 0), -1)
+    return next((size for size in near if number % size == 0), math.gcd(number, most))
 
 
 def engine_lora_rank(rank: int) -> int:

@@ -10,6 +10,7 @@ from grpo_dist.errors import (
     ConfigError,
     DataError,
     DataLost,
+    DiskError,
     GrpoDistError,
     HealthError,
     OutOfMemory,
@@ -32,6 +33,7 @@ from grpo_dist.errors import (
         (TrainingDiverged, (GrpoDistError,), 1),
         (HealthError, (GrpoDistError,), 1),
         (CheckpointError, (GrpoDistError,), 1),
+        (DiskError, (GrpoDistError,), 1),
         (RayLost, (GrpoDistError,), 3),
         (DataLost, (GrpoDistError,), 1),
         (WorkerError, (GrpoDistError,), 1),
@@ -47,7 +49,7 @@ def test_tree_and_exit_codes(error: type[GrpoDistError], parents: tuple[type, ..
 
 def test_the_drawing_shows_every_class() -> None:
     classes = [name for name, value in vars(errors).items() if isinstance(value, type)]
-    assert len(classes) == 18
+    assert len(classes) == 19
     for name in classes:
         assert name in errors.__doc__
 

@@ -1,12 +1,18 @@
 import pytest
 
-from grpo_dist.redact import REDACTED, redact, redact_text
+from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.keys import leaf_keys, section_keys
+from grpo_dist.config.supervised import REWARD_MODEL, SFT
+from grpo_dist.redact import REDACTED, hide_in_texts, names_a_secret, redact, redact_text
 
 
 @pytest.mark.parametrize(
     "key",
     ["hf_token", "HF_TOKEN", "token", "WANDB_API_KEY", "api-key", "apikey", "password", "db_password",
-     "aws_secret_access_key", "client_secret", "credentials", "private_key", "auth.token"],
+     "aws_secret_access_key", "client_secret", "credentials", "private_key", "auth.token", "clientSecret", "authToken",
+     "apiToken", "APIKey", "X-Api-Key", "key", "auth", "pwd", "dbPwd", "bearer", "openai_key", "basicAuth", "jwt",
+     "sig",      "X-Amz-Signature", "PGPASSWORD", "api_tokens", "accesskey", "set-cookie", "authorization", "HFToken",
+     "accountKey"],
 )  # fmt: skip
 def test_secret_keys(key):
     assert redact({"a": [{key: "value"}]}) == {"a": [{key: REDACTED}]}
@@ -15,7 +21,10 @@ def test_secret_keys(key):
 @pytest.mark.parametrize(
     "key",
     ["ppo_max_token_len_per_gpu", "tokenizer", "token_level_rewards", "max_tokens", "eos_token",
-     "loss_agg_mode", "passes", "prompt_key", "author", "skip_tokenizer_init"],
+     "loss_agg_mode", "passes", "prompt_key", "author", "skip_tokenizer_init", "max_token_len", "pad_token_id",
+     "padToken", "image_token", "num_key_value_heads", "keys", "keyword", "tokens", "monkey", "api_key_env",
+     "headers_env", "pattern", "signal", "design", "", "authors", "token_file", "spec_tokens",
+     "dbo_decode_token_threshold"],
 )  # fmt: skip
 def test_ordinary_keys_stay(key):
     assert redact({key: "token-mean"}) == {key: "token-mean"}
@@ -57,3 +66,93 @@ def test_copy_is_deep_and_unset_secrets_stay_unset():
 )
 def test_a_text_about_a_config(text: str, shown: str) -> None:
     assert redact_text(text) == shown
+
+
+def test_no_key_of_the_config_is_a_secret() -> None:
+    """What is in the schema is shown; secrets stand in mappings that are free."""
+    keys = [
+        key
+        for command in (GRPO, SFT, REWARD_MODEL)
+        for key in (*leaf_keys(command.schema), *section_keys(command.schema))
+    ]
+    assert "data.prompt_key" in keys
+    assert [key for key in keys if names_a_secret(key)] == []
+    assert redact_text("\n".join(f"{key}=some-value" for key in keys)).count("some-value") == len(keys)
+
+
+A = "A1b2C3d4E5f6G7h8I9j0"
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [f"hf_{A}", f"sk-{A}", f"sk-proj-{A}_x", f"sk-ant-api03-{A}-x", f"sk-or-v1-{A}", f"ghp_{A}", f"gho_{A}", f"ghs_{A}",
+     f"github_pat_11ABC_{A}", f"glpat-{A}", f"gldt-{A}", f"xoxb-123456789012-{A}", f"xoxp-1-{A}", f"xapp-1-A1-{A}",
+     f"AIza{A}_ABCDEFGHIJKLMN", f"ya29.{A}", f"nvapi-{A}-{A}", "AKIAIOSFODNN7EXAMPLE", "ASIAIOSFODNN7EXAMPLE",
+     f"eyJhbGciOiJI.eyJzdWIiOiIx.{A}", f"wandb_v1_{A}", f"gsk_{A}", f"xai-{A}", f"r8_{A}", f"npm_{A}", f"tgp_v1_{A}",
+     f"dapi{A}", f"lsv2_pt_{A}_x", f"hvs.{A}",
+     f"-----BEGIN RSA PRIVATE KEY-----\n{A}\n{A}==\n-----END RSA PRIVATE KEY-----"],
+)  # fmt: skip
+def test_forms_of_vendors(secret: str) -> None:
+    for form in ("{}", "use {} here", "'{}'", "x={}", "https://host/{}/x", "[{}]"):
+        for shown in (redact(form.format(secret)), redact([form.format(secret)])[0], redact_text(form.format(secret))):
+            assert shown == form.format(REDACTED)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["sk-learn-based-approaches", "hf_models", "global-step-checkpoint-12", "fw_attention_backend_name",
+     "ASIA_pacific_1", "ghp_short", "eyJ.a.b", "Basic mathematics and Bearer understanding", "https://medium.com/@user/x",
+     "a@b.c",     "s3://bucket/key=1", "What? key value", "f(x, key=len)", "a -- key b", "https://host/x?page=2&n=3#top",
+     "--max-tokens 5 --tokenizer a --eos-token b", "--verbose", "x --token"],
+)  # fmt: skip
+def test_ordinary_texts_stay(text: str) -> None:
+    assert redact(text) == redact_text(text) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("http://judge/score?api_key=ZQX&n=1", "http://judge/score?api_key=***&n=1"),
+        ("http://judge/score?n=1&sig=ZQX#top", "http://judge/score?n=1&sig=***#top"),
+        ("http://judge/#access_token=ZQX", "http://judge/#access_token=***"),
+        ("http://judge?key=ZQX", "http://judge?key=***"),
+        ("https://user:p@ZQX@host/x?y=1", "https://***@host/x?y=1"),
+        ("postgres://user:ZQX:a@b@host:5432/db a@b", "postgres://***@host:5432/db a@b"),
+        ("judge --api-key=ZQX -v", "judge --api-key=*** -v"),
+        ("judge --api-key ZQX -v", "judge --api-key *** -v"),
+        ("judge --password 'ZQX ZQX' -v", "judge --password *** -v"),
+        ("Bearer ZQX0ZQX0", "Bearer ***"),
+        (["judge", "--api-key=ZQX"], ["judge", "--api-key=***"]),
+        (["judge", "--api-key", "ZQX", "--n", "3"], ["judge", "--api-key", "***", "--n", "3"]),
+        (("judge", "-token", "ZQX"), ["judge", "-token", "***"]),
+        (["--token", "--n", "3"], ["--token", "--n", "3"]),
+        (["env", "API_KEY=ZQX", "judge"], ["env", "API_KEY=***", "judge"]),
+        (["-H", "Authorization: Bearer ZQX"], ["-H", "Authorization: ***"]),
+        ([{"auth": ["ZQX"]}, "pw=ZQX"], [{"auth": "***"}, "pw=***"]),
+        ({"password": 12345, "use_auth": True, "kl": 1}, {"password": "***", "use_auth": True, "kl": 1}),
+        ({"api_key": "${oc.env:K}", "a": {"auth": "Bearer ${oc.env:K}"}},
+         {"api_key": "${oc.env:K}", "a": {"auth": "Bearer ${oc.env:K}"}}),
+        ({"api_key": "${oc.env:K,ZQX}", "token": "ZQX${oc.env:K}"}, {"api_key": "***", "token": "***"}),
+    ],
+)  # fmt: skip
+def test_secrets_in_urls_and_arguments(value: object, shown: object) -> None:
+    assert redact(value) == shown
+    assert "ZQX" not in redact_text(str(value))
+
+
+def test_names_that_texts_use_otherwise() -> None:
+    text = "write key=value; the token: that ends it; ignored the key: it is not known"
+    assert redact_text(text) == text
+    assert (
+        redact_text("x.credentials={user:me,pin:1}: bad; y.authToken=[a,b]")
+        == "x.credentials=***: bad; y.authToken=***"
+    )
+    assert redact_text("x.api_key=${oc.env:K} token=abc") == "x.api_key=${oc.env:K} token=***"
+
+
+def test_values_of_the_environment_are_hidden_in_texts(tmp_path) -> None:
+    for value in ("a value of the environment", "short", str(tmp_path)):
+        hide_in_texts(value, "${oc.env:X}")
+    text = f"a value of the environment, short, {tmp_path}"
+    assert redact_text(text) == f"${{oc.env:X}}, short, {tmp_path}"
+    assert redact({"n": text}) == {"n": text}

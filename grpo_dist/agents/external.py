@@ -33,7 +33,9 @@ from grpo_dist.agents.base import AGENT_LOOP, KWARGS_KEY, AgentLoop
 from grpo_dist.agents.episode import Episode
 from grpo_dist.code_names import CodeName, parse_code
 from grpo_dist.errors import ConfigError
+from grpo_dist.redact import redact, redact_text
 from grpo_dist.registry import described
+from grpo_dist.terminal import show
 
 END_S = 2.0  # that a process has to end after it has closed its output
 SERVER_S = 60.0  # that an episode waits for a server that is not there, or says 503: it may be starting again
@@ -128,11 +130,11 @@ class _Server:
                 if answer.is_success:
                     return _object(answer.text, self._url)
                 if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
-                    raise RuntimeError(f"{self._url}: {problem}")
+                    raise RuntimeError(f"{redact_text(self._url)}: {problem}")
             except httpx.ConnectError as error:  # so the episode has not begun, and this is no failure of it
                 problem = f"{type(error).__name__}: {error}"
             if waited >= SERVER_S:
-                raise RuntimeError(f"{self._url}: no server for {SERVER_S:g} s: {problem}")
+                raise RuntimeError(f"{redact_text(self._url)}: no server for {SERVER_S:g} s: {problem}")
             pause = wait * random.uniform(0.5, 1.0)  # so that those who wait do not all come at once
             await asyncio.sleep(pause)
             waited, wait = waited + pause, min(2 * wait, LONGEST_WAIT_S)
@@ -195,7 +197,7 @@ class _Command:
             while line := await process.stdout.readline():
                 answer = _answer_in(line)
                 if answer is None:
-                    sys.stdout.write(line.decode(errors="replace"))
+                    show(line.decode(errors="replace"))
                 elif (asked := self._open.get(answer["id"])) is not None and not asked.done():
                     asked.set_result(answer)
         except ValueError as error:  # a line that is too long
@@ -208,14 +210,14 @@ class _Command:
         self._process = None
         for asked in self._open.values():
             if not asked.done():
-                asked.set_exception(RuntimeError(f"{' '.join(self._command)}: {why}, exit code {code}"))
+                asked.set_exception(RuntimeError(f"{' '.join(redact(self._command))}: {why}, exit code {code}"))
 
 
 def _answer_in(line: bytes) -> dict[str, Any] | None:
     """The answer that a line is; None: it is something else."""
     try:
         answer = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return answer if isinstance(answer, dict) and isinstance(answer.get("id"), int) else None
 

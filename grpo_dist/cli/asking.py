@@ -23,6 +23,7 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.rewards.base import RewardResult
 from grpo_dist.rewards.forms import Failure
 from grpo_dist.rewards.scorer import Scorer
+from grpo_dist.terminal import show
 from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.trainer.settings import sampling_settings
 
@@ -69,7 +70,7 @@ class Asker:
                 named_rows([prompt.location for prompt in self.overlong]),
                 self.engine.settings.max_model_len,
             )
-            sys.stderr.write(f"left out, since they have {longest} tokens or more (--max-model-len): {named}\n")
+            show(f"left out, since they have {longest} tokens or more (--max-model-len): {named}\n", sys.stderr)
         return [(each.prompt, each.token_ids.tolist()) for each in tokenized]
 
     async def answer(self, index: int, token_ids: list[int]) -> list[Response]:
@@ -121,7 +122,7 @@ async def asking(
     settings = engine_for(model, max_model_len)
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=settings.trust_remote_code)
     engine = rollout_engine(settings.engine)(settings)
-    sys.stderr.write(f"starting an engine on {settings.device} with {model.folder}\n")
+    show(f"starting an engine on {settings.device} with {model.folder}\n", sys.stderr)
     warnings.simplefilter("ignore")  # what vLLM imports warns of what it imports
     await engine.start()
     try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import textwrap
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import zip_longest
+
+from grpo_dist.terminal import printable, show
 
 HELP = "an empty line ends the chat; /new begins another conversation; /take 2 goes on from the second answer"
 NARROWEST = 24  # columns of text beside each other
@@ -27,7 +28,7 @@ class Chat:
 
     async def run(self) -> None:
         """Ask the user for messages until there is none."""
-        sys.stdout.write(f"chat with {self._name}: {HELP}\n")
+        show(f"chat with {self._name}: {HELP}\n")
         while line := _line():  # nothing else has to go on meanwhile
             await self.take(line)
 
@@ -39,12 +40,12 @@ class Chat:
         elif command == "/take" and rest.isdecimal() and 1 <= int(rest) <= len(self._answers):
             self.messages[-1] = {"role": "assistant", "content": self._answers[int(rest) - 1]}
         elif command.startswith("/"):
-            sys.stdout.write(HELP + "\n")
+            show(HELP + "\n")
         else:
             asked = [*self.messages, {"role": "user", "content": line}]
             self._answers = await self._answer(asked)
             self.messages = [*asked, {"role": "assistant", "content": self._answers[0]}]
-            sys.stdout.write("\n".join(side_by_side(self._answers, shutil.get_terminal_size().columns)) + "\n")
+            show("\n".join(side_by_side(self._answers, shutil.get_terminal_size().columns)) + "\n")
 
 
 def side_by_side(texts: Sequence[str], width: int) -> Iterator[str]:
@@ -54,6 +55,7 @@ def side_by_side(texts: Sequence[str], width: int) -> Iterator[str]:
         texts: the texts.
         width: of the terminal, in characters.
     """
+    texts = [printable(text) for text in texts]
     if len(texts) == 1:
         yield texts[0]
         return

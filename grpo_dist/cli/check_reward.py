@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +19,7 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.names import REWARD_MODEL_FUNCTION, RM_SCORE
 from grpo_dist.rewards.base import RewardResult, RowNeeds
 from grpo_dist.rewards.forms import Failure, Sample
+from grpo_dist.terminal import show
 from grpo_dist.trainer.run_prompts import read_prompts
 
 # Columns, and entries of extra_info, that hold a whole answer, beside the ground truth that it is compared with.
@@ -59,10 +59,10 @@ def main(arguments: Sequence[str]) -> int:
             scores += [result.score for result in results if isinstance(result, RewardResult)]
             num_failed += sum(isinstance(result, Failure) for result in results)
             printed, num_more = scorer.printed.take()
-            sys.stdout.write("\n".join(_shown(prompt, answers, results, printed, num_more)) + "\n")
+            show("\n".join(_shown(prompt, answers, results, printed, num_more)) + "\n")
     finally:
         scorer.stop()
-    sys.stdout.write("\n".join(_summary(config, scores, num_failed, given=bool(options.answer))) + "\n")
+    show("\n".join(_summary(config, scores, num_failed, given=bool(options.answer))) + "\n")
     return 1 if num_failed else 0
 
 

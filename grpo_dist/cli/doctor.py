@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 
 from grpo_dist.config.processor import BF16_FLAGS, cpu_flags, physical_cores
 from grpo_dist.sizes import GIB
+from grpo_dist.terminal import show
 
 OK, NOTE, FAULT = "ok", "note", "FAULT"
 LEAST_SHM_GIB = 1.0  # Docker gives 0.06; weights on their way and Ray's objects lie there
@@ -61,21 +62,19 @@ def main(arguments: Sequence[str]) -> int:
 
         calibrate(device, _tell)
         return 0
-    sys.stdout.write(f"this machine, for runs on {device}:\n")
+    show(f"this machine, for runs on {device}:\n")
     faults = 0
     for check in CHECKS:
         for finding in check(device):
             faults += finding.grade == FAULT
             fix = f"\n{'':<20} -> {finding.fix}" if finding.fix else ""
-            sys.stdout.write(f"  {finding.grade:<5} {finding.what:<12} {finding.found}{fix}\n")
-            sys.stdout.flush()
-    sys.stdout.write(f"{faults} faults\n" if faults else "nothing stands in the way of a run\n")
+            show(f"  {finding.grade:<5} {finding.what:<12} {finding.found}{fix}\n")
+    show(f"{faults} faults\n" if faults else "nothing stands in the way of a run\n")
     return 1 if faults else 0
 
 
 def _tell(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+    show(f"{line}\n")
 
 
 def processor(device: str) -> Iterator[Finding]:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import grpo_dist
 from grpo_dist.errors import GrpoDistError
+from grpo_dist.redact import redact_text
 from grpo_dist.registry import load_attribute
+from grpo_dist.terminal import show
 
 
 @dataclass(frozen=True)
@@ -45,17 +47,17 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command that these arguments, or those of the command line, name; returns the exit code."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["help"]
     if name == "--version":
-        sys.stdout.write(f"grpo_dist {grpo_dist.__version__}\n")
+        show(f"grpo_dist {grpo_dist.__version__}\n")
         return 0
     name = "help" if name in ("-h", "--help") else name
     if name not in ENTRIES:
-        sys.stderr.write(_no_such_command(name))
+        show(_no_such_command(name), sys.stderr)
         return 2
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before a command imports torch
     try:
         return int(load_attribute(ENTRIES[name].function, key="command")(rest))
     except GrpoDistError as error:
-        sys.stderr.write(f"error: {error}\n")
+        show(f"error: {redact_text(str(error))}\n", sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -14,7 +14,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
@@ -28,6 +27,7 @@ from grpo_dist.algorithms.validation import (
     pred_ids,
     subset_sizes,
 )
+from grpo_dist.assets.paths import expanded
 from grpo_dist.cli.asking import add_sampling_arguments, asking, check_new, judge, sampling_of
 from grpo_dist.cli.lm_eval import figures_of, run_lm_eval
 from grpo_dist.cli.scoring import start_scorer
@@ -41,6 +41,7 @@ from grpo_dist.names import REWARD_MODEL_FUNCTION
 from grpo_dist.rewards.base import RewardResult
 from grpo_dist.rewards.forms import Failure
 from grpo_dist.rewards.scorer import Scorer
+from grpo_dist.terminal import json_line, show
 from grpo_dist.trainer.checkpoint.export import steps_of
 from grpo_dist.trainer.run_prompts import read_prompts
 
@@ -101,7 +102,11 @@ def main(arguments: Sequence[str]) -> int:
         scorer = _scorer(first)
         stack.callback(scorer.stop)
         prompts = _rows(first, options, scorer)
-        file = None if options.output is None else stack.enter_context(Path(options.output).open("x"))
+        file = (
+            None
+            if options.output is None
+            else stack.enter_context(expanded(options.output).open("x", encoding="utf-8"))
+        )
         found: list[Figures] = []
         for model in models:
             if model.usage.step is None and model.base is None:  # of no run: asked as the first one
@@ -262,7 +267,7 @@ def _write(file: TextIO, model: str, answers: Sequence[Answers]) -> None:
         row: dict[str, Any] = {"model": model, "row": each.prompt.location, "prompt": each.prompt.messages}
         row["responses"] = each.texts
         row["scores"] = [None if isinstance(result, Failure) else result.score for result in each.results]
-        file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+        file.write(json_line(row))
     file.flush()
 
 
@@ -282,7 +287,7 @@ def _by_lm_eval(model: TrainedModel, options: argparse.Namespace, more: Sequence
 
 def _print(table: Sequence[dict[str, Any]], title: str, options: argparse.Namespace) -> None:
     as_json, about = json.dumps(table, indent=2) + "\n", f"{title}; in brackets 95 % confidence intervals"
-    sys.stdout.write(as_json if options.json else f"{about}\n{_text(table)}")
+    show(as_json if options.json else f"{about}\n{_text(table)}")
 
 
 def _title(prompts: Sequence[Prompt], sampling: SamplingSettings) -> str:

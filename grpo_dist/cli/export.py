@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_dist.errors import ConfigError
+from grpo_dist.terminal import show
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,11 +27,10 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(options.to or run_dir / f"huggingface_step_{step}")
     if folder.exists():
         raise ConfigError(f"{folder} exists; remove it, or choose another folder with --to")
-    sys.stdout.write(f"checkpoints of {run_dir}: steps {', '.join(map(str, there))}; exporting step {step}\n")
-    sys.stdout.flush()
+    show(f"checkpoints of {run_dir}: steps {', '.join(map(str, there))}; exporting step {step}\n")
     config = saved_run(there[step], options.model)
     export_checkpoint(there[step], config, folder.absolute(), options.dtype or config.export_dtype)
-    sys.stdout.write(f"wrote {folder}\n")
+    show(f"wrote {folder}\n")
     return 0
 
 

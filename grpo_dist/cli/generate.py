@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
 from grpo_dist.assets import BUILTIN
+from grpo_dist.assets.paths import expanded
 from grpo_dist.cli.asking import Asker, add_sampling_arguments, asking, check_new, judge, prompt_of, sampling_of
 from grpo_dist.cli.chat import Chat
 from grpo_dist.cli.scoring import start_scorer
@@ -23,6 +22,7 @@ from grpo_dist.names import REWARD_MODEL_FUNCTION
 from grpo_dist.rewards import check_data_sources
 from grpo_dist.rewards.base import RewardResult, RowNeeds
 from grpo_dist.rewards.scorer import Scorer
+from grpo_dist.terminal import json_line, show
 from grpo_dist.trainer.run_prompts import read_prompts
 
 
@@ -49,14 +49,13 @@ async def _run(
         if not prompts:
             await Chat(asker.chat, model.name).run()
         elif options.output is not None:
-            with Path(options.output).open("x") as file:
+            with expanded(options.output).open("x", encoding="utf-8") as file:
                 await _write_rows(asker, prompts, file)
         elif rows:
             await _write_rows(asker, prompts, sys.stdout)
         else:
             async for _, responses in asker.answers(prompts):
-                sys.stdout.write("".join(f"{asker.text(response)}\n" for response in responses))
-                sys.stdout.flush()
+                show("".join(f"{asker.text(response)}\n" for response in responses))
 
 
 def _prompts(model: TrainedModel, given: Sequence[str]) -> tuple[list[Prompt], bool]:
@@ -88,7 +87,7 @@ async def _write_rows(asker: Asker, prompts: Sequence[Prompt], file: TextIO) -> 
             if scorer is not None:
                 found = await judge(scorer, prompt, texts)
                 row["scores"] = [each.score if isinstance(each, RewardResult) else None for each in found]
-            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+            file.write(json_line(row))
             file.flush()
     finally:
         if scorer is not None:
@@ -104,7 +103,7 @@ def _scorer(model: TrainedModel, prompts: Sequence[Prompt]) -> Scorer | None:
         try:
             check_data_sources(prompt.data_source for prompt in prompts)
         except ConfigError as error:
-            sys.stderr.write(f"without scores: {error}\n")
+            show(f"without scores: {error}\n", sys.stderr)
             return None
     return start_scorer(config)
 

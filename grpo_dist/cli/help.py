@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 
 from grpo_dist.cli.entry import ENTRIES, overview
@@ -15,6 +14,7 @@ from grpo_dist.config.supervised import REWARD_MODEL, SFT
 from grpo_dist.config.usage import group_lines
 from grpo_dist.errors import ConfigError
 from grpo_dist.registry import load_attribute
+from grpo_dist.terminal import show
 
 CONFIGS: dict[str, AnyCommand] = {"train": GRPO, "sft": SFT, "reward-model": REWARD_MODEL}
 MOST_EXPLAINED = 3
@@ -29,12 +29,12 @@ def main(arguments: Sequence[str]) -> int:
     """
     words = [word for word in arguments if not word.startswith("-")]
     if words in ([], ["help"]):
-        sys.stdout.write(overview())
+        show(overview())
     elif len(words) == 1 and words[0] in ENTRIES:
         return int(load_attribute(ENTRIES[words[0]].function, key="command")(["--help"]))
     else:
         command = words.pop(0) if len(words) == 2 and words[0] in CONFIGS else "train"
-        sys.stdout.write(explain(" ".join(words), command))
+        show(explain(" ".join(words), command))
     return 0
 
 

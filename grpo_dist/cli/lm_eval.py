@@ -20,6 +20,7 @@ from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.openai_app import MODEL
 from grpo_dist.engines.vllm.server import Server, listen, serving
 from grpo_dist.errors import ConfigError, EngineError, GrpoDistError
+from grpo_dist.terminal import show
 
 PACKAGE = "'lm-eval[api]==0.4.13'"
 Z = 1.959964  # standard errors on both sides of a 95 % confidence interval
@@ -141,7 +142,7 @@ async def _evaluate(model: TrainedModel, settings: EngineSettings, command: list
     """What lm-eval prints."""
     token = secrets.token_urlsafe(24)
     usage = replace(model.usage, sampling={"temperature": 0.0})  # else top_p and others of the run would be the tasks'
-    sys.stderr.write(f"starting a server on {settings.device} with {model.folder}\n")
+    show(f"starting a server on {settings.device} with {model.folder}\n", sys.stderr)
     async with serving(settings, usage, listen(LOOPBACK, 0), name=MODEL, token=token) as server:
         options = model_arguments(server.url, settings, likelihood=likelihood)
         environment = {"LMEVAL_LOG_LEVEL": "WARNING"} | os.environ | {"OPENAI_API_KEY": token}

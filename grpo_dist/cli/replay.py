@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from grpo_dist.assets.paths import expanded
 from grpo_dist.errors import ConfigError
+from grpo_dist.terminal import show
 
 if TYPE_CHECKING:
     from grpo_dist.protocol import DataProto
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(arguments)
     from grpo_dist.trainer.replay import read_recorded, rescore, retarget, reward_worker
 
-    recorded = read_recorded(Path(options.run_dir).expanduser(), options.step, tuple(options.overrides))
+    recorded = read_recorded(expanded(options.run_dir), options.step, tuple(options.overrides))
     with reward_worker(recorded.config) as worker:
         scores, failures = rescore(recorded, worker)
         targets = retarget(recorded, worker, scores)
@@ -121,8 +121,7 @@ def _equal_groups(scores: torch.Tensor, n: int) -> int:
 
 
 def _write(lines: Sequence[str] | Iterator[str]) -> None:
-    sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
+    show("\n".join(lines) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_dist.assets.paths import expanded
 from grpo_dist.errors import ConfigError
+from grpo_dist.terminal import show
 
 MOST_RESPONSES = 10_000
 
@@ -17,7 +19,6 @@ def main(arguments: Sequence[str]) -> int:
 
     Raises:
         ConfigError: a folder is none of a run, or Plotly is not installed.
-        DataError: the responses of a step cannot be read.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -26,16 +27,21 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("grpo-dist report draws with Plotly: pip install 'grpo_dist[report]'") from None
     from grpo_dist.report.page import page
     from grpo_dist.report.rollouts import chosen_steps, load_token_texts, read_step
-    from grpo_dist.report.run_folder import read_run
+    from grpo_dist.report.run_folder import noting, read_run
 
-    folders = [Path(folder).expanduser() for folder in (options.run_dir, *options.compare)]
+    folders = [expanded(folder) for folder in (options.run_dir, *options.compare)]
     runs = [read_run(folder) for folder in folders]
     if options.serve:
         return _serve(folders, options.port)
     steps = chosen_steps(folders[0], runs[0].rollout_steps, options.responses)
-    texts = load_token_texts(folders[0]) if steps else None
-    whole = page(runs, {step: read_step(folders[0], step, texts) for step in steps})
-    target = Path(options.output or folders[0] / "report.html")
+    problems, texts = [problem for run in runs for problem in run.problems], None
+    with noting(problems, "all tokens are left out"):
+        texts = load_token_texts(folders[0]) if steps else None
+    shown = {step: read_step(folders[0], step, texts) for step in steps}
+    whole = page(runs, shown)
+    for problem in (*problems, *(problem for step in shown.values() for problem in step["problems"])):
+        show(f"warning: {problem}\n", sys.stderr)
+    target = expanded(options.output) if options.output else folders[0] / "report.html"
     temporary = target.with_name(target.name + ".tmp")
     try:
         temporary.write_text(whole, encoding="utf-8", errors="replace")
@@ -44,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--output {target}: {error}") from None
     left_out = len(runs[0].rollout_steps) - len(steps)
     more = f"; responses of {len(steps)} steps, {left_out} left out (--responses, --serve)" if left_out else ""
-    sys.stdout.write(f"wrote {target} ({target.stat().st_size / 2**20:.1f} MiB{more})\n")
+    show(f"wrote {target} ({target.stat().st_size / 2**20:.1f} MiB{more})\n")
     return 0
 
 
@@ -52,8 +58,7 @@ def _serve(folders: Sequence[Path], port: int) -> int:
     from grpo_dist.report.server import ReportServer
 
     with ReportServer(folders, port) as server:
-        sys.stdout.write(f"{server.url}\nends with Ctrl-C\n")
-        sys.stdout.flush()
+        show(f"{server.url}\nends with Ctrl-C\n")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

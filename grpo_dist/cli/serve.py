@@ -17,6 +17,7 @@ from grpo_dist.engines.rendezvous import LOOPBACK
 from grpo_dist.engines.vllm.openai_app import MODEL
 from grpo_dist.engines.vllm.server import KEY_VARIABLE, listen, serving
 from grpo_dist.errors import ConfigError, EngineError
+from grpo_dist.terminal import show
 
 PORT = 8000
 
@@ -70,15 +71,14 @@ async def _serve(
 ) -> None:
     settings = engine_for(model, options.max_model_len)
     name = options.served_model_name
-    sys.stderr.write(f"starting a server on {settings.device} with {model.folder}\n")
+    show(f"starting a server on {settings.device} with {model.folder}\n", sys.stderr)
     try:
         async with serving(settings, model.usage, listening, name=name, token=token, more=more) as server:
-            sys.stdout.write(ready(server.url, model.name, name, with_token=bool(token)))
-            sys.stdout.flush()
+            show(ready(server.url, model.name, name, with_token=bool(token)))
             await asyncio.wait({server.ended})
             raise EngineError("vLLM's engine has failed, and the server has ended; the reason is above")
     except asyncio.CancelledError:  # a signal
-        sys.stderr.write("the server has ended\n")
+        show("the server has ended\n", sys.stderr)
 
 
 def ready(url: str, model: str, name: str, *, with_token: bool) -> str:

@@ -15,6 +15,7 @@ import torch
 from grpo_dist.assets import POLICY_KEY, resolve_model_path
 from grpo_dist.assets.paths import expanded
 from grpo_dist.assets.usage import FILE, Usage, read_usage
+from grpo_dist.config.environment import from_environment
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import with_overrides
 from grpo_dist.config.model_rules import max_positions
@@ -25,6 +26,7 @@ from grpo_dist.engines.installed_build import build_problem
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.cpu_attention import attention_problem
 from grpo_dist.errors import ConfigError
+from grpo_dist.terminal import show
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.export import export_checkpoint, saved_run, step_of, steps_of
 from grpo_dist.trainer.model_usage import model_usage
@@ -93,7 +95,8 @@ def find_trained(named: str, overrides: Sequence[str] = (), step: int | None = N
         config = _with_model({}, folder, overrides)
         return TrainedModel(name, folder, config, read_usage(folder))
     config = _with_model(values, folder, overrides)
-    return TrainedModel(name, folder, config, model_usage(config, chosen), values["actor_rollout_ref"]["model"]["path"])
+    base = from_environment(values["actor_rollout_ref"]["model"]["path"], (POLICY_KEY,))
+    return TrainedModel(name, folder, config, model_usage(config, chosen), base)
 
 
 def base_of(model: TrainedModel) -> TrainedModel:
@@ -145,7 +148,7 @@ def exported_step(run_dir: Path, checkpoint: Path) -> Path:
     """The exported model of a checkpoint, `huggingface_step_N` beside it; written if it is not there."""
     folder = run_dir / f"{EXPORTED}_step_{step_of(checkpoint)}"
     if not (folder / FILE).is_file():
-        sys.stderr.write(f"exporting {checkpoint} to {folder}\n")
+        show(f"exporting {checkpoint} to {folder}\n", sys.stderr)
         config = saved_run(checkpoint)
         export_checkpoint(checkpoint, config, folder.absolute(), config.export_dtype)
     return folder

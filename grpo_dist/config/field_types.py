@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -40,6 +41,23 @@ def _at_least_or_minus_one(least: int) -> Callable[[int], int]:
 def as_tuple(value: Any) -> Any:
     """YAML's lists are tuples in a config."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def _at_home(path: str) -> str:
+    """Replace ~, as a shell does where it stands alone, by the home folder."""
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        raise ValueError("there is no such user; write ./~... for a folder of that name")
+    if "\0" in found:
+        raise ValueError("no path has a null character")
+    return found
+
+
+def _folder_name(name: str) -> str:
+    parts = name.split("/")
+    if "\0" in name or any(part in ("", ".", "..") or part.startswith("~") for part in parts):
+        raise ValueError("names folders: no part between / may be empty, . or .., or begin with ~")
+    return name
 
 
 def _one_or_more(value: Any) -> Any:
@@ -117,12 +135,20 @@ Share = Annotated[Float, Field(ge=0, le=1)]
 DecayRate = Annotated[Float, Field(ge=0, lt=1)]
 PositiveShare = Annotated[Float, Field(gt=0, le=1)]
 
-Count = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-CountOrMinusOne = Annotated[int, AfterValidator(_at_least_or_minus_one(1))]
-NonNegativeOrMinusOne = Annotated[int, AfterValidator(_at_least_or_minus_one(0))]
+_MOST = 2**63 - 1  # what torch and Arrow take
+Count = Annotated[int, Field(ge=1, le=_MOST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=_MOST)]
+CountOrMinusOne = Annotated[int, Field(le=_MOST), AfterValidator(_at_least_or_minus_one(1))]
+NonNegativeOrMinusOne = Annotated[int, Field(le=_MOST), AfterValidator(_at_least_or_minus_one(0))]
+# The layout of the processes on the machines is made while the config is checked: a slip of the finger must not fill
+# the memory. The largest clusters have a tenth of these.
+Machines = Annotated[int, Field(ge=1, le=4096)]
+GpusPerMachine = Annotated[int, Field(ge=0, le=128)]
+Processes = Annotated[int, Field(ge=1, le=4096 * 128)]
 
 Text = Annotated[str, Field(min_length=1)]
+Folder = Annotated[Text, AfterValidator(_at_home)]
+FolderName = Annotated[Text, AfterValidator(_folder_name)]
 Files = Annotated[tuple[Text, ...], BeforeValidator(_one_or_more), Field(min_length=1)]
 # One function, or a list of functions: a name, null for the built-in scorers, or a mapping as weighted.py has them.
 Functions = Annotated[tuple[Text | dict[str, Any] | None, ...], Field(min_length=1)]

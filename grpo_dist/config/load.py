@@ -20,15 +20,17 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from grpo_dist.assets.paths import expanded
 from grpo_dist.config.adapter import take_adapter
 from grpo_dist.config.command import AnyCommand, Command, Config
+from grpo_dist.config.environment import Place, find_references, from_environment, recorded
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.overrides import CommandLine, read_command_line
 from grpo_dist.config.problems import Problem, config_error, path_of, schema_problems, shown
 from grpo_dist.config.run_folder import keep_run_dir
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.redact import redact, redact_text
+from grpo_dist.redact import redact_text
 
 _COPY = re.compile(r"\$\{([\w.]+)\}")  # an interpolation that is the whole value
 
@@ -53,7 +55,7 @@ def load_command(overrides: Sequence[str | tuple[str, Any]], command: Command[Co
     Raises:
         ConfigError: lists every problem, one a line.
     """
-    line, problems, raw = _read(overrides, command)
+    line, problems, raw, references = _read(overrides, command)
     if command.lora_section:
         wrong, idle = take_adapter(raw, command.lora_section, line.values)
         problems += wrong
@@ -71,6 +73,7 @@ def load_command(overrides: Sequence[str | tuple[str, Any]], command: Command[Co
     problems += found
     if problems or config is None:
         raise config_error(problems)
+    config.references.update(references)
     return config, [redact_text(note) for note in notes + command.notes(config)]
 
 
@@ -80,20 +83,20 @@ def run_folder(overrides: Sequence[str | tuple[str, Any]], command: Command[Conf
     Raises:
         ConfigError: there are no such keys or options.
     """
-    _, problems, raw = _read(overrides, command)
+    _, problems, raw, _ = _read(overrides, command)
     if problems:
         raise config_error(problems)
-    return Path(str(raw["trainer"]["default_local_dir"]))
+    return expanded(str(raw["trainer"]["default_local_dir"]))
 
 
 def saved_values(values: Mapping[str, Any], command: Command[Config]) -> Config:
     """A config that a run has saved; keys that have come since then have their defaults. Rules are not checked.
 
     Raises:
-        ConfigError: it has keys or values that this version does not know.
+        ConfigError: it has keys or values that this version does not know, or names variables that are not set here.
     """
     try:
-        return command.schema.model_validate(with_later_keys(values, command))
+        return command.schema.model_validate(from_environment(with_later_keys(values, command)))
     except ValidationError as error:
         raise config_error(schema_problems(error, command.schema)) from None
 
@@ -114,7 +117,7 @@ def with_overrides(
     line = read_command_line(overrides, command)
     if line.problems:
         raise config_error(line.problems)
-    merged = OmegaConf.create(with_later_keys(values, command))
+    merged = OmegaConf.create(from_environment(with_later_keys(values, command)))
     of_groups = copy.deepcopy(_composed(command.file, command.shared, tuple(line.groups.items())))
     for key in _missing_keys(OmegaConf.to_container(of_groups)):  # others may copy it
         OmegaConf.update(of_groups, key, line.values.get(key, OmegaConf.select(merged, key)))
@@ -135,7 +138,14 @@ def with_later_keys(values: Mapping[str, Any], command: AnyCommand) -> dict[str,
 
 def readable_config(config: JobConfig) -> str:
     """The resolved config as YAML, with secrets replaced by `***`."""
-    return yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)
+    return as_yaml(recorded(config, config.model_dump(mode="json")))
+
+
+def as_yaml(values: Mapping[str, Any]) -> str:
+    """Plain values as YAML, in the order of their keys; what is read back is the same."""
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    # PyYAML writes this one character as it is, and reads a line end in its place
+    return yaml.safe_dump(values, sort_keys=False) if "\x85" in text else text
 
 
 def default_values(command: AnyCommand) -> dict[str, Any]:
@@ -145,28 +155,34 @@ def default_values(command: AnyCommand) -> dict[str, Any]:
 
 def _read(
     overrides: Sequence[str | tuple[str, Any]], command: AnyCommand
-) -> tuple[CommandLine, list[Problem], dict[str, Any]]:
-    """The overrides, what is wrong with them so far, and the composed config with the run's folder in its place.
+) -> tuple[CommandLine, list[Problem], dict[str, Any], dict[Place, str]]:
+    """The overrides, what is wrong with them so far, the composed config with the run's folder in its place, and its
+    references to the environment.
 
     Raises:
         ConfigError: the config cannot be composed.
     """
     line = read_command_line(overrides, command)
     problems = list(line.problems)
-    raw = _compose(line, problems, command)
+    raw, references = _compose(line, problems, command)
     if raw is None:
         raise config_error(problems)
     line.notes += keep_run_dir(raw)
-    return line, problems, raw
+    return line, problems, raw, references
 
 
-def _compose(line: CommandLine, problems: list[Problem], command: AnyCommand) -> dict[str, Any] | None:
-    """The config as nested dicts with interpolations resolved; None, with a problem added, if Hydra fails."""
+def _compose(
+    line: CommandLine, problems: list[Problem], command: AnyCommand
+) -> tuple[dict[str, Any] | None, dict[Place, str]]:
+    """The config as nested dicts with interpolations resolved, and its references to the environment; None, with a
+    problem added, if Hydra fails.
+    """
+    references: dict[Place, str] = {}
     try:
         composed = copy.deepcopy(_composed(command.file, command.shared, tuple(line.groups.items())))
     except (HydraException, OmegaConfBaseException) as error:
         problems.append(_hydra_problem(error))
-        return None
+        return None, references
     for key, value in line.values.items():
         try:
             OmegaConf.update(composed, key, value, merge=True, force_add=True)
@@ -174,6 +190,7 @@ def _compose(line: CommandLine, problems: list[Problem], command: AnyCommand) ->
             problems.append(Problem(f"{key}={shown(value)}: {str(error).splitlines()[0]}", (key,)))
     try:
         raw = OmegaConf.to_container(composed, resolve=True)
+        references = find_references(composed, raw)
     except OmegaConfBaseException as error:
         problems.append(_hydra_problem(error))
         raw = OmegaConf.to_container(composed, resolve=False)
@@ -184,7 +201,7 @@ def _compose(line: CommandLine, problems: list[Problem], command: AnyCommand) ->
     for key in _missing_keys(raw):
         example = f"{key}={command.needed.get(key, 'VALUE')}"
         problems.append(Problem(f"{key}: must be set, for example {example}", (key,)))
-    return {str(key): value for key, value in raw.items()}
+    return {str(key): value for key, value in raw.items()}, references
 
 
 def _odd_names(raw: Any, key: str = "") -> Iterator[tuple[str, Any]]:

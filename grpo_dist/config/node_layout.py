@@ -143,7 +143,7 @@ def spread(count: int, processes: list[int]) -> tuple[int, ...]:
         The machine of each process.
     """
     each, over = divmod(count, len(processes))
-    emptiest = sorted(range(len(processes)), key=processes.__getitem__)[:over]
+    emptiest = set(sorted(range(len(processes)), key=processes.__getitem__)[:over])
     shares = [each + (machine in emptiest) for machine in range(len(processes))]
     for machine, share in enumerate(shares):
         processes[machine] += share

@@ -11,6 +11,7 @@ from grpo_dist.config.problems import Problem, problem_between, shown, value_of
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_models import CriticModelConfig
 from grpo_dist.config.schema_roles import ModelConfig
+from grpo_dist.sizes import divisor_up_to
 
 Rule = Callable[[RunConfig], Iterator[Problem]]
 
@@ -56,7 +57,7 @@ def mini_batches_divide_the_batch(config: RunConfig) -> Iterator[Problem]:
     for section, _ in _trained(config).values():
         key = f"{section}.ppo_mini_batch_size"
         if batch % (mini := value_of(config, key)):
-            fitting = max(size for size in range(1, mini + 1) if batch % size == 0)
+            fitting = divisor_up_to(batch, mini)
             why = f"the batch must be a multiple of the mini-batch; for example ppo_mini_batch_size={fitting}"
             yield problem_between(config, why, "data.train_batch_size", key)
 
@@ -200,7 +201,7 @@ def copies_and_engines_are_on_one_machine(config: RunConfig) -> Iterator[Problem
     if place.num_devices > config.num_gpus or per_node % place.tensor_parallel or place.actor_world_size % (copy or 1):
         return  # other rules report that
     if copy is not None and copy > per_node and copy % per_node:
-        fitting = max(size for size in range(1, per_node + 1) if place.actor_world_size % size == 0)
+        fitting = divisor_up_to(place.actor_world_size, per_node)
         why = (
             f"a copy of the weights on {copy} GPUs would share a machine of {per_node} with another copy, and its "
             f"traffic would cross the network; set it to {fitting}, a multiple of n_gpus_per_node, or -1"

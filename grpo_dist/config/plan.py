@@ -242,11 +242,13 @@ def _machine_rows(config: RunConfig) -> Rows:
     machines = config.trainer.nnodes
     if machines == 1:
         return []
-    homes = node_layout(config)
+    ranks: list[dict[str, list[int]]] = [{} for _ in range(machines)]
+    for role, home in node_layout(config).items():
+        for rank, machine in enumerate(home):
+            ranks[machine].setdefault(role, []).append(rank)
     rows = []
-    for machine in range(machines):
-        ranks = {role: [rank for rank, home in enumerate(home) if home == machine] for role, home in homes.items()}
-        parts = [f"{role} {_from_to(found)}" for role, found in ranks.items() if found]
+    for machine, there in enumerate(ranks):
+        parts = [f"{role} {_from_to(found)}" for role, found in there.items()]
         rows.append((f"machine {machine}", ", ".join(parts) or "idle"))
     return rows
 

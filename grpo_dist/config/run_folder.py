@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.assets.paths import expanded
+
 # Ray's folder for what `ray job submit --working-dir` sends along; each job's copy is deleted after the job.
 WORKING_COPIES = "working_dir_files"
 
@@ -20,7 +22,7 @@ def keep_run_dir(raw: dict[str, Any]) -> list[str]:
     """
     trainer = raw.get("trainer")
     given = trainer.get("default_local_dir") if isinstance(trainer, dict) else None
-    if not isinstance(trainer, dict) or not isinstance(given, str) or not given or Path(given).is_absolute():
+    if not isinstance(trainer, dict) or not isinstance(given, str) or not given or expanded(given).is_absolute():
         return []
     here = Path.cwd()
     if WORKING_COPIES not in here.parts:

@@ -25,6 +25,7 @@ from grpo_dist.config.field_types import (
     NonNegativeInt,
     Pair,
     PositiveFloat,
+    Processes,
     Section,
     Share,
     Text,
@@ -166,7 +167,7 @@ class OverlongBufferConfig(Section):
 class RewardConfig(Section):
     """`reward`: the processes that score."""
 
-    num_workers: Count
+    num_workers: Processes
     timeout_s: PositiveFloat
     failure_score: Float | None
     max_failure_rate: Share
@@ -214,12 +215,12 @@ class TrainerConfig(JobTrainerConfig):
 class ClusterConfig(JobClusterConfig):
     """`cluster`: processes per role. null: placement.py decides."""
 
-    actor_world_size: Count | None
-    rollout_world_size: Count | None
-    max_rollout_world_size: Count | None
-    ref_world_size: Count | None
-    reward_model_world_size: Count | None
-    critic_world_size: Count | None
+    actor_world_size: Processes | None
+    rollout_world_size: Processes | None
+    max_rollout_world_size: Processes | None
+    ref_world_size: Processes | None
+    reward_model_world_size: Processes | None
+    critic_world_size: Processes | None
     colocate: Colocation | None
 
 

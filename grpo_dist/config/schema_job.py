@@ -5,12 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
+from pydantic import PrivateAttr
+
 from grpo_dist.assets import BUILTIN
 from grpo_dist.config.field_types import (
     Count,
     CountOrMinusOne,
     DryRun,
     Files,
+    Folder,
+    FolderName,
+    GpusPerMachine,
+    Machines,
     Names,
     NonNegativeFloat,
     NonNegativeInt,
@@ -43,13 +49,13 @@ class JobTrainerConfig(Section):
     total_epochs: Count
     total_training_steps: Count | None
     seed: NonNegativeInt
-    project_name: Text
-    experiment_name: Text
+    project_name: FolderName
+    experiment_name: FolderName
     logger: Annotated[
         tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus"], ...], Names
     ]
     console: bool
-    default_local_dir: Text
+    default_local_dir: Folder
     test_freq: CountOrMinusOne
     val_before_train: bool
     val_only: bool
@@ -58,14 +64,14 @@ class JobTrainerConfig(Section):
     max_actor_ckpt_to_keep: Count | None
     keep_best_metric: Text | None
     resume_mode: Literal["auto", "disable", "resume_path", "force"]
-    resume_from_path: Text | None
+    resume_from_path: Folder | None
     max_actor_restarts: NonNegativeInt
     node_wait_minutes: NonNegativeFloat
     halve_on_out_of_memory: bool
     export_hf_model: bool
     export_dtype: TrainDtypeName | None
-    nnodes: Count
-    n_gpus_per_node: NonNegativeInt
+    nnodes: Machines
+    n_gpus_per_node: GpusPerMachine
     worker_timeout_s: PositiveFloat
     dry_run: DryRun
 
@@ -109,6 +115,12 @@ class JobConfig(Section):
     trainer: JobTrainerConfig
     cluster: JobClusterConfig
     ray_kwargs: RayKwargsConfig
+    _references: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def references(self) -> dict[tuple[str | int, ...], str]:
+        """What is saved for values of the environment, by their places (environment.py)."""
+        return self._references
 
     @property
     def device(self) -> Device:

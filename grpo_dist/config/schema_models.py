@@ -11,6 +11,7 @@ from grpo_dist.config.field_types import (
     NonNegativeFloat,
     Pair,
     PositiveFloat,
+    Processes,
     Section,
     Share,
     Text,
@@ -119,7 +120,7 @@ class CriticConfig(Section):
     use_dynamic_bsz: bool
     ppo_max_token_len_per_gpu: Count
     forward_max_token_len_per_gpu: Count
-    ulysses_sequence_parallel_size: Count
+    ulysses_sequence_parallel_size: Processes
     ppo_epochs: Count
     shuffle: bool
     grad_clip: PositiveFloat

@@ -20,6 +20,7 @@ from grpo_dist.config.field_types import (
     PositiveFloat,
     PositiveShare,
     PositiveTemperature,
+    Processes,
     RolloutDtype,
     RolloutDtypeName,
     Section,
@@ -129,7 +130,7 @@ class ActorConfig(Section):
     ppo_micro_batch_size_per_gpu: Count
     use_dynamic_bsz: bool
     ppo_max_token_len_per_gpu: Count
-    ulysses_sequence_parallel_size: Count
+    ulysses_sequence_parallel_size: Processes
     use_prefix_grouper: bool
     ppo_epochs: Count
     shuffle: bool
@@ -232,7 +233,7 @@ class RolloutConfig(Section):
     gpu_memory_utilization: PositiveShare
     kv_cache_memory_gib: PositiveFloat | None
     free_cache_engine: bool
-    tensor_model_parallel_size: Count
+    tensor_model_parallel_size: Processes
     max_model_len: Count | None
     max_num_seqs: Count
     max_num_batched_tokens: Count
@@ -276,7 +277,7 @@ class RefConfig(Section):
     log_prob_micro_batch_size_per_gpu: Count
     log_prob_use_dynamic_bsz: bool | None
     log_prob_max_token_len_per_gpu: Count | None
-    ulysses_sequence_parallel_size: Count
+    ulysses_sequence_parallel_size: Processes
     ref_model_sync_steps: CountOrMinusOne
     ref_model_mixup_alpha: PositiveShare
     fsdp_config: ForwardConfig

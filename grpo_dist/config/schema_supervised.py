@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from grpo_dist.config.field_types import Count, Names, NonNegativeInt, PositiveFloat, Section, Text, TrainDtype
+from grpo_dist.config.field_types import (
+    Count,
+    Names,
+    NonNegativeInt,
+    PositiveFloat,
+    Processes,
+    Section,
+    Text,
+    TrainDtype,
+)
 from grpo_dist.config.processor import physical_cores
 from grpo_dist.config.schema_job import JobClusterConfig, JobConfig, JobDataConfig, JobTrainerConfig
 from grpo_dist.config.schema_roles import CheckpointConfig, FSDPConfig, OptimConfig
@@ -60,7 +69,7 @@ class SupervisedTrainerConfig(JobTrainerConfig):
 class SupervisedClusterConfig(JobClusterConfig):
     """`cluster`: the number of ranks, and what each gets."""
 
-    world_size: Count | None
+    world_size: Processes | None
 
 
 class SupervisedConfig(JobConfig):

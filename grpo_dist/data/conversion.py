@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from grpo_dist.assets.paths import expanded
 from grpo_dist.data.prompts import locate_rows
 from grpo_dist.errors import DataError
 
@@ -66,7 +67,7 @@ def local_examples(folder: str, split: str) -> Iterator[tuple[str, Row]]:
     Raises:
         DataError: there are none, or one cannot be read.
     """
-    base = Path(folder).expanduser()
+    base = expanded(folder)
     for kind in KINDS:
         for place in (base, base / "data"):
             files = [place / f"{split}.{kind}"] if (place / f"{split}.{kind}").is_file() else []
@@ -114,7 +115,7 @@ def write_splits(splits: Mapping[str, Sequence[Row]], local_save_dir: str) -> Wr
     Raises:
         DataError: the folder cannot be written to.
     """
-    folder = Path(local_save_dir).expanduser()
+    folder = expanded(local_save_dir)
     written = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_dist.data.preferences import LabelledSteps, load_steps
-from grpo_dist.errors import DataError
+from grpo_dist.errors import DataError, DiskError
 
 KEY = "reward_model.replay_share"
 
@@ -96,7 +96,7 @@ class ReplayStore:
         """Copy the rows of these steps into another store.
 
         Raises:
-            DataError: a file cannot be copied.
+            DiskError: a file cannot be copied.
         """
         try:
             other.folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ class ReplayStore:
                 shutil.copyfile(self.file(step), temporary)
                 temporary.replace(other.file(step))
         except OSError as error:
-            raise DataError(f"{KEY}: the judged responses cannot be copied to {other.folder}: {error}") from error
+            raise DiskError(f"{KEY}: the judged responses cannot be copied to {other.folder}: {error}") from error
 
     def _rows(self, steps: Sequence[int], known: set[bytes]) -> Iterator[LabelledSteps | None]:
         """Yield the rows of these steps, a file at a time; None for a known conversation. Others become known."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpo_dist
 from grpo_dist.report.charts import charts
-from grpo_dist.report.run_folder import RunFolder, compare_configs
+from grpo_dist.report.run_folder import RunFolder, compare_configs, section
 from grpo_dist.tracking import metric_names
 from grpo_dist.tracking.summary import format_seconds
 
@@ -26,6 +26,7 @@ def overview(runs: Sequence[RunFolder]) -> dict[str, Any]:
     return {
         "title": " against ".join(each.name for each in runs),
         "facts": _facts(run),
+        "problems": [problem for each in runs for problem in each.problems],
         "alarms": [{"step": alarm.step, "rule": alarm.rule, "text": alarm.text} for alarm in run.alarms],
         "charts": charts(runs),
         "differences": {
@@ -75,8 +76,8 @@ def _facts(run: RunFolder) -> list[tuple[str, str]]:
     rewards = [row[metric_names.REWARD] for row in trained if metric_names.REWARD in row]
     if rewards:
         facts.append(("reward", f"{rewards[0]:.3g} → {rewards[-1]:.3g}"))
-    model = run.config.get("actor_rollout_ref", run.config).get("model", {})
-    if isinstance(model, Mapping) and model.get("path"):
+    model = section(section(run.config, "actor_rollout_ref") or run.config, "model")
+    if model.get("path"):
         facts.append(("model", str(model["path"])))
     return facts
 

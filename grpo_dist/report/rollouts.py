@@ -7,6 +7,7 @@ first is there (runs of before, files removed for room), responses have no token
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,19 @@ from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.redact import redact
+from grpo_dist.report.run_folder import noting
+from grpo_dist.tracking.jsonl import json_objects
 from grpo_dist.tracking.rollouts import ROLLOUTS, TOKENIZER
 
+_NUMBER = int | float | None
+_TYPES: Mapping[str, Any] = {
+    "uid": str,
+    "input": str,
+    "output": str,
+    "score": _NUMBER,
+    "advantage": _NUMBER,
+    "failure": str | None,
+}
 _OWN = frozenset({"step", "uid", "input", "output", "gts", "score", "advantage", "failure", "parts"})
 _COLUMNS = [
     "responses",
@@ -80,64 +92,89 @@ def load_token_texts(run_dir: Path) -> TokenTexts | None:
     folder = run_dir / TOKENIZER
     if not folder.is_dir():
         return None
-    if not (folder / "tokenizer.json").is_file():
-        raise ConfigError(f"{folder} has no tokenizer.json; remove the folder to have the report without tokens")
-    return TokenTexts(PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True))
+    try:
+        return TokenTexts(PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True))
+    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing more special
+        raise ConfigError(
+            f"{folder}: the tokenizer cannot be loaded ({error}); remove the folder to have the report without tokens"
+        ) from None
 
 
 def read_step(run_dir: Path, step: int, texts: TokenTexts | None) -> dict[str, Any]:
-    """A step's responses for the page.
+    """A step's responses for the page. What is damaged is left out and told.
 
     Returns:
-        {"step", "pieces", "groups": [{"uid", "input", "gts", "responses": [...]}]}: a response has "output", "score",
-        "advantage", "failure", "extra" (the reward function's other numbers), and, with tokens, "tokens" (positions in
-        "pieces", the step's different token texts), "mask", "advantages", "log_probs" (nats), "mismatch" (those of the
-        trainer less those of the sampler), "kl" (less those of the reference), "truncated" and "versions".
-
-    Raises:
-        DataError: the step's files are not there or cannot be read.
+        {"step", "pieces", "groups": [{"uid", "input", "gts", "responses": [...]}], "problems": [...]}: a response has
+        "output", "score", "advantage", "failure", "extra" (the reward function's other numbers), and, with tokens,
+        "tokens" (positions in "pieces", the step's different token texts), "mask", "advantages", "log_probs" (nats),
+        "mismatch" (those of the trainer less those of the sampler), "kl" (less those of the reference), "truncated" and
+        "versions".
     """
     path = run_dir / ROLLOUTS / f"{step}.jsonl"
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        parquet = path.with_suffix(".parquet")
-        data = read_parquet(parquet, _COLUMNS) if texts is not None and parquet.is_file() else None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: the responses of step {step} cannot be read: {error}") from None
-    if data is not None and len(data) != len(rows):
-        raise DataError(f"{path} has {len(rows)} responses, and the Parquet file beside it {len(data)}")
+    problems: list[str] = []
     groups: dict[str, dict[str, Any]] = {}
-    responses = []
-    for row in rows:
-        shown = {name: redact(row.get(name)) for name in ("output", "score", "advantage", "failure", "parts")}
-        shown["extra"] = {name: value for name, value in row.items() if name not in _OWN}
-        shown = {name: value for name, value in shown.items() if value not in (None, {}, "") or name == "output"}
-        group = groups.setdefault(row["uid"], {"uid": row["uid"], "input": redact(row["input"]), "responses": []})
-        group["gts"] = row["gts"] if isinstance(row["gts"], str) else json.dumps(row["gts"], ensure_ascii=False)
-        group["responses"].append(shown)
-        responses.append(shown)
+    responses: list[dict[str, Any] | None] = []
+    with noting(problems, f"the responses of step {step} are left out"):
+        for number, row in json_objects(path):
+            responses.append(None)
+            with noting(problems, f"{path}, line {number}, is left out"):
+                responses[-1] = _response(row, groups)
     pieces: dict[str, int] = {}
-    if data is not None and texts is not None:
-        _add_tokens(responses, data, texts, pieces)
-    return {"step": step, "pieces": list(pieces), "groups": list(groups.values())}
+    parquet = path.with_suffix(".parquet")
+    if texts is not None and parquet.is_file():
+        with noting(problems, f"the tokens of step {step} are left out"):
+            pieces = _add_tokens(responses, read_parquet(parquet, _COLUMNS), texts, parquet)
+    return {"step": step, "pieces": list(pieces), "groups": list(groups.values()), "problems": problems}
+
+
+def _response(row: Mapping[str, Any] | str, groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A row as the page shows it, which is put into its group.
+
+    Raises:
+        DataError: it lacks something, or something is of another type.
+    """
+    if isinstance(row, str):
+        raise DataError(row)
+    for name, kind in _TYPES.items():
+        if not isinstance(row.get(name), kind):
+            raise DataError(f"{name} is missing or of another type")
+    row = redact(row)
+    shown = {name: row.get(name) for name in ("output", "score", "advantage", "failure")}
+    shown["extra"] = {name: value for name, value in row.items() if name not in _OWN}
+    shown = {name: value for name, value in shown.items() if value not in (None, {}, "") or name == "output"}
+    group = groups.setdefault(row["uid"], {"uid": row["uid"], "input": row["input"], "responses": []})
+    truth = row.get("gts")
+    group["gts"] = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
+    group["responses"].append(shown)
+    return shown
 
 
 def _add_tokens(
-    responses: Sequence[dict[str, Any]], data: DataProto, texts: TokenTexts, pieces: dict[str, int]
-) -> None:
-    columns = data.columns()
+    responses: Sequence[dict[str, Any] | None], data: DataProto, texts: TokenTexts, path: Path
+) -> dict[str, int]:
+    """Add the tokens to all responses, or, if anything is damaged, to none; returns the positions of the pieces.
+
+    Raises:
+        DataError: the file has another number of responses.
+    """
+    if len(data) != len(responses):
+        raise DataError(f"{path} has {len(data)} responses, and the file of their texts beside it {len(responses)}")
+    columns, pieces = data.columns(), dict[str, int]()
     ids = data["responses"].rows()
     numbers = _per_token(columns)
-    for i, response in enumerate(responses):
-        found = texts.of(ids[i].tolist())
-        response["tokens"] = [pieces.setdefault(text, len(pieces)) for text in found]
-        for name, rows in numbers.items():
-            response[name] = _short(rows[i])
+    found: list[dict[str, Any]] = []
+    for i in range(len(responses)):
+        added: dict[str, Any] = {name: _short(rows[i]) for name, rows in numbers.items()}
+        added["tokens"] = [pieces.setdefault(text, len(pieces)) for text in texts.of(ids[i].tolist())]
         if "truncated" in columns and int(columns["truncated"][i]):
-            response["truncated"] = True
+            added["truncated"] = True
         if "weight_version" in columns:
-            ends = sorted({int(columns[name][i]) for name in ("weight_version", "last_weight_version")})
-            response["versions"] = ends
+            added["versions"] = sorted({int(columns[name][i]) for name in ("weight_version", "last_weight_version")})
+        found.append(added)
+    for response, added in zip(responses, found, strict=True):
+        if response is not None:
+            response |= added
+    return pieces
 
 
 def _per_token(columns: Mapping[str, Any]) -> dict[str, list[torch.Tensor]]:
@@ -164,7 +201,7 @@ def _short(row: torch.Tensor) -> Any:
     if row.dtype == torch.int8:
         values: list[Any] = row.tolist()
     else:
-        values = [round(value, 3) if value == value else None for value in row.tolist()]
+        values = [round(value, 3) if math.isfinite(value) else None for value in row.tolist()]
     return values[0] if values and all(value == values[0] for value in values) else values
 
 
@@ -178,9 +215,9 @@ def chosen_steps(run_dir: Path, steps: Sequence[int], most: int) -> list[int]:
     """
     if not steps:
         return []
-    sizes = {}
+    sizes = dict.fromkeys(steps, 0)
     for step in steps:
-        with (run_dir / ROLLOUTS / f"{step}.jsonl").open("rb") as file:
+        with noting([], "its responses"), (run_dir / ROLLOUTS / f"{step}.jsonl").open("rb") as file:
             sizes[step] = sum(1 for _ in file)
     count = len(steps)
     while count > 1:

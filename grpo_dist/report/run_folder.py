@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from grpo_dist.config.keys import flatten
 from grpo_dist.config.schema_health import HealthConfig
-from grpo_dist.errors import CheckpointError, ConfigError
+from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.redact import redact
 from grpo_dist.tracking import metric_names
-from grpo_dist.tracking.jsonl import FILE_NAME, read_metrics
+from grpo_dist.tracking.jsonl import FILE_NAME, readable_metrics
 from grpo_dist.tracking.rollouts import recorded_steps
 from grpo_dist.trainer.checkpoint.config_changes import MISSING, read_config
 from grpo_dist.trainer.health import HealthMonitor
@@ -40,6 +41,7 @@ class RunFolder:
         config: resolved, secrets replaced.
         alarms: broken health rules, in the order of the steps.
         rollout_steps: steps whose responses are there.
+        problems: what of the record is damaged and left out.
     """
 
     path: Path
@@ -48,6 +50,7 @@ class RunFolder:
     config: Mapping[str, Any]
     alarms: Sequence[Alarm] = ()
     rollout_steps: Sequence[int] = field(default_factory=tuple)
+    problems: Sequence[str] = ()
 
     @property
     def validation(self) -> list[str]:
@@ -56,25 +59,48 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Read a run's folder; the run may still be going on.
+    """Read a run's folder; the run may still be going on. Damaged parts of the record are told and left out.
 
     Raises:
-        ConfigError: it is no run's folder, or its record cannot be read.
+        ConfigError: it is no run's folder, or its metrics cannot be read at all.
     """
     if not (folder / FILE_NAME).is_file():
         raise ConfigError(
             f"{folder}: no run has written here ({FILE_NAME} is missing); give the folder that the run calls "
             "`run directory` (trainer.default_local_dir)"
         )
-    rows = read_metrics(folder / FILE_NAME)
     try:
+        rows, problems = readable_metrics(folder / FILE_NAME)
+    except OSError as error:
+        raise ConfigError(f"{folder / FILE_NAME} cannot be read: {error}") from None
+    config: Mapping[str, Any] = {}
+    with noting(problems, "the config is left out"):
         config = redact(read_config(folder))
-    except CheckpointError as error:
-        raise ConfigError(f"{error}; `grpo-dist report` needs the config beside {FILE_NAME}") from None
-    trainer = config.get("trainer", {})
+    trainer = section(config, "trainer")
     names = [str(trainer[key]) for key in ("project_name", "experiment_name") if trainer.get(key)]
-    alarms = find_alarms(rows, trainer.get("health"))
-    return RunFolder(folder, "/".join(names) or folder.name, rows, config, alarms, recorded_steps(folder))
+    alarms: Sequence[Alarm] = ()
+    with noting(problems, "trainer.health of the config cannot be used, so alarms are left out"):
+        alarms = find_alarms(rows, trainer.get("health"))
+    return RunFolder(folder, "/".join(names) or folder.name, rows, config, alarms, recorded_steps(folder), problems)
+
+
+@contextmanager
+def noting(problems: list[str], left_out: str) -> Iterator[None]:
+    """Go on after an error in a part of a record, with a line of what is left out and why.
+
+    A damaged record can fail in any way, also in the libraries that read it.
+    """
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - it is told
+        kind = "" if isinstance(error, GrpoDistError) else f"{type(error).__name__}: "
+        problems.append(f"{left_out}: {kind}{error}")
+
+
+def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of a config; {} where there is none, or something else in its place."""
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 def find_alarms(rows: Sequence[Row], settings: Mapping[str, Any] | None) -> list[Alarm]:

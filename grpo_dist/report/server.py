@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
+import socket
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from grpo_dist import hosts
 from grpo_dist.errors import ConfigError, GrpoDistError
 from grpo_dist.report.page import overview, page
 from grpo_dist.report.rollouts import load_token_texts, read_step
@@ -57,6 +62,11 @@ class ReportServer(ThreadingHTTPServer):
             return 404, "text/plain", "there is nothing here"
         return 200, "application/json", json.dumps(known[name](), ensure_ascii=False, allow_nan=False)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that has been lost needs no traceback."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
     def _overview(self) -> dict[str, Any]:
         return overview([read_run(folder) for folder in self.folders])
 
@@ -67,9 +77,25 @@ class ReportServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: ReportServer
 
+    def handle(self) -> None:
+        """Answer the request of a connection, if it comes and the answer is taken in time."""
+        limit = threading.Timer(hosts.REQUEST_S, self._close)
+        limit.start()
+        try:
+            super().handle()
+        finally:
+            limit.cancel()
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def do_GET(self) -> None:
         try:
-            status, kind, text = self.server.answer(self.path.partition("?")[0])
+            if hosts.is_this_machine(self.headers.get("Host", "")):
+                status, kind, text = self.server.answer(self.path.partition("?")[0])
+            else:
+                status, kind, text = 403, "text/plain", "open the address that `grpo-dist report --serve` has printed"
         except GrpoDistError as error:  # such as a file that is being written
             status, kind, text = 500, "text/plain", str(error)
         body = text.encode("utf-8", "replace")

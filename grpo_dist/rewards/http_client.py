@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from grpo_dist.errors import ConfigError, RewardError
+from grpo_dist.redact import redact_text
 
 KEY = "custom_reward_function.reward_kwargs"
 MOST_BYTES = 16 * 2**20  # of an answer
@@ -58,7 +59,7 @@ def post_json(
             problem, passing = f"{type(error).__name__}: {error}", isinstance(error, httpx.TransportError)
         if not passing or attempt == retries:
             tries = "" if attempt == 0 else f" (tried {attempt + 1} times)"
-            raise RewardError(f"{KEY}.url={url}: {problem}{tries}")
+            raise RewardError(f"{KEY}.url={redact_text(url)}: {problem}{tries}")
         sleep(min(backoff_s * 2**attempt, LONGEST_WAIT_S))
     raise AssertionError("the last attempt returned or raised")
 
@@ -98,11 +99,11 @@ def _to_plain(value: Any) -> Any:
 
 def _parse(raw: bytes, url: str) -> Any:
     if len(raw) > MOST_BYTES:
-        raise RewardError(f"{KEY}.url={url}: the answer has more than {MOST_BYTES:,} bytes")
+        raise RewardError(f"{KEY}.url={redact_text(url)}: the answer has more than {MOST_BYTES:,} bytes")
     try:
         return json.loads(raw)
     except (ValueError, RecursionError):
-        raise RewardError(f"{KEY}.url={url}: the answer is no JSON: {show(raw[:300])}") from None
+        raise RewardError(f"{KEY}.url={redact_text(url)}: the answer is no JSON: {show(raw[:300])}") from None
 
 
 def show(value: Any) -> str:

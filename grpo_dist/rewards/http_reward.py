@@ -46,7 +46,7 @@ def compute_score(
         RewardError: the service could not be reached or answered with something else.
     """
     answer = post_json(url, _sample(data_source, solution_str, ground_truth, extra_info), **options)
-    return _checked_score(answer, f"{KEY}.url={url}")
+    return _checked_score(answer, f"{KEY}.url={redact_text(url)}")
 
 
 def compute_score_batch(
@@ -74,7 +74,7 @@ def compute_score_batch(
     columns = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
     answer = post_json(url, {"samples": [_sample(*row) for row in columns]}, **options)
     scores = answer.get("scores") if isinstance(answer, Mapping) else None
-    where = f"{KEY}.url={url}"
+    where = f"{KEY}.url={redact_text(url)}"
     if not isinstance(scores, list) or len(scores) != len(solution_strs):
         found = f"{len(scores)} scores" if isinstance(scores, list) else show(answer)
         raise RewardError(f'{where}: expected {{"scores": [{len(solution_strs)} of them]}}, got {found}')

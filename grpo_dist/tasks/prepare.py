@@ -19,6 +19,7 @@ from grpo_dist.data.conversion import LOCAL_KEY, Written, convert, write_splits
 from grpo_dist.errors import GrpoDistError
 from grpo_dist.tasks import arithmetic, countdown, gsm8k, planner_rows, reasoning_gym
 from grpo_dist.tasks.competition_math import task as competition_math
+from grpo_dist.terminal import show
 
 
 def prepare_arithmetic(local_save_dir: str) -> Written:
@@ -33,10 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         written = prepare(**options)
     except GrpoDistError as error:
-        sys.stderr.write(f"{error}\n")
+        show(f"{error}\n", sys.stderr)
         return error.exit_code
     for path, num_rows in written.items():
-        sys.stdout.write(f"{path}: {num_rows:,} rows\n")
+        show(f"{path}: {num_rows:,} rows\n")
     return 0
 
 

@@ -10,7 +10,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,36 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """Read a `metrics.jsonl`; `null` becomes NaN, and an incomplete last line is ignored.
 
     Raises:
-        ConfigError: a line other than the last is no JSON object with a step.
+        ConfigError: a line other than the last is no metrics row.
     """
-    return [{name: math.nan if value is None else value for name, value in row.items()} for row in _rows(path)]
+    return [_numbers(row) for row in _sound_rows(path)]
+
+
+def readable_metrics(path: Path) -> tuple[list[dict[str, float]], list[str]]:
+    """Read the lines of a `metrics.jsonl` that can be read; returns them, and what is wrong with the others.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    rows, problems, last = _rows(path)
+    if not path.read_bytes().endswith(b"\n"):  # that line is being written
+        problems.pop(last, None)
+    return [_numbers(row) for row in rows], list(problems.values())
+
+
+def json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yield the number and the JSON object of each line of a file, or in its place what is wrong with the line.
+
+    A number that is not finite, which JSON does not have, is None.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    # Bytes: text of a model may hold what str.splitlines takes for line ends, a killed run leaves half characters.
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, _json_object(line)
 
 
 def truncate_after(path: Path, step: int) -> None:
@@ -87,11 +115,11 @@ def truncate_after(path: Path, step: int) -> None:
         step: the last step to keep.
 
     Raises:
-        ConfigError: a line other than the last is no JSON object with a step.
+        ConfigError: a line other than the last is no metrics row.
     """
     if not path.exists():
         return
-    kept = [row for row in _rows(path) if row["step"] <= step]
+    kept = [row for row in _sound_rows(path) if row["step"] <= step]
     scratch = path.with_name(path.name + ".tmp")
     with scratch.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in kept)
@@ -100,25 +128,50 @@ def truncate_after(path: Path, step: int) -> None:
     scratch.replace(path)
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    # Bytes, because a killed run may have written half of a UTF-8 character.
-    lines = path.read_bytes().split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
-                raise ValueError("no object with a step")
-        except ValueError as error:
-            if not any(rest.strip() for rest in lines[number:]):
-                break
-            raise ConfigError(
-                f"{path}, line {number}: not a metrics row ({error}); repair or move the file, then resume again"
-            ) from error
-        rows.append(row)
+def _json_object(line: bytes) -> dict[str, Any] | str:
+    try:
+        found = json.loads(line, parse_constant=lambda _: None, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return found if isinstance(found, dict) else "no object"
+
+
+def _finite(written: str) -> float | None:
+    number = float(written)
+    return number if math.isfinite(number) else None
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: math.nan if value is None else value for name, value in row.items()}
+
+
+def _sound_rows(path: Path) -> list[dict[str, Any]]:
+    rows, problems, last = _rows(path)
+    problems.pop(last, None)
+    for problem in problems.values():
+        raise ConfigError(f"{problem}; repair or move the file, then resume again")
     return rows
+
+
+def _rows(path: Path) -> tuple[list[dict[str, Any]], dict[int, str], int]:
+    """The metrics rows; what is wrong with the other lines, by number; the number of the last line."""
+    rows, problems, number = [], {}, 0
+    for number, found in json_objects(path):
+        if isinstance(found, dict) and (why := _no_metrics(found)) is None:
+            rows.append(found)
+        else:
+            problems[number] = f"{path}, line {number}: not a metrics row ({found if isinstance(found, str) else why})"
+    return rows, problems, number
+
+
+def _no_metrics(row: Mapping[str, Any]) -> str | None:
+    """Why an object is no metrics row; None: it is one."""
+    if type(row.get("step")) is not int:
+        return "no step"
+    for name, value in row.items():
+        if not (value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)):
+            return f"{name} is no number"
+    return None
 
 
 def _set_aside(path: Path) -> None:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo_dist.errors import ConfigError
+from grpo_dist.errors import DiskError
 from grpo_dist.protocol import DataProto
 from grpo_dist.protocol.fields import EXTRA, FIELDS
 from grpo_dist.protocol.parquet import write_parquet
@@ -40,7 +40,7 @@ def write_tokens(data: DataProto, path: Path, save_tokenizer: Callable[[str], ob
         save_tokenizer: writes the run's tokenizer into a folder.
 
     Raises:
-        ConfigError: they cannot be written; the message names the key without which they are not needed.
+        DiskError: they cannot be written; the message names the key without which they are not needed.
     """
     temporary, folder = path.with_suffix(".parquet.tmp"), path.parent.parent / TOKENIZER
     try:
@@ -53,7 +53,7 @@ def write_tokens(data: DataProto, path: Path, save_tokenizer: Callable[[str], ob
             save_tokenizer(str(scratch))
             scratch.replace(folder)
     except OSError as error:
-        raise ConfigError(
+        raise DiskError(
             f"cannot write {path}: {error}. Free disk space, set trainer.default_local_dir to another folder, lower "
             "trainer.log_rollouts_max_gib, or trainer.log_rollouts=false"
         ) from error

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from grpo_dist.terminal import printable
+
 Sample = Mapping[str, Any]
 """step, uid, input, output, gts (the ground truth) and score (None: it could not be scored) of one response, and the
 numbers that the reward function has returned besides the score."""
@@ -18,12 +20,12 @@ def format_samples(samples: Sequence[Sample]) -> str:
     """Format samples for the terminal: a header line per response, then prompt and response, indented."""
     lines = []
     for sample in samples:
-        shown = {name: _printable(str(sample[name])) for name in ("input", "output", "gts")}
+        shown = {name: printable(str(sample[name])) for name in ("input", "output", "gts")}
         lines.append(f"validation, step {sample['step']}, {_head(sample, shown['gts'])}")
         for label in ("input", "output"):
             lines.append(f"  {label}:")
             lines += [f"    {line}" for line in shown[label].splitlines()]
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def as_markdown(sample: Sample) -> str:
@@ -56,8 +58,3 @@ def _cell(value: Any) -> Any:
 def _head(sample: Sample, truth: str) -> str:
     score = "none" if sample["score"] is None else f"{sample['score']:.3g}"
     return f"{sample['uid']}: score {score}, gts {truth}"
-
-
-def _printable(text: str) -> str:
-    """Replace control characters, so that a response cannot send escape sequences to the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

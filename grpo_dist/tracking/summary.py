@@ -67,7 +67,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Format a duration: `8.3 s`, `3 min 12 s` or `2 h 05 min`."""
-    if seconds < 60:
+    if seconds < 60 or not math.isfinite(seconds):
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

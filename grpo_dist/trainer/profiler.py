@@ -10,7 +10,6 @@ Whatever goes wrong with a profile is told, and ends nothing.
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config.schema import TrainerConfig
+from grpo_dist.engines.train.durable_files import delete
 from grpo_dist.errors import GrpoDistError, WorkerError
 from grpo_dist.tracking.step_trace import DRIVER, Span, step_trace, write_trace
 from grpo_dist.workers.batch_ref import DataProtoRef
@@ -150,8 +150,7 @@ class StepProfiler:
 
 
 def _make_anew(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
+    delete(folder)
     folder.mkdir(parents=True)
 
 

@@ -7,7 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from grpo_dist.config.environment import recorded
 from grpo_dist.config.schema_job import JobConfig
+from grpo_dist.terminal import show
 from grpo_dist.tracking.base import TRACKERS, Trackers, build_trackers, restore_tracker_ids
 from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
@@ -27,7 +29,7 @@ EXPORTED = "huggingface"
 def say(config: JobConfig, text: str) -> None:
     """Show a message before and after there is a display."""
     if config.trainer.console:
-        sys.stderr.write(text + "\n")
+        show(text + "\n", sys.stderr)
 
 
 def make_run_dir(config: JobConfig) -> Path:
@@ -42,7 +44,7 @@ def write_config(config: JobConfig, run_dir: Path) -> None:
     """Write the resolved config, without secrets, into the run directory."""
     temporary = run_dir / f"{RESOLVED_CONFIG}.tmp"
     with writing_into(run_dir):
-        temporary.write_text(saved_config(config))
+        temporary.write_text(saved_config(config), encoding="utf-8")
         temporary.replace(run_dir / RESOLVED_CONFIG)
 
 
@@ -63,7 +65,7 @@ def open_record(
             run_dir=run_dir,
             project_name=config.trainer.project_name,
             experiment_name=config.trainer.experiment_name,
-            config=config.model_dump(mode="json"),
+            config=recorded(config, config.model_dump(mode="json")),
             resumed_step=resumed_step,
             classes=ALL_TRACKERS,
         )

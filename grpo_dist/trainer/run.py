@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Generic
 from grpo_dist.config.command import Command, Config
 from grpo_dist.config.halved import halved
 from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.errors import DataLost, GrpoDistError, Interrupted, OutOfMemory, RayLost, WorkerError, WorkerLost
+from grpo_dist.errors import (
+    ConfigError,
+    DataLost,
+    GrpoDistError,
+    Interrupted,
+    OutOfMemory,
+    RayLost,
+    WorkerError,
+    WorkerLost,
+)
+from grpo_dist.terminal import show as show_text
 from grpo_dist.tracking.jsonl import FILE_NAME as METRICS
 from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.tracking.summary import format_summary
@@ -59,7 +69,7 @@ DISCONNECT_S = 10.0
 
 def show(error: RayLost | Interrupted) -> None:
     """Say what ends the process."""
-    sys.stderr.write(f"\n{error}\n")
+    show_text(f"\n{error}\n", sys.stderr)
 
 
 def run(
@@ -104,7 +114,7 @@ def _run(
     ready = job.preflight(config, lambda line: None, rehearsal=False)
     if is_finished(config, ready.steps):
         if config.trainer.console:
-            sys.stdout.write(nothing_to_train(config, ready.steps) + "\n")
+            show_text(nothing_to_train(config, ready.steps) + "\n")
         return
     run_dir = make_run_dir(config)
     with ExitStack() as stack:
@@ -128,7 +138,7 @@ def _run(
         hf_model = run_dir / EXPORTED if config.trainer.export_hf_model and not config.trainer.val_only else None
         seconds = time.monotonic() - started
         rows = [row for row in read_metrics(run_dir / METRICS) if row["step"] >= first_step]
-        sys.stdout.write(format_summary(rows, run_dir=run_dir, seconds=seconds, hf_model=hf_model) + "\n")
+        show_text(format_summary(rows, run_dir=run_dir, seconds=seconds, hf_model=hf_model) + "\n")
 
 
 def _end_by_force(
@@ -150,7 +160,7 @@ def _end_by_force(
         "cluster is not this run's own (ray_kwargs.ray_init.address), start Ray again first (`ray start --head`)"
     )
     if preemption.asked:
-        sys.stderr.write(f"\n{preemption.name}: {what} does not answer any more, so nothing more could be saved\n")
+        show_text(f"\n{preemption.name}: {what} does not answer any more, so nothing more could be saved\n", sys.stderr)
         error = preemption.interrupt()
     elif failure is not None:
         error.add_note(f"before that the run had ended with {type(failure).__name__}: {failure}")
@@ -196,6 +206,10 @@ def _train(
                 trainer.trackers.close()
                 trainer.progress.close()
                 return first_step
+            except ConfigError as error:
+                if restarts and trainer is None:  # its config was right when it began: a machine lacks what it had
+                    error.exit_code = 1
+                raise
             except OutOfMemory as error:
                 smaller = halved(present, error.setting, job.command) if config.trainer.halve_on_out_of_memory else None
                 if smaller is None or restarts == config.trainer.max_actor_restarts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -11,11 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from grpo_dist.errors import ConfigError
+from grpo_dist.errors import ConfigError, DiskError
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "run.lock"
+# What no config mends, and may be over when the same command is run again.
+_OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE})
 
 
 @contextlib.contextmanager
@@ -75,12 +78,14 @@ def _lock(file: TextIO, run_dir: Path) -> None:
 
 @contextlib.contextmanager
 def writing_into(run_dir: Path) -> Iterator[None]:
-    """Turn an OSError within the block into a ConfigError about the run directory.
+    """Turn an OSError within the block into an error about the run directory.
 
     Raises:
-        ConfigError: a file could not be written.
+        DiskError: a file could not be written, since the disk is full or has failed.
+        ConfigError: for another reason.
     """
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"trainer.default_local_dir={run_dir}: cannot be written: {error}") from error
+        kind = DiskError if error.errno in _OF_THE_DISK else ConfigError
+        raise kind(f"trainer.default_local_dir={run_dir}: cannot be written: {error}") from error

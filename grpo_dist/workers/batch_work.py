@@ -20,7 +20,7 @@ from grpo_dist.algorithms.correction import compute_rollout_correction
 from grpo_dist.algorithms.targets import TargetSettings, compute_targets
 from grpo_dist.data.step_tokens import split_steps
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file, flush_path
-from grpo_dist.errors import CheckpointError, ConfigError
+from grpo_dist.errors import CheckpointError, DiskError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.components import chosen_components
@@ -143,7 +143,7 @@ class BatchWork(Process):
         """Write `read_samples` to `path`, one JSON object per line.
 
         Raises:
-            ConfigError: the file cannot be written.
+            DiskError: the file cannot be written.
         """
         _write_rows(self.read_samples(batch, step, ground_truths), path, "trainer.log_rollouts=false")
 
@@ -160,7 +160,7 @@ class BatchWork(Process):
             most_bytes: that the folder may hold; the oldest steps are removed.
 
         Raises:
-            ConfigError: the files cannot be written.
+            DiskError: the files cannot be written.
         """
         file = Path(path)
         columns = [name for name in batch.columns if is_recorded(name)]
@@ -181,7 +181,7 @@ class BatchWork(Process):
             conversations: the messages of each prompt, by uid.
 
         Raises:
-            ConfigError: the file cannot be written.
+            DiskError: the file cannot be written.
         """
         data = batch.fetch(("uid", "responses", "rule_labels"))
         texts = self._decode(data["responses"])
@@ -246,19 +246,20 @@ def _write_rows(rows: Sequence[Mapping[str, Any]], path: str, without: str) -> N
     """Write rows to `path`, one JSON object per line; the file is complete and on disk, or not there.
 
     Raises:
-        ConfigError: it cannot be written; the message names the setting `without` which it is not needed.
+        DiskError: it cannot be written; the message names the setting `without` which it is not needed.
     """
     target = Path(path)
     temporary = target.with_suffix(".tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w") as file:  # row by row: together they are a second copy of the batch's text
+        # Row by row: together they are a second copy of the batch's text. Half a surrogate pair stays as JSON's escape.
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         flush_path(temporary)
         temporary.replace(target)
         flush_path(target.parent)
     except OSError as error:
-        raise ConfigError(
+        raise DiskError(
             f"cannot write {target}: {error}. Free disk space, set trainer.default_local_dir to another folder, or "
             f"{without}"
         ) from error

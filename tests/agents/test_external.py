@@ -139,7 +139,7 @@ CHATTY = """
 import json, sys
 asked = json.loads(sys.stdin.readline())
 answer = json.dumps({"id": asked["id"], "ok": True, "reward": 2})
-print({"id": [1]}, '{"id": [1]}', "{not json", answer, sep=chr(10), flush=True)
+print({"id": [1]}, '{"id": [1]}', "{not json", "[" * 10_000, answer, sep=chr(10), flush=True)
 sys.stdin.readline()
 """
 

@@ -8,9 +8,10 @@ import pytest
 
 from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.grpo import GRPO
-from grpo_dist.config.load import load_command
+from grpo_dist.config.load import load_command, run_folder
 from grpo_dist.config.supervised import SFT
-from tests.messages import says
+from grpo_dist.errors import ConfigError
+from tests.messages import refuses, says
 
 COMMANDS = pytest.mark.parametrize("command", [GRPO, SFT], ids=lambda command: command.module)
 
@@ -53,3 +54,42 @@ def test_a_wrong_value_is_told_as_what_it_is(working_copy: Path, capsys: pytest.
 
     assert main.main(["trainer.default_local_dir=[a]"]) == 2
     says(capsys.readouterr().err, "trainer.default_local_dir=")
+
+
+@COMMANDS
+def test_the_home_folder(command: AnyCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    line = ["trainer.default_local_dir='~/runs/a'", "trainer.resume_mode=resume_path", "trainer.resume_from_path='~/b'"]
+    trainer = load_command(["trainer.dry_run=config", *line], command)[0].trainer
+    assert (trainer.default_local_dir, trainer.resume_from_path) == (f"{tmp_path}/runs/a", f"{tmp_path}/b")
+    assert run_folder(line, command) == tmp_path / "runs/a"
+    for path in ("./~/a", "a/~", "a~"):
+        assert load_command([("trainer.default_local_dir", path)], command)[0].trainer.default_local_dir == path
+
+
+def test_the_home_folder_in_a_working_copy(working_copy: Path, tmp_path: Path) -> None:
+    config, notes = load_command(["trainer.default_local_dir='~/mine'"], GRPO)
+    assert config.trainer.default_local_dir == f"{tmp_path}/home/mine"
+    assert not any("default_local_dir" in note for note in notes)
+
+
+@COMMANDS
+@pytest.mark.parametrize("key", ["trainer.experiment_name", "trainer.project_name"])
+@pytest.mark.parametrize(
+    "name", ["~", "~/x", "../x", "a/../../x", "..", ".", "/", "/tmp/x", "a//b", "a/", "a/~b", "a\0b"]
+)
+def test_names_that_lead_out_of_their_folder(command: AnyCommand, key: str, name: str) -> None:
+    with refuses(ConfigError, key):
+        load_command([(key, name)], command)
+
+
+@pytest.mark.parametrize("name", ["a", "a/b", "a b", "a..b", "...", "a~", ".a", "名"])
+def test_names_of_folders(name: str) -> None:
+    config, _ = load_command([("trainer.experiment_name", name)], GRPO)
+    assert config.trainer.default_local_dir == f"outputs/grpo_dist/{name}"
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/x", "a\0b"])
+def test_folders_that_cannot_be(path: str) -> None:
+    with refuses(ConfigError, "trainer.default_local_dir"):
+        load_command([("trainer.default_local_dir", path)], GRPO)

@@ -9,9 +9,7 @@ import pytest
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.tokenizer import load_tokenizer
-from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.report.rollouts import TokenTexts, chosen_steps, load_token_texts, read_step
-from tests.messages import refuses
 from tests.report.runs import TINY, write_run, write_step
 
 
@@ -63,19 +61,6 @@ def test_each_token_adds_its_text() -> None:
         assert len(found) == len(ids)
         assert "".join(found) == tokenizer.decode(ids)
         assert texts.of(ids) == found, "the second time, from what is known"
-
-
-def test_what_cannot_be_read_is_told(run: Path) -> None:
-    with refuses(DataError, run / "rollouts" / "7.jsonl"):
-        read_step(run, 7, None)
-    write_step(run, 3, ["1", "2"], [1.0, 0.0])
-    path = run / "rollouts" / "3.jsonl"
-    path.write_text(path.read_text().splitlines(keepends=True)[0])
-    with refuses(DataError, path, 1, 2):
-        read_step(run, 3, load_token_texts(run))
-    (run / "tokenizer" / "tokenizer.json").unlink()
-    with refuses(ConfigError, run / "tokenizer"):
-        load_token_texts(run)
 
 
 def test_steps_are_left_out_evenly(run: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from grpo_dist import hosts
 from grpo_dist.errors import ConfigError
 from grpo_dist.report.server import ReportServer
 from tests.messages import refuses
@@ -57,14 +58,35 @@ def test_only_those_who_know_the_address(server: ReportServer) -> None:
         assert "critic" not in answer.text
 
 
+def test_other_names_of_the_machine_are_refused(server: ReportServer) -> None:
+    """A page of another site can turn its name to this address, and knows no token; this is the second lock."""
+    for host, status in (("evil.example", 403), ("localhost", 200)):
+        assert httpx.get(server.url + "data/overview", headers={"Host": host}).status_code == status
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: "])
+def test_slow_connections_are_closed(run: Path, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "REQUEST_S", 0.2)
+    with ReportServer([run], 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        with socket.create_connection(server.server_address[:2], timeout=30) as connection:
+            connection.sendall(sent)
+            assert connection.recv(1000) == b""
+        server.shutdown()
+        thread.join()
+
+
 def test_other_paths_are_nothing(server: ReportServer) -> None:
     for path in ("data/step-", "data/step-..%2F..%2Fconfig", "data/other", "../config.yaml"):
         assert httpx.get(server.url + path).status_code in (403, 404)
 
 
 def test_what_cannot_be_read_is_told_and_the_server_stays(server: ReportServer, run: Path) -> None:
-    assert httpx.get(server.url + "data/step-9").status_code == 500
+    assert "step 9" in httpx.get(server.url + "data/step-9").json()["problems"][0]
     (run / "metrics.jsonl").write_text('no row\n{"step": 1}\n')
+    assert "line 1" in httpx.get(server.url + "data/overview").json()["problems"][0]
+    (run / "metrics.jsonl").unlink()
     assert httpx.get(server.url + "data/overview").status_code == 500
     (run / "metrics.jsonl").write_text(json.dumps(ROW) + "\n")
     assert httpx.get(server.url + "data/overview").status_code == 200

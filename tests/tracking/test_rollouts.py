@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_dist.errors import ConfigError
+from grpo_dist.errors import DiskError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.fields import FIELDS
 from grpo_dist.protocol.parquet import read_parquet
@@ -49,7 +49,7 @@ def test_tokens_and_once_the_tokenizer(tmp_path: Path) -> None:
 
 def test_a_disk_that_refuses_is_told_with_the_keys_that_help(tmp_path: Path) -> None:
     (tmp_path / "rollouts").write_text("no folder")
-    with refuses(ConfigError, tmp_path / "rollouts" / "1.parquet", "trainer.log_rollouts=false"):
+    with refuses(DiskError, tmp_path / "rollouts" / "1.parquet", "trainer.log_rollouts=false"):
         write_tokens(data(), tmp_path / "rollouts" / "1.parquet", Tokenizer().save_pretrained)
 
 

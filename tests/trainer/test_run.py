@@ -130,6 +130,14 @@ def test_one_that_is_lost_in_a_restart_is(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert [config.trainer.resume_from_path for config in seen] == [None, str(last), str(last)]
 
 
+def test_what_a_restart_lacks_is_no_fault_of_the_config() -> None:
+    """Exit code 2 would tell a scheduler not to try again: a machine that is gone comes back."""
+    for starts, code in (([trainer(fail(LOST)), ConfigError("no room")], 1), ([ConfigError("no room")], 2)):
+        with pytest.raises(ConfigError) as caught:
+            train(starts)
+        assert caught.value.exit_code == code
+
+
 def test_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkerLost):
         train([trainer(fail(LOST)), LOST, trainer(lambda: None)], "trainer.max_actor_restarts=1")

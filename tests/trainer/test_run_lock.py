@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.errors import ConfigError
-from grpo_dist.trainer.run_lock import FILE_NAME, check_run_dir, run_lock
+from grpo_dist.errors import ConfigError, DiskError, GrpoDistError
+from grpo_dist.trainer.run_lock import FILE_NAME, check_run_dir, run_lock, writing_into
 from tests.messages import refuses
 
 HOLD = """
@@ -82,3 +82,16 @@ def test_a_directory_that_must_not_be_entered(tmp_path: Path, monkeypatch: pytes
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     with refuses(ConfigError, f"trainer.default_local_dir={tmp_path}/none", "written"), run_lock(tmp_path / "none"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "code"),
+    [(errno.ENOSPC, DiskError, 1), (errno.EDQUOT, DiskError, 1), (errno.EIO, DiskError, 1),
+     (errno.EACCES, ConfigError, 2), (errno.ENOTDIR, ConfigError, 2)],
+)  # fmt: skip
+def test_a_full_disk_is_no_fault_of_the_config(
+    number: int, kind: type[GrpoDistError], code: int, tmp_path: Path
+) -> None:
+    with refuses(kind, f"trainer.default_local_dir={tmp_path}") as caught, writing_into(tmp_path):
+        raise OSError(number, os.strerror(number))
+    assert caught.value.exit_code == code  # type: ignore[attr-defined]

@@ -10,11 +10,13 @@ import torch
 
 from grpo_dist.algorithms.advantage import STD_EPS
 from grpo_dist.algorithms.targets import TargetSettings
-from grpo_dist.errors import BatchError, ConfigError
+from grpo_dist.errors import BatchError, ConfigError, DiskError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.workers.batch_ref import DataProtoRef
+from grpo_dist.workers.batch_work import _write_rows
 from grpo_dist.workers.reward import OverlongPenalty, RewardSettings, on_last_token
+from tests.messages import refuses
 from tests.workers.local_reward import RESPONSES, Local, put, rows
 
 
@@ -222,3 +224,10 @@ def test_samples_without_advantages_and_of_no_rows(worker: Local, tmp_path: Path
         worker.write_samples(
             sample_batch().select(("uid", "prompts", "responses", "response_mask")), str(tmp_path / "x"), 0, {}
         )
+
+
+def test_a_disk_that_becomes_full_in_the_middle_is_no_fault_of_the_config(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").write_text("no folder")
+    with refuses(DiskError, tmp_path / "rollouts" / "1.jsonl", "trainer.log_rollouts=false") as caught:
+        _write_rows([{"a": 1}], str(tmp_path / "rollouts" / "1.jsonl"), "trainer.log_rollouts=false")
+    assert caught.value.exit_code == 1  # type: ignore[attr-defined]

@@ -48,6 +48,18 @@ def require_room(folder: Path, num_bytes: float) -> None:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {text}")
 
 
+def delete(path: Path) -> None:
+    """Delete a folder, or a link or file in its place, if there is one; what a link leads to is another's, and stays.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def write_durably(path: Path, text: str) -> None:
     """Write a text file and flush it to disk. Its name is durable once its folder is flushed too."""
     with path.open("w", encoding="utf-8") as stream:

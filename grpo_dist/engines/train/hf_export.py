@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.engines.settings import ModelSettings
-from grpo_dist.engines.train.durable_files import flush_path, flush_tree, publish_modes, require_room
+from grpo_dist.engines.train.durable_files import delete, flush_path, flush_tree, publish_modes, require_room
 from grpo_dist.engines.train.fsdp_model import full_parameters
 from grpo_dist.engines.train.hf_names import as_in_files
 from grpo_dist.engines.train.model_loading import DTYPES
@@ -120,7 +122,7 @@ def _set_padding(config: Any, tokenizer: Any) -> None:
 def _write(write: Callable[[Path], None], folder: Path, num_bytes: int) -> None:
     """Write into a temporary folder, then rename it."""
     temporary = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    delete(temporary)
     try:
         require_room(folder, num_bytes)
         write(temporary)
@@ -135,12 +137,13 @@ def _write(write: Callable[[Path], None], folder: Path, num_bytes: int) -> None:
 def _put_in_place(temporary: Path, folder: Path) -> None:
     """Rename the temporary folder; an older folder of that name, from an earlier end of this run, is removed after."""
     aside = folder.with_name(f"{folder.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)
-    if folder.exists():
+    delete(aside)
+    if os.path.lexists(folder):
         folder.rename(aside)
     temporary.rename(folder)
     flush_path(folder.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(OSError):  # the next export removes it
+        delete(aside)
 
 
 def _save_safetensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from grpo_dist.assets.usage import Usage
+from grpo_dist.hosts import is_this_machine
 
 OPEN_PATH = "/health"  # answers everybody
 SYSTEM_ROLES = ("system", "developer")
@@ -70,11 +71,16 @@ class Front:
         """Pass a request on."""
         if scope["type"] in ("http", "websocket"):
             settings: FrontSettings = scope["app"].state.args.front
+            host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+            if not settings.token and not is_this_machine(host):
+                await _refuse(
+                    403, f"Host {host!r} is no name of this machine: ask localhost, or give the server a token"
+                )(scope, receive, send)
+                return
             path = scope["path"].removeprefix(scope.get("root_path", ""))
             if not (path == OPEN_PATH or scope.get("method") == "OPTIONS" or may_ask(scope["headers"], settings.token)):
                 message = "the token is missing or wrong: Authorization: Bearer TOKEN, or x-api-key: TOKEN"
-                error = {"message": message, "type": "authentication_error", "code": 401}
-                await JSONResponse({"error": error}, 401)(scope, receive, send)
+                await _refuse(401, message)(scope, receive, send)
                 return
             if path in FORMS and scope.get("method") == "POST":
                 scope, receive = await _filled(scope, receive, FORMS[path], settings.usage)
@@ -85,6 +91,10 @@ def put_front(arguments: Namespace, settings: FrontSettings) -> None:
     """Have the app of these arguments, of vLLM's server, stand behind the front."""
     arguments.front = settings
     arguments.middleware = [*arguments.middleware, f"{Front.__module__}.{Front.__qualname__}"]  # the last is the first
+
+
+def _refuse(code: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": "authentication_error", "code": code}}, code)
 
 
 def may_ask(headers: list[tuple[bytes, bytes]], token: str) -> bool:
@@ -130,7 +140,7 @@ async def _filled(scope: Any, receive: Any, form: Form, usage: Usage) -> tuple[A
     body = await Request(scope, receive).body()
     try:
         said = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         said = None
     if isinstance(said, dict):
         body = json.dumps(as_the_run_asks(said, form, usage)).encode()

@@ -151,6 +151,8 @@ async def serving(
         with plain_errors():
             from vllm.entrypoints.launchers.api_server.entry import run_server_worker
 
+            from grpo_dist.engines.vllm.timed_protocol import TimedProtocol
+
             arguments = server_arguments(settings, usage, name=name, folder=folder, token=token, more=more)
         os.environ.pop(KEY_VARIABLE, None)  # vLLM would guard a part of its routes with it
         arguments.host, arguments.port = listening.getsockname()[:2]
@@ -158,7 +160,8 @@ async def serving(
         if settings.device == "cuda":
             await wait_until_free(settings)
         # streams would wait for ever for tokens of an engine that has ended
-        serve = run_server_worker(url, listening, arguments, timeout_graceful_shutdown=BREAK_OFF_S)
+        more_of_uvicorn = {"timeout_graceful_shutdown": BREAK_OFF_S, "http": TimedProtocol}
+        serve = run_server_worker(url, listening, arguments, **more_of_uvicorn)
         ended = asyncio.create_task(serve)
         try:
             await _answering(url, ended)

@@ -22,6 +22,8 @@ async function data(name) {
   return new Response(stream).json();
 }
 
+const items = (texts) => texts.map((text) => make("li", { textContent: text }));
+
 // --- curves ---------------------------------------------------------------------------------------------------------
 function colours() {
   const style = getComputedStyle(document.documentElement);
@@ -63,6 +65,8 @@ function drawHead() {
   $("title").textContent = overview.title;
   $("facts").replaceChildren(...overview.facts.flatMap(([name, value]) =>
     [make("dt", { textContent: name }), make("dd", { textContent: value })]));
+  $("problems").hidden = !overview.problems.length;
+  $("problems").querySelector("ul").replaceChildren(...items(overview.problems));
   $("alarms").hidden = !overview.alarms.length;
   $("alarms").querySelector("ol").replaceChildren(...overview.alarms.map((alarm) =>
     make("li", {}, make("b", { textContent: `step ${alarm.step}: ` }), alarm.text)));
@@ -178,6 +182,7 @@ async function openStep() {
   const before = $("group").value;
   step = await data(`step-${$("step").value}`);
   const label = (group) => group.input.trim().split("\n").filter((line) => line.trim() && line !== "assistant").pop() ?? group.uid;
+  $("step-problems").replaceChildren(...items(step.problems));
   $("group").replaceChildren(make("option", { value: "", textContent: "all prompts" }), ...step.groups.map((group) =>
     make("option", { value: group.uid, textContent: `${group.uid}: ${label(group).slice(0, 60)}` })));
   const spread = (group) => {

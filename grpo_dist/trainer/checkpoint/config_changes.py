@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from grpo_dist.code_names import parse_code
+from grpo_dist.config.environment import recorded
 from grpo_dist.config.keys import as_text, flatten
-from grpo_dist.config.load import with_later_keys
+from grpo_dist.config.load import as_yaml, with_later_keys
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.data.columns import SOURCE_KEY
 from grpo_dist.engines.train.durable_files import digest_file
 from grpo_dist.errors import CheckpointError
-from grpo_dist.redact import redact
+from grpo_dist.redact import names_a_secret
 from grpo_dist.trainer.checkpoint.change_rules import LENGTH, ChangeRules, change_rules, command_of
 from grpo_dist.trainer.checkpoint.folder import CONFIG, RunState
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from grpo_dist.data.tokenize import TokenizedPrompt
 
 MISSING = "(not set)"
+_VALUE = "value "
 
 
 @dataclass
@@ -50,8 +53,8 @@ class Changes:
 
 
 def saved_config(config: JobConfig) -> str:
-    """The resolved config as YAML, without secrets; null dtypes are replaced by the dtypes that are used."""
-    return yaml.safe_dump(redact(change_rules(config).resolved(config)), sort_keys=False, allow_unicode=True)
+    """The resolved config as YAML, as it may be seen; null dtypes are replaced by the dtypes that are used."""
+    return as_yaml(recorded(config, change_rules(config).resolved(config)))
 
 
 def check_changes(
@@ -70,7 +73,11 @@ def check_changes(
         CheckpointError: a change makes the checkpoint unusable, or it is of another experiment and the config does not
             say to go on; or its config cannot be read.
     """
-    trainer, changes = config.trainer, find_changes(folder, config)
+    trainer = config.trainer
+    others = [
+        key for key, digest in code.items() if digest.startswith(_VALUE) and state.code.get(key, digest) != digest
+    ]
+    changes = find_changes(folder, config, others)
     changes.shown += _edited(dict(flatten(read_config(folder))), dict(flatten(_plain(config))), state.code, code)
     if state.prompts and state.prompts != prompts:
         if state.prompts["count"] != prompts["count"]:
@@ -85,14 +92,20 @@ def check_changes(
     return changes.experiment + changes.shown
 
 
-def find_changes(folder: Path, config: JobConfig) -> Changes:
+def find_changes(folder: Path, config: JobConfig, others: Sequence[str] = ()) -> Changes:
     """The changes of the config since one that was written into a folder.
+
+    Args:
+        folder: that has the config.
+        config: the current one.
+        others: keys that had another value of the environment then.
 
     Raises:
         CheckpointError: that one cannot be read.
     """
     new = dict(flatten(_plain(config)))
     old = dict(flatten(with_later_keys(read_config(folder), command_of(config))))
+    old |= {key: "another value" for key in others}
     return compare_configs(old, new, change_rules(config))
 
 
@@ -131,7 +144,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
         if not isinstance(config, Mapping):
             raise TypeError("holds no keys")
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, TypeError) as error:
         raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}") from None
     return config
 
@@ -158,9 +171,15 @@ def compare_configs(old: Mapping[str, Any], new: Mapping[str, Any], rules: Chang
 
 
 def digest_code(config: JobConfig) -> dict[str, str]:
-    """Digests of the Python files that the config names (`file.py` or `file.py:attribute`), by config key."""
-    found = {}
-    for key, value in flatten(config.model_dump(mode="json")):
+    """Digests, by config key, of the Python files that the config names (`file.py` or `file.py:attribute`), and of the
+    values that come from the environment: these are of two bytes, which tell nothing of the value.
+    """
+    values, found = dict(flatten(config.model_dump(mode="json"))), {}
+    for place in config.references:
+        key = ".".join(itertools.takewhile(lambda name: isinstance(name, str), place))
+        if not names_a_secret(key):  # a new password makes no other experiment
+            found[key] = _VALUE + hashlib.blake2b(as_text(values[key]).encode(), digest_size=2).hexdigest()
+    for key, value in values.items():
         named = dict.fromkeys(Path(parse_code(text).source) for text in _texts(value))
         files = [file for file in named if file.suffix == ".py" and file.is_file()]
         if files:
@@ -181,7 +200,7 @@ def _edited(
     before: Mapping[str, Any], after: Mapping[str, Any], old_code: Mapping[str, str], code: Mapping[str, str]
 ) -> list[str]:
     """Keys that name the same Python file as before, whose content has changed."""
-    same = (key for key in code if before.get(key) == after.get(key))
+    same = (key for key in code if before.get(key) == after.get(key) and not code[key].startswith(_VALUE))
     return [f"{key}: {after[key]} was edited" for key in same if key in old_code and code[key] != old_code[key]]
 
 

@@ -20,13 +20,19 @@ import logging
 import math
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.engines.train.durable_files import FileDigest, flush_path, flush_tree, require_room, write_durably
+from grpo_dist.engines.train.durable_files import (
+    FileDigest,
+    delete,
+    flush_path,
+    flush_tree,
+    require_room,
+    write_durably,
+)
 from grpo_dist.errors import CheckpointError
 from grpo_dist.tracking.metric_names import is_loss
 from grpo_dist.trainer.checkpoint.manifest import damage, read_manifest, write_manifest
@@ -82,8 +88,7 @@ def begin_checkpoint(run_dir: Path, step: int, num_bytes: int = 0) -> Path:
     temporary = run_dir / f"global_step_{step}{WRITING}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        if temporary.exists():
-            shutil.rmtree(temporary)
+        delete(temporary)
         require_room(run_dir, num_bytes)
         temporary.mkdir(mode=0o700)
     except OSError as error:
@@ -118,7 +123,7 @@ def publish_checkpoint(
         after = _written_at(before[0]) if before else 0.0
         write_manifest(temporary, state.step, digests or {}, written_after=after)
         flush_tree(temporary)
-        if final.exists():  # written before the run was resumed from an earlier step
+        if os.path.lexists(final):  # written before the run was resumed from an earlier step
             _remove(aside)
             final.rename(aside)
         temporary.rename(final)
@@ -129,7 +134,7 @@ def publish_checkpoint(
         flush_path(run_dir)
         _remove(aside)
     except OSError as error:
-        if aside.exists() and not final.exists():
+        if os.path.lexists(aside) and not os.path.lexists(final):
             aside.rename(final)
         discard_checkpoint(temporary)
         raise cannot_write(final, error) from error
@@ -138,7 +143,8 @@ def publish_checkpoint(
 
 def discard_checkpoint(temporary: Path) -> None:
     """Remove the folder of an abandoned checkpoint; errors are ignored."""
-    shutil.rmtree(temporary, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        delete(temporary)
 
 
 def cannot_write(folder: Path, error: object) -> CheckpointError:
@@ -162,14 +168,17 @@ def clear_leftovers(run_dir: Path) -> None:
     Raises:
         CheckpointError: a folder cannot be removed or renamed.
     """
+    path = run_dir
     try:
         for path in leftovers(run_dir):
-            shutil.rmtree(path)
+            delete(path)
         for path in list(run_dir.glob(f"global_step_*{ASIDE}")):
+            path.with_suffix("").unlink(missing_ok=True)  # a link that leads nowhere
             path.rename(path.with_suffix(""))
     except OSError as error:
         raise CheckpointError(
-            f"trainer.default_local_dir={run_dir}: cannot be cleared of leftovers: {error}"
+            f"trainer.default_local_dir={run_dir}: {path}, left by a killed run, cannot be cleared away: {error}; "
+            "see what it is, and move it away"
         ) from error
 
 
@@ -250,7 +259,7 @@ def _written_at(folder: Path) -> float:
     try:
         return float(read_manifest(folder)["written_at"])
     except CheckpointError:
-        return folder.stat().st_mtime
+        return folder.lstat().st_mtime
 
 
 def _problems(folder: Path) -> list[str]:
@@ -319,9 +328,10 @@ def best_checkpoint(folders: Sequence[Path], metric: str) -> Path | None:
 
 def _remove(folder: Path) -> None:
     """Remove a checkpoint; a crash meanwhile leaves nothing that looks like a checkpoint."""
-    if not folder.exists():
+    if not os.path.lexists(folder):
         return
     removing = folder.with_suffix(REMOVING)
-    shutil.rmtree(removing, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        delete(removing)
     os.rename(folder, removing)
-    shutil.rmtree(removing)
+    delete(removing)

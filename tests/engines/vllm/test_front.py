@@ -35,7 +35,7 @@ def ask(path: str, body: Any, *, usage: Usage = USAGE, token: str = "", headers:
         app = Starlette(routes=[Route("/{path:path}", echo, methods=["POST", "GET", "OPTIONS"])])
         app.add_middleware(Front)
         app.state.args = SimpleNamespace(front=FrontSettings(usage, token))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             content = {"content": body} if isinstance(body, bytes) else {"json": body}
             return await client.request(more.get("method", "POST"), path, headers=headers, **content)
 
@@ -119,7 +119,7 @@ def test_no_stop_texts_are_no_texts() -> None:
     assert filled == {"prompt": "a"}
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1, 2]", b"\xff"])
+@pytest.mark.parametrize("body", [b"", b"{", b"[1, 2]", b"\xff", b"[" * 100_000])
 def test_what_is_no_object_is_left_to_the_app(body: bytes) -> None:
     assert ask("/v1/chat/completions", body) == (200, body)
 
@@ -152,3 +152,14 @@ def test_health_answers_everybody_and_so_does_a_server_without_a_token() -> None
     assert ask("/health", {}, token="secret")[0] == 200
     assert ask("/v1/models", {}, token="secret", method="OPTIONS")[0] == 200
     assert ask("/v1/models", {})[0] == 200
+
+
+def test_without_a_token_the_name_must_be_this_machine() -> None:
+    """What a web page sends that has turned its name to the loopback address."""
+    evil = {"Host": "evil.example:8000"}
+    for path in ("/v1/models", "/health", "/tokenize"):
+        status, answer = ask(path, {}, headers=evil)
+        assert (status, answer["error"]["code"]) == (403, 403)
+        assert "evil.example" in answer["error"]["message"]
+        assert ask(path, {}, headers={"Host": "127.0.0.1:8000"})[0] == 200
+        assert ask(path, {}, token="t", headers=evil | {"x-api-key": "t"})[0] == 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -315,3 +316,71 @@ def test_the_manifest_knows_who_wrote_it(tmp_path: Path) -> None:
 
 def test_a_state_without_newer_fields_is_read() -> None:
     assert RunState(1, 1, {}).ledger == {"open": {}, "backlog": []}
+
+
+def a_link(path: Path) -> Path:
+    """A checkpoint that was moved to a larger disk, with a link in its place; returns where it is now."""
+    elsewhere = path.parent.parent / "larger disk" / path.name
+    elsewhere.parent.mkdir(exist_ok=True)
+    path.rename(elsewhere) if path.exists() else elsewhere.mkdir()
+    path.symlink_to(elsewhere)
+    return elsewhere
+
+
+def a_link_that_leads_nowhere(path: Path) -> Path:
+    elsewhere = a_link(path)
+    shutil.rmtree(elsewhere)
+    return elsewhere.parent
+
+
+def a_file(path: Path) -> Path:
+    shutil.rmtree(path, ignore_errors=True)
+    path.touch()
+    return path.parent
+
+
+IN_ITS_PLACE = pytest.mark.parametrize("put", [a_link, a_link_that_leads_nowhere, a_file])
+
+
+@IN_ITS_PLACE
+def test_what_is_in_the_place_of_a_checkpoint_hinders_nothing(tmp_path: Path, put: Callable[[Path], Path]) -> None:
+    """Links are removed and what they lead to stays."""
+    run_dir = tmp_path / "run"
+    for step in (1, 2, 3):
+        save(run_dir, step)
+    stays = [put(run_dir / "global_step_1")]
+    assert [path.name for path in prune_checkpoints(run_dir, 2)] == ["global_step_2", "global_step_3"]
+    clear_leftovers(run_dir)
+    for suffix in (".removed", ".tmp"):
+        stays.append(put(run_dir / f"global_step_2{suffix}"))
+    stays.append(put(run_dir / "global_step_3.old"))
+    clear_leftovers(run_dir)
+    assert [path.name for path in run_dir.iterdir() if path.suffix in (".removed", ".tmp", ".old")] == []
+    stays += [put(run_dir / f"global_step_4{suffix}") for suffix in ("", ".tmp", ".old", ".removed")]
+    save(run_dir, 4)
+    assert find_checkpoint(run_dir, "auto", None) == run_dir / "global_step_4"
+    assert all(path.exists() for path in stays)
+    save(run_dir, 5)
+    prune_checkpoints(run_dir, 1)
+    assert find_checkpoint(run_dir, "auto", None) == run_dir / "global_step_5"
+
+
+def test_a_checkpoint_that_was_set_aside_comes_back_over_a_link_that_leads_nowhere(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1)
+    final = tmp_path / "run" / "global_step_1"
+    final.rename(final.with_suffix(".old"))
+    final.symlink_to(tmp_path / "nowhere")
+    clear_leftovers(tmp_path / "run")
+    assert find_checkpoint(tmp_path / "run", "auto", None) == final
+
+
+def test_a_leftover_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "global_step_2.tmp").mkdir()
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(module, "delete", refuse)
+    with refuses(CheckpointError, f"trainer.default_local_dir={tmp_path}", tmp_path / "global_step_2.tmp"):
+        clear_leftovers(tmp_path)

@@ -1,0 +1,31 @@
+"""Shows texts on a terminal. Those of models, rows, files and code of others cannot send it escape sequences."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any, TextIO
+
+# Control characters but newline and tab, line separators of Unicode, marks that turn the direction of the text that
+# follows, and halves of surrogate pairs, which no stream can write.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """A text with `\ufffd` in the place of each control character."""
+    return _CONTROL.sub("\ufffd", text)
+
+
+def show(text: str, stream: TextIO | None = None) -> None:
+    """Write a text to the standard output, or another stream, at once, without control characters."""
+    stream = sys.stdout if stream is None else stream
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    stream.write(printable(text).encode(encoding, "replace").decode(encoding))
+    stream.flush()
+
+
+def json_line(row: Any) -> str:
+    """A row as a line of JSON, with control characters as JSON's escapes, so that it can be shown and read back."""
+    text = json.dumps(row, ensure_ascii=False, default=str)
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"

@@ -1,0 +1,108 @@
+"""A slip of the finger: no check counts to a number of the user, or makes a list of that length."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from grpo_dist.config.command import AnyCommand
+from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.keys import leaf_keys
+from grpo_dist.config.load import load_command
+from grpo_dist.config.plan import format_plan
+from grpo_dist.config.supervised import SFT
+from grpo_dist.errors import ConfigError
+from grpo_dist.sizes import divisor_up_to
+from tests.messages import refuses
+
+# In a process of its own, whose memory and time are limited: what goes wrong must not take the machine.
+ALL_KEYS = """
+import resource, signal, sys
+from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.keys import leaf_keys
+from grpo_dist.config.load import load_command
+from grpo_dist.config.supervised import REWARD_MODEL, SFT
+from grpo_dist.errors import ConfigError
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+for command in (GRPO, SFT, REWARD_MODEL):
+    for key in leaf_keys(command.schema):
+        for value in (10**10, 10**400):
+            signal.alarm(20)
+            try:
+                load_command(["trainer.dry_run=config", "trainer.n_gpus_per_node=8", (key, value)], command)
+            except ConfigError:
+                pass
+            except BaseException as error:
+                sys.exit(f"{key}={value}: {type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.long
+def test_all_keys() -> None:
+    done = subprocess.run([sys.executable, "-c", ALL_KEYS], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "most"),
+    [
+        (GRPO, "trainer.nnodes", 4096),
+        (GRPO, "trainer.n_gpus_per_node", 128),
+        (SFT, "cluster.world_size", 524288),
+    ],
+)
+def test_processes_and_machines_have_a_limit(command: AnyCommand, key: str, most: int) -> None:
+    for value in (most + 1, 2**32):
+        with refuses(ConfigError, f"{key}={value}", most):
+            load_command(["trainer.dry_run=config", f"{key}={value}"], command)
+
+
+def test_every_number_of_processes_is_of_the_type_that_has_one() -> None:
+    """So that a key that comes later is not forgotten."""
+    names = ("world_size", "num_workers", "nnodes", "n_gpus_per_node", "parallel_size")
+    keys = [key for key in leaf_keys(GRPO.schema) if key.endswith(names)]
+    assert len(keys) >= 11
+    for key in keys:
+        with refuses(ConfigError, f"{key}={10**10}", "less"):
+            load_command(["trainer.dry_run=config", f"{key}={10**10}"], GRPO)
+
+
+@pytest.mark.parametrize("key", ["trainer.seed", "data.train_batch_size", "actor_rollout_ref.rollout.n", "data.seed"])
+def test_numbers_that_libraries_cannot_hold(key: str) -> None:
+    with refuses(ConfigError, key):
+        load_command(["trainer.dry_run=config", f"{key}={2**63}"], GRPO)
+
+
+@pytest.mark.parametrize("mini", [10**9, 10**10, 2**62])
+def test_a_mini_batch_of_any_size_is_answered_at_once(mini: int) -> None:
+    line = ["trainer.dry_run=config", "data.train_batch_size=48", f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}"]
+    with refuses(ConfigError, "data.train_batch_size=48", "ppo_mini_batch_size=48"):
+        load_command(line, GRPO)
+    load_command(["trainer.dry_run=config", f"data.train_batch_size={mini}"], GRPO)
+
+
+def test_the_largest_cluster_is_laid_out() -> None:
+    line = ["trainer.dry_run=config", "trainer.nnodes=4096", "trainer.n_gpus_per_node=8"]
+    try:
+        config, notes = load_command([*line, "data.train_batch_size=32768", "reward.num_workers=4096"], GRPO)
+    except ConfigError as error:  # whatever else is wrong with it
+        assert "less than" not in str(error)  # noqa: PT017
+    else:
+        assert "machine 4095" in format_plan(config, notes)
+
+
+@pytest.mark.parametrize(
+    ("number", "most", "divisor"),
+    [(48, 32, 24), (48, 48, 48), (48, 10**18, 48), (97, 96, 1), (100, 7, 5), (10**18, 10**9, 10**9), (1, 1, 1),
+     (2**40 * 3, 3, 3)],
+)  # fmt: skip
+def test_divisors(number: int, most: int, divisor: int) -> None:
+    assert divisor_up_to(number, most) == divisor
+
+
+def test_a_divisor_that_is_far_is_still_one() -> None:
+    found = divisor_up_to(2 * (10**9 + 7), 10**9)
+    assert found <= 10**9
+    assert 2 * (10**9 + 7) % found == 0

@@ -1,0 +1,217 @@
+"""Damaged records: a message about each, and the rest of the page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_dist.cli.entry import main
+from grpo_dist.report.page import overview
+from grpo_dist.report.rollouts import load_token_texts, read_step
+from grpo_dist.report.run_folder import read_run
+from grpo_dist.tracking.jsonl import json_objects
+from grpo_dist.workers.batch_work import _write_rows
+from tests.messages import says
+from tests.report.runs import write_run, write_step
+from tests.report.test_page import data_in
+
+DEEP = "[" * 100_000
+LINE_ENDS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029\r"
+"""What str.splitlines takes for the end of a line."""
+ROWS = [{"step": 1, "critic/score/mean": 0.5, "timing_s/step": 2.0}, {"step": 2, "critic/score/mean": 0.75}]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = write_run(tmp_path / "run", ROWS)
+    write_step(folder, 1, ["1", "2"], [1.0, 0.0])
+    return folder
+
+
+def test_a_sound_record_has_no_problems(run: Path) -> None:
+    assert read_run(run).problems == []
+    assert read_step(run, 1, load_token_texts(run))["problems"] == []
+
+
+@pytest.mark.parametrize("end", [*LINE_ENDS, "\x00", "\ud800", "\ufeff"], ids=lambda end: f"U+{ord(end):04X}")
+def test_responses_with_any_character(run: Path, end: str) -> None:
+    """Written as a run writes them; half a surrogate pair, which UTF-8 does not have, comes from JSON of the user."""
+    row = {"step": 1, "uid": "0", "input": f"q{end}", "output": f"{end}a{end}b", "gts": end, "score": 1.0}
+    _write_rows([row, row | {"output": "c"}], str(run / "rollouts" / "2.jsonl"), "x")
+    step = read_step(run, 2, None)
+    (group,) = step["groups"]
+    assert (step["problems"], group["input"], group["gts"]) == ([], f"q{end}", end)
+    assert [response["output"] for response in group["responses"]] == [f"{end}a{end}b", "c"]
+    assert main(["report", str(run)]) == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["not json", DEEP, "[1]", '{"loss": 1}', '{"step": "1"}', '{"step": true}', '{"step": null}', '{"step": 1.5}',
+     '{"step": 1, "critic/score/mean": "abc"}', '{"step": 1, "a": [1]}', '{"step": 1, "a": 1' + "0" * 400 + "}",
+     '{"step": 1, "x": 1', "\x00"],
+)  # fmt: skip
+def test_a_damaged_line_of_metrics(run: Path, line: str) -> None:
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(line + "\n" + text + line + "\n")
+    found = read_run(run)
+    assert [row["step"] for row in found.rows] == [1, 2]
+    assert len(found.problems) == 2
+    says(found.problems[0], run / "metrics.jsonl", "line 1")
+    says(found.problems[1], run / "metrics.jsonl", "line 4")
+    shown = overview([found])
+    assert shown["problems"] == found.problems
+    assert shown["charts"][0]["figure"]["data"][0]["y"] == [0.5, 0.75]
+
+
+def test_the_line_that_is_being_written_is_no_damage(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "cri')
+    assert (len(read_run(run).rows), read_run(run).problems) == (2, [])
+
+
+def test_numbers_that_are_not_finite_leave_gaps(run: Path) -> None:
+    line = '{"step": 3, "critic/score/mean": NaN, "timing_s/step": Infinity, "timing_s/gen": -1e999}\n'
+    (run / "metrics.jsonl").write_text(line + (run / "metrics.jsonl").read_text())
+    found = read_run(run)
+    assert found.problems == []
+    json.dumps(overview([found]), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "5", "a: [", "a: 2024-99-99", DEEP, "\x00", "a: !!python/object:os.system {}", "? [1]\n: 2", b"\xff\xfe\xff"],
+)
+def test_a_config_that_cannot_be_read(run: Path, text: str | bytes) -> None:
+    (run / "config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    found = read_run(run)
+    (problem,) = found.problems
+    says(problem, run / "config.yaml")
+    assert (found.name, len(found.rows), found.config) == ("run", 2, {})
+    overview([found])
+
+
+@pytest.mark.parametrize(
+    "text", ["trainer: 5", "trainer: [1]", "trainer: null", "actor_rollout_ref: 5", "model: x", "1: 2"]
+)
+def test_sections_of_another_type_are_as_if_they_were_not_there(run: Path, text: str) -> None:
+    (run / "config.yaml").write_text(text)
+    found = read_run(run)
+    assert found.problems == []
+    assert overview([found, found])["title"] == "run against run"
+
+
+@pytest.mark.parametrize("health", ["5", "{kl: 1}", "{no_rule: {}}", "{kl: {threshold: high}}", "[]"])
+def test_health_rules_that_cannot_be_used(run: Path, health: str) -> None:
+    (run / "config.yaml").write_text(f"trainer: {{health: {health}}}")
+    says(read_run(run).problems, "trainer.health")
+
+
+def test_records_that_are_folders_or_not_there(run: Path) -> None:
+    (run / "config.yaml").unlink()
+    (run / "rollouts" / "2.jsonl").mkdir()
+    found = read_run(run)
+    says(found.problems, run / "config.yaml")
+    assert found.rollout_steps == [1, 2]
+    says(read_step(run, 2, None)["problems"], "step 2", run / "rollouts" / "2.jsonl")
+    says(read_step(run, 9, None)["problems"], "step 9", run / "rollouts" / "9.jsonl")
+    assert main(["report", str(run)]) == 0
+
+
+def without(*names: str, **others: Any) -> str:
+    row = {"step": 1, "uid": "0", "input": "q", "output": "a", "gts": "1", "score": 1.0} | others
+    return json.dumps({name: value for name, value in row.items() if name not in names})
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["x", DEEP, "[]", "null", without("uid"), without("input"), without("output"), without(output=1),
+     without(uid=["a"]), without(input=None), without(score="high"), without(advantage={}), without(failure=3),
+     without()[:-9], '{"a":' * 600 + "1" + "}" * 600],
+)  # fmt: skip
+def test_a_damaged_row_keeps_the_others_with_their_tokens(run: Path, line: str) -> None:
+    path = run / "rollouts" / "1.jsonl"
+    _, second = path.read_text().splitlines()
+    path.write_text(f"{line}\n{second}\n")
+    step = read_step(run, 1, load_token_texts(run))
+    (problem,) = step["problems"]
+    says(problem, path, "line 1")
+    (response,) = step["groups"][0]["responses"]
+    assert (response["output"], response["log_probs"]) == ("2", -1.75)
+    assert "".join(step["pieces"][piece] for piece in response["tokens"]) == "2"
+
+
+def test_rows_may_lack_what_they_are_shown_without(run: Path) -> None:
+    line = without("gts", "score", x=float("nan"), y=float("inf"), z=[{"api_key": "hush"}])
+    (run / "rollouts" / "1.jsonl").write_text(f"{line}\n\n")
+    step = read_step(run, 1, None)
+    assert step["problems"] == []
+    assert step["groups"] == [
+        {"uid": "0", "input": "q", "gts": "null",
+         "responses": [{"output": "a", "extra": {"x": None, "y": None, "z": [{"api_key": "***"}]}}]}
+    ]  # fmt: skip
+
+
+def parquet_of(**columns: Any) -> Callable[[Path], None]:
+    return lambda path: pq.write_table(pa.table(columns), path)
+
+
+IDS = pa.array([[1, 2], [3]], pa.large_list(pa.int32()))
+ONES = pa.array([[1, 1], [1]], pa.large_list(pa.int8()))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(b"PAR1"),
+        lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+        lambda path: path.write_bytes(b""),
+        parquet_of(response_mask=ONES),
+        parquet_of(responses=IDS),
+        parquet_of(responses=pa.array(["a", "b"]), response_mask=ONES),
+        parquet_of(responses=pa.array([1, 2]), response_mask=ONES),
+        parquet_of(responses=pa.array([[-5], [3]], pa.large_list(pa.int32())), response_mask=ONES),
+        parquet_of(responses=IDS, response_mask=ONES, truncated=pa.array(["no", "yes"])),
+        parquet_of(responses=IDS, response_mask=ONES, weight_version=pa.array([1, 2])),
+        parquet_of(responses=IDS[:1], response_mask=ONES[:1]),
+    ],
+)
+def test_tokens_that_cannot_be_read(run: Path, damage: Callable[[Path], None]) -> None:
+    damage(run / "rollouts" / "1.parquet")
+    step = read_step(run, 1, load_token_texts(run))
+    says(step["problems"], "step 1")
+    assert [response["output"] for response in step["groups"][0]["responses"]] == ["1", "2"]
+    assert all("tokens" not in response for response in step["groups"][0]["responses"])
+    json.dumps(step, allow_nan=False)
+
+
+def test_log_probs_that_are_not_finite(run: Path) -> None:
+    inf = pa.array([[float("inf"), float("nan")], [-0.5]], pa.large_list(pa.float32()))
+    parquet_of(responses=IDS, response_mask=ONES, rollout_log_probs=inf)(run / "rollouts" / "1.parquet")
+    step = read_step(run, 1, load_token_texts(run))
+    assert step["problems"] == []
+    assert [response["log_probs"] for response in step["groups"][0]["responses"]] == [None, -0.5]
+
+
+@pytest.mark.parametrize("text", ["", "{}", DEEP, None])
+def test_a_tokenizer_that_cannot_be_loaded(run: Path, text: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run / "tokenizer" / "tokenizer.json"
+    file.unlink() if text is None else file.write_text(text)
+    assert main(["report", str(run)]) == 0
+    says(capsys.readouterr().err, "warning", run / "tokenizer")
+    (group,) = data_in((run / "report.html").read_text())["step-1"]["groups"]
+    assert [response["output"] for response in group["responses"]] == ["1", "2"]
+
+
+def test_lines_end_at_newlines_alone(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b'{"a": "\xe2\x80\xa8"}\n\n \n{"b": 1}\r\n{"c": "\xe2')
+    found = list(json_objects(path))
+    assert found[:2] == [(1, {"a": "\u2028"}), (4, {"b": 1})]
+    assert (found[2][0], type(found[2][1])) == (5, str)
