@@ -24,6 +24,7 @@ from grpo_dist.assets.paths import expanded, is_file, is_folder
 from grpo_dist.code_names import parse_code
 from grpo_dist.config.adapter import ADAPTER_KEY, engines_take_the_factors
 from grpo_dist.config.data_files import DataFileProblem, parse_data_file
+from grpo_dist.config.engine_arguments import ENGINE_RULES
 from grpo_dist.config.model_rules import model_problems
 from grpo_dist.config.model_shape import model_config_at_hand
 from grpo_dist.config.placement_rules import PLACEMENT_RULES, Rule
@@ -371,6 +372,7 @@ RULES: tuple[Rule, ...] = (
     overlong_buffer_fits,
     shortest_response_fits,
     *PLACEMENT_RULES,
+    *ENGINE_RULES,
     the_model_takes_it,
     validation_samples_differ,
     resume_path_is_set,

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_dist.assets import resolve_model_path
+from grpo_dist.config.engine_arguments import drafts
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import with_overrides
 from grpo_dist.config.placement import placement
@@ -109,12 +110,17 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = ()) -> 
     values = dict(read_config(run_dir))
     if "actor_rollout_ref" not in values:
         raise ConfigError(f"{run_dir}: only runs of grpo-dist train can be replayed")
+    config = with_overrides(values, overrides, GRPO)
+    if key := drafts(config):
+        raise ConfigError(
+            f"{run_dir}: its tokens were drafted, so no seed gives them again; replay a run without {key}"
+        )
     try:
         data = read_parquet(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: the step cannot be read: {error}") from None
     metrics = next((row for row in read_metrics(run_dir / FILE_NAME) if row["step"] == step), {})
-    return Recorded(run_dir, step, with_overrides(values, overrides, GRPO), data, metrics)
+    return Recorded(run_dir, step, config, data, metrics)
 
 
 @contextmanager
