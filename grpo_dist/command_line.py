@@ -56,9 +56,7 @@ def run_command(
     try:
         config, notes = load_command(overrides, command)
         if config.trainer.dry_run:
-            sys.stdout.write(plan(config, notes) + "\n")
-            if config.trainer.dry_run != "config":
-                _rehearse(config, load_attribute(job, key="job"))
+            dry_run(config, notes, job, plan)
             return 0
         if config.trainer.console:
             sys.stdout.write(summary(config, notes) + "\n")
@@ -80,6 +78,24 @@ def run_command(
             _tell_how_to_go_on(command, overrides, checkpoint, config)
         return 128 + number
     return 0
+
+
+def dry_run(config: Config, notes: list[str], job: str, plan: Callable[[Config, list[str]], str]) -> None:
+    """Print the plan of a run and, but for `trainer.dry_run=config`, check on this machine all that the run needs.
+
+    Args:
+        config: of the run.
+        notes: on the config.
+        job: as for `run_command`.
+        plan: the same.
+
+    Raises:
+        ConfigError: everything that is wrong.
+        DataError: a model cannot be built of its files.
+    """
+    sys.stdout.write(plan(config, notes) + "\n")
+    if config.trainer.dry_run != "config":
+        _rehearse(config, load_attribute(job, key="job"))
 
 
 def _tell_how_to_go_on(command: Command[Config], overrides: list[str], checkpoint: Path | None, config: Config) -> None:
