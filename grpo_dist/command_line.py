@@ -118,9 +118,11 @@ def _rehearse(config: Config, job: Job[Config]) -> None:
 
     sys.stdout.write("\nchecked on this machine\n")
     job.preflight(config, tell, rehearsal=True)
+    from grpo_dist.trainer.checks import is_on_the_hub
     from grpo_dist.trainer.rehearsal import build_models  # it imports the models' code, so only after the checks
 
-    build_models(job.models(config), config.device, tell)
+    here = [model for model in job.models(config) if not is_on_the_hub(model.path)]  # a run downloads the weights
+    build_models(here, config.device, tell)
 
 
 def _report(error: GrpoDistError) -> None:
