@@ -102,7 +102,7 @@ def train(
 
 
 def _sets(config: Mapping[str, Any], key: str) -> bool:
-    """Whether a config, flat or nested, sets a key."""
+    """Return whether a config, flat or nested, sets a key."""
     for name, value in config.items():
         name = name.lstrip("+")
         if name == key or (

@@ -59,7 +59,7 @@ def take_adapter(raw: dict[str, Any], section: str, given: Collection[str]) -> t
 
 
 def targets_output_layer(model: ModelConfig) -> bool:
-    """Whether LoRA's factors are to stand beside the output layer, by its usual name."""
+    """Return whether LoRA's factors are to stand beside the output layer, by its usual name."""
     targets, excluded = (
         {name.rpartition(".")[2] for name in names or ()} for names in (model.target_modules, model.exclude_modules)
     )

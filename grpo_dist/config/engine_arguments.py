@@ -52,14 +52,19 @@ _OWNED: dict[str, tuple[Any, str]] = {
     "override_generation_config": ({}, _SAMPLING),
 }
 # Arguments by which an engine samples from another distribution than the trainer's, and their values without effect.
-_INEXACT = {"quantization": None, "kv_cache_dtype": "auto", "logits_processors": [], "watermark_config": None}
+_INEXACT: dict[str, Any] = {
+    "quantization": None,
+    "kv_cache_dtype": "auto",
+    "logits_processors": [],
+    "watermark_config": None,
+}
 _DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 
 
 def drafts(config: RunConfig) -> str:
-    """Return the key of the argument that makes engines decode speculatively; "" if none does."""
+    """Return the argument that makes engines decode speculatively, as key=value; "" if none does."""
     given = config.actor_rollout_ref.rollout.engine_kwargs.vllm
-    return next((f"{_KEY}.{name}" for name in _DRAFTS if given.get(name) is not None), "")
+    return next((f"{_KEY}.{name}={shown(given[name])}" for name in _DRAFTS if given.get(name) is not None), "")
 
 
 def vllm_arguments_are_no_keys_of_the_config(config: RunConfig) -> Iterator[Problem]:
@@ -70,12 +75,13 @@ def vllm_arguments_are_no_keys_of_the_config(config: RunConfig) -> Iterator[Prob
 
 
 def seeded_samples_are_not_drafted(config: RunConfig) -> Iterator[Problem]:
-    """Of drafted tokens a seed gives other ones, by how many drafts were accepted."""
-    rollout, key = config.actor_rollout_ref.rollout, drafts(config)
-    if key and rollout.resolved_deterministic(config.device):
+    """Drafts make a seed give other tokens, by how many of them are accepted."""
+    rollout, given = config.actor_rollout_ref.rollout, drafts(config)
+    if given and rollout.resolved_deterministic(config.device):
         deterministic, where = f"{_ROLLOUT}.deterministic", "" if rollout.deterministic else ", on CPU that is true"
         why = "with drafts a seed gives other tokens than without; set deterministic=false, or leave the drafts out"
-        yield Problem(f"{key}, {deterministic}={shown(rollout.deterministic)}{where}: {why}", (key, deterministic))
+        text = f"{given}, {deterministic}={shown(rollout.deterministic)}{where}: {why}"
+        yield Problem(text, (given.partition("=")[0], deterministic))
 
 
 ENGINE_RULES = (vllm_arguments_are_no_keys_of_the_config, seeded_samples_are_not_drafted)
@@ -90,5 +96,5 @@ def engine_notes(config: RunConfig) -> Iterator[str]:
             "the trainer's log-probs are of; training/rollout_probs_diff_* shows the difference, "
             "algorithm.rollout_correction corrects for it"
         )
-    if key := drafts(config):
-        yield f"{key}: drafted tokens are of the same distribution, but other ones than the same seeds give without it"
+    if drafted := drafts(config):
+        yield f"{drafted}: drafted tokens are of the same distribution, but not those that the same seeds give without"

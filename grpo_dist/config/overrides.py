@@ -115,7 +115,8 @@ def _take_option(line: CommandLine, group: str, option: str, options: list[str],
     """Choose an option of a group. The last of two counts; recipes are refused, since two look like a sum of both."""
     if option not in options:
         own = next((known for known, (chosen, _) in command.chosen.items() if chosen == group), "")
-        return Problem(_no_such_option(group, option, options, own), leaf_keys(command.schema))
+        schema: type[JobConfig] = command.schema
+        return Problem(_no_such_option(group, option, options, own), leaf_keys(schema))
     before = line.groups.get(group, option)
     line.groups[group] = option
     if before != option and group == RECIPE:

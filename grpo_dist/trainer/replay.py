@@ -111,9 +111,9 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = ()) -> 
     if "actor_rollout_ref" not in values:
         raise ConfigError(f"{run_dir}: only runs of grpo-dist train can be replayed")
     config = with_overrides(values, overrides, GRPO)
-    if key := drafts(config):
+    if drafted := drafts(config):
         raise ConfigError(
-            f"{run_dir}: its tokens were drafted, so no seed gives them again; replay a run without {key}"
+            f"{run_dir}: its tokens were drafted, so no seed gives them again; replay a run without {drafted}"
         )
     try:
         data = read_parquet(path)
