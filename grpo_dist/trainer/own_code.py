@@ -21,7 +21,7 @@ from grpo_dist.data.curriculum import CustomSampler
 from grpo_dist.data.sampler import PromptSampler
 from grpo_dist.engines.settings import ObjectiveSettings
 from grpo_dist.errors import BatchError, ConfigError
-from grpo_dist.trainer.settings import objective_settings, target_settings
+from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 
 GROUPS, LENGTH = 2, 4  # of the made-up batch: prompts, and most tokens of a response
 

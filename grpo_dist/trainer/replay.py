@@ -35,10 +35,11 @@ from grpo_dist.tracking.jsonl import FILE_NAME, read_metrics
 from grpo_dist.tracking.rollouts import ROLLOUTS
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.export import steps_of
+from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 from grpo_dist.trainer.mini_batches import mini_batches
 from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.trainer.run_prompts import read_prompts
-from grpo_dist.trainer.settings import objective_settings, policy_settings, reward_settings, target_settings
+from grpo_dist.trainer.settings import policy_settings, reward_settings
 from grpo_dist.workers.gang import averaged
 from grpo_dist.workers.reward import RewardWorker, Task
 
