@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from grpo_dist.command_line import dry_run
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import load_command, run_folder
-from grpo_dist.errors import DataError
+from grpo_dist.config.plan import format_plan
+from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.function_files import function_name, write_function
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
@@ -35,8 +37,8 @@ class TrainingResult:
 
     Attributes:
         run_dir: its folder.
-        model_path: the trained policy as a Hugging Face folder; None where the config turns it off.
-        metrics: of each step, as in metrics.jsonl, with `step`; 0 is before the first.
+        model_path: the trained policy as a Hugging Face folder; None where the config turns it off, and of a dry run.
+        metrics: of each step, as in metrics.jsonl, with `step`; 0 is before the first. None of a dry run.
     """
 
     run_dir: Path
@@ -66,6 +68,7 @@ def train(
             what the config says.
         eval_dataset: likewise for validation.
         config: keys as on the command line, flat or nested: `{"trainer.total_training_steps": 20, "recipe": "dapo"}`.
+            With `trainer.dry_run` the plan is printed and everything is checked, and nothing is trained.
         callbacks: each is called after every training step with its number and metrics. If one returns something
             true, the run ends with this step as with its last.
 
@@ -73,18 +76,40 @@ def train(
         The run's folder, model and metrics.
 
     Raises:
+        ConfigError: an argument and `config` both set a key.
         GrpoDistError: of the kinds of errors.py; a ConfigError or DataError before anything starts lists all problems.
         KeyboardInterrupt: the run was interrupted.
     """
     given = dict(config or {})
+    model_key = "model" if model is not None and _is_option(model) else "actor_rollout_ref.model.path"
+    set_by = {
+        "model": (model_key, model),
+        "reward_funcs": ("custom_reward_function.path", reward_funcs or None),
+        "train_dataset": ("data.train_files", train_dataset),
+        "eval_dataset": ("data.val_files", eval_dataset),
+    }
+    for argument, (key, value) in set_by.items():
+        if value is not None and _sets(given, key):
+            raise ConfigError(f"{argument}=, config={{{key!r}: ...}}: both set {key}; leave one of them out")
     if model is not None:
-        given["model" if _is_option(model) else "actor_rollout_ref.model.path"] = str(model)
+        given[model_key] = str(model)
     folder = run_folder([*given.items()], GRPO)  # and with a typo nothing is written
     given |= _rewards(reward_funcs, folder)
     for key, rows in (("data.train_files", train_dataset), ("data.val_files", eval_dataset)):
         if rows is not None:
             given[key] = _file(rows, folder, key)
     return _run(given, callbacks)
+
+
+def _sets(config: Mapping[str, Any], key: str) -> bool:
+    """Return whether a config, flat or nested, sets a key."""
+    for name, value in config.items():
+        name = name.lstrip("+")
+        if name == key or (
+            key.startswith(f"{name}.") and isinstance(value, Mapping) and _sets(value, key[len(name) + 1 :])
+        ):
+            return True
+    return False
 
 
 def _is_option(model: str | Path) -> bool:
@@ -94,6 +119,10 @@ def _is_option(model: str | Path) -> bool:
 
 def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingResult:
     checked, notes = load_command([*given.items()], GRPO)
+    run_dir = checked.trainer.record_dir.absolute()
+    if checked.trainer.dry_run:
+        dry_run(checked, notes, "grpo_dist.trainer.grpo:GRPO_JOB", format_plan)
+        return TrainingResult(run_dir, None, [])
     from grpo_dist.workers.cluster import set_local_environment
 
     set_local_environment()  # before something imports Ray
@@ -109,7 +138,6 @@ def _run(given: Mapping[str, Any], callbacks: Sequence[Callback]) -> TrainingRes
         return any([callback(step, dict(metrics)) for callback in callbacks])  # all are called
 
     run(checked, GRPO_JOB, on_step)
-    run_dir = checked.trainer.record_dir.absolute()
     exported = checked.trainer.export_hf_model and not checked.trainer.val_only
     return TrainingResult(run_dir, run_dir / EXPORTED if exported else None, read_metrics(run_dir / FILE_NAME))
 

@@ -56,9 +56,7 @@ def run_command(
     try:
         config, notes = load_command(overrides, command)
         if config.trainer.dry_run:
-            show(plan(config, notes) + "\n")
-            if config.trainer.dry_run != "config":
-                _rehearse(config, load_attribute(job, key="job"))
+            dry_run(config, notes, job, plan)
             return 0
         if config.trainer.console:
             show(summary(config, notes) + "\n")
@@ -82,6 +80,24 @@ def run_command(
     return 0
 
 
+def dry_run(config: Config, notes: list[str], job: str, plan: Callable[[Config, list[str]], str]) -> None:
+    """Print the plan of a run and, but for `trainer.dry_run=config`, check on this machine all that the run needs.
+
+    Args:
+        config: of the run.
+        notes: on the config.
+        job: as for `run_command`.
+        plan: the same.
+
+    Raises:
+        ConfigError: everything that is wrong.
+        DataError: a model cannot be built of its files.
+    """
+    show(plan(config, notes) + "\n")
+    if config.trainer.dry_run != "config":
+        _rehearse(config, load_attribute(job, key="job"))
+
+
 def _tell_how_to_go_on(command: Command[Config], overrides: list[str], checkpoint: Path | None, config: Config) -> None:
     """Print the command line that resumes from a checkpoint: the same one, without where that run was to start from."""
     start = ("trainer.resume_mode=disable", "trainer.resume_mode=resume_path", "trainer.resume_from_path=")
@@ -101,9 +117,11 @@ def _rehearse(config: Config, job: Job[Config]) -> None:
 
     show("\nchecked on this machine\n")
     job.preflight(config, tell, rehearsal=True)
+    from grpo_dist.trainer.checks import is_on_the_hub
     from grpo_dist.trainer.rehearsal import build_models  # it imports the models' code, so only after the checks
 
-    build_models(job.models(config), config.device, tell)
+    here = [model for model in job.models(config) if not is_on_the_hub(model.path)]  # a run downloads the weights
+    build_models(here, config.device, tell)
 
 
 def _report(error: GrpoDistError | Interrupted) -> None:

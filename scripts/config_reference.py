@@ -22,8 +22,9 @@ _HEAD = """# Config
 Every key of `python -m grpo_dist.main`, its default and its meaning: made from `grpo_dist/config/grpo.yaml` by
 `python -m scripts.config_reference`. Those of the other commands are [below](#commands-that-train-one-model).
 Names and meanings are verl's wherever verl has the key. A run is these defaults, changed by groups (`model=`, `data=`,
-`cluster=`, `+recipe=`), changed by single keys (`key=value`, `+key=value` or `++key=value`; lists are `[a,b]`, an empty
-value is `null`). `trainer.dry_run=config` shows the result and starts nothing; `true` checks this machine too.
+`cluster=`, `recipe=`), changed by single keys (`key=value`, `+key=value` or `++key=value`; lists are `[a,b]`, an empty
+value is `null`). Of two options of a group the last counts, and two recipes are refused. `trainer.dry_run=config` shows
+the result and starts nothing; `true` checks this machine too.
 
 Unknown keys, wrong types, values out of range and keys that contradict each other are reported together, before
 anything is started, with exit code 2.

@@ -13,7 +13,7 @@ import grpo_dist
 from grpo_dist import api
 from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.registry import load_attribute
-from tests.messages import says
+from tests.messages import refuses, says
 
 SMALL = {"data": "arithmetic", "data.train_batch_size": 2, "actor_rollout_ref.actor.ppo_mini_batch_size": 2}
 ROWS = [{"data_source": "mine", "prompt": "1+1=?", "reward_model": {"ground_truth": "2"}}] * 2
@@ -117,6 +117,52 @@ def test_what_the_command_refuses_is_raised(config: dict[str, Any], parts: list[
     with pytest.raises((ConfigError, DataError)) as refused:
         grpo_dist.train(config=config | {"trainer.default_local_dir": str(tmp_path)})
     says(refused, *parts)
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "key"),
+    [
+        ({"model": "models/mine"}, {"actor_rollout_ref.model.path": "other"}, "actor_rollout_ref.model.path"),
+        ({"model": "models/mine"}, {"actor_rollout_ref": {"model.path": "other"}}, "actor_rollout_ref.model.path"),
+        ({"model": "tiny"}, {"+model": "hf"}, "model"),
+        ({"reward_funcs": length}, {"custom_reward_function": {"path": "mine.py:f"}}, "custom_reward_function.path"),
+        ({"train_dataset": ROWS}, {"data.train_files": "rows.jsonl"}, "data.train_files"),
+        ({"eval_dataset": ROWS}, {"data": {"val_files": None}}, "data.val_files"),
+    ],
+)
+def test_what_an_argument_and_the_config_both_set_is_refused(
+    given: dict[str, Any], config: dict[str, Any], key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with refuses(ConfigError, *given, key, "config"):
+        grpo_dist.train(**given, config=config)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_group_and_a_path_of_the_same_model_are_taken(given: dict[str, Any]) -> None:
+    grpo_dist.train("models/mine", config={"model": "hf"})
+    assert given == {"model": "hf", "actor_rollout_ref.model.path": "models/mine"}
+
+
+@pytest.mark.parametrize("dry_run", [True, "config"])
+def test_a_dry_run_trains_nothing(
+    dry_run: bool | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It prints what the command prints: the plan and, on this machine, what was checked."""
+    monkeypatch.setattr("grpo_dist.trainer.run.run", lambda *arguments: pytest.fail("it trains"))
+    config = SMALL | {"trainer": {"default_local_dir": str(tmp_path), "dry_run": dry_run}}
+    assert grpo_dist.train(config=config) == grpo_dist.TrainingResult(tmp_path, None, [])
+    told = capsys.readouterr().out
+    says(told, "train_batch_size: 2")
+    assert ("checked on this machine" in told) == (dry_run is True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dry_run", [True, "config"])
+def test_a_dry_run_refuses_what_a_run_would(dry_run: bool | str, tmp_path: Path) -> None:
+    config = SMALL | {"trainer.default_local_dir": str(tmp_path), "trainer.dry_run": dry_run, "trainer.seed": -1}
+    with refuses(ConfigError, "trainer.seed=-1"):
+        grpo_dist.train(config=config)
 
 
 def test_names_that_the_package_has_not() -> None:

@@ -68,4 +68,6 @@ def kl_fault(returned: Any, log_probs: Tensor, ref_log_probs: Tensor) -> Fault |
     """Of a KL estimator. Where log-probs are not finite, it is not the estimator that is at fault."""
     expected = f"a float tensor of shape {tuple(log_probs.shape)}, without nan and inf"
     problem = tensor_fault(returned, log_probs.shape, log_probs.isfinite() & ref_log_probs.isfinite())
+    if not problem and log_probs.requires_grad and not returned.requires_grad:
+        return "numbers without a gradient", f"{expected}; compute them from log_probs"
     return (problem, expected) if problem else None

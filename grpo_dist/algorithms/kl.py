@@ -90,5 +90,5 @@ def kl_penalty(name: str, log_probs: Tensor, ref_log_probs: Tensor, *, key: str 
         return KL.get(name, key)(log_probs, ref_log_probs)
     if name == "full+":
         raise ConfigError(f"{key}=full+: the gradient of full is exact already; use full")
-    value, with_gradient = KL.get(name[:-1], key)(log_probs, ref_log_probs), k2(log_probs, ref_log_probs)
-    return value.detach() + with_gradient - with_gradient.detach()
+    value, with_gradient = KL.get(name[:-1], key)(log_probs.detach(), ref_log_probs), k2(log_probs, ref_log_probs)
+    return value + with_gradient - with_gradient.detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from grpo_dist.cli.entry import ENTRIES, overview
@@ -16,9 +17,23 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.registry import load_attribute
 from grpo_dist.terminal import show
 
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CONFIGS: dict[str, AnyCommand] = {"train": GRPO, "sft": SFT, "reward-model": REWARD_MODEL}
 MOST_EXPLAINED = 3
 MOST_NAMED = 12
+COMMON = frozenset(
+    f"""
+    actor_rollout_ref.model.path data.train_files data.val_files data.prompt_key data.answer_key data.prompt_template
+    data.max_prompt_length data.max_response_length custom_reward_function.path data.train_batch_size
+    {_ROLLOUT}.n {_ACTOR}.ppo_mini_batch_size trainer.total_training_steps trainer.total_epochs trainer.test_freq
+    trainer.save_freq {_ACTOR}.optim.lr {_ACTOR}.use_kl_loss {_ACTOR}.kl_loss_coef {_ROLLOUT}.temperature
+    actor_rollout_ref.model.lora_rank trainer.max_staleness trainer.n_gpus_per_node trainer.nnodes cluster.colocate
+    actor_rollout_ref.model.enable_gradient_checkpointing {_ACTOR}.ppo_micro_batch_size_per_gpu
+    {_ROLLOUT}.gpu_memory_utilization {_ROLLOUT}.tensor_model_parallel_size trainer.experiment_name
+    trainer.project_name trainer.default_local_dir trainer.logger trainer.dry_run
+    """.split()
+)
+"""The keys of docs/common_keys.md."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     elif len(words) == 1 and words[0] in ENTRIES:
         return int(load_attribute(ENTRIES[words[0]].function, key="command")(["--help"]))
     else:
-        command = words.pop(0) if len(words) == 2 and words[0] in CONFIGS else "train"
+        command = words.pop(0) if len(words) > 1 and words[0] in CONFIGS else "train"
         show(explain(" ".join(words), command))
     return 0
 
@@ -63,15 +78,22 @@ def explain(word: str, command: str) -> str:
     return "\n".join(lines)
 
 
-def matches(word: str, config: AnyCommand, keys: dict[str, Key]) -> list[str]:
-    """The names of the keys that a word may mean, the likeliest first; one, if it is the name of a key."""
-    if word in keys:
-        return [word]
-    lower = word.lower()
-    meant = nearest_keys(word, config.schema)
-    containing = [name for name in keys if lower in name.lower()]
-    explaining = [name for name, key in keys.items() if lower in key.comment.lower()] if not meant + containing else []
-    return list(dict.fromkeys([*meant, *containing, *explaining]))
+def matches(text: str, config: AnyCommand, keys: dict[str, Key]) -> list[str]:
+    """The names of the keys that a text may mean, the likeliest first; one, if it is the name of a key.
+
+    Names that end in it come before names with all its words, common keys before others, and comments last.
+    """
+    if text in keys:
+        return [text]
+    words = re.findall(r"[^\W_]+", text.lower())
+    name = re.sub(r"[\s_-]+", "_", text.lower())
+    common_first = sorted(keys, key=lambda key: key not in COMMON)
+    ending = [key for key in common_first if key.endswith(f".{name}")]
+    parts = {key: re.split(r"[._]", key.lower()) for key in keys}
+    named = [key for key in common_first if all(any(p.startswith(word) for p in parts[key]) for word in words)]
+    found = [*ending, *named] if words else []
+    found = found or nearest_keys(name, config.schema)
+    return list(dict.fromkeys(found)) or [key for key in common_first if text.lower() in keys[key].comment.lower()]
 
 
 def _entry(key: Key, config: AnyCommand) -> Iterator[str]:

@@ -9,6 +9,7 @@ from grpo_dist.assets.adapter_folder import read_adapter_folder
 from grpo_dist.assets.paths import is_folder
 from grpo_dist.config.problems import Problem, problem_between, shown
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_roles import ModelConfig
 from grpo_dist.errors import DataError
 from grpo_dist.sizes import ENGINE_LORA_RANKS
 
@@ -57,6 +58,14 @@ def take_adapter(raw: dict[str, Any], section: str, given: Collection[str]) -> t
     return problems, [f"{name} has no effect: the layers with factors are those of {setting}" for name in idle]
 
 
+def targets_output_layer(model: ModelConfig) -> bool:
+    """Return whether LoRA's factors are to stand beside the output layer, by its usual name."""
+    targets, excluded = (
+        {name.rpartition(".")[2] for name in names or ()} for names in (model.target_modules, model.exclude_modules)
+    )
+    return "lm_head" in targets - excluded
+
+
 def engines_take_the_factors(config: RunConfig) -> Iterator[Problem]:
     """What engines cannot compute with, beside the weights of the model folder."""
     model = config.actor_rollout_ref.model
@@ -65,6 +74,6 @@ def engines_take_the_factors(config: RunConfig) -> Iterator[Problem]:
     if model.lora_rank > ENGINE_LORA_RANKS[-1]:
         why = f"engines take ranks up to {ENGINE_LORA_RANKS[-1]}; lower it, or set the second to true"
         yield problem_between(config, why, f"{_MODEL}.lora_rank", f"{_MODEL}.lora.merge")
-    if "lm_head" in set(model.target_modules) - set(model.exclude_modules or ()):
+    if targets_output_layer(model):
         why = "engines get no factors of the output layer; leave lm_head out, or set the second to true"
         yield problem_between(config, why, f"{_MODEL}.target_modules", f"{_MODEL}.lora.merge")

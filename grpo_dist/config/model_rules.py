@@ -204,7 +204,7 @@ def _positions_hold_the_longest_sequence(config: RunConfig, model_config: Mappin
     rollout, positions = config.actor_rollout_ref.rollout, max_positions(model_config)
     longest = config.max_model_len
     allowed = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0").strip().lower() in ("1", "true")
-    if positions is None or longest <= positions[1] or allowed or "hf_overrides" in rollout.engine_kwargs.vllm:
+    if positions is None or longest <= positions[1] or allowed:
         return
     keys = _LENGTHS if rollout.max_model_len is None else (f"{_ROLLOUT}.max_model_len",)
     values = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from grpo_dist.config.engine_arguments import engine_notes
 from grpo_dist.config.model_shape import model_config_at_hand, num_experts, text_config
 from grpo_dist.config.placement import placement
 from grpo_dist.config.schema import RunConfig
@@ -16,7 +17,14 @@ _ACTOR = "actor_rollout_ref.actor"
 
 def config_notes(config: RunConfig) -> list[str]:
     """All notes on a config, one line each."""
-    return [*_method(config), *_experts(config), *_without_effect(config), *_reward(config), *_run(config)]
+    return [
+        *_method(config),
+        *engine_notes(config),
+        *_experts(config),
+        *_without_effect(config),
+        *_reward(config),
+        *_run(config),
+    ]
 
 
 def notes_of_a_job(

@@ -23,6 +23,8 @@ from grpo_dist.config.problems import Problem
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.redact import redact
 
+RECIPE = "recipe"  # the group of published methods
+
 
 @dataclass
 class CommandLine:
@@ -92,12 +94,7 @@ def _add(line: CommandLine, override: Override, text: str, command: AnyCommand) 
     elif override.is_sweep_override():
         problem = Problem(f"{text}: a sweep is not supported; a list is written {text.replace('=', '=[', 1)}]", (key,))
     elif options is not None and not isinstance(override.value(), dict):
-        option = str(override.value())
-        if option in options:
-            line.groups[key] = option
-        else:
-            own = next((known for known, (group, _) in command.chosen.items() if group == key), "")
-            problem = Problem(_no_such_option(key, option, options, own), leaf_keys(schema))
+        problem = _take_option(line, key, str(override.value()), options, command)
     elif key in section_keys(schema) and not isinstance(override.value(), dict):
         problem = Problem(
             f"{text}: {key} is a section; its keys are {_names_below(key, schema)}", (key, *_keys_below(key, schema))
@@ -112,6 +109,22 @@ def _add(line: CommandLine, override: Override, text: str, command: AnyCommand) 
         line.values[key] = override.value()
     if problem is not None:
         line.problems.append(problem)
+
+
+def _take_option(line: CommandLine, group: str, option: str, options: list[str], command: AnyCommand) -> Problem | None:
+    """Choose an option of a group. The last of two counts; recipes are refused, since two look like a sum of both."""
+    if option not in options:
+        own = next((known for known, (chosen, _) in command.chosen.items() if chosen == group), "")
+        schema: type[JobConfig] = command.schema
+        return Problem(_no_such_option(group, option, options, own), leaf_keys(schema))
+    before = line.groups.get(group, option)
+    line.groups[group] = option
+    if before != option and group == RECIPE:
+        both = f"{group}={before}, {group}={option}"
+        return Problem(f"{both}: recipes are not combined; choose one, and set the keys of the other", (group,))
+    if before != option:
+        line.notes.append(f"{group}={before} has no effect: {group}={option} comes after it")
+    return None
 
 
 def _add_foreign(line: CommandLine, foreign: ForeignKey, text: str) -> None:

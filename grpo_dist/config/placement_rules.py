@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from grpo_dist.config.node_layout import copy_size, node_layout
 from grpo_dist.config.placement import FOLLOWERS, placement
-from grpo_dist.config.problems import Problem, problem_between, shown, value_of
+from grpo_dist.config.problems import Problem, problem_between, value_of
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_models import CriticModelConfig
 from grpo_dist.config.schema_roles import ModelConfig
@@ -17,22 +16,6 @@ Rule = Callable[[RunConfig], Iterator[Problem]]
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
-_MORE_GPUS = f"raise {_ROLLOUT}.tensor_model_parallel_size, up to the GPUs of a machine"
-# vLLM arguments that change the parallel layout of an engine: the value without effect, and what to do instead.
-_LAYOUT: dict[str, tuple[Any, str]] = {
-    "tensor_parallel_size": (1, f"the GPUs are reserved by {_ROLLOUT}.tensor_model_parallel_size; set that"),
-    "pipeline_parallel_size": (1, f"an engine is not split by layers, since it is on one machine; {_MORE_GPUS}"),
-    "prefill_context_parallel_size": (1, f"an engine is not split by sequences; {_MORE_GPUS}"),
-    "data_parallel_size": (1, "engines are counted by cluster.rollout_world_size; raise that"),
-    "enable_expert_parallel": (False, "experts are split by their width, as other layers are; leave it out"),
-    "enable_eplb": (False, "experts do not move between GPUs; leave it out"),
-    "nnodes": (1, f"an engine must be on one machine; {_MORE_GPUS}"),
-    "distributed_executor_backend": (
-        "mp",
-        "an engine of several GPUs starts its own processes on them (mp), and one of a single GPU needs none; "
-        "leave it out",
-    ),
-}
 _CLUSTER = (
     "cluster.actor_world_size",
     "cluster.rollout_world_size",
@@ -138,14 +121,6 @@ def more_engines_are_whole_and_apart(config: RunConfig) -> Iterator[Problem]:
     if value_of(config, backend) == "ipc" and place.extra_engines:
         why = "weights do not get to other machines by ipc; set the second to null"
         yield problem_between(config, why, key, backend)
-
-
-def engine_layout_is_not_set_in_vllm_arguments(config: RunConfig) -> Iterator[Problem]:
-    """Set through vLLM's own arguments, an engine would use GPUs that are not reserved, or get no weights."""
-    for name, value in config.actor_rollout_ref.rollout.engine_kwargs.vllm.items():
-        if name in _LAYOUT and value not in (None, _LAYOUT[name][0]):
-            key = f"{_ROLLOUT}.engine_kwargs.vllm.{name}"
-            yield Problem(f"{key}={shown(value)}: {_LAYOUT[name][1]}", (key,))
 
 
 def roles_fit_on_the_gpus(config: RunConfig) -> Iterator[Problem]:
@@ -327,7 +302,6 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
     copies_divide_the_ranks,
     engines_are_whole,
     more_engines_are_whole_and_apart,
-    engine_layout_is_not_set_in_vllm_arguments,
     roles_fit_on_the_gpus,
     shared_gpus_are_the_actors,
     copies_and_engines_are_on_one_machine,

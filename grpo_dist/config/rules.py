@@ -22,8 +22,9 @@ from grpo_dist.assets import (
 )
 from grpo_dist.assets.paths import expanded, is_file, is_folder
 from grpo_dist.code_names import parse_code
-from grpo_dist.config.adapter import ADAPTER_KEY, engines_take_the_factors
+from grpo_dist.config.adapter import ADAPTER_KEY, engines_take_the_factors, targets_output_layer
 from grpo_dist.config.data_files import DataFileProblem, parse_data_file
+from grpo_dist.config.engine_arguments import ENGINE_RULES
 from grpo_dist.config.model_rules import model_problems
 from grpo_dist.config.model_shape import model_config_at_hand
 from grpo_dist.config.placement_rules import PLACEMENT_RULES, Rule
@@ -144,8 +145,7 @@ def lora_reference_stands_still(config: RunConfig) -> Iterator[Problem]:
 def exact_kl_has_a_plain_output_layer(config: RunConfig) -> Iterator[Problem]:
     """The exact KL is made of hidden states and the output layer, which LoRA's factors would change."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-    targets = set(model.target_modules) - set(model.exclude_modules or ())
-    if model.lora_rank and actor.use_kl_loss and actor.kl_loss_type == "full" and "lm_head" in targets:
+    if model.lora_rank and actor.use_kl_loss and actor.kl_loss_type == "full" and targets_output_layer(model):
         why = "the exact KL needs an output layer without factors; choose low_var_kl or leave lm_head out"
         yield problem_between(config, why, f"{_ACTOR}.kl_loss_type", "actor_rollout_ref.model.target_modules")
 
@@ -371,6 +371,7 @@ RULES: tuple[Rule, ...] = (
     overlong_buffer_fits,
     shortest_response_fits,
     *PLACEMENT_RULES,
+    *ENGINE_RULES,
     the_model_takes_it,
     validation_samples_differ,
     resume_path_is_set,

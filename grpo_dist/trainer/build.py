@@ -23,6 +23,7 @@ from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.checkpoint.finished_groups import Group
 from grpo_dist.trainer.checkpoint.resume import Resumed, load_checkpoint
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
+from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.processes import RoleProcesses
 from grpo_dist.trainer.record import say
@@ -35,13 +36,11 @@ from grpo_dist.trainer.settings import (
     critic_settings,
     engine_settings,
     kl_controller,
-    objective_settings,
     policy_settings,
     reference_settings,
     reward_model_settings,
     reward_settings,
     sampling_settings,
-    target_settings,
     time_limits,
     value_settings,
 )

@@ -31,6 +31,7 @@ from grpo_dist.trainer.critic_check import check_critic
 from grpo_dist.trainer.disk_check import check_disk
 from grpo_dist.trainer.machine import Machine
 from grpo_dist.trainer.named_code import import_reward, resolve_names
+from grpo_dist.trainer.own_code import own_functions, try_sampler
 from grpo_dist.trainer.reward_model_check import check_conversations, check_reward_model
 from grpo_dist.trainer.run_prompts import Prompts, load_run_prompts, model_setting, read_prompts, total_steps
 from grpo_dist.trainer.split_check import check_split_model, split_models
@@ -60,9 +61,7 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
     # Of a reward function that cannot be imported nobody knows what it needs.
     model, scorer, ready, needs = None, None, None, RowNeeds(ground_truth=False)
     machine = check_place(config, slots(config), checks, tell)
-    with checks:
-        resolve_names(config)
-        tell("functions and classes named in the config: all found")
+    _check_names(config, checks, tell)
     with checks:
         needs = import_reward(config)
         tell(f"reward: {_reward_names(config) if needs.asked else 'given by the agent loop'}")
@@ -109,6 +108,17 @@ def preflight(config: RunConfig, tell: Callable[[str], None], *, rehearsal: bool
     checks.end()
     assert ready is not None
     return ready
+
+
+def _check_names(config: RunConfig, checks: Checks, tell: Callable[[str], None]) -> None:
+    """Import what the config names, and try its own estimators, losses and KL terms, each of which may be wrong."""
+    with checks:
+        resolve_names(config)
+        tell("functions and classes named in the config: all found")
+        for named, attempt in own_functions(config):
+            with checks:
+                attempt()
+                tell(f"{named}: tried on made-up numbers")
 
 
 def _reward_names(config: RunConfig) -> str:
@@ -166,6 +176,8 @@ def _check_data(config: RunConfig, model: ModelFolder | None, needs: RowNeeds) -
             read_prompts(config, "data.val_files", data.val_files, data.val_max_samples, needs)
         return None
     prompts, notes = load_run_prompts(config, model, needs)
+    if config.data.sampler.code is not None:
+        try_sampler(config, prompts.sampler)
     steps = total_steps(config, prompts)
     if late := [step for step in config.trainer.profile_steps or () if step > steps]:
         notes.append(f"trainer.profile_steps: the run has {steps} steps, so no profile of {late}; name earlier ones")

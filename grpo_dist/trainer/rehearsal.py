@@ -1,4 +1,4 @@
-"""What a dry run does beyond the checks of a run: it builds the models as their ranks will."""
+"""Builds models as their ranks will: in a dry run all, before a run those that LoRA's factors must fit."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from dataclasses import replace
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_model import build_model
-from grpo_dist.trainer.checks import is_on_the_hub
 
 
 def build_models(models: Iterable[ModelSettings], device: str, tell: Callable[[str], None]) -> None:
     """Build each model without memory, with LoRA's factors, and match it with the names in its files.
 
-    A run leaves that to its ranks, since it takes the model's code. A model of the hub is left out: its weights are
-    downloaded when the run starts.
+    A run leaves those without factors to its ranks, since it takes the model's code.
 
     Args:
         models: what the ranks are built from.
@@ -27,8 +25,6 @@ def build_models(models: Iterable[ModelSettings], device: str, tell: Callable[[s
         DataError: a model cannot be built, or its files do not belong to it.
     """
     for settings in models:
-        if is_on_the_hub(settings.path):
-            continue
         folder = resolve_model_path(settings.path, key=settings.key)
         built = build_model(replace(settings, path=folder), device, shards=1).model
         factors = f", {built.num_parameters(only_trainable=True):,} of them LoRA's" if settings.lora else ""

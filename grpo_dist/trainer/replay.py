@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_dist.assets import resolve_model_path
+from grpo_dist.config.engine_arguments import drafts
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import with_overrides
 from grpo_dist.config.placement import placement
@@ -34,10 +35,11 @@ from grpo_dist.tracking.jsonl import FILE_NAME, read_metrics
 from grpo_dist.tracking.rollouts import ROLLOUTS
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.export import steps_of
+from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 from grpo_dist.trainer.mini_batches import mini_batches
 from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.trainer.run_prompts import read_prompts
-from grpo_dist.trainer.settings import objective_settings, policy_settings, reward_settings, target_settings
+from grpo_dist.trainer.settings import policy_settings, reward_settings
 from grpo_dist.workers.gang import averaged
 from grpo_dist.workers.reward import RewardWorker, Task
 
@@ -109,12 +111,17 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = ()) -> 
     values = dict(read_config(run_dir))
     if "actor_rollout_ref" not in values:
         raise ConfigError(f"{run_dir}: only runs of grpo-dist train can be replayed")
+    config = with_overrides(values, overrides, GRPO)
+    if drafted := drafts(config):
+        raise ConfigError(
+            f"{run_dir}: its tokens were drafted, so no seed gives them again; replay a run without {drafted}"
+        )
     try:
         data = read_parquet(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: the step cannot be read: {error}") from None
     metrics = next((row for row in read_metrics(run_dir / FILE_NAME) if row["step"] == step), {})
-    return Recorded(run_dir, step, with_overrides(values, overrides, GRPO), data, metrics)
+    return Recorded(run_dir, step, config, data, metrics)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class Job(Generic[Config]):
             rehearsal).
         build: start the workers and make the trainer, resumed if there is a checkpoint: (config, run directory, stack
             that ends what is started, preemption, result of `preflight`).
-        models: the models that a dry run builds.
+        models: the models that a dry run builds; a run builds those with LoRA, which may not fit their layers.
     """
 
     command: Command[Config]
@@ -116,6 +116,10 @@ def _run(
         if config.trainer.console:
             show_text(nothing_to_train(config, ready.steps) + "\n")
         return
+    if with_factors := [model for model in job.models(config) if model.lora is not None]:
+        from grpo_dist.trainer.rehearsal import build_models  # it imports the models' code
+
+        build_models(with_factors, config.device, lambda line: None)
     run_dir = make_run_dir(config)
     with ExitStack() as stack:
         stack.callback(preemption.restore)

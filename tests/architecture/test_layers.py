@@ -59,7 +59,7 @@ ARROWS: dict[str, set[str]] = {
     "trainer": BASE | PARTS | {"agents", "workers"},
     "command_line": BASE | {"trainer"},
     **{command: {"config", "command_line"} for command in COMMANDS},
-    "api": BASE | {"function_files", "tracking", "trainer", "workers"},
+    "api": BASE | {"function_files", "command_line", "tracking", "trainer", "workers"},
     "report": BASE | {"tracking", "trainer"},
     "cli": BASE | PARTS | {"workers", "trainer", "report"},
     **{name: {"cli"} for name in ("__main__", "eval", "generate", "serve")},

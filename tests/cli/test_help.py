@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from grpo_dist.cli.entry import main
-from grpo_dist.cli.help import CONFIGS, explain
+from grpo_dist.cli.help import COMMON, CONFIGS, explain, matches
 from grpo_dist.config.documented import all_keys
+from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.keys import leaf_keys
-from tests.messages import says
+from grpo_dist.errors import ConfigError
+from tests.messages import refuses, says
 
-LR = "actor_rollout_ref.actor.optim.lr"
+ACTOR = "actor_rollout_ref.actor"
+LR = f"{ACTOR}.optim.lr"
 
 
 @pytest.mark.parametrize("typed", ["lr", LR, f"{LR}=3", "learning_rate", "optim.lr"])
@@ -28,9 +34,48 @@ def test_others_that_the_word_may_mean_are_named(capsys: pytest.CaptureFixture[s
     says(told, "recipe=dapo: 0.2")
 
 
+@pytest.mark.parametrize(
+    ("typed", "first"),
+    [
+        (
+            "batch size",
+            ["data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_micro_batch_size_per_gpu"],
+        ),
+        ("Batch-Size", ["data.train_batch_size"]),
+        ("batch", ["data.train_batch_size"]),
+        ("size train", ["data.train_batch_size"]),  # in any order
+        ("gradient checkpointing", ["actor_rollout_ref.model.enable_gradient_checkpointing"]),
+        ("gpu memory", ["actor_rollout_ref.rollout.gpu_memory_utilization", "cluster.gpu_memory_gib"]),
+        ("kl", [f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"]),
+        ("rollout.n", ["actor_rollout_ref.rollout.n"]),  # before names in which some word begins with n
+        ("num generations", ["actor_rollout_ref.rollout.n"]),  # another library's name
+        ("temprature", ["actor_rollout_ref.rollout.temperature"]),
+        ("learning rate", [LR]),
+        ("wandb", ["trainer.logger"]),  # in its description alone
+        ("clip range", ["critic.cliprange_value"]),
+    ],
+)
+def test_names_come_before_descriptions_and_common_keys_before_others(typed: str, first: list[str]) -> None:
+    assert matches(typed, GRPO, all_keys(GRPO))[: len(first)] == first
+
+
+@pytest.mark.parametrize("typed", ["batch bananas", "--"])
+def test_what_no_key_is_called(typed: str) -> None:
+    with refuses(ConfigError, f"{typed}:", "grpo-dist help"):
+        explain(typed, "train")
+
+
+def test_common_keys_are_those_of_their_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "common_keys.md").read_text()
+    cells = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
+    assert {key for cell in cells for key in re.findall(r"`([\w.]+)`", cell)} - set(GRPO.group_options()) == COMMON
+
+
 def test_keys_of_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help", "sft", "lr"]) == 0
     assert capsys.readouterr().out.startswith("optim.lr\n")
+    assert main(["help", "sft", "batch", "size"]) == 0
+    assert capsys.readouterr().out.startswith("data.train_batch_size\n")
     assert main(["help", "data.messages_key"]) == 2
     says(capsys.readouterr().err, "data.messages_key", "sft data.messages_key")
 

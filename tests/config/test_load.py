@@ -136,9 +136,35 @@ def test_command_line_mistakes(override, part):
 
 
 def test_the_last_of_two_counts(model_folder):
-    config = load("trainer.seed=1", "model=qwen3_8b", "trainer.seed=2", "model=smollm2_135m")
+    config, notes = load_config(["trainer.seed=1", "model=qwen3_8b", "trainer.seed=2", "model=smollm2_135m"])
     assert config.trainer.seed == 2
     assert config.actor_rollout_ref.model.path == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    says(notes, "model=qwen3_8b", "model=smollm2_135m")
+
+
+@pytest.mark.parametrize("first", [["recipe=gspo"], ["+cluster=cpu", "+cluster=cpu"], [("recipe", "gspo")]])
+def test_the_same_option_twice_is_no_contradiction(first):
+    assert load_config([*first, *first]) == load_config(first)
+
+
+@pytest.mark.parametrize("group", ["model=tiny model=hf", "cluster=cpu +cluster=node8", "data=gsm8k data=arithmetic"])
+def test_of_two_options_of_a_group_the_one_without_effect_is_named(group, model_folder):
+    given = f"actor_rollout_ref.model.path={model_folder}"
+    says(load_config([*group.split(), given])[1], *(each.lstrip("+") for each in group.split()))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["+recipe=dapo", "+recipe=gspo"],
+        ["recipe=dapo", "+recipe=gspo"],
+        ["recipe=dapo", "trainer.seed=1", "recipe=gspo"],
+        [("recipe", "dapo"), ("+recipe", "gspo")],
+    ],
+)
+def test_two_recipes_are_not_combined(given):
+    with refuses(ConfigError, "recipe=dapo", "recipe=gspo"):
+        load_config(given)
 
 
 def test_free_form_mappings_take_any_name():

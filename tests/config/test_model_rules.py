@@ -119,7 +119,6 @@ def test_a_sequence_longer_than_the_models_positions_is_refused(*BATCH, model, m
     path = model(max_position_embeddings=100)
     load_config([*BATCH, path, "data.max_response_length=36"])
     load_config([*BATCH, path, f"{MODEL}.override_config.max_position_embeddings=4096"])
-    load_config([*BATCH, path, f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides={{max_position_embeddings: 4096}}"])
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     load_config([*BATCH, path])
 

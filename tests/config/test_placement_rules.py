@@ -276,25 +276,6 @@ def test_engines_of_several_processes_are_taken(where):
     load_config([*where, *sizes, f"{VLLM}.distributed_executor_backend=mp", f"{VLLM}.pipeline_parallel_size=1"])
 
 
-@pytest.mark.parametrize(
-    ("argument", "remedy"),
-    [
-        ("tensor_parallel_size=2", f"{ROLLOUT}.tensor_model_parallel_size"),
-        ("pipeline_parallel_size=2", f"{ROLLOUT}.tensor_model_parallel_size"),
-        ("prefill_context_parallel_size=2", f"{ROLLOUT}.tensor_model_parallel_size"),
-        ("data_parallel_size=2", "cluster.rollout_world_size"),
-        ("enable_expert_parallel=true", "experts"),
-        ("enable_eplb=true", "out"),
-        ("nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size"),
-        ("distributed_executor_backend=ray", "out"),
-        ("distributed_executor_backend=uni", "out"),
-    ],
-)
-def test_vllms_own_arguments_do_not_lay_engines_out(argument, remedy):
-    text = refused(f"{VLLM}.{argument}")
-    says(text, f"{VLLM}.{argument}", remedy)
-
-
 def test_ranks_that_split_sequences_count_as_one() -> None:
     """Six ranks in three groups take a mini-batch of nine sequences, and a pass has the tokens of two ranks."""
     sizes = [

@@ -22,12 +22,13 @@ from grpo_dist.config.load import load_config
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.protocol import metric_values
 from grpo_dist.trainer.build import Workers
+from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 from grpo_dist.trainer.preflight import check_model
 from grpo_dist.trainer.roles import Roles
 from grpo_dist.trainer.rollout.pump import PASSES
 from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.trainer.run_prompts import load_run_prompts
-from grpo_dist.trainer.settings import objective_settings, sampling_settings, target_settings
+from grpo_dist.trainer.settings import sampling_settings
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.call import Call

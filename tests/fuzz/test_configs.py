@@ -28,7 +28,7 @@ VALID = [
     ["recipe=gspo", f"{ACTOR}.optim.lr=1e-5", f"{ACTOR}.optim.betas=[0.9,0.95]", "trainer.logger=[console,wandb]"],
     ["cluster=node8", "trainer.nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.total_epochs=3"],
     ["cluster=single_gpu", f"{ROLLOUT}.gpu_memory_utilization=0.4", f"{ACTOR}.kl_loss_type=full"],
-    ["custom_reward_function.reward_kwargs={a: 1, b: [x, y]}", f"{ROLLOUT}.engine_kwargs.vllm.seed=1"],
+    ["custom_reward_function.reward_kwargs={a: 1, b: [x, y]}", f"{ROLLOUT}.engine_kwargs.vllm.block_size=32"],
     ["algorithm.rollout_correction.rollout_is=token", "trainer.max_staleness=2", f"{ROLLOUT}.stop=[a,b]"],
     ["data.val_files=null", "trainer.test_freq=-1", "data.system_prompt='Think: step by step'"],
 ]

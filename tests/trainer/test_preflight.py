@@ -114,13 +114,14 @@ def test_own_model_rows_reward_and_names_are_right(dry_run, file: Path, model: P
     (tmp_path / "mine.py").write_text(
         "from grpo_dist.agents import AgentLoop\n"
         "def score(data_source, solution_str, ground_truth, extra_info): raise ValueError\n"
-        "def advantage(batch, config): raise ValueError\n"
+        "def advantage(batch, config): return batch.response_mask, batch.response_mask\n"
         "class Loop(AgentLoop):\n    async def run(self, episode): pass\n"
     )
     mine = (f"{REWARD}=mine.py", "custom_reward_function.name=score", "algorithm.adv_estimator=mine.py:advantage")
     loop = f"{ROLLOUT}.agent.default_agent_loop=mine.py:Loop"
     lines, _ = dry_run(*LENGTHS, f"data.train_files={file}", f"{PATH}={model}", *mine, loop)
     assert "reward: mine.py" in lines
+    says(lines, f"algorithm.adv_estimator={tmp_path}/mine.py:advantage", "tried")
     says(lines, "prompts", 2, 0)
 
 

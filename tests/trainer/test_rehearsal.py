@@ -73,6 +73,30 @@ def test_layers_that_the_model_has_not_are_refused(
     says(told, setting, "query", "all-linear")
 
 
+@pytest.mark.parametrize(
+    ("command", "overrides", "setting"),
+    [
+        (main, ["actor_rollout_ref.model.lora_rank=4"], "actor_rollout_ref.model.target_modules"),
+        (sft.main, [*ROWS, "model.lora_rank=4"], "model.target_modules"),
+    ],
+    ids=["main", "sft"],
+)
+def test_factors_that_do_not_fit_the_layers_are_refused_before_ray_starts(
+    command: Callable[[list[str]], int],
+    overrides: list[str],
+    setting: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without a dry run too; here those of an output layer that is tied to the embedding."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("grpo_dist.trainer.run.connect", lambda *arguments: pytest.fail("Ray starts"))
+    assert command([*overrides, f"{setting}=[q_proj,lm_head]"]) == 2
+    says(capsys.readouterr().err, setting, "lm_head", "model.embed_tokens", "tie_word_embeddings")
+    assert not list(tmp_path.iterdir())
+
+
 def test_files_of_another_model_are_refused(dry_run: Command, tmp_path: Path) -> None:
     """Their names fit, and one shape does not."""
     folder = Path(shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), tmp_path / "model"))

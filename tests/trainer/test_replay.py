@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
+from grpo_dist.config.load import load_config, readable_config
+from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.trainer.replay import Difference, first_difference, metric_difference
+from grpo_dist.trainer.replay import Difference, first_difference, metric_difference, read_recorded
+from tests.messages import refuses
 
 NAN = float("nan")
 
@@ -47,3 +52,15 @@ def test_metrics_of_the_update() -> None:
     recorded = {"actor/loss": 0.5, "actor/grad_norm": 2.0, "timing_s/step": 1.0}
     assert metric_difference(recorded, {"actor/loss": 0.5, "actor/grad_norm": 2.0, "timing_s/step": 9.0}, 1e-4) is None
     assert metric_difference(recorded, {"actor/grad_norm": 2.1}, 1e-2) == Difference("actor/grad_norm", 2.0, 2.1)
+
+
+def test_a_run_whose_tokens_were_drafted_is_not_replayed(tmp_path: Path) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    key = f"{rollout}.engine_kwargs.vllm.speculative_config"
+    config, _ = load_config([f"{key}={{method: ngram}}", f"{rollout}.deterministic=false"])
+    (tmp_path / "config.yaml").write_text(readable_config(config))
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "3.parquet").touch()
+    with refuses(ConfigError, tmp_path, key):
+        read_recorded(tmp_path, 3)

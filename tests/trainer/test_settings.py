@@ -8,17 +8,16 @@ import pytest
 from grpo_dist.config.load import load_config
 from grpo_dist.config.placement import placement
 from grpo_dist.engines.settings import AgentSettings
+from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 from grpo_dist.trainer.settings import (
     critic_settings,
     engine_settings,
-    objective_settings,
     policy_settings,
     reference_columns,
     reference_settings,
     reward_model_settings,
     reward_settings,
     sampling_settings,
-    target_settings,
     time_limits,
     value_settings,
 )

@@ -17,7 +17,8 @@ from grpo_dist.config.load import load_config
 from grpo_dist.config.placement import placement
 from grpo_dist.engines.settings import ObjectiveSettings
 from grpo_dist.protocol import DataProto, Ragged, metric_values
-from grpo_dist.trainer.settings import objective_settings, policy_settings, reference_settings
+from grpo_dist.trainer.loss_settings import objective_settings
+from grpo_dist.trainer.settings import policy_settings, reference_settings
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.gang import ActorGroup, ReferenceGroup

@@ -43,7 +43,8 @@ def add_lora(model: Any, settings: LoraSettings, section: str = POLICY_SECTION) 
         section: the section of the config with LoRA's keys, for messages.
 
     Raises:
-        ConfigError: peft is not installed, no linear layer has such a name, or peft would train something else.
+        ConfigError: peft is not installed, no linear layer has such a name, one shares its weight with another module,
+            or peft would train something else.
         DataError: the adapter to go on from is none.
     """
     try:
@@ -57,6 +58,7 @@ def add_lora(model: Any, settings: LoraSettings, section: str = POLICY_SECTION) 
         setting = f"{section}.lora_adapter_path={settings.adapter_path}"
         settings = replace(settings, target_modules=tuple(read_adapter_folder(settings.adapter_path, setting).layers))
     names = _target_names(model, settings, setting, section)
+    _check_not_shared(model, names, setting)
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]
@@ -108,6 +110,29 @@ def _target_names(model: Any, settings: LoraSettings, setting: str, section: str
             f"{section}.exclude_modules={settings.exclude_modules}: leaves out all of {targets}; name fewer"
         )
     return names
+
+
+def _check_not_shared(model: nn.Module, names: list[str], setting: str) -> None:
+    """Check that no target's weight is another module's too, as that of an output layer which is tied to the embedding.
+
+    No change of such a weight is what its factors are: it would change the other module as well.
+
+    Raises:
+        ConfigError: one is.
+    """
+    holders: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(weight), []).append(name)
+    for name in names:
+        module = model.get_submodule(name)
+        both = holders.get(id(getattr(module, "weight", None)), [])
+        if len(both) < 2 or isinstance(module, nn.Embedding):  # which is no linear layer, as is said later
+            continue
+        other = next(each for each in both if each != f"{name}.weight").removesuffix(".weight")
+        raise ConfigError(
+            f"{setting}: {name} shares its weight with {other} (tie_word_embeddings), so engines and exported models "
+            f"would lack what its factors learn; take targets, or an adapter, without {name}"
+        )
 
 
 def _is_called(name: str, ends: Iterable[str]) -> bool:

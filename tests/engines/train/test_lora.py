@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from grpo_dist.engines.settings import LoraSettings, ModelSettings
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
+from grpo_dist.engines.train.fsdp_model import build_model
 from grpo_dist.engines.train.lora import add_lora, lora_layers
-from grpo_dist.errors import ConfigError
+from grpo_dist.errors import ConfigError, DataError
+from tests.adapters import write_adapter
 from tests.messages import refuses
-from tests.models import objective, random_batch, random_model, trainable_engine
+from tests.models import VOCAB, objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
 
 LORA = LoraSettings(4, 8.0, "all-linear")
@@ -26,10 +30,10 @@ def log_probs(engine: FSDPEngine, reference: bool = False) -> np.ndarray:
     return compute(data, ("log_probs",), micro_batch_size=9)["log_probs"].values.numpy().copy()
 
 
-def train(rank: int, path: str, folder: str) -> dict[str, Any]:
+def train(rank: int, path: str, folder: str, lora: LoraSettings = LORA) -> dict[str, Any]:
     torch.manual_seed(1)
     plain = trainable_engine(path)
-    engine = trainable_engine(path, lora=LORA)
+    engine = trainable_engine(path, lora=lora)
     data = random_batch(num_groups=4, n=2)
     share = list(range(8))[rank :: torch.distributed.get_world_size()]
     before = {name: tensor.clone() for name, tensor in engine.full_parameters("float32")}
@@ -76,6 +80,63 @@ def test_training_moves_the_factors_and_merging_them_gives_the_same_model(
         assert found["reference"] < 1e-6, "without its factors the model is what it was"
         assert np.array_equal(found["after"], found["again"]), "and the factors come back"
         assert found["grad_norm"] > 0
+
+
+HEAD = LoraSettings(4, 8.0, ("q_proj", "lm_head"))
+
+
+def test_an_output_layer_of_its_own_is_trained_and_exported(random_models: dict[str, str], tmp_path: Path) -> None:
+    (found,) = run_ranks(1, train, random_models["untied"], str(tmp_path / "merged"), HEAD)
+    moved = {name.rpartition("layers.")[2] for name, change in found["moved"].items() if change > 0}
+    assert moved == {"lm_head.weight", "0.self_attn.q_proj.weight", "1.self_attn.q_proj.weight"}
+    np.testing.assert_allclose(found["after"], found["merged"], rtol=1e-4, atol=1e-4)
+
+
+def built(path: str, **changes: Any) -> Any:
+    return build_model(ModelSettings(path, False, "fp32", "fp32", False, True, **changes), "cpu", shards=1).model
+
+
+@pytest.mark.parametrize(
+    ("family", "embedding", "sizes"),
+    [
+        ("Qwen3", "model.embed_tokens", {"head_dim": 8}),
+        ("GPT2", "transformer.wte", {}),
+        ("GPTNeoX", "gpt_neox.embed_in", {}),
+    ],
+)
+def test_an_output_layer_that_is_tied_to_the_embedding_takes_no_factors(
+    family: str, embedding: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    """Its change would have to be the embedding's too. `all-linear` leaves the output layer out, as peft's does."""
+    path = random_model(family, tmp_path / "model", **sizes)
+    with refuses(ConfigError, "model.target_modules=('lm_head',)", "lm_head", embedding, "tie_word_embeddings"):
+        built(path, lora=LoraSettings(4, 8.0, ("lm_head",)), section="model")
+    assert "lm_head" not in lora_layers(built(path, lora=LORA))
+    assert lora_layers(built(path, lora=replace(LORA, exclude_modules=("lm_head",))))
+
+
+def test_what_counts_is_whether_the_model_is_tied_and_not_what_its_file_says(tmp_path: Path) -> None:
+    untied = random_model("Qwen3", tmp_path / "untied", head_dim=8, tie_word_embeddings=False)
+    with refuses(ConfigError, "lm_head", "model.embed_tokens"):
+        built(untied, lora=HEAD, override_config={"tie_word_embeddings": True})
+    assert "lm_head" in lora_layers(built(untied, lora=HEAD))
+    tied = random_model("Qwen3", tmp_path / "tied", head_dim=8)
+    with refuses(DataError, "lm_head.weight"):  # a file of a tied model has no weights for it
+        built(tied, lora=HEAD, override_config={"tie_word_embeddings": False})
+    weights = load_file(Path(tied) / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    save_file(weights, Path(tied) / "model.safetensors", {"format": "pt"})
+    with refuses(ConfigError, "lm_head", "model.embed_tokens"):
+        built(tied, lora=HEAD)
+    assert "lm_head" in lora_layers(built(tied, lora=HEAD, override_config={"tie_word_embeddings": False}))
+
+
+def test_an_adapter_of_a_tied_output_layer_is_refused(random_models: dict[str, str], tmp_path: Path) -> None:
+    folder = str(write_adapter(tmp_path / "adapter", {"lm_head": (32, VOCAB)}))
+    adapter = LoraSettings(4, 8.0, (), adapter_path=folder)
+    assert lora_layers(built(random_models["untied"], lora=adapter)).keys() == {"lm_head"}
+    with refuses(ConfigError, f"lora_adapter_path={folder}", "lm_head", "tie_word_embeddings"):
+        built(random_models["tied"], lora=adapter)
 
 
 def test_one_rank_and_two_ranks_train_alike(random_models: dict[str, str], tmp_path: Any) -> None:
