@@ -18,7 +18,7 @@ from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.protocol import DataProto, Ragged
 from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.redact import redact
-from grpo_dist.tracking.rollouts import ROLLOUTS, TOKENIZER
+from grpo_dist.tracking.record import ROLLOUTS, TOKENIZER
 
 _OWN = frozenset({"step", "uid", "input", "output", "gts", "score", "advantage", "failure", "parts"})
 _COLUMNS = [

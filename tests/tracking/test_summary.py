@@ -22,7 +22,7 @@ def entry(text, label):
 
 
 def summary(history, tmp_path, hf_model=None, seconds=192.0):
-    return format_summary(history, run_dir=tmp_path, seconds=seconds, hf_model=hf_model)
+    return format_summary(history, run_dir=tmp_path, seconds=seconds, hf_model=hf_model, flags={})
 
 
 def test_before_after_and_best(tmp_path):
