@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.code_names import parse_code
-from grpo_dist.config.problems import shown, value_of
+from grpo_dist.config.problems import one_line, shown, value_of
 from grpo_dist.errors import ConfigError
 
 FLAG = "--trust-run-code"
@@ -43,7 +43,7 @@ def code_of_run(config: Any, keys: Sequence[str], given: Any = None) -> list[str
         value = value_of(config, key)
         mine = set() if given is None else set(_code(key, value_of(given, key)))
         if not mine.issuperset(_code(key, value)):
-            found.append(f"{key}={shown(value)}")
+            found.append(one_line(f"{key}={shown(value)}"))
     return found
 
 

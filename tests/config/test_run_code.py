@@ -101,3 +101,5 @@ def test_the_refusal_names_file_values_and_flag() -> None:
     values = f"{MODEL[0]}=true", f"{VLLM}={{worker_extension_cls:evil.Worker}}"
     with refuses(ConfigError, "run/config.yaml", *values, FLAG, "key=value"):
         require_trust(Path("run/config.yaml"), code)
+    [escaped] = code_of_run(with_overrides({}, [(PATH, "a\x1b[2Jb.py")], GRPO), REWARD)
+    assert escaped == f"{PATH}=a\\x1b[2Jb.py", "it comes from somebody else's file"

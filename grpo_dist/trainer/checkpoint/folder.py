@@ -170,9 +170,23 @@ def clear_leftovers(run_dir: Path) -> None:
         for path in list(run_dir.glob(f"global_step_*{ASIDE}")):
             path.rename(path.with_suffix(""))
     except OSError as error:
-        raise CheckpointError(
-            f"trainer.default_local_dir={run_dir}: cannot be cleared of leftovers: {error}"
-        ) from error
+        raise _cannot_clear(run_dir, error) from error
+
+
+def forget_last(run_dir: Path) -> None:
+    """Remove the pointer where a run starts anew: it has no last checkpoint yet, whatever the run before has left.
+
+    Raises:
+        CheckpointError: it cannot be removed.
+    """
+    try:
+        (run_dir / LATEST).unlink(missing_ok=True)
+    except OSError as error:
+        raise _cannot_clear(run_dir, error) from error
+
+
+def _cannot_clear(run_dir: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"trainer.default_local_dir={run_dir}: cannot be cleared of leftovers: {error}")
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
