@@ -16,6 +16,7 @@ from grpo_dist.assets.paths import expanded, is_folder
 from grpo_dist.errors import DataError
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_FOLDER = "lora_adapter"  # beside the merged model; verl's name
 PREFIX = "base_model.model."  # peft's, before the name of a module
 A, B = ".lora_A.weight", ".lora_B.weight"
 REMEDY = "merge the adapter into its base model (peft's merge_and_unload) and train that"

@@ -8,23 +8,25 @@ import sys
 import warnings
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.cli.scoring import sample_of
 from grpo_dist.cli.trained import TrainedModel, engine_for
+from grpo_dist.config.schema import DataConfig
 from grpo_dist.data.prompts import Prompt, add_system_prompt
 from grpo_dist.data.tokenize import named_rows, tokenize_prompts
 from grpo_dist.engines.base import Response, RolloutEngine, rollout_engine
 from grpo_dist.engines.settings import SamplingSettings
-from grpo_dist.errors import ConfigError
+from grpo_dist.errors import ConfigError, DataError
 from grpo_dist.rewards.base import RewardResult
 from grpo_dist.rewards.forms import Failure
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.terminal import show
 from grpo_dist.trainer.rollout.seeds import group_seed
+from grpo_dist.trainer.run_prompts import overlong_note
 from grpo_dist.trainer.settings import sampling_settings
 
 MAX_TOKENS = 512  # of a response, where neither the run nor the user says how long it may be
@@ -40,38 +42,43 @@ class Asker:
         engine: started.
         tokenizer: of the model.
         sampling: how it samples; a seed is replaced by one for each prompt.
+        limits: the section `data` of the run whose rows are asked: what it validates on; None: prompts of the user's
+            own, which are asked whole.
     """
 
     model: TrainedModel
     engine: RolloutEngine
     tokenizer: Any
     sampling: SamplingSettings
-    overlong: list[Prompt] = field(default_factory=list)
+    limits: DataConfig | None = None
 
     def token_ids(self, prompts: Sequence[Prompt]) -> list[tuple[Prompt, list[int]]]:
-        """The prompts with the run's system prompt and template; those without room for a token are left out.
+        """The prompts with the run's system prompt and template, within `limits`; those without room for a token are
+        left out. What is cut or left out is told.
 
         Raises:
             DataError: the template refuses one, or all are too long.
         """
+        limits, longest = self.limits, self.engine.settings.max_model_len
         usage = self.model.usage
         if usage.system_prompt is not None:
             prompts, _ = add_system_prompt(prompts, usage.system_prompt)
-        tokenized, self.overlong = tokenize_prompts(
+        tokenized, overlong = tokenize_prompts(
             prompts,
             self.tokenizer,
-            max_prompt_length=self.engine.settings.max_model_len - 1,
-            truncation="error",
-            filter_overlong_prompts=True,
+            max_prompt_length=sys.maxsize if limits is None else limits.max_prompt_length,
+            truncation="error" if limits is None else limits.truncation,
+            filter_overlong_prompts=limits is not None and limits.filter_overlong_prompts,
             apply_chat_template_kwargs=usage.apply_chat_template_kwargs,
         )
-        if self.overlong:
-            named, longest = (
-                named_rows([prompt.location for prompt in self.overlong]),
-                self.engine.settings.max_model_len,
-            )
-            show(f"left out, since they have {longest} tokens or more (--max-model-len): {named}\n", sys.stderr)
-        return [(each.prompt, each.token_ids.tolist()) for each in tokenized]
+        if limits is not None and overlong:
+            show(f"{self.model.name}: {overlong_note(limits, len(prompts), overlong)}\n", sys.stderr)
+        if left_out := [each.prompt.location for each in tokenized if len(each.token_ids) >= longest]:
+            told = f"they have {longest} tokens or more (--max-model-len): {named_rows(left_out)}"
+            if len(left_out) == len(tokenized):
+                raise DataError(f"no prompt is left to ask: {told}; ask for more")
+            show(f"{self.model.name}: left out, since {told}\n", sys.stderr)
+        return [(each.prompt, each.token_ids.tolist()) for each in tokenized if len(each.token_ids) < longest]
 
     async def answer(self, index: int, token_ids: list[int]) -> list[Response]:
         """`sampling.n` responses to a prompt.
@@ -110,7 +117,10 @@ class Asker:
 
 @asynccontextmanager
 async def asking(
-    model: TrainedModel, sampling: SamplingSettings, max_model_len: int | None = None
+    model: TrainedModel,
+    sampling: SamplingSettings,
+    max_model_len: int | None = None,
+    limits: DataConfig | None = None,
 ) -> AsyncIterator[Asker]:
     """A started engine, stopped at the end of the block.
 
@@ -118,6 +128,7 @@ async def asking(
         model: to ask.
         sampling: how.
         max_model_len: see `engine_for`.
+        limits: see `Asker`.
     """
     settings = engine_for(model, max_model_len)
     tokenizer = load_tokenizer(str(model.folder), trust_remote_code=settings.trust_remote_code)
@@ -126,7 +137,7 @@ async def asking(
     warnings.simplefilter("ignore")  # what vLLM imports warns of what it imports
     await engine.start()
     try:
-        yield Asker(model, engine, tokenizer, sampling)
+        yield Asker(model, engine, tokenizer, sampling, limits)
     finally:
         engine.shutdown()
 

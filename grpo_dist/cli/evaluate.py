@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
@@ -27,12 +28,15 @@ from grpo_dist.algorithms.validation import (
     pred_ids,
     subset_sizes,
 )
+from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
 from grpo_dist.assets.paths import expanded
 from grpo_dist.cli.asking import add_sampling_arguments, asking, check_new, judge, sampling_of
 from grpo_dist.cli.lm_eval import figures_of, run_lm_eval
 from grpo_dist.cli.scoring import start_scorer
 from grpo_dist.cli.serve import split
-from grpo_dist.cli.trained import TrainedModel, base_of, find_trained, run_and_step
+from grpo_dist.cli.trained import AGENT_KEY, TrainedModel, base_of, find_trained, others
+from grpo_dist.cli.trust import add_trust_argument
+from grpo_dist.config.schema import DataConfig
 from grpo_dist.data.prompts import Prompt
 from grpo_dist.engines.base import Response
 from grpo_dist.engines.settings import SamplingSettings
@@ -42,7 +46,7 @@ from grpo_dist.rewards.base import RewardResult
 from grpo_dist.rewards.forms import Failure
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.terminal import json_line, show
-from grpo_dist.trainer.checkpoint.export import steps_of
+from grpo_dist.trainer.checkpoint.folder import own_checkpoints
 from grpo_dist.trainer.run_prompts import read_prompts
 
 
@@ -111,7 +115,8 @@ def main(arguments: Sequence[str]) -> int:
         for model in models:
             if model.usage.step is None and model.base is None:  # of no run: asked as the first one
                 model = replace(model, usage=first.usage)
-            answers = asyncio.run(_answers(model, sampling, options.max_model_len, prompts, scorer))
+            limits = None if options.data else first.config.data  # the first one's rows, as its run asks them
+            answers = asyncio.run(_answers(model, sampling, options.max_model_len, prompts, scorer, limits))
             found += figures(model.name, answers)
             if file is not None:
                 _write(file, model.name, answers)
@@ -184,17 +189,20 @@ def _models(
     """The models that are named; with --base that of the first run before them, with --all-steps each checkpoint."""
     base = options.base
     for name in names:
-        run_dir, step = run_and_step(name, options.step)
-        steps: list[int | None] = [step]
+        chosen = [name]
         if options.all_steps:
-            steps = [*steps_of(run_dir)] if step is None else []
-            if not steps:
+            chosen = (
+                [] if options.step is not None else [str(path) for path in own_checkpoints(expanded(name)).values()]
+            )
+            if not chosen:
                 raise ConfigError(f"--all-steps: {name} has no checkpoints; name a run's folder, and no --step")
-        for each in steps:
-            before = set(run_dir.iterdir()) if options.all_steps else set()
-            model = find_trained(name, overrides, each)
+            show("".join(f"{each}\n" for each in others(expanded(name))), sys.stderr)
+        for each in chosen:
+            before = set(Path(each).parent.iterdir()) if options.all_steps else set()
+            model = find_trained(each, overrides, options.step, trust=options.trust)
             if options.all_steps and model.folder not in before:  # many copies of a model are not to be left
-                stack.callback(shutil.rmtree, model.folder, ignore_errors=True)
+                for folder in (model.folder, model.folder.with_name(f"{model.folder.name}_{ADAPTER_FOLDER}")):
+                    stack.callback(shutil.rmtree, folder, ignore_errors=True)
             if base:
                 yield base_of(model)
             base = False
@@ -203,6 +211,8 @@ def _models(
 
 def _scorer(model: TrainedModel) -> Scorer:
     config = model.config
+    if model.unscored:
+        raise ConfigError(model.unscored)
     if config.reward_function == REWARD_MODEL_FUNCTION:
         raise ConfigError(
             "reward_model.enable=true: the reward is the score of the reward model, which only a run computes "
@@ -217,6 +227,12 @@ def _rows(model: TrainedModel, options: argparse.Namespace, scorer: Scorer) -> l
         return read_prompts(config, "--data", options.data, options.limit, scorer.needs)
     if not config.data.val_files:
         raise ConfigError(f"no rows: the run of {model.name} has no data.val_files; give --data FILE")
+    if not (agent := config.actor_rollout_ref.rollout.agent).is_single_turn:
+        show(
+            f"{AGENT_KEY}={agent.default_agent_loop} is not asked: where it put tools into the run's prompts, they are "
+            "shorter here, and data.max_prompt_length may leave out or cut fewer of them\n",
+            sys.stderr,
+        )
     limit = config.data.val_max_samples if options.limit < 0 else options.limit
     return read_prompts(config, "data.val_files", config.data.val_files, limit, scorer.needs)
 
@@ -227,10 +243,11 @@ async def _answers(
     max_model_len: int | None,
     prompts: Sequence[Prompt],
     scorer: Scorer,
+    limits: DataConfig | None,
 ) -> list[Answers]:
     """Ask a model all prompts, and score groups while others are sampled."""
     found = []
-    async with asking(model, sampling, max_model_len) as asker:
+    async with asking(model, sampling, max_model_len, limits) as asker:
         async for prompt, responses in asker.answers(prompts):
             texts = [asker.text(response) for response in responses]
             found.append(Answers(prompt, texts, responses, await judge(scorer, prompt, texts)))
@@ -323,7 +340,10 @@ def _parser() -> argparse.ArgumentParser:
         "runs' folders, checkpoints, Hugging Face folders, hub names or builtin:NAME; and keys of the config to change"
     )
     parser.add_argument("named", nargs="+", metavar="RUN_OR_MODEL | key=value", help=named)
-    data = "a file of rows, in the forms of data.val_files, may be repeated; default: the first run's validation rows"
+    data = (
+        "a file of rows, in the forms of data.val_files, may be repeated, asked whole; default: the first run's "
+        "validation rows, within its data.max_prompt_length"
+    )
     parser.add_argument("--data", action="append", default=[], metavar="FILE", help=data)
     parser.add_argument("--limit", type=int, default=-1, help="take the first so many rows")
     parser.add_argument("--base", action="store_true", help="begin with the model that the first run began with")
@@ -338,4 +358,5 @@ def _parser() -> argparse.ArgumentParser:
     likelihood = "the tasks ask how likely texts are (multiple choice): plain text, without the chat template"
     parser.add_argument("--likelihood", action="store_true", help=likelihood)
     add_sampling_arguments(parser)
+    add_trust_argument(parser)
     return parser

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_dist.cli.trust import add_trust_argument
 from grpo_dist.errors import ConfigError
 from grpo_dist.terminal import show
 
@@ -18,18 +19,23 @@ def main(arguments: Sequence[str]) -> int:
         GrpoDistError: see `export_checkpoint`.
     """
     options = _parser().parse_args(arguments)
-    from grpo_dist.cli.trained import chosen_step, run_and_step
-    from grpo_dist.trainer.checkpoint.export import export_checkpoint, saved_run, steps_of
+    from grpo_dist.assets.paths import expanded
+    from grpo_dist.cli.trained import named_checkpoint, no_checkpoint, trusted_run
+    from grpo_dist.trainer.checkpoint.export import export_checkpoint
+    from grpo_dist.trainer.checkpoint.folder import own_checkpoints, step_of
 
-    run_dir, step = run_and_step(options.run_dir, options.step)
-    there = steps_of(run_dir)
-    step = chosen_step(run_dir, there, step)
+    run_dir = expanded(options.run_dir)
+    checkpoint = named_checkpoint(run_dir, options.step)
+    if checkpoint is None:
+        raise ConfigError(no_checkpoint(run_dir, options.step))
+    run_dir, step = checkpoint.parent, step_of(checkpoint)
     folder = Path(options.to or run_dir / f"huggingface_step_{step}")
     if folder.exists():
         raise ConfigError(f"{folder} exists; remove it, or choose another folder with --to")
-    show(f"checkpoints of {run_dir}: steps {', '.join(map(str, there))}; exporting step {step}\n")
-    config = saved_run(there[step], options.model)
-    export_checkpoint(there[step], config, folder.absolute(), options.dtype or config.export_dtype)
+    config = trusted_run(checkpoint, options.model, trust=options.trust)
+    steps = ", ".join(map(str, own_checkpoints(run_dir))) or "none"
+    show(f"checkpoints of {run_dir}: steps {steps}; exporting step {step}\n")
+    export_checkpoint(checkpoint, config, folder.absolute(), options.dtype or config.export_dtype)
     show(f"wrote {folder}\n")
     return 0
 
@@ -48,4 +54,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="of the weights; default: as the run exports")
     moved = "folder or hub name of the model that the run started from, if it is not where it was"
     parser.add_argument("--model", metavar="PATH", help=moved)
+    add_trust_argument(parser)
     return parser

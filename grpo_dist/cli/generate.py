@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = _parser().parse_intermixed_args(arguments)
     check_new(options.output)
-    model = find_trained(options.model, options.overrides, options.step)
+    model = find_trained(options.model, options.overrides, options.step, trust=options.trust)
     sampling = sampling_of(model, options)
     prompts, rows = _prompts(model, options.prompts)
     asyncio.run(_run(model, sampling, options, prompts, rows=rows))
@@ -98,6 +98,9 @@ def _scorer(model: TrainedModel, prompts: Sequence[Prompt]) -> Scorer | None:
     """The run's reward function, if the rows have what it compares with."""
     config = model.config
     if config.reward_function == REWARD_MODEL_FUNCTION or all(prompt.ground_truth is None for prompt in prompts):
+        return None
+    if model.unscored:
+        show(f"without scores: {model.unscored}\n", sys.stderr)
         return None
     if None in config.reward_paths:
         try:

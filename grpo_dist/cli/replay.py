@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from grpo_dist.assets.paths import expanded
+from grpo_dist.cli.trust import add_trust_argument
 from grpo_dist.errors import ConfigError
 from grpo_dist.terminal import show
 
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(arguments)
     from grpo_dist.trainer.replay import read_recorded, rescore, retarget, reward_worker
 
-    recorded = read_recorded(expanded(options.run_dir), options.step, tuple(options.overrides))
+    recorded = read_recorded(expanded(options.run_dir), options.step, tuple(options.overrides), trust=options.trust)
     with reward_worker(recorded.config) as worker:
         scores, failures = rescore(recorded, worker)
         targets = retarget(recorded, worker, scores)
@@ -137,4 +138,5 @@ def _parser() -> argparse.ArgumentParser:
     update = parser.add_mutually_exclusive_group()
     update.add_argument("--update", action="store_true", help="an update that cannot be computed again is an error")
     update.add_argument("--no-update", action="store_true", help="rewards and advantages alone")
+    add_trust_argument(parser)
     return parser

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     token = options.api_key or os.environ.get(KEY_VARIABLE, "")
     check_host(options.host, token)
     listening = listen(options.host, options.port)
-    model = find_trained(options.model, options.overrides, options.step)
+    model = find_trained(options.model, options.overrides, options.step, trust=options.trust)
     warnings.simplefilter("ignore")  # what vLLM imports warns of what it imports
     asyncio.run(_serve(model, options, listening, token, more))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,34 @@ import torch
 from grpo_dist.assets import POLICY_KEY, resolve_model_path
 from grpo_dist.assets.paths import expanded
 from grpo_dist.assets.usage import FILE, Usage, read_usage
+from grpo_dist.cli.trust import add_trust_argument
 from grpo_dist.config.environment import from_environment
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import with_overrides
 from grpo_dist.config.model_rules import max_positions
 from grpo_dist.config.placement import placement
-from grpo_dist.config.problems import with_value
+from grpo_dist.config.problems import value_of, with_value
+from grpo_dist.config.run_code import (
+    ENGINE,
+    MODEL,
+    REWARD,
+    SUPERVISED_MODEL,
+    TRUST_KEY,
+    code_of_run,
+    refusal,
+    require_trust,
+)
 from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema_supervised import SupervisedConfig
 from grpo_dist.engines.installed_build import build_problem
 from grpo_dist.engines.settings import EngineSettings
 from grpo_dist.engines.vllm.cpu_attention import attention_problem
 from grpo_dist.errors import ConfigError
 from grpo_dist.terminal import show
 from grpo_dist.trainer.checkpoint.config_changes import read_config
-from grpo_dist.trainer.checkpoint.export import export_checkpoint, saved_run, step_of, steps_of
+from grpo_dist.trainer.checkpoint.export import export_checkpoint, saved_run
+from grpo_dist.trainer.checkpoint.folder import LATEST, STATE, checkpoints, last_checkpoint, own_checkpoints, step_of
+from grpo_dist.trainer.checkpoint.identity import is_model_of, is_model_of_run
 from grpo_dist.trainer.model_usage import model_usage
 from grpo_dist.trainer.record import EXPORTED, RESOLVED_CONFIG
 from grpo_dist.trainer.settings import engine_settings
@@ -48,6 +62,7 @@ class TrainedModel:
             defaults.
         usage: how to ask it.
         base: path or name of the model that its run began with; None: it is of no run that trains a policy.
+        unscored: why the run's reward function is not to be loaded; "": it may be.
     """
 
     name: str
@@ -55,48 +70,62 @@ class TrainedModel:
     config: RunConfig
     usage: Usage
     base: str | None = None
+    unscored: str = ""
 
 
 def add_model_argument(parser: argparse.ArgumentParser, **options: Any) -> None:
-    """Add RUN_OR_MODEL and the overrides behind it."""
+    """Add RUN_OR_MODEL, the overrides behind it, and the flag of trust."""
     what = "folder of a run, a checkpoint in it, a Hugging Face folder, a hub name or builtin:NAME"
     parser.add_argument("model", metavar="RUN_OR_MODEL", help=what, **options)
     more = "keys of the run's config to change (grpo-dist help KEY)"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=more)
+    add_trust_argument(parser)
 
 
-def find_trained(named: str, overrides: Sequence[str] = (), step: int | None = None) -> TrainedModel:
+def find_trained(
+    named: str, overrides: Sequence[str] = (), step: int | None = None, *, trust: bool = False
+) -> TrainedModel:
     """Find a model; a checkpoint that has not been exported yet is exported into the run's folder.
 
     Args:
         named: what the user has named.
         overrides: of the config.
         step: of the checkpoint; None: the last one.
+        trust: whether the run's folder may name code to run.
 
     Raises:
-        ConfigError: there is no such run, checkpoint or model, or an override is wrong.
+        ConfigError: there is no such run, checkpoint or model, or an override is wrong; or its engine needs trust.
         GrpoDistError: the checkpoint cannot be exported.
     """
-    run_dir, step = run_and_step(named, step)
-    exported = read_usage(run_dir / EXPORTED).step
-    there = steps_of(run_dir)
-    if not there and (exported is None or step not in (None, exported)):
-        if step is not None or (run_dir / RESOLVED_CONFIG).is_file():
-            raise ConfigError(no_checkpoint(run_dir, step))
-        return _model(named, overrides)
-    if not there:  # a run that was to write none
-        folder, chosen, values = run_dir / EXPORTED, exported, read_config(run_dir)
+    run_dir = expanded(named)
+    checkpoint = named_checkpoint(run_dir, step)
+    if checkpoint is None:
+        usage = read_usage(run_dir / EXPORTED)
+        if not is_model_of_run(run_dir / EXPORTED, run_dir) or step not in (None, usage.step):
+            if step is not None or (run_dir / RESOLVED_CONFIG).is_file() or checkpoints(run_dir):
+                raise ConfigError(no_checkpoint(run_dir, step))
+            return _model(named, overrides)
+        source, step = run_dir, usage.step  # of a run that was to write no checkpoint
     else:
-        chosen = chosen_step(run_dir, there, step)
-        folder = run_dir / EXPORTED if chosen == exported else exported_step(run_dir, there[chosen])
-        values = read_config(there[chosen])
-    name = f"{run_dir.name or run_dir} step {chosen}"
+        run_dir, source, step = checkpoint.parent, checkpoint, step_of(checkpoint)
+    name, values = f"{run_dir.name or run_dir} step {step}", read_config(source)
+    given = with_overrides({}, overrides, GRPO)
     if "actor_rollout_ref" not in values:  # of another command, whose keys are not those of a policy in training
-        config = _with_model({}, folder, overrides)
-        return TrainedModel(name, folder, config, read_usage(folder))
-    config = _with_model(values, folder, overrides)
+        folder = (
+            run_dir / EXPORTED if checkpoint is None else exported(checkpoint, trusted_run(checkpoint, trust=trust))
+        )
+        return TrainedModel(name, folder, _with_model(given, folder), read_usage(folder))
+    config, unscored = with_overrides(values, overrides, GRPO), ""
+    if not trust:
+        require_trust(source / RESOLVED_CONFIG, code_of_run(config, ENGINE, given))
+        if code := code_of_run(config, REWARD, given):
+            unscored = refusal(source / RESOLVED_CONFIG, code)
+    folder = run_dir / EXPORTED
+    if checkpoint is not None:
+        folder = exported(checkpoint, with_value(saved_run(checkpoint), TRUST_KEY, value_of(config, TRUST_KEY)))
     base = from_environment(values["actor_rollout_ref"]["model"]["path"], (POLICY_KEY,))
-    return TrainedModel(name, folder, config, model_usage(config, chosen), base)
+    config = _with_model(config, folder)
+    return TrainedModel(name, folder, config, model_usage(config, step), base, unscored)
 
 
 def base_of(model: TrainedModel) -> TrainedModel:
@@ -110,48 +139,102 @@ def base_of(model: TrainedModel) -> TrainedModel:
             f"--base: {model.name} is not the model of a run that trains a policy; name its base model too"
         )
     base = replace(_model(model.base, ()), name=f"base {model.base}", usage=replace(model.usage, step=None))
-    return replace(base, config=with_value(model.config, POLICY_KEY, str(base.folder.absolute())))
+    return replace(base, config=_with_model(model.config, base.folder), unscored=model.unscored)
 
 
-def run_and_step(named: str, step: int | None) -> tuple[Path, int | None]:
-    """The run's folder and the step, where a checkpoint in it may be named instead."""
-    folder = expanded(named)
-    if folder.name.startswith("global_step_") and (folder / "state.json").is_file():
-        return folder.parent, step_of(folder)
-    return folder, step
+def named_checkpoint(folder: Path, step: int | None) -> Path | None:
+    """Return the checkpoint that a folder is, else of the run in it the last one, or the one of a step.
 
-
-def chosen_step(run_dir: Path, there: Mapping[int, Path], step: int | None) -> int:
-    """The step of a checkpoint; None: the last one.
+    Returns:
+        None: the folder has no checkpoint of its last run.
 
     Raises:
-        ConfigError: there is no such checkpoint.
+        ConfigError: that run has no checkpoint of this step.
     """
-    if not there:
-        raise ConfigError(no_checkpoint(run_dir, step))
-    if step is not None and step not in there:
-        steps = ", ".join(map(str, there))
-        raise ConfigError(f"--step {step}: {run_dir} has checkpoints of the steps {steps}; choose one of them")
-    return max(there) if step is None else step
+    if folder.name.startswith("global_step_") and (folder / STATE).is_file():
+        if step not in (None, step_of(folder)):
+            raise ConfigError(f"--step {step}: {folder} is a checkpoint of another step; name the run's folder")
+        return folder
+    own = own_checkpoints(folder)
+    if step is None:
+        return last_checkpoint(folder)
+    if own and step not in own:
+        steps = ", ".join(map(str, own))
+        raise ConfigError(
+            f"--step {step}: the run in {folder} has checkpoints of the steps {steps}; choose one of them"
+            + "".join(f". {each}" for each in others(folder))
+        )
+    return own.get(step)
+
+
+def others(run_dir: Path) -> list[str]:
+    """Return what to say of checkpoints in a folder that are not of the run whose last one the pointer names."""
+    own = own_checkpoints(run_dir).values()
+    if not (left := [path.name for path in checkpoints(run_dir) if path not in own]):
+        return []
+    return [
+        f"Not of this run, by the checkpoint that {LATEST} names: {', '.join(sorted(left))}. They are of a run before "
+        "it, of steps from which it has gone back, or of an older version of grpo_dist; to have one of them, name its "
+        f"folder: {run_dir / left[-1]}"
+    ]
 
 
 def no_checkpoint(run_dir: Path, step: int | None) -> str:
-    """That a folder has no checkpoints, and which folder has."""
+    """Return that a folder has no checkpoint of its last run, and what else there is."""
     asked = "" if step is None else f"--step {step}: "
-    return (
+    if left := checkpoints(run_dir):
+        return (
+            f"{asked}{run_dir / LATEST} names none of the checkpoints that are there. The run that was started in this "
+            "folder last has written none yet, or that file was not copied along; name the one that you mean, such as "
+            f"{left[-1]}"
+        )
+    text = (
         f"{asked}{run_dir}: there is no checkpoint (global_step_N) in this folder; name the run's folder, "
         "trainer.default_local_dir of the run, which writes checkpoints every trainer.save_freq steps"
     )
+    if (model := run_dir / EXPORTED).is_dir():
+        text += (
+            f". {model / FILE} does not say that the model is of the run of {run_dir / RESOLVED_CONFIG}: a run before "
+            f"that wrote it, or an older version of grpo_dist; to use it all the same, name {model}"
+        )
+    return text
 
 
-def exported_step(run_dir: Path, checkpoint: Path) -> Path:
-    """The exported model of a checkpoint, `huggingface_step_N` beside it; written if it is not there."""
-    folder = run_dir / f"{EXPORTED}_step_{step_of(checkpoint)}"
-    if not (folder / FILE).is_file():
-        show(f"exporting {checkpoint} to {folder}\n", sys.stderr)
-        config = saved_run(checkpoint)
-        export_checkpoint(checkpoint, config, folder.absolute(), config.export_dtype)
+def exported(checkpoint: Path, config: RunConfig | SupervisedConfig) -> Path:
+    """Return the folder of a checkpoint's model: that of the run's end, or `huggingface_step_N` beside it, which is
+    written if it is not there.
+
+    Raises:
+        ConfigError: a model of another checkpoint is in its place.
+        GrpoDistError: it cannot be exported.
+    """
+    if is_model_of(checkpoint.parent / EXPORTED, checkpoint):
+        return checkpoint.parent / EXPORTED
+    folder = checkpoint.parent / f"{EXPORTED}_step_{step_of(checkpoint)}"
+    if folder.exists():
+        if not is_model_of(folder, checkpoint):
+            raise ConfigError(
+                f"{folder / FILE} does not say that the model is that of {checkpoint}: it is of a checkpoint that was "
+                "there before, or an older version of grpo_dist wrote it. Move the folder away, or remove it, and ask "
+                "again: the checkpoint is then exported in its place"
+            )
+        return folder
+    show(f"exporting {checkpoint} to {folder}\n", sys.stderr)
+    export_checkpoint(checkpoint, config, folder.absolute(), config.export_dtype)
     return folder
+
+
+def trusted_run(checkpoint: Path, model: str | None = None, *, trust: bool) -> RunConfig | SupervisedConfig:
+    """Return the config of the run that wrote a checkpoint, to export it; see `saved_run`.
+
+    Raises:
+        ConfigError: the model's own code is to run, and the folder is not trusted.
+    """
+    config = saved_run(checkpoint, model)
+    if not trust:
+        keys = MODEL if isinstance(config, RunConfig) else SUPERVISED_MODEL
+        require_trust(checkpoint / RESOLVED_CONFIG, code_of_run(config, keys))
+    return config
 
 
 def _model(named: str, overrides: Sequence[str]) -> TrainedModel:
@@ -162,11 +245,11 @@ def _model(named: str, overrides: Sequence[str]) -> TrainedModel:
             f"{named}: neither a run's folder nor a model; name a run (trainer.default_local_dir), a checkpoint in "
             "it, a Hugging Face folder, a hub name such as Qwen/Qwen3-0.6B, or builtin:tiny-qwen3"
         )
-    return TrainedModel(named, folder, _with_model({}, folder, overrides), read_usage(folder))
+    config = _with_model(with_overrides({}, overrides, GRPO), folder)
+    return TrainedModel(named, folder, config, read_usage(folder))
 
 
-def _with_model(values: Mapping[str, Any], folder: Path, overrides: Sequence[str]) -> RunConfig:
-    config = with_overrides(values, overrides, GRPO)
+def _with_model(config: RunConfig, folder: Path) -> RunConfig:
     return with_value(config, POLICY_KEY, str(folder.absolute()))
 
 

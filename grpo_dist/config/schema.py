@@ -254,7 +254,7 @@ class RunConfig(JobConfig):
 
     @property
     def export_dtype(self) -> TrainDtype:
-        """Type of the weights in the exported folder."""
+        """See `JobConfig.export_dtype`."""
         return self.trainer.export_dtype or self.actor_rollout_ref.actor.fsdp_config.model_dtype
 
     @property

@@ -133,6 +133,11 @@ class JobConfig(Section):
         raise NotImplementedError
 
     @property
+    def export_dtype(self) -> TrainDtype:
+        """Type of the weights in the exported folder."""
+        raise NotImplementedError
+
+    @property
     def has_builtin_model(self) -> bool:
         """Whether that model comes with the package: a small one, whose runs on CPU are exact."""
         return self.model_path.startswith(BUILTIN)

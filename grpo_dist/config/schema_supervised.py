@@ -96,7 +96,7 @@ class SupervisedConfig(JobConfig):
 
     @property
     def export_dtype(self) -> TrainDtype:
-        """Type of the weights in the exported folder."""
+        """See `JobConfig.export_dtype`."""
         return self.trainer.export_dtype or self.engine.model_dtype
 
     @property

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from grpo_dist.assets.usage import Usage
 from grpo_dist.engines.settings import (
     EngineSettings,
     GroupAddress,
@@ -366,10 +367,11 @@ class TrainEngine(Protocol):
             CheckpointError: the folder is not a readable checkpoint of this model.
         """
 
-    def export_hf_model(self, folder: Path, dtype: str) -> None:
+    def export_hf_model(self, folder: Path, dtype: str, usage: Usage | None = None) -> None:
         """Write the model and its tokenizer as a Hugging Face folder, in "fp32" or "bf16"; rank 0 writes.
 
-        With LoRA its factors are merged, and are beside it as an adapter in peft's form too, in `lora_adapter`.
+        With LoRA its factors are merged, and are beside it as an adapter in peft's form too, in `lora_adapter`. `usage`
+        is what each folder says of itself, and is in it once the folder appears; None: they say nothing.
 
         Raises:
             CheckpointError: on every rank: the files cannot be written.

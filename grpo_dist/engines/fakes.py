@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_dist.assets.usage import Usage
 from grpo_dist.engines.base import EngineLoad, MiniBatchResult, Response
 from grpo_dist.engines.settings import (
     EngineSettings,
@@ -273,9 +274,11 @@ class FakeTrainEngine:
             raise CheckpointError(f"{folder} cannot be read as a checkpoint of this model: there is no rank*.json")
         self.weights = torch.tensor(json.loads(file.read_text()))
 
-    def export_hf_model(self, folder: Path, dtype: str) -> None:
+    def export_hf_model(self, folder: Path, dtype: str, usage: Usage | None = None) -> None:
         """Write the weights as text."""
         folder.mkdir(parents=True, exist_ok=True)
+        if usage is not None:
+            usage.write(folder)
         (folder / "weights.json").write_text(json.dumps({"dtype": dtype, "weights": self.weights.tolist()}))
 
     def _pass(self) -> None:

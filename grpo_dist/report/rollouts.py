@@ -21,7 +21,7 @@ from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.redact import redact
 from grpo_dist.report.run_folder import noting
 from grpo_dist.tracking.jsonl import json_objects
-from grpo_dist.tracking.rollouts import ROLLOUTS, TOKENIZER
+from grpo_dist.tracking.record import ROLLOUTS, TOKENIZER
 
 _NUMBER = int | float | None
 _TYPES: Mapping[str, Any] = {

@@ -17,17 +17,19 @@ from typing import Any
 
 from grpo_dist.errors import ConfigError
 from grpo_dist.tracking.base import RunInfo
+from grpo_dist.tracking.record import METRICS, drop_rollouts_after, set_aside
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME = "metrics.jsonl"
+FILE_NAME = METRICS
 
 
 class JsonlTracker:
     """Appends `{"step": n, name: number, ...}` to `run_dir/metrics.jsonl`, unbuffered.
 
     Resuming from a checkpoint drops the steps after it, so that every step is recorded once. A fresh start in a used
-    run directory keeps the old file as `metrics.old-N.jsonl`.
+    run directory keeps the old file as `metrics.old-N.jsonl`. The same becomes of the rollouts (tracking/record.py),
+    so that those in the folder are of the steps in the file.
 
     If a write fails (disk full), lines are kept in memory and written with the next line that succeeds.
     """
@@ -35,9 +37,10 @@ class JsonlTracker:
     def __init__(self, run: RunInfo) -> None:
         self.path = run.run_dir / FILE_NAME
         if run.resumed_step is None:
-            _set_aside(self.path)
+            set_aside(run.run_dir)
         else:
             truncate_after(self.path, run.resumed_step)
+            drop_rollouts_after(run.run_dir, run.resumed_step)
         self._file = self.path.open("ab", buffering=0)
         self._waiting = b""
         self.note = f"metrics: {self.path}"
@@ -172,12 +175,3 @@ def _no_metrics(row: Mapping[str, Any]) -> str | None:
         if not (value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)):
             return f"{name} is no number"
     return None
-
-
-def _set_aside(path: Path) -> None:
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    number = 1
-    while (old := path.with_name(f"{path.stem}.old-{number}.jsonl")).exists():
-        number += 1
-    path.rename(old)

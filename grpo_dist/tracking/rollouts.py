@@ -15,8 +15,8 @@ from grpo_dist.errors import DiskError
 from grpo_dist.protocol import DataProto
 from grpo_dist.protocol.fields import EXTRA, FIELDS
 from grpo_dist.protocol.parquet import write_parquet
+from grpo_dist.tracking.record import ROLLOUTS, TOKENIZER
 
-ROLLOUTS, TOKENIZER = "rollouts", "tokenizer"
 # Hidden states are a thousand times larger than all the rest, and can be computed again.
 _NOT_WRITTEN = frozenset({"ref_hidden_states"})
 

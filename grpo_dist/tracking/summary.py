@@ -19,7 +19,14 @@ _NOTABLE_SHARE = 0.005
 Row = Mapping[str, float]
 
 
-def format_summary(history: Sequence[Row], *, run_dir: Path, seconds: float, hf_model: Path | None) -> str:
+def format_summary(
+    history: Sequence[Row],
+    *,
+    run_dir: Path,
+    seconds: float,
+    hf_model: Path | None,
+    flags: Mapping[str, str],
+) -> str:
     """The summary: results, time per phase, and where the files are.
 
     Args:
@@ -27,6 +34,7 @@ def format_summary(history: Sequence[Row], *, run_dir: Path, seconds: float, hf_
         run_dir: the run directory.
         seconds: wall time of this run, start-up included.
         hf_model: folder of the exported policy; None if there is none.
+        flags: what a command needs besides, by its name: text to put behind it.
     """
     trained = [row for row in history if metric_names.STEP_TIME in row or metric_names.REWARD in row]
     steps = f"{len(trained)} training step{'' if len(trained) == 1 else 's'}"
@@ -41,8 +49,8 @@ def format_summary(history: Sequence[Row], *, run_dir: Path, seconds: float, hf_
     if history:
         lines.append(_entry("look at it", f"grpo-dist report {folder}"))
     if hf_model is not None and any(metric_names.REWARD in row for row in trained):
-        lines.append(_entry("compare it", f"grpo-dist eval {folder} --base"))
-        lines.append(_entry("serve it", f"grpo-dist serve {folder}"))
+        lines.append(_entry("compare it", f"grpo-dist eval {folder} --base{flags.get('eval', '')}"))
+        lines.append(_entry("serve it", f"grpo-dist serve {folder}{flags.get('serve', '')}"))
     return "\n".join(lines)
 
 

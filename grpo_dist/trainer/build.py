@@ -242,7 +242,7 @@ def _restore_trainer(trainer: GRPOTrainer, resumed: Resumed, restored: Mapping[s
     sampler.load_state_dict(state.ledger)
     sampler.restored = dict(restored)
     trainer.step, trainer.weight_version = state.step, state.weight_version - 1
-    trainer.saver.resumed_from(resumed.folder, state.step)
+    trainer.saver.resumed_from(resumed.folder, state)
     if trainer.retraining is not None:
         trainer.retraining.resumed_from(resumed.folder, state.step)
     if trainer.kl_controller.target_kl is not None:  # a fixed coefficient is the config's

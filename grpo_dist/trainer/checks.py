@@ -9,14 +9,17 @@ from types import TracebackType
 from typing import Any
 
 from grpo_dist.assets import BUILTIN
-from grpo_dist.assets.adapter_folder import check_base, read_adapter_folder
+from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER, check_base, read_adapter_folder
 from grpo_dist.assets.model_folder import ModelFolder
 from grpo_dist.assets.paths import is_folder
+from grpo_dist.assets.usage import read_usage
 from grpo_dist.config.adapter import ADAPTER_KEY
 from grpo_dist.config.node_layout import Slot
+from grpo_dist.config.problems import value_of
 from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.errors import CheckpointError, ConfigError, GrpoDistError
+from grpo_dist.errors import CheckpointError, ConfigError, DataError, GrpoDistError
 from grpo_dist.tracking.base import check_trackers
+from grpo_dist.trainer.checkpoint.change_rules import command_of
 from grpo_dist.trainer.checkpoint.config_changes import (
     another_place,
     check_changes,
@@ -24,7 +27,8 @@ from grpo_dist.trainer.checkpoint.config_changes import (
     find_changes,
     read_config,
 )
-from grpo_dist.trainer.checkpoint.folder import LATEST, find_checkpoint, last_checkpoint, read_state
+from grpo_dist.trainer.checkpoint.folder import find_checkpoint, last_checkpoint, read_state
+from grpo_dist.trainer.checkpoint.identity import is_model_of
 from grpo_dist.trainer.machine import Machine, check_machine
 from grpo_dist.trainer.record import ALL_TRACKERS, EXPORTED
 from grpo_dist.trainer.run_lock import check_run_dir
@@ -205,18 +209,16 @@ def is_finished(config: JobConfig, steps: int) -> bool:
     folder = last_checkpoint(run_dir)
     if trainer.val_only or trainer.resume_mode not in ("auto", "force") or folder is None:
         return False
+    exported, lora = [EXPORTED] if trainer.export_hf_model else [], command_of(config).lora_section
+    if exported and lora and value_of(config, f"{lora}.lora_rank"):
+        exported.append(ADAPTER_FOLDER)
     try:
-        if read_state(folder).step < steps:
-            return False
-        written = read_config(run_dir)["trainer"]
-    except (CheckpointError, KeyError):
+        return read_state(folder).step >= steps and all(
+            is_model_of(run_dir / name, folder) and read_usage(run_dir / name).dtype == config.export_dtype
+            for name in exported
+        )
+    except (CheckpointError, DataError):  # damaged: it is written again
         return False
-    if not trainer.export_hf_model:
-        return True
-    # the pointer is older than a model that comes from its checkpoint, also where a person has set it to an earlier one
-    model, pointer = run_dir / EXPORTED / "config.json", run_dir / LATEST
-    is_from_it = model.is_file() and model.stat().st_mtime >= pointer.stat().st_mtime
-    return is_from_it and written["export_dtype"] == trainer.export_dtype
 
 
 def nothing_to_train(config: JobConfig, steps: int) -> str:

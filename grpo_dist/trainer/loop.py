@@ -12,7 +12,7 @@ from grpo_dist.errors import GrpoDistError
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
-from grpo_dist.trainer.model_usage import model_usage
+from grpo_dist.trainer.model_usage import exported_usage
 from grpo_dist.trainer.preemption import Preemption
 from grpo_dist.trainer.record import EXPORTED
 from grpo_dist.workers.event_loop import run
@@ -99,8 +99,9 @@ class TrainingLoop:
         """
         if self.config.trainer.export_hf_model:
             self.progress.phase("export")
-            await model.export_hf_model(str(self.model_dir), dtype)
-            model_usage(self.config, self.step).write(self.model_dir)
+            checkpoint = self.saver.last if self.saver.step == self.step else None
+            usage = exported_usage(self.config, self.step, dtype, checkpoint, self.model_dir.parent)
+            await model.export_hf_model(str(self.model_dir), dtype, usage)
 
     def holds_state(self, role: str) -> bool:
         """Whether a role holds state that only a checkpoint can restore."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import uuid
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,10 +42,14 @@ def make_run_dir(config: JobConfig) -> Path:
 
 
 def write_config(config: JobConfig, run_dir: Path) -> None:
-    """Write the resolved config, without secrets, into the run directory."""
+    """Write the resolved config, without secrets, into the run directory.
+
+    No other start of a run writes the same file, so its digest says which one has exported a model.
+    """
     temporary = run_dir / f"{RESOLVED_CONFIG}.tmp"
     with writing_into(run_dir):
-        temporary.write_text(saved_config(config), encoding="utf-8")
+        text = f"# start {uuid.uuid4().hex} of this run\n{saved_config(config)}"
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(run_dir / RESOLVED_CONFIG)
 
 

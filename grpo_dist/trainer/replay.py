@@ -22,6 +22,7 @@ from grpo_dist.config.engine_arguments import drafts
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import with_overrides
 from grpo_dist.config.placement import placement
+from grpo_dist.config.run_code import MODEL, REWARD, UPDATE, code_of_run, require_trust
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import Prompt, add_system_prompt
 from grpo_dist.engines.base import SEQUENCE_COLUMNS, TrainEngine
@@ -32,9 +33,9 @@ from grpo_dist.protocol import DataProto, Ragged, metric_values
 from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.protocol.parquet import read_parquet
 from grpo_dist.tracking.jsonl import FILE_NAME, read_metrics
-from grpo_dist.tracking.rollouts import ROLLOUTS
+from grpo_dist.tracking.record import ROLLOUTS
 from grpo_dist.trainer.checkpoint.config_changes import read_config
-from grpo_dist.trainer.checkpoint.export import steps_of
+from grpo_dist.trainer.checkpoint.folder import CONFIG, own_checkpoints
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 from grpo_dist.trainer.mini_batches import mini_batches
 from grpo_dist.trainer.rollout.seeds import group_seed
@@ -94,11 +95,17 @@ class Difference:
     token: int | None = None
 
 
-def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = ()) -> Recorded:
+def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, trust: bool = False) -> Recorded:
     """Read a step.
 
+    Args:
+        run_dir: the run's folder.
+        step: its number.
+        overrides: of the config.
+        trust: whether the folder may name code to run.
+
     Raises:
-        ConfigError: the folder has no such step, or an override is wrong.
+        ConfigError: the folder has no such step, or an override is wrong, or the step needs code that it may not name.
         DataError: its file cannot be read.
     """
     if not (run_dir / FILE_NAME).is_file():
@@ -116,6 +123,9 @@ def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = ()) -> 
         raise ConfigError(
             f"{run_dir}: its tokens were drafted, so no seed gives them again; replay a run without {drafted}"
         )
+    if not trust:
+        given = with_overrides({}, overrides, GRPO)
+        require_trust(run_dir / CONFIG, code_of_run(config, (*MODEL, *REWARD, *UPDATE), given))
     try:
         data = read_parquet(path)
     except (OSError, ValueError) as error:
@@ -188,7 +198,7 @@ def weights_before(recorded: Recorded) -> Path | None:
     """
     if recorded.step == 1:
         return None
-    there = steps_of(recorded.run_dir)
+    there = own_checkpoints(recorded.run_dir)
     if recorded.step - 1 not in there:
         steps = ", ".join(str(step + 1) for step in (0, *there))
         raise ConfigError(

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Generic
 
 from grpo_dist.config.command import Command, Config
 from grpo_dist.config.halved import halved
+from grpo_dist.config.run_code import ENGINE, FLAG, REWARD, code_of_run
+from grpo_dist.config.schema import RunConfig
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.errors import (
     ConfigError,
@@ -142,7 +144,16 @@ def _run(
         hf_model = run_dir / EXPORTED if config.trainer.export_hf_model and not config.trainer.val_only else None
         seconds = time.monotonic() - started
         rows = [row for row in read_metrics(run_dir / METRICS) if row["step"] >= first_step]
-        show_text(format_summary(rows, run_dir=run_dir, seconds=seconds, hf_model=hf_model) + "\n")
+        shown = format_summary(rows, run_dir=run_dir, seconds=seconds, hf_model=hf_model, flags=_flags(config))
+        show_text(shown + "\n")
+
+
+def _flags(config: JobConfig) -> dict[str, str]:
+    """The commands that would refuse the code which this run's config names, with the flag by which they take it."""
+    if not isinstance(config, RunConfig):
+        return {}
+    takes = {"eval": (*ENGINE, *REWARD), "serve": ENGINE}
+    return {command: f" {FLAG}" for command, keys in takes.items() if code_of_run(config, keys)}
 
 
 def _end_by_force(

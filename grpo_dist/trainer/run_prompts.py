@@ -12,7 +12,7 @@ from grpo_dist.agents import load_agent_loop
 from grpo_dist.agents.base import KEY as AGENT_KEY
 from grpo_dist.assets.model_folder import ModelFolder, end_token_ids
 from grpo_dist.assets.tokenizer import load_tokenizer
-from grpo_dist.config.schema import RunConfig
+from grpo_dist.config.schema import DataConfig, RunConfig
 from grpo_dist.data.columns import SOURCE, unread_notes
 from grpo_dist.data.curriculum import CustomSampler
 from grpo_dist.data.prompts import NO_DATA_SOURCE, Prompt, add_system_prompt, load_prompts
@@ -100,13 +100,18 @@ def _load(
         apply_chat_template_kwargs=template_kwargs(config),
     )
     if overlong:
-        what = "were left out" if data.filter_overlong_prompts else f"were cut (data.truncation={data.truncation})"
-        named = named_rows([prompt.location for prompt in overlong])
-        notes.append(
-            f"{key}: {len(overlong)} of {len(prompts)} prompts are longer than data.max_prompt_length="
-            f"{data.max_prompt_length} tokens and {what}: {named}"
-        )
+        notes.append(f"{key}: {overlong_note(data, len(prompts), overlong)}")
     return tokenized, notes
+
+
+def overlong_note(data: DataConfig, count: int, overlong: Sequence[Prompt]) -> str:
+    """Return what became of prompts that are longer than `data.max_prompt_length`, of `count` prompts in all."""
+    what = "were left out" if data.filter_overlong_prompts else f"were cut (data.truncation={data.truncation})"
+    named = named_rows([prompt.location for prompt in overlong])
+    return (
+        f"{len(overlong)} of {count} prompts are longer than data.max_prompt_length={data.max_prompt_length} tokens "
+        f"and {what}: {named}"
+    )
 
 
 def template_kwargs(config: RunConfig) -> dict[str, Any]:

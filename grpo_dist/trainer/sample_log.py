@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_dist.config.schema import TrainerConfig
 from grpo_dist.sizes import GIB
-from grpo_dist.tracking.rollouts import ROLLOUTS
+from grpo_dist.tracking.record import ROLLOUTS, VALIDATION
 from grpo_dist.trainer.validation import shown_rows
 from grpo_dist.workers.batch_ref import DataProtoRef
 from grpo_dist.workers.reward_pool import RewardPool
@@ -43,7 +43,7 @@ class SampleLog:
         """Start writing the responses of a validation as text; first waits for the previous files."""
         await self.collect()
         if self.config.log_rollouts:
-            path = self._path("validation", step)
+            path = self._path(VALIDATION, step)
             self._writing.append(self.reward.write_samples(batch, path, step, _ground_truths(requests)))
 
     def _path(self, folder: str, step: int) -> str:

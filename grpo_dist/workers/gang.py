@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
+from grpo_dist.assets.usage import Usage
 from grpo_dist.engines.rendezvous import LOOPBACK
 from grpo_dist.engines.settings import TrainingSettings
 from grpo_dist.engines.train.durable_files import FileDigest
@@ -124,9 +125,9 @@ class Gang:
         """Load a checkpoint on all ranks."""
         await self.workers.ask_all("load_checkpoint", "load_checkpoint", folder)
 
-    async def export_hf_model(self, folder: str, dtype: str) -> None:
+    async def export_hf_model(self, folder: str, dtype: str, usage: Usage) -> None:
         """Write the model into `folder` in Hugging Face format, with weights in `dtype`: "fp32" or "bf16"."""
-        await self.workers.ask_all("export_hf_model", "export_hf_model", folder, dtype)
+        await self.workers.ask_all("export_hf_model", "export_hf_model", folder, dtype, usage)
 
 
 class FrozenGroup(Gang):

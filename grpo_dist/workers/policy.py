@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_dist.assets.usage import Usage
 from grpo_dist.engines.base import FSDP, SEQUENCE_COLUMNS, TrainEngine
 from grpo_dist.engines.rendezvous import LOOPBACK, START_TIMEOUT, init_process_group, open_store
 from grpo_dist.engines.settings import SENDER, GroupAddress, ModelSettings, OptimizerSettings, TrainingSettings
@@ -229,9 +230,9 @@ class PolicyWorker(Process):
         self.engine.load_checkpoint(Path(folder))
 
     @on_device()
-    def export_hf_model(self, folder: str, dtype: str) -> None:
+    def export_hf_model(self, folder: str, dtype: str, usage: Usage) -> None:
         """Write the model in `dtype` and its tokenizer as a Hugging Face folder (rank 0 writes)."""
-        self.engine.export_hf_model(Path(folder), dtype)
+        self.engine.export_hf_model(Path(folder), dtype, usage)
 
 
 def _labelled(columns: Mapping[str, Ragged]) -> tuple[Label, DataProto]:

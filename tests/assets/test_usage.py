@@ -11,13 +11,11 @@ from tests.messages import refuses
 
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_usage(tmp_path) == Usage()
-    usage = Usage(3, "Be brief.", {"enable_thinking": False}, {"temperature": 0.5, "stop": ["end"]})
+    usage = Usage(3, "Be brief.", {"enable_thinking": False}, {"stop": ["end"]}, "ab", "cd", "bf16")
     usage.write(tmp_path)
     usage.write(tmp_path)
     assert read_usage(tmp_path) == usage
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
-    usage.write(tmp_path / "elsewhere")  # on another machine
-    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_what_no_run_writes_is_refused(tmp_path: Path) -> None:

@@ -9,15 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from grpo_dist.assets import resolve_model_path
+from grpo_dist.assets.model_folder import check_model_folder
 from grpo_dist.assets.usage import Usage
 from grpo_dist.cli.entry import main
 from grpo_dist.cli.evaluate import Answers, Figures, compared, figures
+from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.load import with_overrides
 from grpo_dist.data.prompts import Prompt
+from grpo_dist.data.tokenize import load_tokenizer
 from grpo_dist.engines.base import Response
 from grpo_dist.rewards.base import RewardResult
 from grpo_dist.rewards.forms import Failure
-from tests.cli.scripted import ENGINE, scripted_model, seen
+from grpo_dist.trainer.record import EXPORTED, write_config
+from grpo_dist.trainer.run_prompts import load_run_prompts
+from tests.cli.scripted import ENGINE, SCRIPT, scripted_model, seen
 from tests.messages import says
+from tests.trainer.checkpoints import exported_model
 
 FUNCTION = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -133,3 +141,84 @@ def test_what_is_for_lm_eval_stands_behind_dashes(
 ) -> None:
     assert main(["eval", str(models[0]), ENGINE, "--", "--include_path", "tasks"]) == 2
     says(capsys.readouterr().err, "--include_path tasks", "--lm-eval")
+
+
+# --- the rows of a run ---------------------------------------------------------------------------------------------
+LIMIT = "data.max_prompt_length=64"
+# (keys of the run, rows that it validates on, what becomes of the second one, which has more tokens)
+LIMITS = [
+    ([LIMIT], [0, 2], "left out"),
+    ([LIMIT, "data.filter_overlong_prompts=false", "data.truncation=left"], [0, 1, 2], "data.truncation=left"),
+    ([LIMIT, "data.filter_overlong_prompts=false", "data.truncation=middle"], [0, 1, 2], "data.truncation=middle"),
+    ([LIMIT, "data.val_max_samples=2"], [0], "left out"),
+    (["data.max_prompt_length=200"], [0, 1, 2], ""),
+]
+
+
+def a_run(folder: Path, keys: list[str]) -> Any:
+    """A run's folder, whose base is a scripted model too; returns its config."""
+    base = scripted_model(folder / "base", {"": ["2"]})
+    questions = ["1+1=?", "1" * 90 + "+1=?", "2+2=?"]
+    rows = [{"data_source": "arithmetic", "prompt": text, "reward_model": {"ground_truth": "2"}} for text in questions]
+    (folder / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    places = [f"trainer.default_local_dir={folder}/run", f"data.val_files={folder}/val.jsonl"]
+    config = with_overrides({}, [*places, f"actor_rollout_ref.model.path={base}", *keys], GRPO)
+    (folder / "run").mkdir()
+    write_config(config, folder / "run")
+    exported_model(folder / "run" / EXPORTED, config, 4, None)
+    (folder / "run" / EXPORTED / SCRIPT).write_text(json.dumps({"": ["2"]}))
+    return config
+
+
+@pytest.mark.parametrize(("keys", "rows", "fate"), LIMITS, ids=lambda value: str(value))
+def test_a_runs_own_rows_are_those_that_it_validates_on(
+    keys: list[str], rows: list[int], fate: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole, cut or left out; by every model, and every one that is cut or left out is named."""
+    config = a_run(tmp_path, keys)
+    folder = resolve_model_path("builtin:tiny-qwen3")
+    prompts, _ = load_run_prompts(config, check_model_folder(folder, setting="x", trust_remote_code=False))
+    assert [each.prompt.index for each in prompts.validation] == rows
+    run_dir = tmp_path / "run"
+    assert main(["eval", str(run_dir), ENGINE, "--base", "--json", "--output", str(tmp_path / "out.jsonl")]) == 0
+    shown = capsys.readouterr()
+    assert [row["prompts"] for row in json.loads(shown.out)] == [len(rows)] * 2
+    written = [json.loads(line)["row"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert written == [f"{tmp_path}/val.jsonl, line {row + 1}" for row in rows] * 2
+    assert all(len(each.token_ids) <= config.data.max_prompt_length for each in prompts.validation)
+    for model in (run_dir / EXPORTED, tmp_path / "base"):
+        assert [each["prompt"] for each in seen(model)] == decoded([each.token_ids for each in prompts.validation])
+    told = [line for line in shown.err.splitlines() if "data.max_prompt_length" in line]
+    assert len(told) == (2 if fate else 0)
+    for line, name in zip(told, (f"base {tmp_path}/base", "run step 4"), strict=False):
+        says(line, name, LIMIT, fate, f"{tmp_path}/val.jsonl, line 2")
+
+
+def decoded(prompts: Any) -> list[str]:
+    tokenizer = load_tokenizer(resolve_model_path("builtin:tiny-qwen3"), trust_remote_code=False)
+    return [tokenizer.decode(each) for each in prompts]
+
+
+def test_rows_of_the_users_own_are_asked_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As far as there is room; the same rows by `generate`."""
+    a_run(tmp_path, [LIMIT])
+    run_dir, rows = str(tmp_path / "run"), str(tmp_path / "val.jsonl")
+    assert main(["eval", run_dir, ENGINE, "--data", rows, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["prompts"] == 3
+    assert main(["generate", run_dir, ENGINE, "--prompts", rows]) == 0
+    shown = capsys.readouterr()
+    assert len(shown.out.splitlines()) == 3
+    assert "left out" not in shown.err
+    assert main(["generate", run_dir, ENGINE, "--prompts", rows, "--max-model-len", "60"]) == 0
+    shown = capsys.readouterr()
+    assert len(shown.out.splitlines()) == 2
+    says(shown.err, "--max-model-len", 60, f"{rows}, line 2")
+    assert main(["generate", run_dir, ENGINE, "--prompts", rows, "--max-model-len", "3"]) == 2
+    says(capsys.readouterr().err, "--max-model-len", 3, f"{rows}, line 1")
+
+
+def test_an_agent_loops_tools_are_not_in_the_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    agent = "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent"
+    a_run(tmp_path, [agent])
+    assert main(["eval", str(tmp_path / "run"), ENGINE]) == 0
+    says(capsys.readouterr().err, agent, "data.max_prompt_length")

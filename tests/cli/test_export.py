@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.assets.usage import FILE as USAGE
+from grpo_dist.assets.usage import Usage, read_usage
 from grpo_dist.cli.entry import main
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import load_command
@@ -19,6 +20,8 @@ from grpo_dist.engines.settings import LoraSettings, ModelSettings, OptimizerSet
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import begin_checkpoint, publish_checkpoint
+from grpo_dist.trainer.checkpoint.identity import is_model_of
+from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
 from tests.messages import says
 from tests.ranks import run_ranks
 from tests.trainer.checkpoints import run_state
@@ -46,19 +49,21 @@ def shards(rank: int, folder: Path, whole: Path, options: dict[str, Any]) -> Non
                 parameter.to_local().add_(0.01)
     engine.begin_save(folder)
     engine.finished_save(wait=True)
-    engine.export_hf_model(whole, "fp32")
+    engine.export_hf_model(whole, "fp32", Usage(4, checkpoint="of the run", dtype="fp32"))
 
 
 def checkpoint(run_dir: Path, case: str) -> Path:
     """Write the checkpoints of steps 2 and 4; returns the folder that the run would have exported at step 4."""
     command, role, overrides, options = CASES[case]
     config, _ = load_command([f"trainer.default_local_dir={run_dir}", *overrides], command)
+    history: list[str] = []
     for step in (2, 4):
         temporary = begin_checkpoint(run_dir, step)
         (temporary / role).mkdir()
         if step == 4:
             run_ranks(2, shards, temporary / role, run_dir / "at_the_end", options)
-        publish_checkpoint(temporary, run_state(step), saved_config(config))
+        state = replace(run_state(step), history=[*history])
+        history.append(checkpoint_digest(publish_checkpoint(temporary, state, saved_config(config))))
     return run_dir / "at_the_end"
 
 
@@ -69,7 +74,11 @@ def test_it_is_what_the_run_exports(case: str, tmp_path: Path, capsys: pytest.Ca
     assert main(["export", str(run_dir)]) == 0
     folder = run_dir / "huggingface_step_4"
     says(capsys.readouterr().out, "steps 2, 4", "step 4", folder)
-    assert {path.name for path in folder.iterdir()} == {path.name for path in whole.iterdir()} | {USAGE}
+    assert {path.name for path in folder.iterdir()} == {path.name for path in whole.iterdir()}
+    assert read_usage(whole) == Usage(4, checkpoint="of the run", dtype="fp32")
+    assert is_model_of(folder, run_dir / "global_step_4")
+    assert not is_model_of(folder, run_dir / "global_step_2")
+    assert read_usage(folder).dtype == "fp32"
     mine, theirs = (load_file(path / "model.safetensors") for path in (folder, whole))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -81,6 +90,8 @@ def test_it_is_what_the_run_exports(case: str, tmp_path: Path, capsys: pytest.Ca
             load_file(run_dir / f"{folder.name}_lora_adapter" / name),
             load_file(run_dir / "lora_adapter" / name),
         )
+        assert is_model_of(run_dir / f"{folder.name}_lora_adapter", run_dir / "global_step_4")
+        assert read_usage(run_dir / "lora_adapter") == read_usage(whole)
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+import grpo_dist.cli.trained as trained
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.usage import FILE, Usage, read_usage
 from grpo_dist.cli.trained import base_of, engine_for, find_trained
+from grpo_dist.config.load import load_config
 from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.trainer.checkpoint.config_changes import saved_config
+from grpo_dist.trainer.checkpoint.folder import LATEST, begin_checkpoint, own_checkpoints, publish_checkpoint
+from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
+from grpo_dist.trainer.model_usage import exported_usage
+from grpo_dist.trainer.record import write_config
 from tests.cli.test_export import TINY, checkpoint
 from tests.messages import refuses, says
+from tests.trainer.checkpoints import exported_model, run_state
 
 
 def test_a_run_is_asked_as_it_validates(tmp_path: Path) -> None:
@@ -48,7 +60,7 @@ def test_the_model_of_a_fine_tuned_run_is_asked_with_its_template(tmp_path: Path
     run_dir = tmp_path / "run"
     checkpoint(run_dir, "sft")
     found = find_trained(str(run_dir))
-    assert found.usage == Usage(4)
+    assert found.usage == Usage(4, checkpoint=checkpoint_digest(run_dir / "global_step_4"), dtype="fp32")
     assert found.base is None
     with refuses(ConfigError, "--base", found.name):
         base_of(found)
@@ -57,8 +69,6 @@ def test_the_model_of_a_fine_tuned_run_is_asked_with_its_template(tmp_path: Path
 def test_a_folder_says_how_it_is_asked(tmp_path: Path) -> None:
     usage = Usage(3, "Be brief.", {"enable_thinking": False}, {"temperature": 0.7, "stop": ["end"]})
     folder = tmp_path / "model"
-    usage.write(folder)
-    assert not folder.exists()  # it is on another machine
     folder.mkdir()
     (folder / "config.json").write_text('{"max_position_embeddings": 100}')
     usage.write(folder)
@@ -81,3 +91,118 @@ def test_what_is_neither(tmp_path: Path) -> None:
     says(error, tmp_path / "gone", "trainer.default_local_dir", "builtin:tiny-qwen3")
     with refuses(ConfigError, "--step 1", "trainer.save_freq"):
         find_trained(TINY, step=1)
+
+
+# --- which checkpoint, and whose model -----------------------------------------------------------------------------
+def a_run(run_dir: Path, seed: int, steps: Sequence[int], *overrides: str) -> Any:
+    """A run that starts anew in a folder and writes checkpoints after these steps; returns its config."""
+    config, _ = load_config([f"trainer.seed={seed}", f"trainer.default_local_dir={run_dir}", *overrides])
+    run_dir.mkdir(exist_ok=True)
+    write_config(config, run_dir)
+    (run_dir / LATEST).unlink(missing_ok=True)
+    history: list[str] = []
+    for step in steps:
+        state = replace(run_state(step), history=[*history])
+        folder = publish_checkpoint(begin_checkpoint(run_dir, step), state, saved_config(config))
+        history.append(checkpoint_digest(folder))
+    return config
+
+
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is exported, in place of exporting it."""
+    found: list[str] = []
+
+    def export(checkpoint: Path, config: Any, folder: Path, dtype: str) -> None:
+        found.append(checkpoint.name)
+        shutil.copytree(resolve_model_path(TINY), folder)
+        exported_usage(config, int(checkpoint.name.rpartition("_")[2]), dtype, checkpoint).write(folder)
+
+    monkeypatch.setattr(trained, "export_checkpoint", export)
+    return found
+
+
+def test_a_run_that_starts_anew_in_a_folder_is_not_the_one_before(tmp_path: Path, exports: list[str]) -> None:
+    """Both have a step 1; the first one's last step is the higher one, and has an exported model."""
+    run_dir = tmp_path / "run"
+    first = a_run(run_dir, 1, [1, 4])
+    exported_model(run_dir / "huggingface", first, 4, run_dir / "global_step_4")
+    assert find_trained(str(run_dir)).folder == run_dir / "huggingface"
+    by_hand = find_trained(str(run_dir), step=1).folder
+    assert by_hand == run_dir / "huggingface_step_1"
+
+    a_run(run_dir, 2, [1])
+    for step in (1, None):
+        with refuses(ConfigError, by_hand / FILE, run_dir / "global_step_1"):
+            find_trained(str(run_dir), step=step)
+    by_hand.rename(tmp_path / "kept")
+    exports.clear()
+    for step in (1, None):
+        found = find_trained(str(run_dir), step=step)
+        assert (found.folder, found.name, found.config.trainer.seed) == (by_hand, "run step 1", 2)
+    assert exports == ["global_step_1"]
+    with refuses(ConfigError, "--step 4", "steps 1", run_dir / "global_step_4"):
+        find_trained(str(run_dir), step=4)
+    named = find_trained(str(run_dir / "global_step_4"))
+    assert (named.folder, named.config.trainer.seed) == (run_dir / "huggingface", 1)
+    with refuses(ConfigError, "--step 1", run_dir / "global_step_4"):
+        find_trained(str(run_dir / "global_step_4"), step=1)
+
+
+def test_the_last_one_is_the_one_that_the_pointer_names(tmp_path: Path, exports: list[str]) -> None:
+    run_dir = tmp_path / "run"
+    config = a_run(run_dir, 1, [1, 2, 4])
+    exported_model(run_dir / "huggingface", config, 4, run_dir / "global_step_4")
+    (run_dir / LATEST).write_text("2")
+    assert find_trained(str(run_dir)).name == "run step 2"
+    assert exports == ["global_step_2"]
+    assert list(own_checkpoints(run_dir)) == [1, 2]
+    with refuses(ConfigError, "--step 4", "steps 1, 2", "global_step_4"):
+        find_trained(str(run_dir), step=4)
+    write_config(config, run_dir)  # another start of the same command
+    for text in (None, "9", "x"):  # not copied along; names what is not there; damaged
+        (run_dir / LATEST).unlink() if text is None else (run_dir / LATEST).write_text(text)
+        for step in (None, 2):
+            with refuses(ConfigError, run_dir / LATEST, run_dir / "global_step_4"):
+                find_trained(str(run_dir), step=step)
+
+
+def test_a_copy_is_the_same_run(tmp_path: Path, exports: list[str]) -> None:
+    """Whatever times its files have: here the model is the oldest."""
+    run_dir, copy = tmp_path / "run", tmp_path / "copy"
+    exported_model(run_dir / "huggingface", a_run(run_dir, 1, [1, 4]), 4, run_dir / "global_step_4")
+    shutil.copytree(run_dir / "huggingface", copy / "huggingface", copy_function=shutil.copyfile)
+    shutil.copytree(run_dir, copy, copy_function=shutil.copyfile, dirs_exist_ok=True)
+    assert find_trained(str(copy)).folder == copy / "huggingface"
+    assert exports == []
+
+
+def test_a_model_without_a_checkpoint_is_of_the_run_that_wrote_it(tmp_path: Path) -> None:
+    """Of a run that writes none, or whose checkpoints have been removed; not of one that is at work in its folder."""
+    run_dir = tmp_path / "run"
+    config = a_run(run_dir, 1, [])
+    exported_model(run_dir / "huggingface", config, 4, None)
+    assert find_trained(str(run_dir)).name == find_trained(str(run_dir), step=4).name == "run step 4"
+    with refuses(ConfigError, "--step 3", "trainer.save_freq"):
+        find_trained(str(run_dir), step=3)
+    a_run(run_dir, 1, [])  # the same command again
+    with refuses(ConfigError, run_dir / "huggingface" / FILE, run_dir / "config.yaml", run_dir / "huggingface"):
+        find_trained(str(run_dir))
+    (run_dir / "huggingface" / FILE).write_text('{"step": 4}')  # of an older version
+    with refuses(ConfigError, run_dir / "huggingface" / FILE):
+        find_trained(str(run_dir))
+    assert find_trained(str(run_dir / "huggingface")).usage.step == 4
+
+    shutil.rmtree(run_dir)
+    exported_model(run_dir / "huggingface", a_run(run_dir, 1, [2, 4]), 4, run_dir / "global_step_4")
+    for step in (2, 4):
+        shutil.rmtree(run_dir / f"global_step_{step}")
+    assert find_trained(str(run_dir)).name == "run step 4"
+
+
+def test_a_model_of_an_older_version_is_not_taken_for_a_checkpoints(tmp_path: Path, exports: list[str]) -> None:
+    run_dir = tmp_path / "run"
+    exported_model(run_dir / "huggingface", a_run(run_dir, 1, [4]), 4, run_dir / "global_step_4")
+    (run_dir / "huggingface" / FILE).write_text('{"step": 4}')
+    assert find_trained(str(run_dir)).folder == run_dir / "huggingface_step_4"
+    assert exports == ["global_step_4"]

@@ -21,8 +21,8 @@ def entry(text, label):
     return line.removeprefix(label).split()
 
 
-def summary(history, tmp_path, hf_model=None, seconds=192.0):
-    return format_summary(history, run_dir=tmp_path, seconds=seconds, hf_model=hf_model)
+def summary(history, tmp_path, hf_model=None, seconds=192.0, flags=None):
+    return format_summary(history, run_dir=tmp_path, seconds=seconds, hf_model=hf_model, flags=flags or {})
 
 
 def test_before_after_and_best(tmp_path):
@@ -51,6 +51,9 @@ def test_it_ends_with_what_to_do_next(tmp_path):
         f"grpo-dist eval '{folder}' --base",
         f"grpo-dist serve '{folder}'",
     ]
+    of_own_code = summary([row(1, 0.3)], folder, Path("/models/final"), flags={"eval": " --trust-run-code"})
+    assert f"grpo-dist eval '{folder}' --base --trust-run-code" in of_own_code
+    assert of_own_code.count("--trust-run-code") == 1
     without_model = summary([row(1, 0.3)], folder)
     assert "grpo-dist report" in without_model
     assert "grpo-dist serve" not in without_model

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from grpo_dist.assets import resolve_model_path
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import (
@@ -19,6 +20,7 @@ from grpo_dist.trainer.checkpoint.folder import (
     publish_checkpoint,
 )
 from grpo_dist.trainer.checkpoint.manifest import MANIFEST, write_manifest
+from grpo_dist.trainer.model_usage import exported_usage
 from grpo_dist.trainer.record import EXPORTED, make_run_dir, write_config
 
 
@@ -39,18 +41,17 @@ def unverified(config: JobConfig, step: int = 3) -> Path:
 
 def finished_run(config: JobConfig, step: int) -> None:
     """A run that is done: its record, the checkpoint of the last step, and the model that was written after it."""
-    unverified(config, step)
+    folder = unverified(config, step)
+    write_manifest(folder, step, {})
     run_dir = make_run_dir(config)
     write_config(config, run_dir)
-    (run_dir / EXPORTED).mkdir()
-    (run_dir / EXPORTED / "config.json").write_text("{}")
-    written_at(run_dir / LATEST, 1000)
-    written_at(run_dir / EXPORTED / "config.json", 2000)
+    exported_model(run_dir / EXPORTED, config, step, folder)
 
 
-def written_at(file: Path, seconds: int) -> None:
-    """Give a file the time at which it was written."""
-    os.utime(file, (seconds, seconds))
+def exported_model(model: Path, config: JobConfig, step: int, checkpoint: Path | None) -> None:
+    """The built-in model's files, as what a run in the folder beside exports at its end."""
+    shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), model)
+    exported_usage(config, step, config.export_dtype, checkpoint, model.parent).write(model)
 
 
 def save(

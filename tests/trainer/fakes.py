@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from grpo_dist.assets.usage import Usage
 from grpo_dist.engines.base import EngineLoad, Response
 from grpo_dist.engines.settings import ObjectiveSettings, ValueSettings
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
@@ -152,7 +153,7 @@ class FakeActorWorker(FakePolicyWorker):
     def export_weights(self, dtype: str) -> list:
         return []
 
-    def export_hf_model(self, folder: str, dtype: str) -> None: ...
+    def export_hf_model(self, folder: str, dtype: str, usage: Usage) -> None: ...
 
 
 class FakeCriticWorker(FakePolicyWorker):

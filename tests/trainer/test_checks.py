@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
 from grpo_dist.assets.model_folder import ModelFolder
+from grpo_dist.assets.usage import FILE, read_usage
 from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import load_command
 from grpo_dist.config.schema_job import JobConfig
-from grpo_dist.config.supervised import REWARD_MODEL
+from grpo_dist.config.supervised import REWARD_MODEL, SFT
 from grpo_dist.errors import CheckpointError, ConfigError, DataError
 from grpo_dist.trainer.checkpoint.folder import CONFIG, LATEST
+from grpo_dist.trainer.checkpoint.manifest import MANIFEST, checkpoint_digest, write_manifest
 from grpo_dist.trainer.checks import (
     Checks,
     check_resume,
@@ -25,7 +31,7 @@ from grpo_dist.trainer.checks import (
 )
 from grpo_dist.trainer.record import EXPORTED
 from tests.messages import refuses, says
-from tests.trainer.checkpoints import finished_run, names, save, unverified, written_at
+from tests.trainer.checkpoints import finished_run, names, save, unverified
 
 COMMANDS = pytest.mark.parametrize("command", [GRPO, REWARD_MODEL], ids=lambda command: command.module)
 
@@ -154,16 +160,56 @@ def test_a_finished_run_says_where_its_model_is_and_how_to_train_longer(command:
 
 
 def test_a_run_that_was_stopped_before_its_model_was_written_is_not_finished(tmp_path: Path) -> None:
-    """Nor one whose model comes from an earlier end of it, or was wanted in another dtype, or not at all."""
+    """Nor one whose model was wanted in another dtype, or says nothing of itself, as those of older versions."""
     config, run_dir = finished(GRPO, tmp_path), tmp_path / "run"
     assert not is_finished(load(GRPO, tmp_path, "trainer.export_dtype=bf16"), LAST)
-    written_at(run_dir / LATEST, 3000)
-    assert not is_finished(config, LAST), "the model is older than the checkpoint"
-    (run_dir / EXPORTED / "config.json").unlink()
+    usage = run_dir / EXPORTED / FILE
+    for text in ('{"step": 3}', "{", None):
+        usage.unlink() if text is None else usage.write_text(text)
+        assert not is_finished(config, LAST)
+    shutil.rmtree(run_dir / EXPORTED)
     assert not is_finished(config, LAST)
     without = load(GRPO, tmp_path, "trainer.export_hf_model=false")
     assert is_finished(without, LAST)
     assert EXPORTED not in nothing_to_train(without, LAST)
+
+
+@COMMANDS
+def test_the_model_must_be_of_the_checkpoint_whatever_the_clock_says(command: AnyCommand, tmp_path: Path) -> None:
+    """One of another step, or of the same step of a run before, is not, also where its files are newer; and a copy of
+    all files is finished, in whatever order they were copied.
+    """
+    config, run_dir = finished(command, tmp_path), tmp_path / "run"
+    model, ahead = run_dir / EXPORTED, time.time() + 3600
+    before = read_usage(model)
+    for step in (2, 3):
+        folder = unverified(config, step) if step == 2 else run_dir / "global_step_3"
+        (folder / MANIFEST).unlink(missing_ok=True)
+        write_manifest(folder, step, {})  # the same files, written at another time
+        (run_dir / LATEST).write_text(str(step))
+        os.utime(model / "config.json", (ahead, ahead))
+        assert not is_finished(config, step)
+        replace(before, checkpoint=checkpoint_digest(folder)).write(model)
+        assert is_finished(config, step)
+    copy = tmp_path / "copy"
+    for path in sorted(run_dir.rglob("*")):
+        if path.is_file():
+            (copy / path.relative_to(run_dir)).parent.mkdir(parents=True, exist_ok=True)
+            (copy / path.relative_to(run_dir)).write_bytes(path.read_bytes())
+    (copy / LATEST).write_text("3")
+    assert is_finished(load(command, tmp_path, f"trainer.default_local_dir={copy}"), LAST)
+
+
+@pytest.mark.parametrize(("command", "section"), [(GRPO, "actor_rollout_ref.model"), (SFT, "model")])
+def test_with_lora_the_adapter_belongs_to_it(command: AnyCommand, section: str, tmp_path: Path) -> None:
+    config = load(command, tmp_path, f"{section}.lora_rank=4", f"{section}.lora_alpha=8")
+    finished_run(config, LAST)
+    run_dir = tmp_path / "run"
+    assert not is_finished(config, LAST), "there is no adapter"
+    (run_dir / ADAPTER_FOLDER).mkdir()
+    assert not is_finished(config, LAST), "it may be of a run before"
+    read_usage(run_dir / EXPORTED).write(run_dir / ADAPTER_FOLDER)
+    assert is_finished(config, LAST)
 
 
 @pytest.mark.parametrize(

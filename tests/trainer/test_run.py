@@ -43,6 +43,17 @@ def fail(error: Exception) -> Callable[[], None]:
     return raises
 
 
+def test_the_summary_shows_the_flag_that_its_commands_need(tmp_path: Path) -> None:
+    """A function of the package needs none; one of the run's own, `eval`; arguments of the engine, both."""
+    (tmp_path / "reward.py").write_text("def compute_score(**row):\n    return 0.0\n")
+    own = f"custom_reward_function.path={tmp_path}/reward.py"
+    engine = "actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32"
+    needed = {(): [], (own,): ["eval"], (engine,): ["eval", "serve"]}
+    for overrides, commands in needed.items():
+        assert run._flags(load_config([*overrides])[0]) == dict.fromkeys(commands, " --trust-run-code")
+    assert run._flags(load_command([], SFT)[0]) == {}
+
+
 def trainer(fit: Callable[[], None], last: Path | None = None) -> Any:
     closed = SimpleNamespace(close=lambda: None)
     return SimpleNamespace(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import ray
 
+from grpo_dist.assets.usage import Usage, read_usage
 from grpo_dist.engines.fakes import LOG_PROB, FakeTrainEngine
 from grpo_dist.engines.settings import LoraSettings, ModelSettings, OptimizerSettings
 from grpo_dist.workers.batch_ref import DataProtoRef
@@ -111,5 +112,6 @@ def test_an_actor_over_another_train_engine(local_ray: None, random_models: dict
         workers.call_all("test", "begin_save", str(tmp_path / "actor"))
         assert list(workers.call_all("test", "finished_save", True)[0]) == ["rank0.json"]
         workers.call_all("test", "load_checkpoint", str(tmp_path / "actor"))
-        run(group.export_hf_model(str(tmp_path / "huggingface"), "bf16"))
+        run(group.export_hf_model(str(tmp_path / "huggingface"), "bf16", Usage(1, checkpoint="ab")))
         assert (tmp_path / "huggingface" / "weights.json").is_file()
+        assert read_usage(tmp_path / "huggingface") == Usage(1, checkpoint="ab")

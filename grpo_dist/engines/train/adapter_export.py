@@ -8,16 +8,15 @@ from typing import Any
 from safetensors.torch import save_file
 
 from grpo_dist.assets.adapter_folder import ADAPTER_WEIGHTS
+from grpo_dist.assets.usage import Usage
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.fsdp_model import full_factors
 from grpo_dist.engines.train.hf_export import write_folder
 from grpo_dist.engines.train.lora import lora_layers
 from grpo_dist.engines.train.model_loading import DTYPES
 
-ADAPTER_FOLDER = "lora_adapter"  # beside the merged model; verl's name
 
-
-def export_adapter(model: Any, settings: ModelSettings, folder: Path, dtype: str) -> None:
+def export_adapter(model: Any, settings: ModelSettings, folder: Path, dtype: str, usage: Usage | None = None) -> None:
     """Write adapter_config.json and adapter_model.safetensors. Collective; see `write_folder`.
 
     Args:
@@ -25,6 +24,7 @@ def export_adapter(model: Any, settings: ModelSettings, folder: Path, dtype: str
         settings: what it was loaded from.
         folder: where the files go.
         dtype: of the factors in the file: "fp32" or "bf16".
+        usage: what the folder says of itself; None: nothing.
 
     Raises:
         CheckpointError: on every rank: the files cannot be written.
@@ -36,6 +36,8 @@ def export_adapter(model: Any, settings: ModelSettings, folder: Path, dtype: str
         save_file(
             {name: factor.contiguous() for name, factor in factors}, temporary / ADAPTER_WEIGHTS, {"format": "pt"}
         )
+        if usage is not None:
+            usage.write(temporary)
 
     parts = [part for layer in lora_layers(model).values() for part in (layer.lora_A, layer.lora_B)]
     num_parameters = sum(factor.numel() for part in parts for factor in part.parameters())

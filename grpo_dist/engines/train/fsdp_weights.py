@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
+from grpo_dist.assets.usage import Usage
 from grpo_dist.engines.settings import ModelSettings
-from grpo_dist.engines.train.adapter_export import ADAPTER_FOLDER, export_adapter
+from grpo_dist.engines.train.adapter_export import export_adapter
 from grpo_dist.engines.train.checkpoint import ShardWriter, load_training_state, num_bytes, training_state
 from grpo_dist.engines.train.durable_files import FileDigest
 from grpo_dist.engines.train.exact_kl import copy_output_layer
@@ -93,8 +95,8 @@ class FSDPWeights:
         """See `TrainEngine.load_checkpoint`."""
         load_training_state(folder, self.model, self.optimizer, self.schedule)
 
-    def export_hf_model(self, folder: Path, dtype: str) -> None:
+    def export_hf_model(self, folder: Path, dtype: str, usage: Usage | None = None) -> None:
         """See `export_hf_model`; LoRA's factors come beside it, and first: once the model is there, all is written."""
         if self.settings.lora is not None:
-            export_adapter(self.model, self.settings, folder.with_name(ADAPTER_FOLDER), dtype)
-        export_hf_model(self.model, self.settings, folder, dtype)
+            export_adapter(self.model, self.settings, folder.with_name(ADAPTER_FOLDER), dtype, usage)
+        export_hf_model(self.model, self.settings, folder, dtype, usage)

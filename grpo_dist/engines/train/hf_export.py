@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grpo_dist.assets.tokenizer import load_tokenizer
+from grpo_dist.assets.usage import Usage
 from grpo_dist.engines.settings import ModelSettings
 from grpo_dist.engines.train.durable_files import delete, flush_path, flush_tree, publish_modes, require_room
 from grpo_dist.engines.train.fsdp_model import full_parameters
@@ -31,7 +32,7 @@ WEIGHTS = "model.safetensors"
 logger = logging.getLogger(__name__)
 
 
-def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: str) -> None:
+def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: str, usage: Usage | None = None) -> None:
     """Write a folder that `transformers` and vLLM load: config, safetensors, tokenizer. Collective; rank 0 writes.
 
     A reward model is loaded by `AutoModelForSequenceClassification`, which reads the score at the last token that is
@@ -45,6 +46,7 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
         settings: what it was loaded from.
         folder: where the files go.
         dtype: of the weights in the files: "fp32" or "bf16".
+        usage: what the folder says of itself; None: nothing.
 
     Raises:
         CheckpointError: on every rank: the files cannot be written.
@@ -64,6 +66,8 @@ def export_hf_model(model: Any, settings: ModelSettings, folder: Path, dtype: st
         for part in parts:
             part.save_pretrained(temporary)
         _save_safetensors(as_in_files(model, tensors), temporary)
+        if usage is not None:
+            usage.write(temporary)
 
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     write_folder(folder, write, tensors, num_parameters * DTYPES[dtype].itemsize)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from grpo_dist.assets import POLICY_KEY, TRAINED_MODEL_KEY, resolve_model_path
+from grpo_dist.assets.adapter_folder import ADAPTER_FOLDER
 from grpo_dist.config.command import AnyCommand
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import saved_values
@@ -18,28 +19,18 @@ from grpo_dist.config.schema_supervised import SupervisedConfig
 from grpo_dist.config.supervised import REWARD_MODEL, SFT
 from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
 from grpo_dist.engines.settings import ModelSettings
-from grpo_dist.engines.train.adapter_export import ADAPTER_FOLDER, export_adapter
+from grpo_dist.engines.train.adapter_export import export_adapter
 from grpo_dist.engines.train.checkpoint import load_training_state
 from grpo_dist.engines.train.fsdp_model import load_sharded_model
 from grpo_dist.engines.train.hf_export import export_hf_model
 from grpo_dist.errors import CheckpointError
 from grpo_dist.trainer.checkpoint.config_changes import read_config
-from grpo_dist.trainer.checkpoint.folder import checkpoints
+from grpo_dist.trainer.checkpoint.folder import step_of
 from grpo_dist.trainer.checkpoint.manifest import damage
 from grpo_dist.trainer.model_settings import actor_model, trained_model
-from grpo_dist.trainer.model_usage import model_usage
+from grpo_dist.trainer.model_usage import exported_usage
 
 TIMEOUT_S = 600.0  # no other rank is waited for
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was written."""
-    return int(checkpoint.name.rpartition("_")[2])
-
-
-def steps_of(run_dir: Path) -> dict[int, Path]:
-    """The checkpoints of a run by step, in the order of steps."""
-    return dict(sorted((step_of(path), path) for path in checkpoints(run_dir)))
 
 
 def saved_run(checkpoint: Path, model: str | None = None) -> RunConfig | SupervisedConfig:
@@ -83,10 +74,10 @@ def export_checkpoint(checkpoint: Path, config: RunConfig | SupervisedConfig, fo
     try:
         model = load_sharded_model(settings, "cpu")
         load_training_state(checkpoint / role, model, None, None)
-        export_hf_model(model, settings, folder, dtype)
-        model_usage(config, step_of(checkpoint)).write(folder)
-        if settings.lora is not None:
-            export_adapter(model, settings, folder.with_name(f"{folder.name}_{ADAPTER_FOLDER}"), dtype)
+        usage = exported_usage(config, step_of(checkpoint), dtype, checkpoint)
+        if settings.lora is not None:  # first: once the model is there, all is written
+            export_adapter(model, settings, folder.with_name(f"{folder.name}_{ADAPTER_FOLDER}"), dtype, usage)
+        export_hf_model(model, settings, folder, dtype, usage)
     finally:
         dist.destroy_process_group()
 

@@ -35,7 +35,7 @@ from grpo_dist.engines.train.durable_files import (
 )
 from grpo_dist.errors import CheckpointError
 from grpo_dist.tracking.metric_names import is_loss
-from grpo_dist.trainer.checkpoint.manifest import damage, read_manifest, write_manifest
+from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest, damage, read_manifest, write_manifest
 
 LATEST = "latest_checkpointed_iteration.txt"
 STATE, CONFIG = "state.json", "config.yaml"
@@ -59,6 +59,7 @@ class RunState:
         metrics: validation metrics after this step; {} if it was not validated.
         trackers: the run's ids in the trackers.
         finished: descriptions of the groups in groups/ (checkpoint/finished_groups.py).
+        history: digests of the checkpoints of this run before this one, oldest first.
     """
 
     step: int
@@ -71,6 +72,7 @@ class RunState:
     metrics: dict[str, float] = field(default_factory=dict)
     trackers: dict[str, str] = field(default_factory=dict)
     finished: list[dict[str, Any]] = field(default_factory=list)
+    history: list[str] = field(default_factory=list)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -176,10 +178,26 @@ def clear_leftovers(run_dir: Path) -> None:
             path.with_suffix("").unlink(missing_ok=True)  # a link that leads nowhere
             path.rename(path.with_suffix(""))
     except OSError as error:
-        raise CheckpointError(
-            f"trainer.default_local_dir={run_dir}: {path}, left by a killed run, cannot be cleared away: {error}; "
-            "see what it is, and move it away"
-        ) from error
+        raise _cannot_clear(run_dir, path, error) from error
+
+
+def forget_last(run_dir: Path) -> None:
+    """Remove the pointer where a run starts anew: it has no last checkpoint yet, whatever the run before has left.
+
+    Raises:
+        CheckpointError: it cannot be removed.
+    """
+    try:
+        (run_dir / LATEST).unlink(missing_ok=True)
+    except OSError as error:
+        raise _cannot_clear(run_dir, run_dir / LATEST, error) from error
+
+
+def _cannot_clear(run_dir: Path, path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"trainer.default_local_dir={run_dir}: {path}, left by an earlier run, cannot be cleared away: {error}; see "
+        "what it is, and move it away"
+    )
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -204,7 +222,8 @@ def find_checkpoint(run_dir: Path, resume_mode: str, resume_from_path: str | Non
     pointer, wrong = _read_pointer(run_dir, bool(folders))
     if pointer in folders:
         # then earlier steps; later ones were written before the run was resumed from an earlier step
-        earlier = {name: path for name, path in folders.items() if _step(name) < _step(pointer)}
+        step = step_of(folders[pointer])
+        earlier = {name: path for name, path in folders.items() if step_of(path) < step}
         folders = {pointer: folders[pointer]} | earlier | folders
     for folder in folders.values():
         problems = _problems(folder)
@@ -226,6 +245,25 @@ def last_checkpoint(run_dir: Path) -> Path | None:
     """The folder that the pointer names, intact or not; None if there is none."""
     name, _ = _read_pointer(run_dir, expected=False)
     return run_dir / name if name and (run_dir / name).is_dir() else None
+
+
+def own_checkpoints(run_dir: Path) -> dict[int, Path]:
+    """Return the checkpoints of the run whose last one the pointer names, by step; {} if it names none.
+
+    Others in the folder, of a run before that or of steps from which the run has gone back, are not among them.
+    """
+    last = last_checkpoint(run_dir)
+    if last is None:
+        return {}
+    history: list[str] = []
+    with contextlib.suppress(CheckpointError):  # damaged: of the others nothing is known
+        history = read_state(last).history
+    found = {}
+    for path in checkpoints(run_dir):
+        with contextlib.suppress(CheckpointError):
+            if path != last and checkpoint_digest(path) in history:
+                found[step_of(path)] = path
+    return dict(sorted(found.items())) | {step_of(last): last}
 
 
 def read_state(folder: Path) -> RunState:
@@ -251,8 +289,9 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return [path for _, _, path in sorted((_written_at(path), step, path) for step, path in found)]
 
 
-def _step(name: str) -> int:
-    return int(name.rpartition("_")[2])
+def step_of(checkpoint: Path) -> int:
+    """Return the step after which a checkpoint was written."""
+    return int(checkpoint.name.rpartition("_")[2])
 
 
 def _written_at(folder: Path) -> float:

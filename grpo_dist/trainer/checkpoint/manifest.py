@@ -80,15 +80,28 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from None
     try:
         body = json.loads(text)
-        del body["blake2b"]
+        digest = body.pop("blake2b")
         whole, known = _sealed(body) == text, body["format"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         whole, known = False, FORMAT
     if not whole:
         raise CheckpointError(f"{MANIFEST} is damaged: its digest does not match")
     if known != FORMAT:
         raise CheckpointError(f"{MANIFEST} has format {known}; this version of grpo_dist reads {FORMAT}")
-    return body
+    return {**body, "blake2b": digest}
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """Return the digest by which a checkpoint is known: that of its manifest, which names all files and when it was
+    written, so that no other checkpoint has it, not even one of the same step of the same config.
+
+    Raises:
+        CheckpointError: the manifest cannot be read.
+    """
+    try:
+        return str(read_manifest(folder)["blake2b"])
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
 
 
 def damage(folder: Path, *, contents: bool = True) -> list[str]:

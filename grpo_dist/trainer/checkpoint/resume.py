@@ -10,7 +10,7 @@ from typing import Any
 from grpo_dist.config.schema_job import JobConfig
 from grpo_dist.trainer.checkpoint.config_changes import check_changes, digest_code
 from grpo_dist.trainer.checkpoint.finished_groups import Group, read_finished
-from grpo_dist.trainer.checkpoint.folder import RunState, clear_leftovers, find_checkpoint, read_state
+from grpo_dist.trainer.checkpoint.folder import RunState, clear_leftovers, find_checkpoint, forget_last, read_state
 from grpo_dist.trainer.roles import Roles
 
 
@@ -45,6 +45,8 @@ def find_resumed(config: JobConfig, prompts: Mapping[str, Any]) -> Resumed | Non
         clear_leftovers(run_dir)
     folder = find_checkpoint(run_dir, trainer.resume_mode, trainer.resume_from_path)
     if folder is None:
+        if not trainer.val_only:
+            forget_last(run_dir)
         return None
     state = read_state(folder)
     changes = check_changes(folder, state, config, prompts, digest_code(config))

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_dist.config.schema_job import JobConfig
@@ -26,6 +26,7 @@ from grpo_dist.trainer.checkpoint.folder import (
     prune_checkpoints,
     publish_checkpoint,
 )
+from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
 from grpo_dist.workers.event_loop import run
 from grpo_dist.workers.gang import Gang
 from grpo_dist.workers.reward_pool import RewardPool
@@ -75,11 +76,13 @@ class CheckpointSaver:
         self.config, self.holders, self.async_save, self.reward = config, holders, async_save, reward
         self.run_dir = Path(config.trainer.default_local_dir).absolute()
         self._pending: _Pending | None = None
+        self._history: list[str] = []  # of the run: digests of its checkpoints
         self._last = time.monotonic()
 
-    def resumed_from(self, folder: Path, step: int) -> None:
+    def resumed_from(self, folder: Path, state: RunState) -> None:
         """Note that the run resumed from this checkpoint, so that it is not written again."""
-        self.last, self.step = folder, step
+        self.last, self.step = folder, state.step
+        self._history = [*state.history, checkpoint_digest(folder)]
 
     @property
     def is_due(self) -> bool:
@@ -153,7 +156,9 @@ class CheckpointSaver:
                 return
             for writing in pending.groups:
                 written |= {f"{FOLDER}/{file}": digest for file, digest in (await writing).items()}
-            self.last = publish_checkpoint(pending.folder, pending.state, saved_config(self.config), written)
+            state = replace(pending.state, history=[*self._history])
+            self.last = publish_checkpoint(pending.folder, state, saved_config(self.config), written)
+            self._history.append(checkpoint_digest(self.last))
         self._pending = None
         trainer = self.config.trainer
         prune_checkpoints(self.run_dir, trainer.max_actor_ckpt_to_keep, trainer.keep_best_metric)

@@ -71,7 +71,7 @@ def build(
     if resumed is not None:
         trainer.step = resumed.state.step
         trainer.sampler.load_state_dict(resumed.state.sampler)
-        trainer.saver.resumed_from(resumed.folder, resumed.state.step)
+        trainer.saver.resumed_from(resumed.folder, resumed.state)
     say(config, f"workers ready after {time.monotonic() - started:.1f} s")
     return trainer, workers
 

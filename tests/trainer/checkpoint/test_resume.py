@@ -15,7 +15,7 @@ from grpo_dist.config.schema import RunConfig
 from grpo_dist.errors import CheckpointError
 from grpo_dist.tracking.base import restore_tracker_ids, tracker_ids
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
-from grpo_dist.trainer.checkpoint.folder import begin_checkpoint, publish_checkpoint
+from grpo_dist.trainer.checkpoint.folder import LATEST, begin_checkpoint, last_checkpoint, publish_checkpoint
 from grpo_dist.trainer.checkpoint.resume import find_resumed, load_checkpoint
 from grpo_dist.trainer.trainer import GRPOTrainer
 from grpo_dist.workers.event_loop import run
@@ -50,6 +50,7 @@ class Ranks:
 
 
 PROMPTS = {"count": 2, "fingerprint": "ab"}
+ANEW = "trainer.resume_mode=disable"
 
 
 def make_config(run_dir: Path, *overrides: str) -> RunConfig:
@@ -129,6 +130,18 @@ def test_validation_alone_leaves_alone_what_a_run_at_work_writes(tmp_path: Path)
     (tmp_path / "global_step_9.tmp").mkdir()
     assert find_resumed(make_config(tmp_path, "trainer.val_only=true"), PROMPTS) is not None
     assert (tmp_path / "global_step_9.tmp").exists()
+    assert find_resumed(make_config(tmp_path, "trainer.val_only=true", ANEW), PROMPTS) is None
+    assert (tmp_path / LATEST).read_text() == "4"
+
+
+def test_a_run_that_starts_anew_has_no_last_checkpoint_until_it_writes_one(tmp_path: Path) -> None:
+    """Those of the run before it stay, and a run that goes on finds them again."""
+    folder = save(make_config(tmp_path))
+    assert find_resumed(make_config(tmp_path, ANEW), PROMPTS) is None
+    assert last_checkpoint(tmp_path) is None
+    resumed = find_resumed(make_config(tmp_path), PROMPTS)
+    assert resumed is not None
+    assert resumed.folder == folder
 
 
 def test_a_retrained_reward_model_is_the_saved_one(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from grpo_dist.config.load import load_config
 from grpo_dist.engines.train.durable_files import FileDigest, digest_file
 from grpo_dist.errors import CheckpointError, GrpoDistError, RewardError, TrainingDiverged, WorkerError
-from grpo_dist.trainer.checkpoint.folder import LATEST, find_checkpoint, read_state
+from grpo_dist.trainer.checkpoint.folder import LATEST, find_checkpoint, own_checkpoints, read_state
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.workers.event_loop import run
 from tests.disks import MIB, enlarge, small_disk
@@ -77,7 +77,7 @@ def test_training_goes_on_until_all_roles_have_written(tmp_path: Path) -> None:
     assert actor.waits == ref.waits == 0
     folder = find_checkpoint(tmp_path, "auto", None)
     assert folder is not None
-    assert read_state(folder) == run_state(1)
+    assert read_state(folder) == run_state(1), "it has none before it"
     run(saver.poll())
     run(saver.finish())
 
@@ -204,3 +204,22 @@ def test_the_interval_counts_from_the_last_save(tmp_path: Path, monkeypatch: pyt
     run(saver.begin(run_state(1)))
     assert not saver.is_due
     assert not never.is_due
+
+
+def test_a_checkpoint_knows_those_before_it_in_its_run(tmp_path: Path) -> None:
+    """Also where the run goes on from one; not those of another run in the folder, or of steps that it has left."""
+    saver, _, _ = make_saver(tmp_path, "trainer.max_actor_ckpt_to_keep=null")
+    for step in (1, 2, 3):
+        run(saver.begin(run_state(step)))
+        run(saver.finish())
+    assert list(own_checkpoints(tmp_path)) == [1, 2, 3]
+    folder = tmp_path / "global_step_2"
+    saver, _, _ = make_saver(tmp_path, "trainer.max_actor_ckpt_to_keep=null")
+    saver.resumed_from(folder, read_state(folder))
+    run(saver.begin(run_state(4)))
+    run(saver.finish())
+    assert list(own_checkpoints(tmp_path)) == [1, 2, 4]
+    anew, _, _ = make_saver(tmp_path, "trainer.max_actor_ckpt_to_keep=null")
+    run(anew.begin(run_state(1)))
+    run(anew.finish())
+    assert own_checkpoints(tmp_path) == {1: tmp_path / "global_step_1"}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from grpo_dist.assets.usage import Usage
 from grpo_dist.config.load import load_command
 from grpo_dist.config.supervised import REWARD_MODEL
 from grpo_dist.engines.settings import PreferenceSettings, TrainingSettings
@@ -20,6 +21,7 @@ from grpo_dist.protocol import DataProto, Mean, Metric, Sum
 from grpo_dist.tracking.base import Trackers
 from grpo_dist.tracking.console import Progress
 from grpo_dist.trainer.checkpoint.folder import read_state
+from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
 from grpo_dist.trainer.checkpoint.resume import find_resumed
 from grpo_dist.trainer.checkpoint.saver import CheckpointSaver
 from grpo_dist.trainer.preemption import Preemption
@@ -86,7 +88,8 @@ class Model:
     async def finished_save(self, *, wait: bool) -> dict[str, FileDigest]:
         return {self.file.name: digest_file(self.file)}
 
-    async def export_hf_model(self, folder: str, dtype: str) -> None:
+    async def export_hf_model(self, folder: str, dtype: str, usage: Usage) -> None:
+        self.usage = usage
         self.log.append(f"export {Path(folder).name} {dtype}")
 
 
@@ -130,8 +133,29 @@ def make(tmp_path: Path, *overrides: str, model: Model | None = None) -> tuple[S
     if resumed is not None:
         trainer.step = resumed.state.step
         trainer.sampler.load_state_dict(resumed.state.sampler)
-        saver.resumed_from(resumed.folder, resumed.state.step)
+        saver.resumed_from(resumed.folder, resumed.state)
     return trainer, trained, told
+
+
+def test_the_exported_model_says_which_checkpoint_it_is_of(tmp_path: Path) -> None:
+    """Also where the run goes on from the last one, only to export it; None where none is of its step."""
+    trainer, model, _ = make(tmp_path / "none")
+    trainer.fit()
+    assert (model.usage.step, model.usage.checkpoint, model.usage.dtype) == (4, None, "fp32")
+    written = checkpointed(tmp_path / "some", "trainer.save_freq=4")
+    for config in ("trainer.save_freq=4", "trainer.save_freq=-1"):
+        trainer, model, _ = make(tmp_path / "some", config)
+        trainer.fit()
+        assert (model.usage.step, model.usage.checkpoint) == (4, written)
+
+
+def checkpointed(run_dir: Path, *overrides: str) -> str:
+    """Train to the end; returns the digest of the last checkpoint, of which the exported model is."""
+    trainer, model, _ = make(run_dir, *overrides)
+    trainer.fit()
+    assert trainer.saver.last is not None
+    assert model.usage.checkpoint == checkpoint_digest(trainer.saver.last)
+    return model.usage.checkpoint
 
 
 def terminate_in(

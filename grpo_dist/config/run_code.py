@@ -1,0 +1,93 @@
+"""Code that a run's config names, which a command that is given the run's folder runs only if it is told to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.code_names import parse_code
+from grpo_dist.config.problems import one_line, shown, value_of
+from grpo_dist.errors import ConfigError
+
+FLAG = "--trust-run-code"
+
+TRUST_KEY = "actor_rollout_ref.model.trust_remote_code"
+_ENGINE_KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+_REWARD = "custom_reward_function"
+# What each part of a command takes of the config that may be code.
+MODEL, SUPERVISED_MODEL = (TRUST_KEY,), ("model.trust_remote_code",)
+ENGINE = (TRUST_KEY, "actor_rollout_ref.rollout.name", _ENGINE_KWARGS)
+REWARD = (f"{_REWARD}.path", f"{_REWARD}.reward_kwargs")
+UPDATE = (
+    "algorithm.adv_estimator",
+    "algorithm.kl_penalty",
+    "actor_rollout_ref.actor.kl_loss_type",
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+)
+_BUILT_IN = re.compile(r"grpo_dist\.(rewards|tasks)(\.\w+)+")
+
+
+def code_of_run(config: Any, keys: Sequence[str], given: Any = None) -> list[str]:
+    """Return what a run's config says under these keys that is code, an argument of the engine or an address that the
+    reward function asks, as `key=value`. The functions of this package are none.
+
+    Args:
+        config: of the run, with what the command line sets.
+        keys: dotted keys.
+        given: the defaults, with what the command line sets: that is not the run's; None: nothing is set.
+    """
+    found = []
+    for key in keys:
+        value = value_of(config, key)
+        mine = set() if given is None else set(_code(key, value_of(given, key)))
+        if not mine.issuperset(_code(key, value)):
+            found.append(one_line(f"{key}={shown(value)}"))
+    return found
+
+
+def require_trust(file: Path, found: Sequence[str]) -> None:
+    """Refuse what `code_of_run` has found in a file.
+
+    Raises:
+        ConfigError: it has found something.
+    """
+    if found:
+        raise ConfigError(refusal(file, found))
+
+
+def refusal(file: Path, found: Sequence[str]) -> str:
+    """Return why what `code_of_run` has found in a file is not used, and what to do."""
+    listed = "\n".join(f"  {line}" for line in found)
+    return (
+        f"{file} names code to run, or what to start and ask:\n{listed}\nA command does not take that from a folder, "
+        f"which may be somebody else's. If you trust this one, add {FLAG}; or set these keys yourself (key=value)"
+    )
+
+
+def _code(key: str, value: Any) -> Iterator[str]:
+    """The pieces of a value that are code."""
+    if key.startswith(_REWARD):
+        yield from _named(value)
+    elif key == _ENGINE_KWARGS:
+        yield from (f"{name}={entry}" for name, entry in value.items())
+    elif value is True or (isinstance(value, str) and ":" in value):
+        yield str(value)
+
+
+def _named(value: Any, name: str = "path") -> Iterator[str]:
+    """The functions and addresses in `custom_reward_function`, and in those of a sum; `name`: of the value."""
+    if isinstance(value, Mapping):
+        for entry, each in value.items():
+            yield from _named(each, str(entry))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _named(each, name)
+    elif isinstance(value, str) and (name == "url" or (name == "path" and not _is_built_in(value))):
+        yield value
+
+
+def _is_built_in(path: str) -> bool:
+    source = parse_code(path).source
+    return _BUILT_IN.fullmatch(source) is not None and not source.endswith((".py", ".pkl"))

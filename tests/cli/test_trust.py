@@ -1,0 +1,116 @@
+"""A run's folder does not say what code runs, unless the user says that it may."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_dist.cli.entry import main
+from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.load import with_overrides
+from grpo_dist.config.run_code import FLAG
+from grpo_dist.errors import ConfigError
+from grpo_dist.trainer.checkpoint.config_changes import saved_config
+from grpo_dist.trainer.checkpoint.folder import begin_checkpoint, publish_checkpoint
+from grpo_dist.trainer.record import EXPORTED, write_config
+from grpo_dist.trainer.replay import read_recorded
+from tests.cli.scripted import ENGINE, SCRIPT
+from tests.messages import refuses, says
+from tests.trainer.checkpoints import exported_model, run_state
+
+TRUST = "actor_rollout_ref.model.trust_remote_code=true"
+VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+REWARD = "custom_reward_function.path"
+ROW = {"data_source": "mine", "prompt": "1+1=?", "reward_model": {"ground_truth": "2"}}
+MARK = "code_ran"
+
+Folder = Callable[..., Path]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """Makes a run's folder with these keys, a reward function beside it, and rows; all code leaves a file."""
+    monkeypatch.chdir(tmp_path)
+    runs = f"open({str(tmp_path / MARK)!r}, 'w')\n"
+    Path("reward.py").write_text(f"{runs}def compute_score(**row):\n    return 1.0\n")
+    Path("rows.jsonl").write_text(json.dumps(ROW) + "\n")
+
+    def make(*overrides: str) -> Path:
+        run_dir = tmp_path / "run"
+        own = [f"trainer.default_local_dir={run_dir}", "data.val_files=rows.jsonl", "data.data_source=mine"]
+        config = with_overrides({}, [*own, f"{REWARD}=reward.py", *overrides], GRPO)
+        run_dir.mkdir()
+        write_config(config, run_dir)
+        model = run_dir / EXPORTED
+        exported_model(model, config, 4, None)
+        (model / SCRIPT).write_text(json.dumps({"": ["2"]}))
+        (model / "evil.py").write_text(f"{runs}from transformers import PreTrainedTokenizerFast as Evil\n")
+        tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+        named = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
+        (model / "tokenizer_config.json").write_text(json.dumps(tokenizer | named))
+        return run_dir
+
+    return make
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "serve"])
+def test_the_engine_takes_nothing_unasked(command: str, folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = folder(TRUST, f"{VLLM}.block_size=32", "actor_rollout_ref.rollout.name=evil.py:Engine")
+    more = {"generate": ["--prompts", "1+1=?"], "eval": [], "serve": ["--port", "0"]}[command]
+    assert main([command, str(run_dir), *more]) == 2
+    told = capsys.readouterr().err
+    says(told, run_dir / "config.yaml", TRUST, f"{VLLM}={{block_size:32}}", "evil.py:Engine", FLAG)
+    assert REWARD not in told, "no engine asks for that"
+    assert not Path(MARK).exists()
+
+
+def test_scores_need_trust_or_a_function_of_the_users_own(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = folder()
+    rows = ["generate", str(run_dir), ENGINE, "--prompts", "rows.jsonl"]
+    assert main(["eval", str(run_dir), ENGINE]) == 2
+    says(capsys.readouterr().err, run_dir / "config.yaml", f"{REWARD}=reward.py", FLAG)
+    assert main(rows) == 0, "answers are answers"
+    shown = capsys.readouterr()
+    says(shown.err, run_dir / "config.yaml", f"{REWARD}=reward.py", FLAG)
+    assert "scores" not in json.loads(shown.out)
+    assert main(["generate", str(run_dir), ENGINE, "--prompts", "1+1=?"]) == 0
+    assert FLAG not in capsys.readouterr().err, "nothing is to be scored"
+    assert not Path(MARK).exists()
+    for said in (FLAG, f"{REWARD}=reward.py"):
+        assert main([*rows, said]) == 0
+        assert json.loads(capsys.readouterr().out)["scores"] == [1.0]
+        assert main(["eval", str(run_dir), ENGINE, said, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)[0]["reward mean@1"][0] == 1.0
+    assert Path(MARK).exists()
+
+
+def test_an_export_loads_the_models_own_code_only_with_trust(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = folder(TRUST)
+    config = with_overrides({}, [TRUST], GRPO)
+    publish_checkpoint(begin_checkpoint(run_dir, 4), run_state(4), saved_config(config))
+    assert main(["export", str(run_dir)]) == 2
+    says(capsys.readouterr().err, run_dir / "global_step_4/config.yaml", TRUST, FLAG)
+    assert main(["export", str(run_dir), FLAG]) != 2, "the checkpoint is empty"
+    assert TRUST not in capsys.readouterr().err
+
+
+def test_a_replay_runs_no_function_unasked(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Any] = []
+    monkeypatch.setattr("grpo_dist.trainer.replay.read_parquet", read.append)
+    estimator = "algorithm.adv_estimator=mine.py:estimate"
+    run_dir = folder(estimator)
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
+    (run_dir / "rollouts").mkdir()
+    (run_dir / "rollouts/1.parquet").touch()
+    with refuses(ConfigError, run_dir / "config.yaml", estimator, f"{REWARD}=reward.py", FLAG):
+        read_recorded(run_dir, 1)
+    with refuses(ConfigError, estimator):
+        read_recorded(run_dir, 1, (f"{REWARD}=other.py",))
+    assert read_recorded(run_dir, 1, trust=True).config.algorithm.adv_estimator == "mine.py:estimate"
+    assert read_recorded(run_dir, 1, (f"{REWARD}=other.py", "algorithm.adv_estimator=grpo")).step == 1
