@@ -43,4 +43,4 @@ def accepted_answers(ground_truth: Any) -> list[str]:
 def _is_answer(value: Any) -> bool:
     if isinstance(value, str):
         return bool(value.strip())
-    return isinstance(value, Real | Decimal) and math.isfinite(value)
+    return isinstance(value, int) or (isinstance(value, Real | Decimal) and math.isfinite(value))

@@ -35,6 +35,7 @@ def test_contains(text: str, part: str, expected: bool) -> None:
 
 def test_accepted_answers() -> None:
     assert accepted_answers(" 4 ") == ["4"]
+    assert accepted_answers(10**400) == ["1" + "0" * 400]
     assert accepted_answers(["4", 5, 0.5, Decimal("0.10"), np.int64(3)]) == ["4", "5", "0.5", "0.10", "3"]
 
 
