@@ -16,7 +16,7 @@ from grpo_dist.terminal import show
 
 if TYPE_CHECKING:
     from grpo_dist.protocol import DataProto
-    from grpo_dist.trainer.replay import Difference, Recorded
+    from grpo_dist.trainer.recorded_step import Difference, Recorded
 
 # Numbers that are computed on another machine, or by the engine on GPU, differ by rounding.
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.1}
@@ -31,23 +31,25 @@ def main(arguments: Sequence[str]) -> int:
         GrpoDistError: the rows are gone, or the reward function cannot be loaded.
     """
     options = _parser().parse_intermixed_args(arguments)
-    from grpo_dist.trainer.replay import read_recorded, rescore, retarget, reward_worker
+    from grpo_dist.trainer.recorded_step import read_recorded
+    from grpo_dist.trainer.replay import SCORE_TOLERANCE, baselines_are_of_another, rescore, retarget, reward_worker
 
     recorded = read_recorded(expanded(options.run_dir), options.step, tuple(options.overrides), trust=options.trust)
     with reward_worker(recorded.config) as worker:
         scores, failures = rescore(recorded, worker)
-        targets = retarget(recorded, worker, scores)
-    if options.overrides:
-        _write(_changes(recorded, scores, targets, failures))
-        return 0
-    same = _tell("rewards", recorded, scores, 1e-6) and _tell("advantages", recorded, targets, 1e-4)
+        if options.overrides:
+            unknown = baselines_are_of_another(recorded, scores)
+            _write(_changes(recorded, scores, None if unknown else retarget(recorded, worker, scores), failures))
+            return 0
+        same = _tell("rewards", recorded, scores, SCORE_TOLERANCE)
+        same = same and _tell("advantages", recorded, retarget(recorded, worker, scores), 1e-4)
     if same and not options.no_update:
         same = _update(recorded, options.update)
     return 0 if same else 1
 
 
 def _tell(what: str, recorded: Recorded, computed: DataProto, tolerance: float) -> bool:
-    from grpo_dist.trainer.replay import first_difference
+    from grpo_dist.trainer.recorded_step import first_difference
 
     difference = first_difference(recorded.data, computed, tolerance)
     columns = ", ".join(name for name in computed.columns() if name in recorded.data.columns())
@@ -57,6 +59,7 @@ def _tell(what: str, recorded: Recorded, computed: DataProto, tolerance: float) 
 
 def _update(recorded: Recorded, asked: bool) -> bool:
     """Compare the update, if there are weights to begin with."""
+    from grpo_dist.tracking.jsonl import FILE_NAME
     from grpo_dist.trainer.replay import UPDATE_METRICS, metric_difference, reupdate
 
     config = recorded.config
@@ -68,8 +71,18 @@ def _update(recorded: Recorded, asked: bool) -> bool:
             raise
         _write([f"update: not computed: {error}"])
         return True
-    if not _tell("log-probs before the update", recorded, old, TOLERANCE[dtype]):
+    what = "log-probs before the update"
+    if not old.columns():
+        _write([f"{what}: not compared: algorithm.rollout_correction.bypass_mode=true takes the sampler's"])
+    elif not _tell(what, recorded, old, TOLERANCE[dtype]):
         return False
+    if recorded.only_critic_learned:
+        warmup = config.trainer.critic_warmup
+        _write([f"update: none of the policy (trainer.critic_warmup={warmup}); the critic's is not computed again"])
+        return True
+    if not any(name in recorded.metrics for name in UPDATE_METRICS):
+        _write([f"update: not compared: step {recorded.step} has no metrics in {recorded.run_dir}/{FILE_NAME}"])
+        return True
     difference = metric_difference(recorded.metrics, metrics, TOLERANCE[dtype])
     if difference is not None:
         _write(_differs("update", recorded, difference))
@@ -89,26 +102,35 @@ def _differs(what: str, recorded: Recorded, difference: Difference) -> Iterator[
     yield f"  computed {difference.computed:.9g}"
 
 
-def _changes(recorded: Recorded, scores: DataProto, targets: DataProto, failures: Sequence[str]) -> Iterator[str]:
-    """What the changed keys would have changed."""
+def _changes(
+    recorded: Recorded, scores: DataProto, targets: DataProto | None, failures: Sequence[str]
+) -> Iterator[str]:
+    """What the changed keys would have changed; without targets, in the scores alone."""
     before, after = recorded.data["score"], scores["score"]
     moved = ((before - after).abs() > 1e-6) | (before.isnan() != after.isnan())
     yield f"step {recorded.step} with the changed keys: {int(moved.sum())} of {len(before)} responses score otherwise"
     yield f"  mean score            {_mean(before):.4g} -> {_mean(after):.4g}"
-    n = recorded.config.actor_rollout_ref.rollout.n
+    n = len(before) // len(set(recorded.data["uid"]))
     equal = [f"{_equal_groups(column, n)} of {len(before) // n}" for column in (before, after)]
     yield f"  groups without a difference  {equal[0]} -> {equal[1]}"
-    was, now = recorded.data["advantage_mean"], targets["advantage_mean"]
-    turned = int(((was.sign() * now.sign()) < 0).sum())
-    yield f"  advantages that change sign  {turned} of {len(was)}"
+    if targets is None:
+        key = f"algorithm.adv_estimator={recorded.config.algorithm.adv_estimator}"
+        yield (
+            f"  advantages: not computed: {key} compares with greedy responses, which are not recorded, and their "
+            "scores (reward_baseline) are by the function of the run"
+        )
+    else:
+        was, now = recorded.data["advantage_mean"], targets["advantage_mean"]
+        turned = int(((was.sign() * now.sign()) < 0).sum())
+        yield f"  advantages that change sign  {turned} of {len(was)}"
     if failures:
         yield f"  the function failed on {len(failures)}: {failures[0].splitlines()[0]}"
     largest = (after - before).abs().nan_to_num(nan=math.inf).argsort(descending=True, stable=True)[:MOST_SHOWN]
     for row in largest.tolist():
         if moved[row]:
-            advantages = f"{float(was[row]):.3g} -> {float(now[row]):.3g}"
             score = f"{float(before[row]):.4g} -> {float(after[row]):.4g}"
-            yield f"  response {row} ({recorded.data['uid'][row]}): score {score}, advantage {advantages}"
+            advantage = "" if targets is None else f", advantage {float(was[row]):.3g} -> {float(now[row]):.3g}"
+            yield f"  response {row} ({recorded.data['uid'][row]}): score {score}{advantage}"
 
 
 def _mean(scores: torch.Tensor) -> float:

@@ -1,15 +1,16 @@
 """Computes a recorded training step again: rewards, advantages and, from the checkpoint before it, the update.
 
-What a run has recorded of a step (tracking/rollouts.py) is all that it was made of, but for the weights. So it can
-be computed again anywhere, without Ray, without rollout engines and on CPU, and compared number by number.
+What a run has recorded of a step (recorded_step.py) is all that it was made of, but for the weights. So it can be
+computed again anywhere, without Ray, without rollout engines and on CPU, and compared number by number.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +19,31 @@ import torch
 import torch.distributed as dist
 
 from grpo_dist.assets import resolve_model_path
-from grpo_dist.config.engine_arguments import drafts
-from grpo_dist.config.grpo import GRPO
-from grpo_dist.config.load import with_overrides
 from grpo_dist.config.placement import placement
-from grpo_dist.config.run_code import MODEL, REWARD, UPDATE, code_of_run, require_trust
 from grpo_dist.config.schema import RunConfig
 from grpo_dist.data.prompts import Prompt, add_system_prompt
 from grpo_dist.engines.base import SEQUENCE_COLUMNS, TrainEngine
 from grpo_dist.engines.rendezvous import LOOPBACK, init_process_group, open_store
 from grpo_dist.engines.train.fsdp_engine import FSDPEngine
 from grpo_dist.errors import ConfigError, DataError
-from grpo_dist.protocol import DataProto, Ragged, metric_values
+from grpo_dist.protocol import DataProto, metric_values
 from grpo_dist.protocol.fields import EXTRA
-from grpo_dist.protocol.parquet import read_parquet
-from grpo_dist.tracking.jsonl import FILE_NAME, read_metrics
-from grpo_dist.tracking.record import ROLLOUTS
-from grpo_dist.trainer.checkpoint.config_changes import read_config
-from grpo_dist.trainer.checkpoint.folder import CONFIG, own_checkpoints
+from grpo_dist.rewards.base import RowNeeds
+from grpo_dist.tracking.jsonl import FILE_NAME
+from grpo_dist.trainer.checkpoint.folder import own_checkpoints
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 from grpo_dist.trainer.mini_batches import mini_batches
+from grpo_dist.trainer.preflight import check_model
+from grpo_dist.trainer.recorded_step import Difference, Recorded, first_difference
 from grpo_dist.trainer.rollout.seeds import group_seed
-from grpo_dist.trainer.run_prompts import read_prompts
+from grpo_dist.trainer.run_prompts import load_run_prompts, read_prompts, total_steps
 from grpo_dist.trainer.settings import policy_settings, reward_settings
 from grpo_dist.workers.gang import averaged
 from grpo_dist.workers.reward import RewardWorker, Task
 
 TIMEOUT_S = 600.0  # no other rank is waited for
+SCORE_TOLERANCE = 1e-6  # scores are computed by the same code on any machine
+LR_TOLERANCE = 1e-6  # likewise, relative
 _UID = re.compile(r"step\d+-prompt(\d+)(-try\d+)?")
 # Of the update's metrics those that follow from batch and weights.
 UPDATE_METRICS = (
@@ -55,83 +54,6 @@ UPDATE_METRICS = (
     "actor/grad_norm",
     "actor/pg_clipfrac",
 )
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A step as a run has recorded it.
-
-    Attributes:
-        run_dir: the run's folder.
-        step: its number.
-        config: of the run, with the overrides.
-        data: the step's batch.
-        metrics: the step's row of metrics.jsonl.
-    """
-
-    run_dir: Path
-    step: int
-    config: RunConfig
-    data: DataProto
-    metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first number of a column, or the metric, that is not what the run had.
-
-    Attributes:
-        name: of the column or the metric.
-        recorded: by the run.
-        computed: now.
-        row: of the batch; None for a metric.
-        token: of the response; None where the row has one number.
-    """
-
-    name: str
-    recorded: float
-    computed: float
-    row: int | None = None
-    token: int | None = None
-
-
-def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, trust: bool = False) -> Recorded:
-    """Read a step.
-
-    Args:
-        run_dir: the run's folder.
-        step: its number.
-        overrides: of the config.
-        trust: whether the folder may name code to run.
-
-    Raises:
-        ConfigError: the folder has no such step, or an override is wrong, or the step needs code that it may not name.
-        DataError: its file cannot be read.
-    """
-    if not (run_dir / FILE_NAME).is_file():
-        raise ConfigError(f"{run_dir}: no run has written here ({FILE_NAME} is missing)")
-    path = run_dir / ROLLOUTS / f"{step}.parquet"
-    if not path.is_file():
-        there = sorted(int(each.stem) for each in path.parent.glob("*.parquet"))
-        found = f"there are steps {there[0]} to {there[-1]}" if there else "none is there (trainer.log_rollouts)"
-        raise ConfigError(f"step {step}: {path} is missing; of those with tokens {found}")
-    values = dict(read_config(run_dir))
-    if "actor_rollout_ref" not in values:
-        raise ConfigError(f"{run_dir}: only runs of grpo-dist train can be replayed")
-    config = with_overrides(values, overrides, GRPO)
-    if drafted := drafts(config):
-        raise ConfigError(
-            f"{run_dir}: its tokens were drafted, so no seed gives them again; replay a run without {drafted}"
-        )
-    if not trust:
-        given = with_overrides({}, overrides, GRPO)
-        require_trust(run_dir / CONFIG, code_of_run(config, (*MODEL, *REWARD, *UPDATE), given))
-    try:
-        data = read_parquet(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: the step cannot be read: {error}") from None
-    metrics = next((row for row in read_metrics(run_dir / FILE_NAME) if row["step"] == step), {})
-    return Recorded(run_dir, step, config, data, metrics)
 
 
 @contextmanager
@@ -149,28 +71,46 @@ def rescore(recorded: Recorded, worker: RewardWorker) -> tuple[DataProto, list[s
     """Score the responses again.
 
     Returns:
-        (`score`, `token_level_scores` and, with steps, `step_mask`; why responses could not be scored).
+        (`score`, `token_level_scores`, what the function says beside them and, with steps, `step_mask`; why responses
+        could not be scored).
 
     Raises:
         ConfigError: a reward model judges steps: what it said of them is not recorded.
         DataError: a prompt is not in the training rows any more.
     """
-    config, data = recorded.config, recorded.data
+    config, data = recorded.config, recorded.sampled
     if config.reward_model.enable and config.reward_model.process.enable:
         raise ConfigError("reward_model.process.enable=true: the scores of steps cannot be computed again")
     prompts = _prompts(recorded, worker)
     given = data["episode_reward"].numpy() if "episode_reward" in data.columns() else None
-    parts, failures = [], []
+    parts, labels, failures = [], [], []
     uids = data["uid"]
     starts = [0, *(i for i in range(1, len(uids)) if uids[i] != uids[i - 1])]
     for start, end in zip(starts, [*starts[1:], len(uids)], strict=True):
         group = data.slice(start, end)
         rewards = np.full(end - start, np.nan, np.float32) if given is None else given[start:end]
         task = _task(prompts[uids[start]], group)
-        _, failed, scored = worker.score_group(group, task, rewards)
+        label, failed, scored = worker.score_group(group, task, rewards)
         parts.append(scored)
+        labels.append(label)
         failures += failed
-    return DataProto.concat(parts), failures
+    names = dict.fromkeys(name for label in labels for name in label.small if name.startswith(EXTRA))
+    found = DataProto.concat(parts)
+    for name in names:
+        values = [each.small.get(name, np.full(each.num_rows, np.nan, np.float32)) for each in labels]
+        found.batch[name] = torch.tensor(np.concatenate(values))
+    return found, failures
+
+
+def baselines_are_of_another(recorded: Recorded, scores: DataProto) -> bool:
+    """Whether the advantages need the scores of the greedy responses, which are recorded as another function gave them.
+
+    These responses themselves are not recorded, so they cannot be scored again.
+    """
+    if "reward_baselines" not in target_settings(recorded.config).needs:
+        return False
+    changed = recorded.ran is not None and reward_settings(recorded.ran) != reward_settings(recorded.config)
+    return changed or first_difference(recorded.data, scores.select(("score",)), SCORE_TOLERANCE) is not None
 
 
 def retarget(recorded: Recorded, worker: RewardWorker, scores: DataProto) -> DataProto:
@@ -180,13 +120,21 @@ def retarget(recorded: Recorded, worker: RewardWorker, scores: DataProto) -> Dat
         recorded: the step.
         worker: a reward process's work.
         scores: columns that take the place of the recorded ones.
+
+    Raises:
+        ConfigError: the changed keys need a column that the run has not recorded.
     """
-    config = recorded.config
-    data = DataProto({**recorded.data.batch, **scores.batch}, recorded.data.non_tensor_batch)
-    coef = recorded.metrics.get("actor/reward_kl_penalty_coeff", config.algorithm.kl_ctrl.kl_coef)
+    config, settings = recorded.config, target_settings(recorded.config)
+    data = DataProto({**_without_old_values(recorded, scores), **scores.batch}, recorded.data.non_tensor_batch)
+    needed = [*settings.columns, *(["reward_baseline"] if "reward_baselines" in settings.needs else [])]
+    if missing := [name for name in needed if name not in data.columns()]:
+        raise ConfigError(
+            f"{recorded.run_dir}: advantages with the changed keys need {', '.join(missing)}, which the run has not "
+            f"recorded; leave out the keys that ask for it"
+        )
     seed = group_seed(config.trainer.seed, recorded.step, -1)
     small = {name: column.numpy() for name, column in data.batch.items() if isinstance(column, torch.Tensor)}
-    *_, found = worker.targets_of(data, small, target_settings(config), coef, seed)
+    *_, found = worker.targets_of(data, small, settings, _kl_coef(recorded), seed)
     return found
 
 
@@ -212,51 +160,40 @@ def reupdate(recorded: Recorded) -> tuple[DataProto, dict[str, float]]:
     """Take the policy's optimizer steps again, on CPU and on one rank.
 
     Returns:
-        (`old_log_probs` by the weights before the step, metrics of the update).
+        (`old_log_probs` by the weights before the step, metrics of the update). No log-probs in bypass mode, where the
+        recorded ones are the sampler's; no metrics where only the critic learned.
 
     Raises:
-        ConfigError: there is no checkpoint before the step, or the loss needs what is not recorded.
+        ConfigError: there is no checkpoint before the step, the loss needs what is not recorded, or the step had other
+            learning rates than the run's config gives it now.
     """
     config = recorded.config
     objective = objective_settings(config)
     if missing := [name for name in objective.columns if name not in recorded.data.columns()]:
         raise ConfigError(f"{recorded.run_dir}: the update needs {', '.join(missing)}, which no run records")
     checkpoint = weights_before(recorded)
-    with _engine(config) as engine:
+    with _engine(config, _num_steps(config)) as engine:
         if checkpoint is not None:
             engine.load_checkpoint(checkpoint / "actor")
         size = {"micro_batch_size": config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}
         data = recorded.data.select([*SEQUENCE_COLUMNS, *objective.columns, "uid"])
-        old = engine.compute_columns(data, ("log_probs",), **size)["log_probs"]
+        old = DataProto()
+        if config.old_log_probs_from != "rollout":
+            found = engine.compute_columns(data, ("log_probs",), **size)
+            old = DataProto.from_dict({"old_log_probs": found["log_probs"]})
+        if recorded.only_critic_learned:
+            return old, {}
         groups = mini_batches(config, config.actor_rollout_ref.actor, len(data), recorded.step - 1)
         results = [engine.train_mini_batch(data.index(rows), objective=objective, **size).metrics for rows in groups]
-    return DataProto.from_dict({"old_log_probs": old}), metric_values(averaged(results))
-
-
-def first_difference(recorded: DataProto, computed: DataProto, tolerance: float) -> Difference | None:
-    """The first number that differs, by the order of the computed columns, then of rows and tokens.
-
-    Args:
-        recorded: the run's batch.
-        computed: some of its columns.
-        tolerance: up to which numbers count as equal, relative to numbers above 1; nan equals nan.
-    """
-    for name, column in computed.batch.items():
-        if name not in recorded.columns():
-            continue
-        found, before = _values(column), _values(recorded[name])
-        if len(found) != len(before):
-            return Difference(name, len(before), len(found))
-        apart = (found - before).abs() > tolerance * before.abs().clamp_min(1)
-        apart |= found.isnan() != before.isnan()
-        if apart.any():
-            place = int(apart.nonzero()[0])
-            row, token = place, None
-            if isinstance(column, Ragged):
-                row = int(torch.searchsorted(column.offsets, place, right=True)) - 1
-                token = place - int(column.offsets[row])
-            return Difference(name, float(before[place]), float(found[place]), row, token)
-    return None
+    metrics = metric_values(averaged(results))
+    had, has = (each.get("actor/lr", math.nan) for each in (recorded.metrics, metrics))
+    if abs(had - has) > LR_TOLERANCE * abs(had):
+        raise ConfigError(
+            f"step {recorded.step}: its actor/lr was {had:.6g}, and by {recorded.run_dir}/config.yaml it is {has:.6g}: "
+            "trainer.total_training_steps, trainer.total_epochs, the rows or actor_rollout_ref.actor.optim were "
+            "changed after it, so its update cannot be computed again"
+        )
+    return old, metrics
 
 
 def metric_difference(
@@ -307,10 +244,54 @@ def _task(prompt: Prompt, group: DataProto) -> Task:
     )
 
 
+def _without_old_values(recorded: Recorded, scores: DataProto) -> dict[str, Any]:
+    """The recorded columns, without what a function that is asked no more has said beside its scores.
+
+    What a reward model said stays, and in a run with an agent loop what may be the episodes'.
+    """
+    batch = recorded.sampled.batch
+    if recorded.ran is None or "episode_reward" in batch:
+        return dict(batch)
+    return {
+        name: column
+        for name, column in batch.items()
+        if not name.startswith(EXTRA) or name.startswith(f"{EXTRA}rm_") or name in scores.batch
+    }
+
+
+def _kl_coef(recorded: Recorded) -> float:
+    """The coefficient of the KL penalty in the reward: that of the step, or of an override.
+
+    Raises:
+        ConfigError: it moves, and the step's is not recorded.
+    """
+    control, ran = recorded.config.algorithm.kl_ctrl, recorded.ran
+    name, overridden = "actor/reward_kl_penalty_coeff", ran is not None and ran.algorithm.kl_ctrl != control
+    if not overridden and name in recorded.metrics:
+        return recorded.metrics[name]
+    if not overridden and recorded.config.algorithm.use_kl_in_reward and control.type == "adaptive":
+        raise ConfigError(
+            f"step {recorded.step}: algorithm.kl_ctrl.type=adaptive, and its {name} is not in {recorded.run_dir}/"
+            f"{FILE_NAME}; set algorithm.kl_ctrl.kl_coef to see what a coefficient makes of it"
+        )
+    return control.kl_coef
+
+
+def _num_steps(config: RunConfig) -> int:
+    """The training steps of the run, by which its learning rates are laid out; the rows are read where these count."""
+    steps, optim = config.trainer.total_training_steps, config.actor_rollout_ref.actor.optim
+    by_ratio = optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0
+    if steps or not (by_ratio or optim.lr_scheduler_type != "constant"):
+        return steps or 1  # of a rate that is the same for any number
+    training = config.model_copy(update={"data": config.data.model_copy(update={"val_files": []})})
+    needs = RowNeeds(ground_truth=False, taken=None, asked=False)
+    return total_steps(config, load_run_prompts(training, check_model(config, weights=False), needs)[0])
+
+
 @contextmanager
-def _engine(config: RunConfig) -> Iterator[TrainEngine]:
+def _engine(config: RunConfig, num_steps: int) -> Iterator[TrainEngine]:
     """The policy as it trains, on CPU and on one rank."""
-    settings = policy_settings(config, placement(config), 1)
+    settings = policy_settings(config, placement(config), num_steps)
     model = replace(
         settings.model,
         path=resolve_model_path(settings.model.path, key=settings.model.key),
@@ -329,7 +310,3 @@ def _engine(config: RunConfig) -> Iterator[TrainEngine]:
         )
     finally:
         dist.destroy_process_group()
-
-
-def _values(column: Any) -> torch.Tensor:
-    return (column.values if isinstance(column, Ragged) else column).double()

@@ -1,51 +1,28 @@
-"""Comparing what a run has recorded with what is computed again. Whole steps: tests/e2e/test_using_the_model.py."""
+"""Steps computed again, from batches made by hand. Steps of a real run: tests/e2e/test_using_the_model.py."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+from grpo_dist.algorithms.targets import compute_targets
+from grpo_dist.cli.replay import main
 from grpo_dist.config.load import load_config, readable_config
+from grpo_dist.config.run_code import FLAG
 from grpo_dist.errors import ConfigError
 from grpo_dist.protocol import DataProto, Ragged
-from grpo_dist.trainer.replay import Difference, first_difference, metric_difference, read_recorded
-from tests.messages import refuses
-
-NAN = float("nan")
-
-
-def batch(scores: list[float], advantages: list[list[float]]) -> DataProto:
-    columns = {"score": torch.tensor(scores), "advantages": Ragged.from_rows(advantages, torch.float32)}
-    return DataProto.from_dict(columns)
-
-
-RECORDED = batch([1.0, NAN, 200.0], [[0.5], [], [1.0, 2.0]])
-
-
-def test_equal_up_to_the_tolerance() -> None:
-    """It is relative to numbers above 1: 200.1 differs from 200 by 0.0005 of it."""
-    assert first_difference(RECORDED, RECORDED, 0.0) is None
-    near = batch([1.0005, NAN, 200.1], [[0.5], [], [1.0, 2.0]])
-    assert first_difference(RECORDED, near, 1e-3) is None
-    assert first_difference(RECORDED, near, 1e-4) == Difference("score", 1.0, float(torch.tensor(1.0005)), 0)
-
-
-def test_the_first_one_by_column_row_and_token() -> None:
-    other = batch([1.0, NAN, 200.0], [[0.5], [], [1.0, 3.0]])
-    assert first_difference(RECORDED, other, 1e-3) == Difference("advantages", 2.0, 3.0, 2, 1)
-    both = batch([1.0, NAN, 0.0], [[7.0], [], [1.0, 3.0]])
-    assert first_difference(RECORDED, both, 1e-3) == Difference("score", 200.0, 0.0, 2)
-
-
-def test_a_missing_number_differs() -> None:
-    found = first_difference(RECORDED, batch([1.0, 0.0, 200.0], [[0.5], [], [1.0, 2.0]]), 1e-3)
-    assert found is not None
-    assert (found.name, found.row, found.computed) == ("score", 1, 0.0)
-
-
-def test_columns_that_the_run_has_not_are_left_out() -> None:
-    assert first_difference(RECORDED, DataProto.from_dict({"values": torch.ones(3)}), 0.0) is None
+from grpo_dist.protocol.parquet import write_parquet
+from grpo_dist.rewards.output_lines import OutputLines
+from grpo_dist.trainer.checkpoint.config_changes import saved_config
+from grpo_dist.trainer.loss_settings import target_settings
+from grpo_dist.trainer.recorded_step import Difference, Recorded, first_difference, read_recorded
+from grpo_dist.trainer.replay import metric_difference, retarget, reupdate
+from grpo_dist.workers.batch_work import BatchWork
+from tests.messages import refuses, says
 
 
 def test_metrics_of_the_update() -> None:
@@ -64,3 +41,258 @@ def test_a_run_whose_tokens_were_drafted_is_not_replayed(tmp_path: Path) -> None
     (tmp_path / "rollouts" / "3.parquet").touch()
     with refuses(ConfigError, tmp_path, key):
         read_recorded(tmp_path, 3)
+
+
+# --- whole steps, by hand ------------------------------------------------------------------------------------------
+CORRECTION = "algorithm.rollout_correction"
+OPTIM = "actor_rollout_ref.actor.optim"
+NOWHERE = Path("/nowhere")
+USUAL = (
+    "data.train_batch_size=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.actor.use_kl_loss=false",
+    f"{OPTIM}.lr=1e-3",
+    "trainer.total_training_steps=5",
+)
+
+
+def recorded(
+    *overrides: str, scores: tuple[float, ...] = (1, 0, 0, 1), metrics: dict[str, float] | None = None, **columns: Any
+) -> Recorded:
+    """The first step of two prompts with two responses of three tokens each, and its targets as a run computes them."""
+    config = load_config([*USUAL, f"trainer.default_local_dir={NOWHERE}", *overrides])[0]
+    tokens = lambda value, dtype=torch.float32: Ragged.from_rows([[value] * 3] * 4, dtype)  # noqa: E731
+    data = DataProto.from_dict(
+        {
+            "prompts": Ragged.from_rows([[5, 6]] * 2 + [[7, 8]] * 2, torch.int32),
+            "responses": Ragged.from_rows([[5, 6, i] for i in range(9, 13)], torch.int32),
+            "response_mask": tokens(1, torch.int8),
+            "weight_versions": tokens(1, torch.int32),
+            "rollout_log_probs": tokens(-3.0),
+            "old_log_probs": tokens(-3.0),
+            "token_level_scores": Ragged.from_rows([[0, 0, score] for score in scores], torch.float32),
+            "score": torch.tensor(scores, dtype=torch.float32),
+            "truncated": torch.zeros(4, dtype=torch.int64),
+            **columns,
+        },
+        {"uid": ["step1-prompt0"] * 2 + ["step1-prompt1"] * 2, "failure": [""] * 4},
+    )
+    return with_targets(Recorded(NOWHERE, 1, config, data, metrics or {}))
+
+
+def with_targets(made: Recorded) -> Recorded:
+    """What the run's reward process adds; it works on the batch as it was sampled, and its mask takes the place."""
+    settings, data = target_settings(made.config), made.data
+    names = ("token_level_scores", "response_mask", "rollout_log_probs", *settings.columns)
+    out, _ = compute_targets(
+        {name: data[name].to_padded(0) for name in names},
+        settings,
+        index=data["uid"],
+        truncated=data["truncated"],
+        kl_coef=made.metrics.get("actor/reward_kl_penalty_coeff", 0.0),
+        reward_baselines=data.batch.get("reward_baseline"),
+        reward_components={k.partition("/")[2]: v for k, v in data.batch.items() if k.startswith("reward_extra/")},
+    )
+    mask = {"response_mask": out.pop("response_mask").to(torch.int8)}
+    columns = {name: Ragged.from_padded(value, data["responses"].lengths) for name, value in (out | mask).items()}
+    columns["advantage_mean"] = out["advantages"].sum(-1) / mask["response_mask"].sum(-1).clamp_min(1)
+    whole = DataProto({**data.batch, **columns}, data.non_tensor_batch)
+    return Recorded(made.run_dir, made.step, made.config, whole, made.metrics)
+
+
+class Worker(BatchWork):
+    """The part of a reward process that computes targets."""
+
+    components, overlong_penalty, step_separator = {}, None, None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.printed = OutputLines()
+
+
+def again(made: Recorded, scores: DataProto | None = None) -> DataProto:
+    return retarget(made, Worker(), scores or DataProto.from_dict({"score": made.data["score"]}))
+
+
+# --- targets -------------------------------------------------------------------------------------------------------
+LAST_APART = Ragged.from_rows([[-3.0, -3.0, -4.0]] * 4, torch.float32)
+APART = Ragged.from_rows([[-3.0, -3.0 + d, -3.0] for d in (0.0, 1.0, -0.2, 0.5)], torch.float32)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{CORRECTION}.rollout_is=sequence"],
+        [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_batch_normalize=true"],
+        [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_batch_normalize=true", "truncated"],
+        ["algorithm.adv_estimator=reinforce_plus_plus"],
+    ],
+)
+def test_targets_begin_with_the_tokens_that_were_sampled(overrides: list[str]) -> None:
+    """The run has left out tokens since (of the second response the ratio is e, of the last 1.65), and truncated ones;
+    sums and means of what is left are other ones.
+    """
+    reject = [f"{CORRECTION}.rollout_rs='token_k1,seq_mean_k1'", f"{CORRECTION}.rollout_rs_threshold='1.5,0.75_1.5'"]
+    cut = {"truncated": torch.tensor([1, 0, 0, 0])} if "truncated" in overrides else {}
+    keys = [each for each in overrides if "=" in each] + (["algorithm.mask_truncated_responses=true"] if cut else [])
+    made = recorded(*reject, *keys, old_log_probs=APART, **cut)
+    left = made.data["response_mask"].to_padded(0).tolist()
+    assert left == [[0, 0, 0] if cut else [1, 1, 1], [0, 0, 0], [1, 1, 1], [1, 0, 1]]
+    assert first_difference(made.data, again(made), 0.0) is None
+
+
+def test_a_looser_key_gets_back_what_the_run_has_left_out(tmp_path: Path) -> None:
+    made = recorded("algorithm.mask_truncated_responses=true", truncated=torch.tensor([1, 0, 0, 0]))
+    run_dir = written(made, tmp_path)
+    looser = read_recorded(run_dir, 1, ("algorithm.mask_truncated_responses=false",))
+    assert made.data["response_mask"].to_padded(0)[0].tolist() == [0, 0, 0]
+    assert again(looser)["response_mask"].to_padded(0)[0].tolist() == [1, 1, 1]
+
+
+def test_components_are_those_of_the_function_that_is_asked_now(tmp_path: Path) -> None:
+    """gdpo compares each on its own. What the reward model said stays; an old function's values do not."""
+    parts = {"reward_extra/a": torch.tensor([1.0, 0, 0, 1]), "reward_extra/rm_score": torch.tensor([2.0, 1, 1, 2])}
+    keys = ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,rm_score]")
+    run_dir = written(recorded(*keys, **parts), tmp_path)
+    (tmp_path / "other.py").write_text("")
+    other = f"custom_reward_function.path={tmp_path / 'other.py'}"
+    new = DataProto.from_dict({"score": torch.tensor([0.0, 1, 1, 0]), "reward_extra/b": torch.tensor([0.0, 1, 1, 0])})
+    alone = read_recorded(run_dir, 1, (other, "algorithm.gdpo_reward_keys=[b]"))
+    assert again(alone, new)["advantage_mean"].sign().tolist() == [-1, 1, 1, -1]
+    both = read_recorded(run_dir, 1, (other, "algorithm.gdpo_reward_keys=[b,rm_score]"))
+    assert again(both, new)["advantage_mean"].tolist() == [0, 0, 0, 0], "the model's scores say the opposite"
+    with refuses(ConfigError, "algorithm.gdpo_reward_keys", "component a"):
+        again(read_recorded(run_dir, 1, (other,)), new)
+
+
+@pytest.mark.parametrize(
+    ("run", "override", "missing"),
+    [
+        ([], "algorithm.adv_estimator=remax", "reward_baseline"),
+        ([], "algorithm.use_kl_in_reward=true", "ref_log_probs"),
+        ([], "actor_rollout_ref.actor.top_entropy_quantile=0.2", "old_entropies"),
+        ([f"{CORRECTION}.bypass_mode=true"], f"{CORRECTION}.bypass_mode=false", "old_log_probs"),
+    ],
+)
+def test_keys_that_need_what_is_not_recorded(run: list[str], override: str, missing: str, tmp_path: Path) -> None:
+    """In bypass mode the recorded old log-probs are the sampler's, and no others."""
+    changed = read_recorded(written(recorded(*run), tmp_path), 1, (override,))
+    with refuses(ConfigError, tmp_path, missing):
+        again(changed)
+
+
+def test_the_coefficient_of_the_kl_penalty_is_the_steps_or_the_overrides(tmp_path: Path) -> None:
+    """Rewards are scores less the coefficient times the sum of the log-ratios, which is 0.3 here."""
+    ref = Ragged.from_rows([[-3.1] * 3] * 4, torch.float32)
+    name = "actor/reward_kl_penalty_coeff"
+    keys = ("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k1", "algorithm.kl_ctrl.type=adaptive")
+    made = recorded(*keys, metrics={name: 0.5}, ref_log_probs=ref)
+    run_dir = written(made, tmp_path)
+    found = again(read_recorded(run_dir, 1))
+    assert found["reward"].tolist() == pytest.approx([0.85, -0.15, -0.15, 0.85], abs=1e-5)
+    changed = again(read_recorded(run_dir, 1, ("algorithm.kl_ctrl.kl_coef=2",)))
+    assert changed["reward"].tolist() == pytest.approx([0.4, -0.6, -0.6, 0.4], abs=1e-5)
+    (run_dir / "metrics.jsonl").write_text('{"step": 7}\n')
+    with refuses(ConfigError, "step 1", "algorithm.kl_ctrl.type=adaptive", name, "algorithm.kl_ctrl.kl_coef"):
+        again(read_recorded(run_dir, 1))
+
+
+# --- the update ----------------------------------------------------------------------------------------------------
+def written(made: Recorded, run_dir: Path) -> Path:
+    """The files of a run with this step."""
+    (run_dir / "rollouts").mkdir()
+    (run_dir / "config.yaml").write_text(saved_config(made.config))
+    (run_dir / "metrics.jsonl").write_text(json.dumps({"step": 1, **made.metrics}) + "\n")
+    write_parquet(made.data, run_dir / "rollouts" / "1.parquet")
+    return run_dir
+
+
+def scorer(folder: Path, score: float, name: str = "scorer") -> Path:
+    """The file of a reward function that always gives this score."""
+    path = folder / f"{name}.py"
+    path.write_text(f"def compute_score(solution_str, **more):\n    return {score}\n")
+    return path
+
+
+def rows(folder: Path, count: int) -> str:
+    """A key for so many training rows, of which the last one is too long."""
+    texts = [f"{i}+1=?" for i in range(count - 1)] + ["1+" * 200]
+    table = [{"prompt": text, "data_source": "mine", "ground_truth": "2"} for text in texts]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+    return f"data.train_files={folder / 'rows.jsonl'}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([f"{OPTIM}.lr_warmup_steps_ratio=0.5"], (1 / 5 + 2 / 5) / 2),  # 5 steps of 2 updates, 5 of 10 to warm up
+        ([f"{OPTIM}.lr_scheduler_type=linear", "rows"], (1 + 7 / 8) / 2),  # 9 rows less one, 2 a step: 4 steps
+        (["trainer.total_training_steps=null"], 1),  # nothing to lay out, and no rows are read
+    ],
+)
+def test_learning_rates_are_those_of_a_run_of_its_length(overrides: list[str], expected: float, tmp_path: Path) -> None:
+    if "rows" in overrides:
+        counted = ["trainer.total_training_steps=null", "trainer.total_epochs=1", "data.max_prompt_length=99"]
+        overrides = [overrides[0], rows(tmp_path, 9), *counted, f"custom_reward_function.path={scorer(tmp_path, 0.0)}"]
+    made = recorded(*overrides, metrics={"actor/lr": 1e-3 * expected})
+    _, metrics = reupdate(made)
+    assert metrics["actor/lr"] == pytest.approx(1e-3 * expected)
+    assert metrics["actor/grad_norm"] > 0
+    if expected < 0.5:
+        other = Recorded(NOWHERE, 1, made.config, made.data, {"actor/lr": 2e-3})
+        with refuses(ConfigError, "step 1", "actor/lr", "0.002", "trainer.total_training_steps", OPTIM):
+            reupdate(other)
+
+
+def test_in_bypass_mode_the_samplers_log_probs_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They may be of older weights. Metrics of the update are, where the row is there."""
+    mine = f"custom_reward_function.path={scorer(tmp_path, 0.0)}"
+    made = recorded(f"{CORRECTION}.bypass_mode=true", mine, rows(tmp_path, 3), scores=(0, 0, 0, 0))
+    run_dir = written(made, tmp_path)
+    assert main([str(run_dir), "1", FLAG]) == 0
+    told = capsys.readouterr().out
+    says(told, f"{CORRECTION}.bypass_mode=true", "log-probs", "step 1", run_dir / "metrics.jsonl")
+    assert "old_log_probs" in told.partition("before the update")[0], "as targets they are compared"
+    assert reupdate(made)[0].columns() == {}
+    exact, _ = reupdate(recorded())
+    assert exact["old_log_probs"].values.isfinite().all()
+
+
+def test_while_the_critic_warms_up_the_policy_stands_still(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = Ragged.from_rows([[0.5] * 3] * 4, torch.float32)
+    keys = ("algorithm.adv_estimator=gae", "critic.model.path=builtin:tiny-qwen3", "trainer.critic_warmup=1")
+    mine = f"custom_reward_function.path={scorer(tmp_path, 0.0)}"
+    made = recorded(*keys, mine, rows(tmp_path, 3), scores=(0, 0, 0, 0), values=values)
+    old, metrics = reupdate(made)
+    assert metrics == {}
+    exact = DataProto({**made.data.batch, **old.batch}, made.data.non_tensor_batch)
+    run_dir = written(Recorded(NOWHERE, 1, made.config, exact, {}), tmp_path)
+    assert main([str(run_dir), "1", FLAG]) == 0
+    says(capsys.readouterr().out, "trainer.critic_warmup=1")
+
+
+def test_a_function_of_which_the_greedy_scores_are_not_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ReMax compares with the greedy response, whose text is not recorded: no advantage of another function.
+
+    The run has left out each response's last token, on which its score is.
+    """
+    mine, other = (f"custom_reward_function.path={scorer(tmp_path, *each)}" for each in ((1.0,), (10.0, "other")))
+    reject = (f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=1.5")
+    keys = ("algorithm.adv_estimator=remax", mine, rows(tmp_path, 3), *reject)
+    columns = {"reward_baseline": torch.tensor([1.0, 1, 2, 2]), "old_log_probs": LAST_APART}
+    made = recorded(*keys, scores=(1, 1, 1, 1), **columns)
+    assert made.data["response_mask"].to_padded(0).tolist() == [[1, 1, 0]] * 4
+    assert made.data["advantage_mean"].tolist() == [0, 0, -1, -1]
+    run_dir = written(made, tmp_path)
+    assert main([str(run_dir), "1", FLAG, "--no-update"]) == 0
+    assert "advantages: as recorded" in capsys.readouterr().out
+    assert main([str(run_dir), "1", FLAG, other]) == 0
+    told = capsys.readouterr().out
+    says(told, "4 of 4", "1 -> 10", "algorithm.adv_estimator=remax", "reward_baseline")
+    assert "change sign" not in told
+    assert main([str(run_dir), "1", FLAG, "algorithm.adv_estimator=grpo"]) == 0
+    says(capsys.readouterr().out, "0 of 4", "change sign")

@@ -1,0 +1,150 @@
+"""A training step as a run has recorded it (tracking/rollouts.py), and the first number of it that is another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_dist.config.engine_arguments import drafts
+from grpo_dist.config.grpo import GRPO
+from grpo_dist.config.load import with_overrides
+from grpo_dist.config.run_code import MODEL, REWARD, UPDATE, code_of_run, require_trust
+from grpo_dist.config.schema import RunConfig
+from grpo_dist.errors import ConfigError, DataError
+from grpo_dist.protocol import DataProto, Ragged
+from grpo_dist.protocol.parquet import read_parquet
+from grpo_dist.tracking.jsonl import FILE_NAME, read_metrics
+from grpo_dist.tracking.record import ROLLOUTS
+from grpo_dist.trainer.checkpoint.config_changes import read_config
+from grpo_dist.trainer.checkpoint.folder import CONFIG
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A step as a run has recorded it.
+
+    Attributes:
+        run_dir: the run's folder.
+        step: its number.
+        config: of the run, with the overrides.
+        data: the step's batch.
+        metrics: the step's row of metrics.jsonl.
+        ran: the config without the overrides; None: there are none.
+    """
+
+    run_dir: Path
+    step: int
+    config: RunConfig
+    data: DataProto
+    metrics: Mapping[str, float]
+    ran: RunConfig | None = None
+
+    @property
+    def sampled(self) -> DataProto:
+        """The batch before its targets: with the mask of the tokens that were sampled, of which the run may have left
+        out some since (truncated responses, `rollout_rs`).
+        """
+        if "weight_versions" not in self.data.columns():
+            return self.data
+        versions = self.data["weight_versions"]
+        mask = Ragged((versions.values >= 0).to(torch.int8), versions.offsets)
+        return DataProto({**self.data.batch, "response_mask": mask}, self.data.non_tensor_batch)
+
+    @property
+    def only_critic_learned(self) -> bool:
+        """Whether the policy stood still in the step, since the critic was not warm yet."""
+        return self.config.needs_critic and self.step <= self.config.trainer.critic_warmup
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first number of a column, or the metric, that is not what the run had.
+
+    Attributes:
+        name: of the column or the metric.
+        recorded: by the run.
+        computed: now.
+        row: of the batch; None for a metric.
+        token: of the response; None where the row has one number.
+    """
+
+    name: str
+    recorded: float
+    computed: float
+    row: int | None = None
+    token: int | None = None
+
+
+def read_recorded(run_dir: Path, step: int, overrides: tuple[str, ...] = (), *, trust: bool = False) -> Recorded:
+    """Read a step.
+
+    Args:
+        run_dir: the run's folder.
+        step: its number.
+        overrides: of the config.
+        trust: whether the folder may name code to run.
+
+    Raises:
+        ConfigError: the folder has no such step, or an override is wrong, or the step needs code that it may not name.
+        DataError: its file cannot be read.
+    """
+    if not (run_dir / FILE_NAME).is_file():
+        raise ConfigError(f"{run_dir}: no run has written here ({FILE_NAME} is missing)")
+    path = run_dir / ROLLOUTS / f"{step}.parquet"
+    if not path.is_file():
+        there = sorted(int(each.stem) for each in path.parent.glob("*.parquet"))
+        found = f"there are steps {there[0]} to {there[-1]}" if there else "none is there (trainer.log_rollouts)"
+        raise ConfigError(f"step {step}: {path} is missing; of those with tokens {found}")
+    values = dict(read_config(run_dir))
+    if "actor_rollout_ref" not in values:
+        raise ConfigError(f"{run_dir}: only runs of grpo-dist train can be replayed")
+    ran, config = with_overrides(values, (), GRPO), with_overrides(values, overrides, GRPO)
+    if drafted := drafts(ran):
+        raise ConfigError(
+            f"{run_dir}: its tokens were drafted, so no seed gives them again; replay a run without {drafted}"
+        )
+    if not trust:
+        given = with_overrides({}, overrides, GRPO)
+        require_trust(run_dir / CONFIG, code_of_run(config, (*MODEL, *REWARD, *UPDATE), given))
+    try:
+        data = read_parquet(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: the step cannot be read: {error}") from None
+    metrics = next((row for row in read_metrics(run_dir / FILE_NAME) if row["step"] == step), {})
+    if ran.old_log_probs_from == "rollout" != config.old_log_probs_from and "old_log_probs" in data.columns():
+        _, data = data.pop(("old_log_probs",))  # they are the sampler's
+    return Recorded(run_dir, step, config, data, metrics, ran if overrides else None)
+
+
+def first_difference(recorded: DataProto, computed: DataProto, tolerance: float) -> Difference | None:
+    """The first number that differs, by the order of the computed columns, then of rows and tokens.
+
+    Args:
+        recorded: the run's batch.
+        computed: some of its columns.
+        tolerance: up to which numbers count as equal, relative to numbers above 1; nan equals nan.
+    """
+    for name, column in computed.batch.items():
+        if name not in recorded.columns():
+            continue
+        found, before = _values(column), _values(recorded[name])
+        if len(found) != len(before):
+            return Difference(name, len(before), len(found))
+        apart = (found - before).abs() > tolerance * before.abs().clamp_min(1)
+        apart |= found.isnan() != before.isnan()
+        if apart.any():
+            place = int(apart.nonzero()[0])
+            row, token = place, None
+            if isinstance(column, Ragged):
+                row = int(torch.searchsorted(column.offsets, place, right=True)) - 1
+                token = place - int(column.offsets[row])
+            return Difference(name, float(before[place]), float(found[place]), row, token)
+    return None
+
+
+def _values(column: Any) -> torch.Tensor:
+    return (column.values if isinstance(column, Ragged) else column).double()
