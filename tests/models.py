@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +102,14 @@ def another_builtin_model(folder: Path, **changes: object) -> str:
     path = random_model("Qwen3", folder, **(sizes | changes))
     transformers.AutoTokenizer.from_pretrained(policy).save_pretrained(path)
     return path
+
+
+def rebuilt_by_transformers(folder: Path) -> str:
+    """The built-in model with a tokenizer class that transformers builds anew, with other tokens than its files say."""
+    shutil.copytree(resolve_model_path("builtin:tiny-qwen3"), folder)
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}))
+    return str(folder)
 
 
 def random_batch(num_groups: int, n: int, seed: int = 0) -> DataProto:

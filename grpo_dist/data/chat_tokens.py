@@ -139,7 +139,8 @@ def _rendered(
         stop = len(head) + _length(whole[len(head) :], ends, where)
         if whole[len(head) : stop].strip() in ends:
             raise DataError(
-                f"{where}: the model's chat template leaves out what it calls; use a model that calls tools"
+                f"{where}: the model's chat template leaves out all that it says or calls; leave out the row, or use a "
+                "model whose template has it"
             )
         if not text.startswith(whole[:stop]) or len(head) < cuts[-1]:
             raise DataError(

@@ -21,12 +21,14 @@ import psutil
 import pytest
 
 from grpo_dist.assets import resolve_model_path
+from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.assets.usage import Usage
 from grpo_dist.cli.entry import main
 from grpo_dist.cli.serve import check_host, ready, split
 from grpo_dist.cli.trained import engine_for, find_trained
 from grpo_dist.errors import ConfigError
 from tests.messages import refuses, says
+from tests.models import rebuilt_by_transformers
 from tests.observed import assert_gone
 from tests.processes import open_to_others
 
@@ -106,7 +108,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("model") / "huggingface"
-    shutil.copytree(resolve_model_path(TINY), folder)
+    rebuilt_by_transformers(folder)
     sampling = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "max_tokens": 12, "stop": []}
     Usage(7, "2+2=4", {}, sampling).write(folder)
     command = [sys.executable, "-m", "grpo_dist.serve", str(folder), "actor_rollout_ref.rollout.dtype=fp32"]
@@ -125,7 +127,7 @@ def greedy(folder: Path, messages: list[dict[str, str]], most: int) -> str:
     import torch
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(str(folder), trust_remote_code=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**ids, do_sample=False, max_new_tokens=most)

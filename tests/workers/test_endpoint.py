@@ -19,6 +19,7 @@ from grpo_dist.workers.call import Call
 from grpo_dist.workers.group import WorkerGroup
 from grpo_dist.workers.reward import Task
 from tests.engines.vllm.watched_rollout import WatchedRolloutWorker
+from tests.models import rebuilt_by_transformers
 from tests.processes import spawned
 
 pytestmark = pytest.mark.ray
@@ -50,6 +51,10 @@ class Chat(AgentLoop):
         messages = [{"role": "user", "content": "12+34=?"}]
         await self.say(client, messages, temperature=0, seed=1)  # neither is the policy's
         await self.say(client, messages, logprobs=True)
+
+    async def begun(self, client, episode):
+        messages = [{"role": "user", "content": "12+34=?"}, {"role": "assistant", "content": "4"}]
+        await self.say(client, messages)
 
     async def branches(self, client, episode):
         messages = [{"role": "user", "content": f"{episode.index}+1=?"}]  # a prompt of its own
@@ -118,7 +123,7 @@ SAMPLING = SamplingSettings(N, 1.0, 1.0, -1, 100, 11)
 def agents(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
     file = tmp_path_factory.mktemp("loop") / "chat.py"
     file.write_text(LOOP)
-    model = resolve_model_path("builtin:tiny-qwen3")
+    model = rebuilt_by_transformers(tmp_path_factory.mktemp("model") / "tiny")
     settings = EngineSettings(
         model, "cpu", "float32", False, 1, 256, 64, 1024, 0.8, 0.0625, True, False, 0, needs_tokenizer=True
     )
@@ -163,6 +168,12 @@ def test_an_agent_of_two_turns_becomes_one_row_of_the_tokens_that_were_sampled(a
         assert (log_probs[mask == 1] < 0).any()
     first, second = data["responses"].rows()
     assert first.tolist() != second.tolist()
+
+
+def test_an_agent_may_begin_the_policys_turn(agents: WorkerGroup) -> None:
+    _, data = play(agents, "begun")
+    for prompt in data["prompts"].rows():
+        assert decoded(prompt) == "<|im_start|>user\n12+34=?<|im_end|>\n<|im_start|>assistant\n4"
 
 
 def test_recorded_log_probs_are_those_of_the_whole_row(agents: WorkerGroup) -> None:

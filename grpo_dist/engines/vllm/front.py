@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 from grpo_dist.assets.usage import Usage
@@ -83,7 +83,16 @@ class Front:
                 await _refuse(401, message)(scope, receive, send)
                 return
             if path in FORMS and scope.get("method") == "POST":
-                scope, receive = await _filled(scope, receive, FORMS[path], settings.usage)
+                try:
+                    scope, receive = await _filled(scope, receive, FORMS[path], settings.usage)
+                except ClientDisconnect:  # or who stands before this has cut off a long body
+                    error = {
+                        "message": "the body has not come to its end",
+                        "type": "invalid_request_error",
+                        "code": 413,
+                    }
+                    await JSONResponse({"error": error}, 413)(scope, receive, send)
+                    return
         await self._app(scope, receive, send)
 
 

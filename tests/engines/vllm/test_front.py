@@ -124,6 +124,24 @@ def test_what_is_no_object_is_left_to_the_app(body: bytes) -> None:
     assert ask("/v1/chat/completions", body) == (200, body)
 
 
+def test_a_body_that_is_cut_off_is_refused() -> None:
+    sent: list[Any] = []
+
+    async def call() -> None:
+        async def cut() -> Any:
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        app = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(front=FrontSettings())))
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "app": app}
+        await Front(None)(scope, cut, send)
+
+    asyncio.run(call())
+    assert sent[0]["status"] == 413
+
+
 def test_other_routes_are_left_alone() -> None:
     assert ask("/tokenize", {"messages": [HELLO]}) == (200, {"messages": [HELLO]})
 
