@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 REDACTED = "***"
@@ -40,46 +41,37 @@ _POINTERS = frozenset({"env", "var", "variable", "file", "path"})
 _PREFIXES = (
     *("hf_", "api_org_"),  # Hugging Face
     *("gh[pousr]_", "github_pat_", "gl(?:pat|oas|dt|rt|rtr|cbt|ptt|ft|imt|agent|soat|ffct|wt)-", "dckr_pat_"),
-    *("xox[a-z]-", r"xox[a-z]\.xox[a-z]-", "xapp-", r"hooks\.slack\.com/services/T[A-Z0-9]+/B[A-Z0-9]+/"),
+    *("xox[a-z]-", r"xox[a-z]\.xox[a-z]-", "xapp-"),  # Slack
     *("AIza", r"ya29\.", "GOCSPX-"),  # Google
-    *(
-        "nvapi-",
-        r"wandb_v\d+_",
-        "gsk_",
-        r"tgp_v\d+_",
-        "lsv2_[a-z]{2}_",
-        r"hvs\.",
-        "ATATT3",
-        "lin_api_",
-        r"do[opr]_v\d_",
-    ),
+    *("nvapi-", r"wandb_v\d_", "gsk_", r"tgp_v\d_", "lsv2_[a-z]{2}_", r"hvs\.", "ATATT3", "lin_api_", r"do[opr]_v\d_"),
 )
-# Of these words have some too, so there must be a digit.
+# Words begin like these too, so there must be a digit.
 _LIKELY = (
     *("sk-", "[sr]k_live_", "[sr]k_test_"),  # OpenAI, Anthropic, OpenRouter, DeepSeek; Stripe
     *("xai-", "pplx-", "r8_", "fw_", "csk-", "dapi", "e2b_", "tvly-", "npm_", "pypi-", "ntn_", "LTAI", r"SG\."),
 )
 _TAIL = r"[A-Za-z0-9_\-]{16,}"
 _FORMS = re.compile(
-    rf"(?<![A-Za-z0-9])(?:{'|'.join(_PREFIXES)}){_TAIL}"
-    rf"|(?<![A-Za-z0-9])(?:{'|'.join(_LIKELY)})(?=[A-Za-z_\-]*\d){_TAIL}"
-    r"|\b(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}\b"  # AWS
-    r"|(?<![A-Za-z0-9])eyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]*"  # JSON Web Tokens
-    r"|(?<=Bearer )(?=\S*\d)[A-Za-z0-9._~+/=\-]{8,}|(?<=Basic )(?=\S*[\d=])[A-Za-z0-9+/]{8,}=*"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
-    re.DOTALL,
+    rf"(?<![A-Za-z0-9])(?:(?:{'|'.join(_PREFIXES)}){_TAIL}"
+    rf"|(?:{'|'.join(_LIKELY)})(?=[A-Za-z_\-]{{0,40}}\d){_TAIL}"
+    r"|(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}(?![A-Za-z0-9])"  # AWS
+    r"|eyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]*)"  # JSON Web Tokens
 )
-_URL_LOGIN = re.compile(r"(?<=://)[^\s/?#]+(?=@)")
-_VALUE = r"""(?P<value>"[^"]*"|'[^']*'|[^\s&#"'<>]+)"""
-_QUERY = re.compile(rf"(?<=[?&;#])(?P<name>[\w.\-]+)(?P<sign>=){_VALUE}")
-_OPTION = re.compile(rf"(?<!\S)(?P<name>--?[\w.\-]+)(?P<sign>=| +(?!-)){_VALUE}")
-# The same in a list of arguments that is a text.
-_LISTED = re.compile(r"""(?P<name>--?[\w.\-]+)(?P<sign>["'],\s*["'])(?P<value>[^"']+)""")
-# A name, = or :, and a value in quotes or brackets or up to the next delimiter: a command line, YAML, Python.
-_ASSIGNED = re.compile(
-    r"""(?<![\w.\-])(?P<name>[\w.\-]+)(?P<sign>["']?\s*[=:]\s*)"""
-    r"""(?P<value>"[^"]*"|'[^']*'|\$\{[^{}]*\}|\{[^{}]*\}|\[[^\[\]]*\]|"""
-    r"""(?:(?:Bearer|Basic)\s+)?[^\s,"'{}\[\]]*[^\s,"'{}\[\]:])""",
+_RUN = re.compile(r"[A-Za-z0-9_.\-]{19,}")  # where such forms can be
+_WITH_HEAD = re.compile(
+    r"(Bearer )(?=[^\s\d]{0,100}\d)[A-Za-z0-9._~+/=\-]{8,}|(Basic )(?=[^\s\d=]{0,100}[\d=])[A-Za-z0-9+/]{8,}=*"
+    r"|(hooks\.slack\.com/services/)[\w/]+|(://)[^\s/?#]+(?=@)"
+    r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[^-]*(?:-----END [A-Z ]{0,30}PRIVATE KEY-----)?"
+)
+# A name and what stands between it and its value: `--name=value` and `--name value` of a command, the same in a list
+# that is written as text, `?name=value` of a URL; and `name: value` or `name=value` of YAML, Python or a command line.
+_OPTION = re.compile(r"(?<!\S)(?P<name>--?[\w.\-]{1,64})(?P<sign>=| {1,4}(?!-))")
+_LISTED = re.compile(r"""(?<![\w\-])(?P<name>--?[\w.\-]{1,64})(?P<sign>["'], ?["'])""")
+_QUERY = re.compile(r"[?&;#](?P<name>[\w.\-]{1,64})(?P<sign>=)")
+_ASSIGNED = re.compile(r"""(?<![\w.\-])(?P<name>[\w.\-]{1,128})(?P<sign>["']?\s{0,4}[=:]\s{0,4})""")
+_ARGUMENT = re.compile(r""""[^"]*"|'[^']*'|[^\s&#"'<>]+""")
+_VALUE = re.compile(
+    r""""[^"]*"|'[^']*'|\$\{[^{}]*\}|\{[^{}]*\}|\[[^\[\]]*\]|(?:(?:Bearer|Basic)\s+)?[^\s,"'{}\[\]]*[^\s,"'{}\[\]:]""",
     re.IGNORECASE,
 )
 # A reference to the environment says where the secret is, and is none.
@@ -101,8 +93,9 @@ def redact(value: Any) -> Any:
         before = (None, *value)
         return [_redact_item(item, option) for item, option in zip(value, before, strict=False)]
     if isinstance(value, str):
-        value = _URL_LOGIN.sub(REDACTED, _FORMS.sub(REDACTED, value))
-        return _OPTION.sub(_given, _QUERY.sub(_given, value))
+        text = _RUN.sub(lambda run: _FORMS.sub(REDACTED, run[0]), value)
+        text = _WITH_HEAD.sub(lambda found: (found[found.lastindex] if found.lastindex else "") + REDACTED, text)
+        return _hide(_hide(text, _QUERY, _ARGUMENT), _OPTION, _ARGUMENT)
     return value
 
 
@@ -111,8 +104,8 @@ def redact_text(text: str) -> str:
 
     Values that a config took from the environment are replaced by their references too.
     """
-    text = _LISTED.sub(_given, without_environment(text))
-    return str(redact(_ASSIGNED.sub(_assigned, text)))
+    text = _hide(without_environment(text), _LISTED, _ARGUMENT)
+    return str(redact(_hide(text, _ASSIGNED, _VALUE)))
 
 
 def without_environment(text: str) -> str:
@@ -128,6 +121,7 @@ def hide_in_texts(value: str, reference: str) -> None:
         _OF_ENVIRONMENT[value] = reference
 
 
+@lru_cache(4096)
 def names_a_secret(name: str) -> bool:
     """Whether what is given to a name (`hf_token`, `clientSecret`, `a.b.api-key`) is a secret."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+", "_", name).lower().split("_")
@@ -139,18 +133,19 @@ def names_a_secret(name: str) -> bool:
     return words[-1] in _ORDINARY and words[-2:-1] not in [[word] for word in _ORDINARY[words[-1]]]
 
 
-def _given(found: re.Match[str]) -> str:
-    """What an option of a command or a URL, or another name, is given to."""
-    name, sign, value = found.group("name", "sign", "value")
-    return name + sign + (REDACTED if _is_secret(name, value) else value)
-
-
-def _assigned(found: re.Match[str]) -> str:
-    """The same in a text, where `the token: that ...` and `key=value` give nothing, and values have names in them."""
-    name, sign, value = found.group("name", "sign", "value")
-    prose = name.lower() == "key" or (name.lower() in _ORDINARY and sign.strip() == ":")
-    hidden = REDACTED if _is_secret(name, value) and not prose else _ASSIGNED.sub(_assigned, value)
-    return name + sign + hidden
+def _hide(text: str, named: re.Pattern[str], values: re.Pattern[str]) -> str:
+    """A text without the values behind the names of secrets; `the token: that ...` and `key=value` are prose."""
+    kept, end = [], 0
+    for found in named.finditer(text):
+        name, sign = found.group("name", "sign")
+        prose = named is _ASSIGNED and (name.lower() == "key" or (name.lower() in _ORDINARY and sign.strip() == ":"))
+        if found.start() < end or prose or not names_a_secret(name):
+            continue
+        value = values.match(text, found.end())
+        if value is not None and _is_secret(name, value[0]):
+            kept += [text[end : found.end()], REDACTED]
+            end = value.end()
+    return "".join([*kept, text[end:]])
 
 
 def _redact_item(item: Any, before: Any) -> Any:
@@ -160,8 +155,10 @@ def _redact_item(item: Any, before: Any) -> Any:
     is_option = isinstance(before, str) and before.startswith("-") and "=" not in before
     if is_option and not item.startswith("-") and _is_secret(before, item):
         return REDACTED
-    whole = _ASSIGNED.fullmatch(item)
-    return _given(whole) if whole is not None and names_a_secret(whole["name"]) else redact(item)
+    found = _ASSIGNED.match(item)
+    if found is not None and _is_secret(found["name"], item[found.end() :]):
+        return found[0] + REDACTED
+    return redact(item)
 
 
 def _is_secret(key: str, value: Any) -> bool:

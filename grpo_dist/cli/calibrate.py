@@ -38,7 +38,6 @@ from grpo_dist.config.step_rates import (
     store_rates,
 )
 from grpo_dist.errors import GrpoDistError
-from grpo_dist.tracking.jsonl import FILE_NAME, read_metrics
 
 TIMEOUT_S = 300.0
 # The built-in job with an engine that answers at once.
@@ -85,8 +84,8 @@ def _driver_seconds(machine: MachineRates) -> float:
     """Seconds of a step for each sequence that no phase explains: of a run whose engine answers at once."""
     with tempfile.TemporaryDirectory() as folder:
         _run([sys.executable, "-m", "grpo_dist.main", *FAKED_RUN, f"trainer.default_local_dir={folder}"])
-        rows = read_metrics(Path(folder, FILE_NAME))
-    steps = [row for row in rows if "timing_s/step" in row][WARM_UP:]
+        lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+    steps = [row for row in map(json.loads, lines) if "timing_s/step" in row][WARM_UP:]
     length = round(median(row["response_length/mean"] for row in steps))
     config, _ = load_config([*FAKED_RUN, f"trainer.expected_response_length={length}"])
     found = step_estimate(config, model_config_at_hand(config.actor_rollout_ref.model.path), machine)

@@ -138,7 +138,7 @@ def _response(row: Mapping[str, Any] | str, groups: dict[str, dict[str, Any]]) -
     for name, kind in _TYPES.items():
         if not isinstance(row.get(name), kind):
             raise DataError(f"{name} is missing or of another type")
-    row = redact(row)
+    row = dict(redact(row))
     shown = {name: row.get(name) for name in ("output", "score", "advantage", "failure")}
     shown["extra"] = {name: value for name, value in row.items() if name not in _OWN}
     shown = {name: value for name, value in shown.items() if value not in (None, {}, "") or name == "output"}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import yaml
 
+from grpo_dist.config.environment import from_environment
 from grpo_dist.config.schema import RunConfig
 
 
 def read_back(text: str) -> RunConfig:
     """The config; every key is there and checked."""
-    return RunConfig.model_validate(yaml.safe_load(text))
+    return RunConfig.model_validate(from_environment(yaml.safe_load(text)))

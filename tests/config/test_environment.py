@@ -30,6 +30,7 @@ LINE = [
     f"+{KWARGS}.copied=${{{KWARGS}.plain}}",
     f"+{KWARGS}.many='${{oc.decode:${{oc.env:LISTED}}}}'",
     f"+{KWARGS}.usual='${{oc.env:NOT_THERE_AT_ALL,abc}}'",
+    f"+{KWARGS}.number='${{oc.env:NOT_THERE_AT_ALL,3}}'",
     f"+{KWARGS}.joined='${{oc.env:JUDGE}}/${{trainer.project_name}}'",
     "trainer.total_epochs='${oc.decode:${oc.env:EPOCHS}}'",
     "data.train_files=${oc.env:ROWS}/train.jsonl",
@@ -70,6 +71,7 @@ def test_references_are_saved() -> None:
         "copied": "${oc.env:JUDGE}",
         "many": "${oc.decode:${oc.env:LISTED}}",
         "usual": "${oc.env:NOT_THERE_AT_ALL,abc}",
+        "number": "${oc.env:NOT_THERE_AT_ALL,3}",
         "joined": "${oc.env:JUDGE}/sums",
     }
     assert values["trainer"]["total_epochs"] == 3, "numbers are no secrets"

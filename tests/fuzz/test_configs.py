@@ -127,7 +127,7 @@ def outcome(line: list[str]) -> str:
         config, notes = load_config(line)
     except ConfigError as error:
         return str(error)
-    assert read_back(readable_config(config)) == config
+    assert read_back(readable_config(config)).model_dump() == config.model_dump()
     assert format_plan(config, notes).encode()
     assert format_summary(config, notes).encode()
     return "loads"

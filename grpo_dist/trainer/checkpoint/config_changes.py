@@ -176,7 +176,7 @@ def digest_code(config: JobConfig) -> dict[str, str]:
     """
     values, found = dict(flatten(config.model_dump(mode="json"))), {}
     for place in config.references:
-        key = ".".join(itertools.takewhile(lambda name: isinstance(name, str), place))
+        key = ".".join(map(str, itertools.takewhile(lambda name: isinstance(name, str), place)))
         if not names_a_secret(key):  # a new password makes no other experiment
             found[key] = _VALUE + hashlib.blake2b(as_text(values[key]).encode(), digest_size=2).hexdigest()
     for key, value in values.items():
