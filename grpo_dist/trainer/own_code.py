@@ -73,17 +73,14 @@ def own_functions(config: RunConfig) -> Iterator[tuple[str, Callable[[], object]
 
 def _advantages(batch: MadeUpBatch, settings: TargetSettings) -> None:
     needs = settings.needs
+    without_critic = torch.zeros_like(batch.mask) if "values" in needs else None
     try:
         compute_advantage(
             settings.adv_estimator,
             token_level_rewards=batch.scores[:, None] * batch.last_token,
             response_mask=batch.mask,
             index=batch.index,
-            values=batch.values.detach()
-            if settings.critic
-            else torch.zeros_like(batch.mask)
-            if "values" in needs
-            else None,
+            values=batch.values if settings.critic else without_critic,
             reward_baselines=torch.zeros_like(batch.scores) if "reward_baselines" in needs else None,
             step_mask=batch.last_token if "step_mask" in needs else None,
             reward_components={},

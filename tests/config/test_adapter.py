@@ -64,6 +64,8 @@ def test_what_engines_can_compute_with() -> None:
         load_config([*apart, f"{MODEL}.lora_rank=513"])
     with refuses(ConfigError, f"{MODEL}.target_modules=[q_proj,lm_head]", f"{MODEL}.lora.merge=false"):
         load_config([*apart, f"{MODEL}.target_modules=[q_proj,lm_head]"])
+    with refuses(ConfigError, f"{MODEL}.target_modules=[model.lm_head]", f"{MODEL}.lora.merge=false"):
+        load_config([*apart, f"{MODEL}.target_modules=[model.lm_head]"])
     whole, said = load_config([apart[0]])
     assert not whole.sends_factors
     says(said, f"{MODEL}.lora.merge=false", f"{MODEL}.lora_rank")

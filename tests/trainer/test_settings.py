@@ -81,11 +81,6 @@ def test_columns_follow_the_objective(overrides: list, objective: tuple, referen
     assert config.needs_reference == bool(reference)
 
 
-def test_the_scale_of_seq_mean_token_sum_norm_is_the_longest_response() -> None:
-    assert objective_settings(load()).loss_scale_factor == 64
-    assert objective_settings(load(f"{ACTOR}.loss_scale_factor=100")).loss_scale_factor == 100
-
-
 def test_sampling_arrives() -> None:
     """What ends or forbids text holds for validation too, what cuts the distribution does not."""
     rollout = "actor_rollout_ref.rollout"
@@ -147,63 +142,6 @@ def test_long_context_settings_arrive_at_the_engine_and_the_trainer() -> None:
     policy = policy_settings(config, placement(config), 10).model
     wanted = {"max_position_embeddings": 4096, "rope_parameters": rope}
     assert engine.override_config == policy.override_config == wanted
-
-
-def test_options_of_the_loss_arrive() -> None:
-    options = objective_settings(load(f"{ACTOR}.tau_pos=2", f"{ACTOR}.policy_loss.dro_beta=0.5")).options
-    assert (options["tau_pos"], options["dro_beta"], options["clip_ratio"], options["clip_ratio_low"]) == (
-        2,
-        0.5,
-        0.2,
-        None,
-    )
-
-
-def test_options_of_the_targets_arrive() -> None:
-    targets = target_settings(
-        load(
-            "algorithm.adv_estimator=gdpo",
-            "algorithm.gdpo_reward_keys=[format,acc]",
-            "algorithm.gdpo_reward_weights=[1,0.5]",
-            "algorithm.rollout_correction.rollout_rs=token_k1",
-            "algorithm.rollout_correction.rollout_rs_threshold=2",
-            "algorithm.mask_truncated_responses=true",
-        )
-    )
-    assert targets.options["gdpo_reward_keys"] == ("format", "acc")
-    assert targets.options["gdpo_reward_weights"] == (1.0, 0.5)
-    assert targets.kl_penalty is None
-    assert target_settings(load("algorithm.use_kl_in_reward=true")).kl_penalty == "kl"
-    assert targets.rollout_correction["rollout_rs"] == "token_k1"
-    assert targets.mask_truncated
-
-
-@pytest.mark.parametrize(
-    ("overrides", "loss_mode", "corrects"),
-    [
-        ((), "vanilla", False),
-        (("bypass_mode=true",), "vanilla", False),
-        (("bypass_mode=true", "rollout_rs=token_k1", "rollout_rs_threshold=2"), "vanilla", True),
-        (("bypass_mode=true", "loss_type=reinforce", "rollout_is=token"), "gpg", True),
-    ],
-)
-def test_bypass_mode_corrects_in_the_objective(overrides: tuple, loss_mode: str, corrects: bool) -> None:
-    config = load(*(f"algorithm.rollout_correction.{override}" for override in overrides))
-    objective = objective_settings(config)
-    assert (objective.loss_mode, objective.correction is not None, objective.weighted) == (loss_mode, corrects, False)
-
-
-def test_a_batch_of_one_optimizer_step_is_corrected_in_the_objective() -> None:
-    stale = objective_settings(load("trainer.max_staleness=1", f"{ACTOR}.use_kl_loss=false"))
-    assert stale.correction == {
-        "rollout_is": "token",
-        "rollout_is_threshold": 2.0,
-        "rollout_rs": None,
-        "rollout_rs_threshold": None,
-    }
-    assert stale.columns == ("advantages", "rollout_log_probs")
-    several = objective_settings(load("trainer.max_staleness=1", f"{ACTOR}.ppo_epochs=2"))
-    assert (several.correction, several.weighted) == (None, True)
 
 
 def test_the_roles_get_what_they_need() -> None:
