@@ -35,6 +35,7 @@ from grpo_dist.tracking.jsonl import FILE_NAME, read_metrics
 from grpo_dist.tracking.record import ROLLOUTS
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.folder import CONFIG, own_checkpoints
+from grpo_dist.trainer.checkpoint.identity import others
 from grpo_dist.trainer.mini_batches import mini_batches
 from grpo_dist.trainer.rollout.seeds import group_seed
 from grpo_dist.trainer.run_prompts import read_prompts
@@ -198,6 +199,7 @@ def weights_before(recorded: Recorded) -> Path | None:
         raise ConfigError(
             f"step {recorded.step}: its update starts from the weights after step {recorded.step - 1}, of which there "
             f"is no checkpoint; steps whose update can be replayed: {steps} (trainer.save_freq)"
+            f"{others(recorded.run_dir)}"
         )
     return there[recorded.step - 1]
 
