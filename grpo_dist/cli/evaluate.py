@@ -34,7 +34,7 @@ from grpo_dist.cli.asking import add_sampling_arguments, asking, check_new, judg
 from grpo_dist.cli.lm_eval import figures_of, run_lm_eval
 from grpo_dist.cli.scoring import start_scorer
 from grpo_dist.cli.serve import split
-from grpo_dist.cli.trained import AGENT_KEY, TrainedModel, base_of, find_trained, others
+from grpo_dist.cli.trained import AGENT_KEY, TrainedModel, base_of, find_trained
 from grpo_dist.cli.trust import add_trust_argument
 from grpo_dist.config.schema import DataConfig
 from grpo_dist.data.prompts import Prompt
@@ -47,6 +47,7 @@ from grpo_dist.rewards.forms import Failure
 from grpo_dist.rewards.scorer import Scorer
 from grpo_dist.terminal import json_line, show
 from grpo_dist.trainer.checkpoint.folder import own_checkpoints
+from grpo_dist.trainer.checkpoint.identity import others
 from grpo_dist.trainer.run_prompts import read_prompts
 
 
@@ -196,7 +197,8 @@ def _models(
             )
             if not chosen:
                 raise ConfigError(f"--all-steps: {name} has no checkpoints; name a run's folder, and no --step")
-            show("".join(f"{each}\n" for each in others(expanded(name))), sys.stderr)
+            if left := others(expanded(name)):
+                show(f"{name}: {len(chosen)} checkpoints{left}\n", sys.stderr)
         for each in chosen:
             before = set(Path(each).parent.iterdir()) if options.all_steps else set()
             model = find_trained(each, overrides, options.step, trust=options.trust)

@@ -42,7 +42,7 @@ from grpo_dist.terminal import show
 from grpo_dist.trainer.checkpoint.config_changes import read_config
 from grpo_dist.trainer.checkpoint.export import export_checkpoint, saved_run
 from grpo_dist.trainer.checkpoint.folder import LATEST, STATE, checkpoints, last_checkpoint, own_checkpoints, step_of
-from grpo_dist.trainer.checkpoint.identity import is_model_of, is_model_of_run
+from grpo_dist.trainer.checkpoint.identity import is_model_of, is_model_of_run, others
 from grpo_dist.trainer.model_usage import model_usage
 from grpo_dist.trainer.record import EXPORTED, RESOLVED_CONFIG
 from grpo_dist.trainer.settings import engine_settings
@@ -162,21 +162,9 @@ def named_checkpoint(folder: Path, step: int | None) -> Path | None:
         steps = ", ".join(map(str, own))
         raise ConfigError(
             f"--step {step}: the run in {folder} has checkpoints of the steps {steps}; choose one of them"
-            + "".join(f". {each}" for each in others(folder))
+            f"{others(folder)}"
         )
     return own.get(step)
-
-
-def others(run_dir: Path) -> list[str]:
-    """Return what to say of checkpoints in a folder that are not of the run whose last one the pointer names."""
-    own = own_checkpoints(run_dir).values()
-    if not (left := [path.name for path in checkpoints(run_dir) if path not in own]):
-        return []
-    return [
-        f"Not of this run, by the checkpoint that {LATEST} names: {', '.join(sorted(left))}. They are of a run before "
-        "it, of steps from which it has gone back, or of an older version of grpo_dist; to have one of them, name its "
-        f"folder: {run_dir / left[-1]}"
-    ]
 
 
 def no_checkpoint(run_dir: Path, step: int | None) -> str:

@@ -31,6 +31,7 @@ from grpo_dist.protocol.fields import EXTRA
 from grpo_dist.rewards.base import RowNeeds
 from grpo_dist.tracking.jsonl import FILE_NAME
 from grpo_dist.trainer.checkpoint.folder import own_checkpoints
+from grpo_dist.trainer.checkpoint.identity import others
 from grpo_dist.trainer.loss_settings import objective_settings, target_settings
 from grpo_dist.trainer.mini_batches import mini_batches
 from grpo_dist.trainer.preflight import check_model
@@ -152,6 +153,7 @@ def weights_before(recorded: Recorded) -> Path | None:
         raise ConfigError(
             f"step {recorded.step}: its update starts from the weights after step {recorded.step - 1}, of which there "
             f"is no checkpoint; steps whose update can be replayed: {steps} (trainer.save_freq)"
+            f"{others(recorded.run_dir)}"
         )
     return there[recorded.step - 1]
 

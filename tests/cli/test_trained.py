@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from safetensors.torch import load_file
 import grpo_dist.cli.trained as trained
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.usage import FILE, Usage, read_usage
+from grpo_dist.cli.evaluate import _models
 from grpo_dist.cli.trained import base_of, engine_for, find_trained
 from grpo_dist.config.load import load_config
 from grpo_dist.errors import ConfigError, DataError
@@ -23,6 +26,7 @@ from grpo_dist.trainer.checkpoint.folder import LATEST, begin_checkpoint, own_ch
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
 from grpo_dist.trainer.model_usage import exported_usage
 from grpo_dist.trainer.record import write_config
+from grpo_dist.trainer.replay import Recorded, weights_before
 from tests.cli.test_export import TINY, checkpoint
 from tests.messages import refuses, says
 from tests.trainer.checkpoints import exported_model, run_state
@@ -206,3 +210,23 @@ def test_a_model_of_an_older_version_is_not_taken_for_a_checkpoints(tmp_path: Pa
     (run_dir / "huggingface" / FILE).write_text('{"step": 4}')
     assert find_trained(str(run_dir)).folder == run_dir / "huggingface_step_4"
     assert exports == ["global_step_4"]
+
+
+def test_a_replay_and_all_steps_take_the_runs_own_checkpoints(
+    tmp_path: Path, exports: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first run's checkpoint of step 2 is still there, and is not what the second one's step 3 began with."""
+    run_dir = tmp_path / "run"
+    a_run(run_dir, 1, [1, 2])
+    a_run(run_dir, 2, [1, 4])
+    recorded = Recorded(run_dir, 3, *[None] * 3)  # type: ignore[arg-type]
+    with refuses(ConfigError, "step 3", "1, 2, 5", run_dir / "global_step_2"):
+        weights_before(recorded)
+    assert weights_before(replace(recorded, step=5)) == run_dir / "global_step_4"
+    options = SimpleNamespace(base=False, all_steps=True, step=None, trust=False)
+    with contextlib.ExitStack() as stack:
+        models = list(_models([str(run_dir)], [], options, stack))  # type: ignore[arg-type]
+        assert [model.name for model in models] == ["run step 1", "run step 4"]
+        assert {model.config.trainer.seed for model in models} == {2}
+    says(capsys.readouterr().err, run_dir / "global_step_2")
+    assert not list(run_dir.glob("huggingface*")), "those that it has made are removed"

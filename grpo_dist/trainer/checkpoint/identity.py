@@ -6,7 +6,7 @@ from pathlib import Path
 
 from grpo_dist.assets.usage import read_usage
 from grpo_dist.engines.train.durable_files import digest_file
-from grpo_dist.trainer.checkpoint.folder import CONFIG
+from grpo_dist.trainer.checkpoint.folder import CONFIG, LATEST, checkpoints, own_checkpoints
 from grpo_dist.trainer.checkpoint.manifest import checkpoint_digest
 
 
@@ -34,3 +34,17 @@ def run_digest(run_dir: Path) -> str | None:
     """Return the digest of the config.yaml that a run writes at its start; None: there is none."""
     file = run_dir / CONFIG
     return digest_file(file).blake2b if file.is_file() else None
+
+
+def others(run_dir: Path) -> str:
+    """Return what to add to a message, of checkpoints that are not of the run whose last one the pointer names; "" if
+    there are none.
+    """
+    own = own_checkpoints(run_dir).values()
+    if not (left := [path.name for path in checkpoints(run_dir) if path not in own]):
+        return ""
+    return (
+        f". Not of this run, by what {LATEST} names: {', '.join(sorted(left))}. They are of a run before "
+        "it, of steps from which it has gone back, or of an older version of grpo_dist; to have one of them, name its "
+        f"folder: {run_dir / left[-1]}"
+    )

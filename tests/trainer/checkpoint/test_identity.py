@@ -8,10 +8,10 @@ from grpo_dist.assets.usage import Usage
 from grpo_dist.config.load import load_config
 from grpo_dist.errors import CheckpointError
 from grpo_dist.trainer.checkpoint.folder import LATEST, own_checkpoints
-from grpo_dist.trainer.checkpoint.identity import is_model_of, is_model_of_run, run_digest
+from grpo_dist.trainer.checkpoint.identity import is_model_of, is_model_of_run, others, run_digest
 from grpo_dist.trainer.checkpoint.manifest import MANIFEST, checkpoint_digest
 from grpo_dist.trainer.record import write_config
-from tests.messages import refuses
+from tests.messages import refuses, says
 from tests.trainer.checkpoints import save
 
 
@@ -44,9 +44,12 @@ def test_two_starts_of_the_same_config_are_two(tmp_path: Path) -> None:
 def test_checkpoints_that_do_not_say_whose_they_are_are_not_the_runs_own(tmp_path: Path) -> None:
     """`save` writes no history, as older versions did not."""
     assert own_checkpoints(tmp_path) == {}
+    assert others(tmp_path) == ""
     save(tmp_path, 2)
     folder = save(tmp_path, 3)
     assert own_checkpoints(tmp_path) == {3: folder}
+    says(others(tmp_path), LATEST, "global_step_2", tmp_path / "global_step_2")
+    assert "global_step_3" not in others(tmp_path)
     (folder / "state.json").write_text("{")
     assert own_checkpoints(tmp_path) == {3: folder}
     (tmp_path / LATEST).unlink()
