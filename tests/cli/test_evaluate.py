@@ -11,13 +11,13 @@ import pytest
 
 from grpo_dist.assets import resolve_model_path
 from grpo_dist.assets.model_folder import check_model_folder
+from grpo_dist.assets.tokenizer import load_tokenizer
 from grpo_dist.assets.usage import Usage
 from grpo_dist.cli.entry import main
 from grpo_dist.cli.evaluate import Answers, Figures, compared, figures
 from grpo_dist.config.grpo import GRPO
 from grpo_dist.config.load import with_overrides
 from grpo_dist.data.prompts import Prompt
-from grpo_dist.data.tokenize import load_tokenizer
 from grpo_dist.engines.base import Response
 from grpo_dist.rewards.base import RewardResult
 from grpo_dist.rewards.forms import Failure

@@ -17,7 +17,7 @@ from grpo_dist.errors import ConfigError
 from grpo_dist.trainer.checkpoint.config_changes import saved_config
 from grpo_dist.trainer.checkpoint.folder import begin_checkpoint, publish_checkpoint
 from grpo_dist.trainer.record import EXPORTED, write_config
-from grpo_dist.trainer.replay import read_recorded
+from grpo_dist.trainer.recorded_step import read_recorded
 from tests.cli.scripted import ENGINE, SCRIPT
 from tests.messages import refuses, says
 from tests.trainer.checkpoints import exported_model, run_state
@@ -102,7 +102,7 @@ def test_an_export_loads_the_models_own_code_only_with_trust(
 
 def test_a_replay_runs_no_function_unasked(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Any] = []
-    monkeypatch.setattr("grpo_dist.trainer.replay.read_parquet", read.append)
+    monkeypatch.setattr("grpo_dist.trainer.recorded_step.read_parquet", read.append)
     estimator = "algorithm.adv_estimator=mine.py:estimate"
     run_dir = folder(estimator)
     (run_dir / "metrics.jsonl").write_text('{"step": 1}\n')

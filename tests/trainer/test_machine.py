@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import socket
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +15,7 @@ from grpo_dist.sizes import GIB
 from grpo_dist.trainer.machine import check_machine, gpu_memory_gib, memory_gib
 from grpo_dist.workers import cluster
 from tests.messages import refuses, says
+from tests.workers.services import Service
 
 GPU4 = ("cluster=node8", "trainer.n_gpus_per_node=4")
 
@@ -87,8 +88,8 @@ def test_fewer_cpus_than_ray_would_reserve() -> None:
 
 def test_a_cluster_that_does_not_answer_and_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one that answers nothing more is known: neither its CPUs nor its GPUs are those of this machine."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
+    with contextlib.closing(Service()) as service:
+        address = f"127.0.0.1:{service.place[1]}"
         there = (f"ray_kwargs.ray_init.address={address}", "cluster=node8")
         assert check(*there).gpu_gib is None
         assert check(*there, "cluster.gpu_memory_gib=80").gpu_gib == 80

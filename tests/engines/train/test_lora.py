@@ -18,7 +18,7 @@ from grpo_dist.engines.train.lora import add_lora, lora_layers
 from grpo_dist.errors import ConfigError, DataError
 from tests.adapters import write_adapter
 from tests.messages import refuses
-from tests.models import VOCAB, objective, random_batch, random_model, trainable_engine
+from tests.models import VOCAB, add_tokenizer, objective, random_batch, random_model, trainable_engine
 from tests.ranks import run_ranks
 
 LORA = LoraSettings(4, 8.0, "all-linear")
@@ -69,7 +69,7 @@ def test_training_moves_the_factors_and_merging_them_gives_the_same_model(
     family: str, ranks: int, targets: tuple[str, ...], random_models: dict[str, str], tmp_path: Any
 ) -> None:
     known = {"Qwen3": "tied", "Qwen3Moe": "experts"}
-    path = random_models[known[family]] if family in known else random_model(family, tmp_path / "model")
+    path = random_models[known[family]] if family in known else add_tokenizer(random_model(family, tmp_path / "model"))
     for found in run_ranks(ranks, train, path, str(tmp_path / "merged")):
         assert found["same names"]
         assert found["start"] < 1e-6, "B starts at 0"

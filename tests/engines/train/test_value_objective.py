@@ -19,7 +19,7 @@ from grpo_dist.errors import BatchError, TrainingDiverged
 from grpo_dist.protocol import DataProto, Ragged, merge_metrics, metric_values
 from tests.engines.train.test_objectives import LR, engine, own_rows, plain_model
 from tests.messages import says
-from tests.models import random_batch, random_classifier, random_model
+from tests.models import add_tokenizer, random_batch, random_classifier, random_model
 from tests.ranks import run_ranks
 
 CLIP = 0.4
@@ -233,7 +233,7 @@ def test_from_start_to_export(kind: str, ranks: int, data: DataProto, tmp_path: 
     """A policy gets a small new head; the head of a reward model is kept, also by a critic that may draw a new one."""
     source = tmp_path / "source"
     path = random_model("Qwen3", source, head_dim=8) if kind == "policy" else random_classifier(source)
-    found, *others = run_ranks(ranks, stop_and_go_on, path, data, tmp_path)
+    found, *others = run_ranks(ranks, stop_and_go_on, add_tokenizer(path), data, tmp_path)
     assert all(other["last"] == found["last"] for other in others)
     for name, weight in found["weights"].items():
         np.testing.assert_array_equal(found["resumed"][name], weight, err_msg=name)

@@ -194,7 +194,7 @@ def test_what_is_aborted_after_the_engine_has_been_shut_down_is_no_error(
 
     async def scenario() -> None:
         rollout = VLLMEngine(None)  # type: ignore[arg-type]
-        rollout._llm, rollout._sockets = LocalLLM(None), SimpleNamespace(cleanup=lambda: None)  # type: ignore[assignment]
+        rollout._llm, rollout._folder = LocalLLM(None), SimpleNamespace(cleanup=lambda: None)  # type: ignore[assignment]
         asked = asyncio.ensure_future(rollout._call(final(rollout._llm, "a", 10**9), timeout_s=None))
         rollout._running = {"group": {"a", "b"}}
         while not engine.scheduler.running:
