@@ -29,8 +29,7 @@ from tests.trainer.checkpoints import unverified
 
 TINY = Path(resolve_model_path("builtin:tiny-qwen3"))
 PATH, REWARD, RUN_DIR = "actor_rollout_ref.model.path", "custom_reward_function.path", "trainer.default_local_dir"
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-TEACHER = "actor_rollout_ref.ref.model.path"
+ACTOR, ROLLOUT, TEACHER = (f"actor_rollout_ref.{each}" for each in ("actor", "rollout", "ref.model.path"))
 LENGTHS = ("data=arithmetic", "data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2", "data.val_files=null")
 
 
@@ -90,7 +89,8 @@ def test_heads_that_vllm_does_not_compute_on_cpu(dry_run: Any, file: Path, model
 def test_columns_that_would_change_the_task_are_told_or_refused(dry_run: Any, file: Path) -> None:
     file.write_text(rows("1+1?", "2+2?", agent_name="tool_agent", extra_info={"tools_kwargs": {"calc": {"x": 1}}}))
     checked, _ = dry_run(*LENGTHS, f"data.train_files={file}")
-    says(checked, "agent_name=tool_agent (2 of 2", "default_agent_loop", "extra_info.tools_kwargs (2 of 2")
+    says(checked, "data.train_files", "agent_name=tool_agent", "2 of 2", "rollout.agent.default_agent_loop")
+    says(checked, "data.train_files", "extra_info.tools_kwargs", "2 of 2")
     file.write_text(rows("1+1?") + rows("<image> 2+2?", images=[{"path": "1.png"}]))
     says(dry_run(*LENGTHS, f"data.train_files={file}", code=2)[1], "data.train_files", f"{file}, line 2", "images")
 
