@@ -56,7 +56,7 @@ class Recorded:
 
     @property
     def only_critic_learned(self) -> bool:
-        """Whether the policy stood still in the step, since the critic was not warm yet."""
+        """Tell whether the policy stood still in the step, since the critic was not warm yet."""
         return self.config.needs_critic and self.step <= self.config.trainer.critic_warmup
 
 

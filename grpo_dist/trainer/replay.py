@@ -104,7 +104,7 @@ def rescore(recorded: Recorded, worker: RewardWorker) -> tuple[DataProto, list[s
 
 
 def baselines_are_of_another(recorded: Recorded, scores: DataProto) -> bool:
-    """Whether the advantages need the scores of the greedy responses, which are recorded as another function gave them.
+    """Tell whether advantages need scores of greedy responses, of which only those by another function are recorded.
 
     These responses themselves are not recorded, so they cannot be scored again.
     """
