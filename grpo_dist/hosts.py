@@ -10,7 +10,7 @@ REQUEST_S = 60.0
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether a request's Host header is one that this machine alone has.
+    """Return whether a request's Host header is one that this machine alone has.
 
     A web page that has turned a name of its own to the loopback address (DNS rebinding), and so can ask what listens
     there, sends that name. Nothing is what programs that are no browser may send.

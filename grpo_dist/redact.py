@@ -123,7 +123,7 @@ def hide_in_texts(value: str, reference: str) -> None:
 
 @lru_cache(4096)
 def names_a_secret(name: str) -> bool:
-    """Whether what is given to a name (`hf_token`, `clientSecret`, `a.b.api-key`) is a secret."""
+    """Return whether what is given to a name (`hf_token`, `clientSecret`, `a.b.api-key`) is a secret."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+", "_", name).lower().split("_")
     words = [word for word in words if word]
     if not words or words[-1] in _POINTERS:

@@ -18,11 +18,16 @@ def printable(text: str) -> str:
 
 
 def show(text: str, stream: TextIO | None = None) -> None:
-    """Write a text to the standard output, or another stream, at once, without control characters."""
+    """Write a text to the standard output, or another stream, at once, as `as_shown` has it."""
     stream = sys.stdout if stream is None else stream
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    stream.write(printable(text).encode(encoding, "replace").decode(encoding))
+    stream.write(as_shown(text, stream))
     stream.flush()
+
+
+def as_shown(text: str, stream: TextIO) -> str:
+    """Return a text without control characters, and with `?` for what the stream's encoding lacks."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return printable(text).encode(encoding, "replace").decode(encoding)
 
 
 def json_line(row: Any) -> str:

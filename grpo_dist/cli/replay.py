@@ -106,8 +106,10 @@ def _changes(
     recorded: Recorded, scores: DataProto, targets: DataProto | None, failures: Sequence[str]
 ) -> Iterator[str]:
     """What the changed keys would have changed; without targets, in the scores alone."""
+    from grpo_dist.trainer.replay import SCORE_TOLERANCE
+
     before, after = recorded.data["score"], scores["score"]
-    moved = ((before - after).abs() > 1e-6) | (before.isnan() != after.isnan())
+    moved = ((before - after).abs() > SCORE_TOLERANCE) | (before.isnan() != after.isnan())
     yield f"step {recorded.step} with the changed keys: {int(moved.sum())} of {len(before)} responses score otherwise"
     yield f"  mean score            {_mean(before):.4g} -> {_mean(after):.4g}"
     n = len(before) // len(set(recorded.data["uid"]))

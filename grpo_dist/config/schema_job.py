@@ -119,7 +119,7 @@ class JobConfig(Section):
 
     @property
     def references(self) -> dict[tuple[str | int, ...], str]:
-        """What is saved for values of the environment, by their places (environment.py)."""
+        """References to the environment that are saved in place of its values, by their places (environment.py)."""
         return self._references
 
     @property

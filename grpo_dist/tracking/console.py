@@ -11,7 +11,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from grpo_dist.terminal import printable
+from grpo_dist.terminal import as_shown
 from grpo_dist.tracking import metric_names
 from grpo_dist.tracking.summary import format_seconds
 
@@ -84,8 +84,7 @@ class Progress:
         """Print text, above the bar if there is one."""
         if self._stream is None:
             return
-        encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        text = printable(text).encode(encoding, "replace").decode(encoding)
+        text = as_shown(text, self._stream)
         with _survives_lost_terminal():
             if self._bar is not None:
                 self._bar.write(text, file=self._stream)

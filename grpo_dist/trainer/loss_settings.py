@@ -10,7 +10,7 @@ from grpo_dist.names import TOKEN_SELECTING_LOSSES
 
 
 def target_settings(config: RunConfig) -> TargetSettings:
-    """What comes before the loss."""
+    """Return what advantages, corrections and targets are computed with, before the loss."""
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     correction = algorithm.rollout_correction
     options = {"norm_adv_by_std_in_grpo", "gamma", "lam", "f_norm", "gdpo_reward_keys", "gdpo_reward_weights"}

@@ -28,7 +28,7 @@ from grpo_dist.errors import (
     WorkerError,
     WorkerLost,
 )
-from grpo_dist.terminal import show as show_text
+from grpo_dist.terminal import show
 from grpo_dist.tracking.jsonl import FILE_NAME as METRICS
 from grpo_dist.tracking.jsonl import read_metrics
 from grpo_dist.tracking.summary import format_summary
@@ -69,16 +69,16 @@ class Job(Generic[Config]):
 DISCONNECT_S = 10.0
 
 
-def show(error: RayLost | Interrupted) -> None:
+def tell_end(error: RayLost | Interrupted) -> None:
     """Say what ends the process."""
-    show_text(f"\n{error}\n", sys.stderr)
+    show(f"\n{error}\n", sys.stderr)
 
 
 def run(
     config: Config,
     job: Job[Config],
     on_step: StepCallback | None = None,
-    on_forced_end: Callable[[RayLost | Interrupted], None] = show,
+    on_forced_end: Callable[[RayLost | Interrupted], None] = tell_end,
 ) -> None:
     """Train as the config says, until done or interrupted.
 
@@ -116,7 +116,7 @@ def _run(
     ready = job.preflight(config, lambda line: None, rehearsal=False)
     if is_finished(config, ready.steps):
         if config.trainer.console:
-            show_text(nothing_to_train(config, ready.steps) + "\n")
+            show(nothing_to_train(config, ready.steps) + "\n")
         return
     if with_factors := [model for model in job.models(config) if model.lora is not None]:
         from grpo_dist.trainer.rehearsal import build_models  # it imports the models' code
@@ -145,7 +145,7 @@ def _run(
         seconds = time.monotonic() - started
         rows = [row for row in read_metrics(run_dir / METRICS) if row["step"] >= first_step]
         shown = format_summary(rows, run_dir=run_dir, seconds=seconds, hf_model=hf_model, flags=_flags(config))
-        show_text(shown + "\n")
+        show(shown + "\n")
 
 
 def _flags(config: JobConfig) -> dict[str, str]:
@@ -175,7 +175,7 @@ def _end_by_force(
         "cluster is not this run's own (ray_kwargs.ray_init.address), start Ray again first (`ray start --head`)"
     )
     if preemption.asked:
-        show_text(f"\n{preemption.name}: {what} does not answer any more, so nothing more could be saved\n", sys.stderr)
+        show(f"\n{preemption.name}: {what} does not answer any more, so nothing more could be saved\n", sys.stderr)
         error = preemption.interrupt()
     elif failure is not None:
         error.add_note(f"before that the run had ended with {type(failure).__name__}: {failure}")

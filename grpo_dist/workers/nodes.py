@@ -160,7 +160,7 @@ def _needs(role: str, bundles: Sequence[Bundle]) -> str:
 
 
 async def _answers(node: Mapping[str, Any]) -> bool:
-    """Whether a node answers."""
+    """Return whether a node answers."""
     place = node["NodeManagerAddress"], node["NodeManagerPort"]
     try:
         await asyncio.to_thread(greet, place, CONNECT_TIMEOUT_S)

@@ -86,12 +86,8 @@ class Front:
                 try:
                     scope, receive = await _filled(scope, receive, FORMS[path], settings.usage)
                 except ClientDisconnect:  # or who stands before this has cut off a long body
-                    error = {
-                        "message": "the body has not come to its end",
-                        "type": "invalid_request_error",
-                        "code": 413,
-                    }
-                    await JSONResponse({"error": error}, 413)(scope, receive, send)
+                    refusal = _refuse(413, "the body has not come to its end", "invalid_request_error")
+                    await refusal(scope, receive, send)
                     return
         await self._app(scope, receive, send)
 
@@ -102,8 +98,8 @@ def put_front(arguments: Namespace, settings: FrontSettings) -> None:
     arguments.middleware = [*arguments.middleware, f"{Front.__module__}.{Front.__qualname__}"]  # the last is the first
 
 
-def _refuse(code: int, message: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": "authentication_error", "code": code}}, code)
+def _refuse(code: int, message: str, kind: str = "authentication_error") -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": kind, "code": code}}, code)
 
 
 def may_ask(headers: list[tuple[bytes, bytes]], token: str) -> bool:
